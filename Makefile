@@ -1,0 +1,43 @@
+# Everything runs in .venv, which `make setup` makes; only PYTHON comes from outside.
+PYTHON ?= python3
+JOBS ?= 2
+BIN := .venv/bin
+STAMP := .venv/.set-up
+TORCH := $(shell grep '^torch==' constraints.txt)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+.PHONY: setup demo lint check test test-gpu fix bench
+
+setup: $(STAMP)
+
+# torch goes first and alone: whichever build the machine's pip prefers (CPU or CUDA) then stays.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/outdraft demo
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+check: lint
+	$(PYTEST) -m "not slow and not gpu and not network"
+
+test: lint
+	$(PYTEST) -m "not gpu and not network"
+
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu
+
+fix: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup
+	$(BIN)/outdraft bench

@@ -1,0 +1,122 @@
+"""Paged tree attention on the CPU, without gathering the cache first.
+
+The kernels are in cpu_kernels.py. Small batches run in the calling thread. Large ones are shared
+with a few threads of our own: the kernels release the GIL, and a second OpenMP runtime beside
+PyTorch's would fight it for the cores.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.cpu_kernels import Batch, attend, write_rows
+from outdraft.core.errors import ConfigError
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_WORK_PER_SHARE = 1 << 22  # multiply-adds below which waking a thread costs more than it saves
+_NO_WINDOW = 1 << 62
+
+
+class CpuAttention:
+    """Attention as attention/base.py states it, for float32 and bfloat16 tensors on the CPU.
+
+    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows behind the
+    last request are padding: their result is zero.
+
+    Args:
+        num_threads: how many threads a large batch may use, the calling one included.
+    """
+
+    name = "cpu"
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._pool = ThreadPoolExecutor(max(num_threads - 1, 1), "outdraft-attention")
+
+    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+        """Store k and v at their slots; rows with slot -1 are dropped.
+
+        Raises:
+            ConfigError: a dtype that the kernels do not read.
+        """
+        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+            new_TGC = _with_dense_rows(new_TGC)
+            write_rows(
+                new_TGC.data_ptr(),
+                new_TGC.stride(0),
+                _is_bf16(new_TGC),
+                cached_PSGC.data_ptr(),
+                _is_bf16(cached_PSGC),
+                slots_T.data_ptr(),
+                new_TGC.shape[0],
+                new_TGC.shape[1] * new_TGC.shape[2],
+            )
+
+    def attend(
+        self,
+        q_THC: Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """[T, H, C] of q's dtype: softmax(scale * q k^T) v over what each row sees.
+
+        Raises:
+            ConfigError: a dtype that the kernels do not read.
+        """
+        q_THC = _with_dense_rows(q_THC)
+        num_rows, num_heads, head_size = q_THC.shape
+        out_THC = torch.zeros((num_rows, num_heads, head_size), dtype=q_THC.dtype)
+        _, block_size, num_kv_heads, _ = cache.k_PSGC.shape
+        batch = Batch(
+            q=q_THC.data_ptr(),
+            out=out_THC.data_ptr(),
+            k=cache.k_PSGC.data_ptr(),
+            v=cache.v_PSGC.data_ptr(),
+            query_start=metadata.query_start_B1.data_ptr(),
+            context_lens=metadata.context_lens_B.data_ptr(),
+            num_causal=metadata.num_causal_B.data_ptr(),
+            ancestors=metadata.ancestors_T.data_ptr(),
+            positions=metadata.positions_T.data_ptr(),
+            block_table=metadata.block_table_BP.data_ptr(),
+            num_requests=metadata.context_lens_B.shape[0],
+            num_rows=num_rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            q_stride=q_THC.stride(0),
+            table_stride=metadata.block_table_BP.stride(0),
+            window=_NO_WINDOW if window is None else window,
+            scale=scale,
+            is_bf16_query=_is_bf16(q_THC),
+            is_bf16_cache=_is_bf16(cache.k_PSGC),
+        )
+        work = num_rows * num_heads * head_size * metadata.max_seq_len
+        self._attend_shared(batch, min(self._num_threads, 1 + work // _WORK_PER_SHARE))
+        return out_THC
+
+    def _attend_shared(self, batch: Batch, num_shares: int) -> None:
+        others = [self._pool.submit(attend, batch, i, num_shares) for i in range(1, num_shares)]
+        attend(batch, 0, num_shares)
+        for other in others:
+            other.result()
+
+
+def _with_dense_rows(rows_THC: Tensor) -> Tensor:
+    """The same values with contiguous rows; a slice of a fused projection has them already."""
+    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
+        return rows_THC
+    return rows_THC.contiguous()
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    if tensor.dtype not in _DTYPES:
+        raise ConfigError(
+            f"cpu attention reads float32 and bfloat16, not {tensor.dtype}: "
+            "use the reference attention for other dtypes"
+        )
+    return tensor.dtype is torch.bfloat16

@@ -1,0 +1,118 @@
+"""The engine's configuration: small frozen parts, composed."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
+from outdraft.core.errors import ConfigError, did_you_mean
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How much memory the KV cache takes and how it is cut."""
+
+    block_size: int = 16  # tokens per block
+    kv_cache_memory_bytes: int | None = None  # None: memory_fraction of what is free
+    memory_fraction: float = 0.5  # of the memory free after the weights are loaded
+    num_blocks: int | None = None  # overrides the memory settings
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}"
+            )
+        for name in ("kv_cache_memory_bytes", "num_blocks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How many requests and rows share a step."""
+
+    max_num_seqs: int = 64  # running requests
+    max_num_batched_tokens: int = 2048  # rows of one step: prompt chunks, roots and drafts
+    max_waiting: int = 4096  # queued requests
+    policy: Literal["fcfs", "priority"] = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
+                f"max_num_seqs ({self.max_num_seqs}): every running request needs one row a step"
+            )
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything the engine needs to start.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint, or its name on the hub.
+        dtype: of weights, activations and KV; "auto": the checkpoint's own on a GPU, on a CPU
+            bfloat16 where the CPU multiplies it, else float32.
+        max_model_len: longest prompt + output in tokens; None: what the model allows.
+        seed: of requests that bring no seed of their own.
+        attention: backend name, None: the fastest one for the device.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    attention: str | None = None
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.max_model_len is not None and self.max_model_len < 2:
+            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+
+    @classmethod
+    def from_options(
+        cls, *, speculative_config: Mapping[str, Any] | None = None, **options: Any
+    ) -> "EngineConfig":
+        """A configuration from flat keyword options, as `LLM` and the command line take them.
+
+        Raises:
+            ConfigError: an unknown option (with the closest known one) or a wrong value.
+        """
+        parts: dict[str, tuple[type, dict[str, Any]]] = {
+            "cache": (CacheConfig, {}),
+            "scheduler": (SchedulerConfig, {}),
+        }
+        owner = {f.name: part for part, (kind, _) in parts.items() for f in fields(kind)}
+        own = {f.name for f in fields(cls)} - {"cache", "scheduler", "speculation"}
+        known = {*own, *owner, "speculative_config"}
+        chosen: dict[str, Any] = {}
+        for name, value in options.items():
+            if name in own:
+                chosen[name] = value
+            elif name in owner:
+                parts[owner[name]][1][name] = value
+            else:
+                raise ConfigError(f"unknown option {name!r}: {did_you_mean(name, known)}")
+        return cls(
+            **chosen,
+            cache=CacheConfig(**parts["cache"][1]),
+            scheduler=SchedulerConfig(**parts["scheduler"][1]),
+            speculation=parse_speculative_config(speculative_config),
+        )

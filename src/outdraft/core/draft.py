@@ -1,0 +1,96 @@
+"""A draft: tokens guessed ahead of the target, as a tree.
+
+Dimension key: K drafted tokens of one request.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
+
+
+class DraftSource(StrEnum):
+    """Who guessed a token."""
+
+    PREDICTION = "prediction"
+    SUFFIX = "suffix"
+    NGRAM = "ngram"
+    MODEL = "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A token tree in topological order.
+
+    Row 0 is the last committed token; row i + 1 is token_ids[i]. parents[i] is the row that
+    token_ids[i] continues, so a chain has parents (0, 1, 2, ...) and no draft at all is Draft().
+
+    Attributes:
+        score: expected number of accepted tokens, as the proposer itself estimates it.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    score: float = 0.0
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.parents):
+            raise ValueError(f"{len(self.token_ids)} tokens but {len(self.parents)} parents")
+        if len(self.token_ids) > MAX_DRAFTS:
+            raise ValueError(f"a draft has at most {MAX_DRAFTS} rows, got {len(self.token_ids)}")
+        if any(not 0 <= parent <= row for row, parent in enumerate(self.parents)):
+            raise ValueError(f"parents must point to an earlier row, got {self.parents}")
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def chain(cls, token_ids: Iterable[int], score: float = 0.0) -> "Draft":
+        """A tree without branches."""
+        ids = tuple(int(token) for token in token_ids)
+        return cls(ids, tuple(range(len(ids))), score)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents == tuple(range(len(self.parents)))
+
+    def truncated(self, num_tokens: int) -> "Draft":
+        """The first rows; a prefix of a topological order is a tree again."""
+        if len(self) <= num_tokens:
+            return self
+        return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens], self.score)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftAsk:
+    """One request that would like a draft. Read-only: proposers change no state but their own.
+
+    Attributes:
+        request_id: stable while the request lives.
+        token_ids: int32 [num_tokens], prompt and output so far, newest last; a view, not to be
+            kept across calls.
+        max_tokens: rows that the scheduler can afford, at least 1.
+    """
+
+    request_id: str
+    token_ids: np.ndarray
+    max_tokens: int
+
+
+def tree_depths(parents: Sequence[int]) -> list[int]:
+    """Depth of each drafted row below the root, at least 1; `parents` as in Draft."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths[1:]
+
+
+def ancestor_masks(parents: Sequence[int]) -> list[int]:
+    """Per drafted row, the bits of the drafted rows it sees: its ancestors and itself."""
+    masks = [0]
+    for row, parent in enumerate(parents):
+        masks.append(masks[parent] | 1 << row)
+    return masks[1:]

@@ -1,0 +1,144 @@
+"""What a request gives back, with vLLM's names, and how every token came about."""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class TokenOrigin(StrEnum):
+    """How a token came: the target's own choice, or a draft that it accepted."""
+
+    PLAIN = "plain"  # nothing was drafted in that step
+    RECOVERED = "recovered"  # the target's choice where it rejected a draft
+    BONUS = "bonus"  # the target's choice behind a draft that it accepted whole
+    PREDICTION = "prediction"
+    SUFFIX = "suffix"
+    NGRAM = "ngram"
+    MODEL = "draft_model"
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural logarithm of a token's raw probability; rank 1 is the most likely token."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n sequences.
+
+    Attributes:
+        origins: one per token of token_ids.
+        logprobs: per token, token id -> Logprob: the chosen token and the most likely ones.
+        finish_reason: "stop", "length", "abort", or None while running.
+        stop_reason: the stop string or stop token id that ended it, if one did.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    origins: list[TokenOrigin] = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(slots=True)
+class SpeculationMetrics:
+    """How speculation fared for one request; field names and formulas are vLLM's.
+
+    A step counts as a speculative one if it verified at least one draft.
+    """
+
+    num_spec_tokens: int  # most drafts a step, as configured
+    per_step_drafted: list[int] = field(default_factory=list)
+    per_step_accepted: list[int] = field(default_factory=list)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
+
+    def record(self, drafted: int, accepted: int, source: str) -> None:
+        self.per_step_drafted.append(drafted)
+        self.per_step_accepted.append(accepted)
+        self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + accepted
+
+    @property
+    def num_spec_steps(self) -> int:
+        return len(self.per_step_drafted)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return sum(self.per_step_drafted)
+
+    @property
+    def num_accepted_draft_tokens(self) -> int:
+        return sum(self.per_step_accepted)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted per drafted token; 0 before the first draft."""
+        return self.num_accepted_draft_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a speculative step, the bonus or recovered token included."""
+        return 1 + self.num_accepted_draft_tokens / max(1, self.num_spec_steps)
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """How many speculative steps accepted 0, 1, 2, ... drafts."""
+        return _histogram(self.per_step_accepted, self.num_spec_tokens)
+
+    @property
+    def acceptance_histogram_by_draft_length(self) -> dict[int, list[int]]:
+        """The same, per number of drafts of the step."""
+        pairs = list(zip(self.per_step_drafted, self.per_step_accepted, strict=True))
+        return {
+            length: _histogram([a for d, a in pairs if d == length], length)
+            for length in sorted(set(self.per_step_drafted))
+        }
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times in seconds of the monotonic clock; None for what has not happened yet."""
+
+    arrival_s: float
+    speculative_decoding: SpeculationMetrics
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request so far; every step gives a new one while tokens arrive.
+
+    Attributes:
+        prompt_logprobs: per prompt token, None for the first, which nothing precedes.
+        num_cached_tokens: prompt tokens that the prefix cache supplied.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int = 0
+
+
+def _histogram(values: list[int], highest: int) -> list[int]:
+    counts = [0] * (max([highest, *values]) + 1)
+    for value in values:
+        counts[value] += 1
+    return counts

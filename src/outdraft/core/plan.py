@@ -1,0 +1,150 @@
+"""The messages of one step: what to compute, and what came of it.
+
+Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.request import Request
+
+NO_DRAFT = Draft()
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """How one request speculates in this step: a draft from the host, or a number of drafts that
+    the draft model makes on the device at the start of the step."""
+
+    source: DraftSource
+    draft: Draft = NO_DRAFT
+    num_model_drafts: int = 0
+
+    def __len__(self) -> int:
+        return self.num_model_drafts or len(self.draft)
+
+    def truncated(self, num_tokens: int) -> "DraftChoice | None":
+        """The choice with fewer drafts, None if nothing is left."""
+        if num_tokens <= 0:
+            return None
+        return DraftChoice(
+            self.source,
+            self.draft.truncated(num_tokens),
+            min(self.num_model_drafts, num_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part of a step.
+
+    Attributes:
+        start: tokens of the text that were computed before.
+        num_new: tokens of the text that are computed now.
+        drafts: what is verified behind them; None unless the work samples.
+        block_ids: the request's blocks; they cover all rows of the work.
+        samples: the newest token is among them, so the step yields at least one token more.
+    """
+
+    request: Request
+    start: int
+    num_new: int
+    block_ids: Sequence[int]
+    samples: bool
+    drafts: DraftChoice | None = None
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.drafts) if self.drafts else 0
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_new + self.num_drafts
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The requests of a step in batch order."""
+
+    works: tuple[Work, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(work.num_rows for work in self.works)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities of one position, from the target's raw logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: no token is more likely
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkResult:
+    """What one request's part of a step came to.
+
+    Attributes:
+        token_ids: tokens emitted: the accepted drafts, then one of the target's own; empty if the
+            work did not sample.
+        accepted_rows: the rows of the draft that were accepted, from the root down.
+        drafted_ids: the draft as it was verified.
+        logprobs: one entry per emitted token, if the request asked.
+        prompt_logprobs: one entry per prompt position computed now whose next token is known.
+    """
+
+    token_ids: tuple[int, ...] = ()
+    accepted_rows: tuple[int, ...] = ()
+    drafted_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Where the device's part of a step went, in seconds."""
+
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    sample_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Results in the order of the plan's works."""
+
+    works: tuple[WorkResult, ...]
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step in numbers.
+
+    Attributes:
+        accepted_at: how many requests accepted a draft at depth i + 1.
+        drafted_by_source, accepted_by_source: tokens.
+        host_s: the step's time outside the device's phases.
+    """
+
+    num_requests: int
+    num_waiting: int
+    num_rows: int
+    num_emitted: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_at: tuple[int, ...]
+    drafted_by_source: dict[DraftSource, int]
+    accepted_by_source: dict[DraftSource, int]
+    kv_usage: float
+    times: PhaseTimes
+    host_s: float
+
+

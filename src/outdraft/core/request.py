@@ -1,0 +1,107 @@
+"""One sequence being generated: its tokens, how far they are computed, when it ends."""
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+import numpy as np
+
+from outdraft.core.sampling import SamplingParams
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Request:
+    """State of one sequence. The scheduler alone changes it.
+
+    Attributes:
+        token_ids: int32 [num_tokens], prompt and output so far.
+        num_computed: tokens whose keys and values the target has in the cache.
+        num_drafter_computed: the same for the drafter's layers; may lag behind.
+        slot: row of the device-resident state while running, else None.
+        seed: the noise key of every choice of this request.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        seed: int,
+        max_model_len: int,
+        stop_token_ids: frozenset[int] = frozenset(),
+        bad_words_ids: Sequence[Sequence[int]] = (),
+        find_stop_string: Callable[[int], str | None] | None = None,
+        priority: int = 0,
+    ) -> None:
+        self.id = request_id
+        self.params = params
+        self.seed = seed
+        self.priority = priority
+        self.stop_token_ids = stop_token_ids
+        self.bad_words_ids = bad_words_ids
+        self.num_prompt = len(prompt_ids)
+        self.max_total = max_model_len
+        if params.max_tokens is not None:
+            self.max_total = min(max_model_len, self.num_prompt + params.max_tokens)
+        self._ids = np.zeros(self.max_total , dtype=np.int32)
+        self._ids[: self.num_prompt] = prompt_ids
+        self._find_stop_string = find_stop_string
+        self.num_tokens = self.num_prompt
+        self.num_computed = 0
+        self.num_drafter_computed = 0
+        self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
+        self.num_preemptions = 0
+        self.status = RequestStatus.WAITING
+        self.slot: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self.block_hashes: list[bytes] = []
+        self.arrival_s = time.monotonic()
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self._ids[: self.num_tokens]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self._ids[self.num_prompt : self.num_tokens].tolist()
+
+    @property
+    def num_output(self) -> int:
+        return self.num_tokens - self.num_prompt
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_tokens - self.num_computed
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that could still be emitted together with the token that follows them."""
+        return max(0, self.max_total - self.num_tokens - 1)
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Add one output token; the reason if the request ends with it."""
+        self._ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        stop_string = self._find_stop_string(token_id) if self._find_stop_string else None
+        if self.num_output >= self.params.min_tokens:
+            if token_id in self.stop_token_ids:
+                asked = token_id in (self.params.stop_token_ids or ())
+                self.stop_reason = token_id if asked else None
+                return FinishReason.STOP
+            if stop_string is not None:
+                self.stop_reason = stop_string
+                return FinishReason.STOP
+        return FinishReason.LENGTH if self.num_tokens >= self.max_total else None

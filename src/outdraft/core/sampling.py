@@ -1,0 +1,164 @@
+"""How one request wants its tokens chosen, with vLLM's names and meanings."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from outdraft.core.errors import RequestError, did_you_mean
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationParams:
+    """What one request asks of speculation; the engine's configuration is the upper bound.
+
+    Attributes:
+        method: None for the engine's own choice, "off" for plain decoding, or the name of one
+            source that the engine was configured with.
+        num_speculative_tokens: drafts a step, None for the engine's number.
+    """
+
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        number = self.num_speculative_tokens
+        if number is not None and number < 0:
+            raise RequestError(
+                f"num_speculative_tokens must be at least 0, got {number}", "speculation"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request. Validates itself.
+
+    The processed distribution of a row is: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    penalties, then temperature, min_p, top_k, top_p, in this order (as in vLLM).
+
+    Raises:
+        RequestError: a value is out of its range; `field` names it.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all tokens
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    speculation: SpeculationParams = field(default_factory=SpeculationParams)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.speculation, Mapping):
+            object.__setattr__(self, "speculation", SpeculationParams(**self.speculation))
+        for name, low, high in _RANGES:
+            _check_range(name, getattr(self, name), low, high)
+        for name in ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed"):
+            _check_integer(name, getattr(self, name))
+        if self.repetition_penalty <= 0:
+            raise RequestError(
+                f"repetition_penalty must be above 0, got {self.repetition_penalty}",
+                "repetition_penalty",
+            )
+        if self.top_p <= 0:
+            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}", "top_p")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
+                "min_tokens",
+            )
+        if any(not text for text in self.stop_strings):
+            raise RequestError("stop must not hold an empty string", "stop")
+        if self.stop_strings and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True", "stop")
+        if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
+            raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        for token, bias in (self.logit_bias or {}).items():
+            if not -100 <= bias <= 100:
+                raise RequestError(
+                    f"logit_bias of token {token} must be between -100 and 100, got {bias}",
+                    "logit_bias",
+                )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
+        """Parameters from JSON-like values.
+
+        Raises:
+            RequestError: an unknown name, or a value out of range.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise RequestError(
+                    f"unknown sampling parameter {name!r}: {did_you_mean(name, known)}", name
+                )
+        return cls(**values)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.presence_penalty != 0.0
+            or self.frequency_penalty != 0.0
+            or self.repetition_penalty != 1.0
+        )
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("temperature", 0.0, 100.0),
+    ("top_k", -1, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("min_tokens", 0, math.inf),
+    ("max_tokens", 1, math.inf),
+    ("logprobs", 0, 100),
+    ("prompt_logprobs", 0, 100),
+    ("seed", 0, MAX_SEED),
+)
+
+
+def _check_range(name: str, value: float | None, low: float, high: float) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{name} must be a number, got {value!r}", name)
+    if not low <= value <= high:  # also false for NaN
+        bound = f"between {low} and {high}" if high != math.inf else f"at least {low}"
+        raise RequestError(f"{name} must be {bound}, got {value}", name)
+
+
+def _check_integer(name: str, value: float | None) -> None:
+    if value is not None and not isinstance(value, int):
+        raise RequestError(f"{name} must be a whole number, got {value!r}", name)

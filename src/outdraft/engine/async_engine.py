@@ -1,0 +1,170 @@
+"""The engine for asyncio: one thread steps, any number of tasks read their streams.
+
+A failing step ends the requests that were in it and is reported to their readers; if the next step
+fails too, the engine is dead and everybody is told.
+"""
+
+import asyncio
+import copy
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+
+from outdraft.core.errors import EngineDeadError
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+
+MAX_FAILED_STEPS = 2
+
+
+class AsyncEngine:
+    """Streams of RequestOutput from an engine that a thread of its own steps.
+
+    Use as an async context manager, or call `start` and `stop`.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()  # a call is either refused or carried out
+        self._wake = threading.Event()
+        self._stopping = False
+        self._dead: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+
+    async def __aenter__(self) -> "AsyncEngine":
+        self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.stop()
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort what runs and end the thread."""
+        self._stopping = True
+        self._wake.set()
+        await asyncio.to_thread(self._thread.join)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Snapshots of the request while it grows; the last one is finished.
+
+        Leaving the iteration early aborts the request.
+
+        Raises:
+            RequestError, CapacityError: it was not accepted.
+            EngineDeadError: a step failed while it ran.
+        """
+        loop = asyncio.get_running_loop()
+        stream = _Stream(loop)
+        self._post(lambda: self._add(request_id, prompt, params, priority, stream))
+        try:
+            while True:
+                item = await stream.queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+                if item.finished:
+                    return
+        finally:
+            with suppress(EngineDeadError):
+                self._post(lambda: self._drop(request_id, stream))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._lock:
+            if self._dead is not None:
+                raise EngineDeadError("the engine has stopped") from self._dead
+            self._calls.append(call)
+        self._wake.set()
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        stream: "_Stream",
+    ) -> None:
+        try:
+            self._engine.add_request(request_id, prompt, params, priority)
+        except Exception as error:
+            stream.put(error)
+        else:
+            self._streams[request_id] = stream
+
+    def _drop(self, request_id: str, stream: "_Stream") -> None:
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+            self._engine.abort(request_id)
+
+    def _run(self) -> None:
+        cause: Exception = EngineDeadError("the engine was stopped")
+        failed = 0
+        while not self._stopping and failed < MAX_FAILED_STEPS:
+            self._carry_out_calls()
+            if not self._engine.has_work:
+                self._wake.wait()
+                self._wake.clear()
+                continue
+            try:
+                self._step()
+                failed = 0
+            except Exception as error:
+                cause = error
+                failed += 1
+                self._fail_all(error)
+        with self._lock:
+            self._dead = cause
+        self._carry_out_calls()
+        self._fail_all(cause)
+
+    def _carry_out_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue
+            stream.put(copy.deepcopy(output))
+            if output.finished:
+                del self._streams[output.request_id]
+
+    def _fail_all(self, cause: Exception) -> None:
+        for request_id, stream in list(self._streams.items()):
+            error = EngineDeadError("a step of the engine failed")
+            error.__cause__ = cause
+            stream.put(error)
+            self._engine.abort(request_id)
+        self._streams.clear()
+
+
+class _Stream:
+    """From the engine's thread to a task."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
+
+    def put(self, item: RequestOutput | BaseException) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.queue.put_nowait, item)

@@ -1,0 +1,228 @@
+"""From a configuration to an engine that is ready to step."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from outdraft.attention.base import AttentionBackend
+from outdraft.attention.select import attention_backend
+from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation import (
+    DraftModelConfig,
+    NgramConfig,
+    SourceConfig,
+    SuffixConfig,
+)
+from outdraft.core.errors import ConfigError
+from outdraft.engine.engine import Engine
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.kv.block_pool import BlockPool
+from outdraft.kv.cache import KVCache
+from outdraft.models.config import ModelConfig
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.runner.device_state import DeviceState
+from outdraft.runner.executor import LocalExecutor
+from outdraft.runner.model_runner import ModelRunner
+from outdraft.scheduling.scheduler import Scheduler
+from outdraft.spec.draft_model import DraftModelProposer
+from outdraft.spec.draft_policy import DraftPolicy
+from outdraft.spec.ngram import NgramProposer
+from outdraft.spec.proposer import HostProposer
+from outdraft.spec.rejection_sampler import Verifier
+from outdraft.spec.suffix import SuffixProposer
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """Weights and tokenizer; engines of different configurations can share them."""
+
+    target: CausalLM
+    drafter: CausalLM | None
+    tokenizer: Tokenizer | None
+    path: Path
+    device: torch.device
+
+
+def load_models(config: EngineConfig) -> LoadedModels:
+    """Load what the configuration names.
+
+    Raises:
+        ConfigError: a model is missing, unknown or damaged, or the drafter has another vocabulary.
+    """
+    device = choose_device(config.device)
+    attention = attention_backend(config.attention, device)
+    path = resolve_model_path(config.model)
+    target = _load(path, config.dtype, device, attention)
+    drafter = None
+    if (drafting := config.speculation.draft_model) is not None:
+        drafter_path = resolve_model_path(drafting.model)
+        drafter = _load(drafter_path, config.dtype, device, attention)
+        check_vocabularies(path, target, drafter_path, drafter)
+    tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
+    return LoadedModels(target, drafter, load_tokenizer(tokenizer_path), path, device)
+
+
+def build_engine(
+    config: EngineConfig, models: LoadedModels | None = None
+) -> tuple[Engine, MemoryPlan]:
+    """An engine that has all its memory, and the account of it."""
+    models = models or load_models(config)
+    target, drafter = models.target, models.drafter
+    speculation = config.speculation
+    if speculation.draft_model is not None and drafter is None:
+        raise ConfigError("the configuration names a draft model, but none was loaded")
+    if speculation.draft_model is None:
+        drafter = None
+    max_model_len = _max_model_len(config.max_model_len, target)
+    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device)
+    memory = _plan_memory(config, target, drafter, state, max_model_len)
+    cache = _cache(target, memory, models.device)
+    proposer = None
+    if drafter is not None and speculation.draft_model is not None:
+        proposer = DraftModelProposer(
+            drafter,
+            _cache(drafter, memory, models.device),
+            config.scheduler.max_num_batched_tokens,
+            samples=speculation.draft_model.draft_sample_method == "probabilistic",
+            shares_noise=speculation.rejection_sample_method == "drafter_invariant",
+        )
+    runner = ModelRunner(
+        target, cache, state, Verifier(speculation.rejection_sample_method), proposer
+    )
+    scheduler = Scheduler(
+        config.scheduler, config.cache, BlockPool(memory.num_blocks), max_model_len
+    )
+    inputs = InputProcessor(
+        models.tokenizer,
+        vocab_size=target.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=target.config.eos_token_ids,
+        seed=config.seed,
+    )
+    policy = DraftPolicy(
+        speculation, _host_proposers(speculation.sources), _drafter_max_len(speculation.draft_model, drafter)
+    )
+    return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto": a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" as EngineConfig documents it."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return getattr(torch, checkpoint_dtype)
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32  # noqa: SLF001
+
+
+def load_tokenizer(path: Path) -> Tokenizer | None:
+    """The checkpoint's fast tokenizer, None if it has none."""
+    file = path / "tokenizer.json"
+    return Tokenizer.from_file(str(file)) if file.exists() else None
+
+
+def check_vocabularies(
+    target_path: Path, target: CausalLM, drafter_path: Path, drafter: CausalLM
+) -> None:
+    """Raise ConfigError unless the drafter's ids mean what the target's mean."""
+    sizes = target.config.vocab_size, drafter.config.vocab_size
+    texts = load_tokenizer(target_path), load_tokenizer(drafter_path)
+    same = sizes[0] == sizes[1]
+    if same and texts[0] is not None and texts[1] is not None:
+        same = texts[0].get_vocab() == texts[1].get_vocab()
+    if not same:
+        raise ConfigError(
+            f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
+            f"target {target_path} ({sizes[0]:,} ids): choose a drafter with the same tokenizer"
+        )
+
+
+def _load(
+    path: Path, dtype: str, device: torch.device, attention: AttentionBackend
+) -> CausalLM:
+    own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
+    return load_model(path, choose_dtype(dtype, own_dtype, device), device, attention)
+
+
+def _max_model_len(asked: int | None, target: CausalLM) -> int:
+    limit = target.config.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
+        )
+    return asked or limit
+
+
+def _drafter_max_len(config: DraftModelConfig | None, drafter: CausalLM | None) -> int | None:
+    if config is None or drafter is None:
+        return None
+    return min(config.max_model_len or drafter.config.max_model_len, drafter.config.max_model_len)
+
+
+def _cache(model: CausalLM, memory: MemoryPlan, device: torch.device) -> KVCache:
+    config = model.config
+    return KVCache(
+        config.num_layers,
+        memory.num_blocks,
+        memory.block_size,
+        config.num_kv_heads,
+        config.head_size,
+        model.dtype,
+        device,
+    )
+
+
+def _plan_memory(
+    config: EngineConfig,
+    target: CausalLM,
+    drafter: CausalLM | None,
+    state: DeviceState,
+    max_model_len: int,
+) -> MemoryPlan:
+    size = config.cache.block_size
+    block_bytes = sum(
+        KVCache.bytes_per_block(
+            model.config.num_layers,
+            size,
+            model.config.num_kv_heads,
+            model.config.head_size,
+            model.dtype,
+        )
+        for model in (target, drafter)
+        if model is not None
+    )
+    seqs, drafts = config.scheduler.max_num_seqs, config.speculation.num_speculative_tokens
+    logits = seqs * (1 + drafts) * target.config.vocab_size * 4
+    draft_probs = seqs * drafts * target.config.vocab_size * 4 if drafter is not None else 0
+    buffers = state.num_bytes + logits + draft_probs
+    count = num_blocks(
+        config.cache,
+        block_bytes=block_bytes,
+        useful_tokens=seqs * max_model_len,
+        buffers=buffers,
+        free=free_bytes(state.token_ids_SL.device),
+    )
+    drafter_weights = drafter.memory_bytes if drafter is not None else 0
+    return MemoryPlan(target.memory_bytes, drafter_weights, buffers, block_bytes, count, size)
+
+
+def _host_proposers(sources: tuple[SourceConfig, ...]) -> list[HostProposer]:
+    proposers: list[HostProposer] = []
+    for source in sources:
+        if isinstance(source, NgramConfig):
+            proposers.append(NgramProposer(source))
+        elif isinstance(source, SuffixConfig):
+            proposers.append(SuffixProposer(source))
+    return proposers

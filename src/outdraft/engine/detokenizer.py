@@ -1,0 +1,68 @@
+"""Token ids to text, one token at a time, and the stop strings that are looked for in it."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+
+class Detokenizer:
+    """The text of one output. Characters whose bytes are incomplete wait for the next token."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
+        include_stop_string: bool = False,
+    ) -> None:
+        self.text = ""
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._skip_special_tokens = skip_special_tokens
+        self._stop_strings = tuple(stop_strings)
+        self._include_stop_string = include_stop_string
+        self._ids: list[int] = []
+        self._is_cut = False
+
+    @property
+    def settled_text(self) -> str:
+        """The part that no later token can take back: no stop string may begin in it."""
+        kept = max((_overlap(self.text, stop) for stop in self._stop_strings), default=0)
+        return self.text[: len(self.text) - kept]
+
+    def push(self, token_id: int) -> str | None:
+        """Append a token; the stop string that it completes, at which the text is then cut."""
+        self._ids.append(token_id)
+        piece = self._stream.step(self._tokenizer, token_id)
+        if not piece:
+            return None
+        start = len(self.text)
+        self.text += piece
+        found = [
+            (at, stop)
+            for stop in self._stop_strings
+            if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0
+        ]
+        if not found:
+            return None
+        at, stop = min(found)
+        self.text = self.text[: at + len(stop) if self._include_stop_string else at]
+        self._is_cut = True
+        return stop
+
+    def finish(self) -> None:
+        """No token follows: incomplete bytes become replacement characters."""
+        if not self._is_cut:
+            whole = self._tokenizer.decode(
+                self._ids, skip_special_tokens=self._skip_special_tokens
+            )
+            if whole.startswith(self.text):
+                self.text = whole
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that `stop` begins with, short of all of it."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

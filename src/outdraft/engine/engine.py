@@ -1,0 +1,193 @@
+"""The engine: requests in, one step at a time, outputs out. It waits for nobody and knows no I/O.
+
+The life of a step: choose drafts, schedule, launch, collect, commit.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from outdraft.core.errors import RequestError
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.plan import StepStats
+from outdraft.core.request import FinishReason, Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.output_builder import OutputBuilder
+from outdraft.engine.stats import StatsTotal, step_stats
+from outdraft.runner.executor import Executor
+from outdraft.scheduling.scheduler import Scheduler
+from outdraft.spec.draft_policy import DraftPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One of a caller's n sequences, as the scheduler knows it."""
+
+    builder: OutputBuilder
+    index: int
+
+
+class Engine:
+    """Composes scheduler, draft policy and executor; owns what callers are given back.
+
+    Not safe to use from several threads: AsyncEngine does that.
+    """
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        scheduler: Scheduler,
+        drafting: DraftPolicy,
+        executor: Executor,
+        on_step: Callable[[StepStats], None] | None = None,
+    ) -> None:
+        self.inputs = inputs
+        self.scheduler = scheduler
+        self.drafting = drafting
+        self.executor = executor
+        self.stats = StatsTotal()
+        self.on_step = on_step
+        self._sequences: dict[str, _Sequence] = {}
+        self._callers: dict[str, list[str]] = {}
+        self._num_added = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request of n sequences.
+
+        Raises:
+            RequestError: it can never run; nothing was queued.
+            CapacityError: the waiting queue has no room for it now.
+        """
+        if request_id in self._callers:
+            raise RequestError(f"request id {request_id!r} is in use", "request_id")
+        prompt_ids = self.inputs.prompt_ids(prompt)
+        self.inputs.check_params(params)
+        self.scheduler.check_room(params.n)
+        detokenizers = [self._detokenizer(params) for _ in range(params.n)]
+        requests = [
+            self._request(f"{request_id}/{index}", prompt_ids, params, priority, index, detokenizer)
+            for index, detokenizer in enumerate(detokenizers)
+        ]
+        self.drafting.check(requests[0])
+        builder = OutputBuilder(
+            request_id,
+            prompt if isinstance(prompt, str) else None,
+            prompt_ids,
+            self.inputs.tokenizer,
+            detokenizers,
+            self.drafting.num_drafts(requests[0]),
+        )
+        for index, request in enumerate(requests):
+            self.scheduler.add(request)
+            self._sequences[request.id] = _Sequence(builder, index)
+        self._callers[request_id] = [request.id for request in requests]
+        self._num_added += 1
+
+    def step(self) -> list[RequestOutput]:
+        """Advance everything that runs by at least one token or prompt chunk; what changed."""
+        started_s = time.perf_counter()
+        choices = self.drafting.choose(
+            self.scheduler.drafting_requests(), len(self.scheduler.running)
+        )
+        plan = self.scheduler.schedule(choices)
+        if not plan.works:
+            return []
+        result = self.executor.collect(self.executor.launch(plan))
+        booked = self.scheduler.commit(plan, result)
+        changed: dict[str, RequestOutput] = {}
+        for work, outcome, added in booked:
+            sequence = self._sequences[work.request.id]
+            sequence.builder.start(work.request)
+            sequence.builder.add(sequence.index, work, outcome, added)
+            if work.drafts is not None:
+                self.drafting.observe(work.drafts, len(outcome.accepted_rows))
+            if work.request.finish_reason is not None:
+                self._forget(work.request, sequence)
+            if added:
+                changed[sequence.builder.output.request_id] = sequence.builder.output
+        self._record(
+            step_stats(
+                plan,
+                booked,
+                times=result.times,
+                step_s=time.perf_counter() - started_s,
+                num_waiting=len(self.scheduler.waiting),
+                kv_usage=self.scheduler.pool.usage,
+            )
+        )
+        return list(changed.values())
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request early and give back all it holds; None if it is unknown or has ended."""
+        output: RequestOutput | None = None
+        for sequence_id in list(self._callers.get(request_id, ())):
+            request = self.scheduler.abort(sequence_id)
+            if request is not None:
+                sequence = self._sequences[sequence_id]
+                sequence.builder.finish(sequence.index, FinishReason.ABORT)
+                output = sequence.builder.output
+                self._forget(request, sequence)
+        return output
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        self.scheduler.check_invariants()
+        live = {request.id for request in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert live == set(self._sequences)
+        assert live == {sequence for ids in self._callers.values() for sequence in ids}
+
+    def _forget(self, request: Request, sequence: _Sequence) -> None:
+        self.drafting.finish(request)
+        del self._sequences[request.id]
+        caller = sequence.builder.output.request_id
+        self._callers[caller].remove(request.id)
+        if not self._callers[caller]:
+            del self._callers[caller]
+
+    def _record(self, stats: StepStats) -> None:
+        self.stats.add(stats)
+        if self.on_step is not None:
+            self.on_step(stats)
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        if self.inputs.tokenizer is None or not params.detokenize:
+            return None
+        return Detokenizer(
+            self.inputs.tokenizer,
+            params.stop_strings,
+            skip_special_tokens=params.skip_special_tokens,
+            include_stop_string=params.include_stop_str_in_output,
+        )
+
+    def _request(
+        self,
+        sequence_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        priority: int,
+        index: int,
+        detokenizer: Detokenizer | None,
+    ) -> Request:
+        return Request(
+            sequence_id,
+            prompt_ids,
+            params,
+            seed=self.inputs.seed(params, self._num_added, index),
+            max_model_len=self.inputs.max_model_len,
+            stop_token_ids=self.inputs.stop_token_ids(params),
+            bad_words_ids=self.inputs.bad_words_ids(params),
+            find_stop_string=detokenizer.push if detokenizer is not None else None,
+            priority=priority,
+        )

@@ -1,0 +1,110 @@
+"""From what a caller gives to a request that can run, or a clear error.
+
+Everything that could make a request fail later is checked here, before any work starts.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from tokenizers import Tokenizer
+
+from outdraft.core.errors import RequestError
+from outdraft.core.sampling import MAX_SEED, SamplingParams
+
+
+class InputProcessor:
+    """Checks prompts and parameters against the model, and turns text into ids."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.eos_token_ids = tuple(eos_token_ids)
+        self._seed = seed
+
+    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            RequestError: it is empty, too long, or holds ids outside the vocabulary.
+        """
+        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise RequestError("prompt must hold at least one token", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise RequestError(
+                f"prompt has {len(ids):,} tokens but max_model_len is {self.max_model_len:,}, one "
+                "of which must be left for the output: shorten it or raise max_model_len",
+                "prompt",
+            )
+        self._check_ids(ids, "prompt")
+        return ids
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise RequestError if a parameter names tokens that do not exist."""
+        self._check_ids(params.stop_token_ids or (), "stop_token_ids")
+        self._check_ids(params.allowed_token_ids or (), "allowed_token_ids")
+        self._check_ids(params.logit_bias or (), "logit_bias")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise RequestError(f"{name} must be at most {self.vocab_size}", name)
+        if self.tokenizer is None and (params.stop_strings or params.bad_words):
+            field = "stop" if params.stop_strings else "bad_words"
+            raise RequestError(f"{field} needs a tokenizer, and the model came without one", field)
+
+    def stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        ends = () if params.ignore_eos else self.eos_token_ids
+        return frozenset([*ends, *(params.stop_token_ids or ())])
+
+    def bad_words_ids(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        """Each bad word as it is written at the start of a text and behind a blank."""
+        if not params.bad_words:
+            return ()
+        assert self.tokenizer is not None
+        words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
+            spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).ids)
+            if not bare:
+                raise RequestError("bad_words must not hold an empty string", "bad_words")
+            words.append(bare)
+            if spaced[0] != bare[0] and len(spaced) == len(bare):
+                words.append(spaced)
+        return tuple(words)
+
+    def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
+        """The noise key of a request's index-th sequence.
+
+        A seeded request has the same key in any batch; the others differ from each other.
+        """
+        if params.seed is not None and index == 0:
+            return params.seed
+        parts = (params.seed, index) if params.seed is not None else (
+            self._seed, request_number, index
+        )
+        digest = blake2b(repr(parts).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") & MAX_SEED
+
+    def _encode(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise RequestError(
+                "the model came without a tokenizer: give token ids instead of text", "prompt"
+            )
+        return self.tokenizer.encode(text).ids
+
+    def _check_ids(self, ids: Iterable[int], field: str) -> None:
+        for token_id in ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"{field} holds {token_id!r}: token ids must be whole numbers from 0 to "
+                    f"{self.vocab_size - 1}",
+                    field,
+                )

@@ -1,0 +1,141 @@
+"""Offline generation: all prompts at once, blocking, with vLLM's calling conventions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import RequestError
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import LoadedModels, build_engine, load_models
+from outdraft.engine.chat import ChatTemplate, Message
+from outdraft.engine.engine import Engine
+from outdraft.engine.memory import MemoryPlan
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model, ready to generate.
+
+        llm = LLM(model="path/or/name", speculative_config={"method": "suffix"})
+        outputs = llm.generate(["def add("], SamplingParams(max_tokens=32))
+
+    Options are the fields of EngineConfig and its parts, and `speculative_config` with vLLM's
+    keys. An unknown option is a ConfigError that names the closest known one.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig.from_options(
+            model=model, speculative_config=speculative_config, **options
+        )
+        self._start(config, load_models(config))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig, models: LoadedModels | None = None) -> "LLM":
+        """From a whole configuration; `models` shares weights that are loaded already."""
+        llm = cls.__new__(cls)
+        llm._start(config, models or load_models(config))
+        return llm
+
+    def _start(self, config: EngineConfig, models: LoadedModels) -> None:
+        self.config = config
+        self.models = models
+        self.engine: Engine
+        self.memory: MemoryPlan
+        self.engine, self.memory = build_engine(config, models)
+        self._chat_template = ChatTemplate.from_directory(models.path)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete all prompts (text or token ids), in order.
+
+        Raises:
+            RequestError: a prompt or its parameters are wrong; then nothing was started.
+        """
+        several = _as_prompts(prompts)
+        params = _per_prompt(sampling_params, len(several))
+        ranks = list(priority) if priority is not None else [0] * len(several)
+        if len(ranks) != len(several):
+            raise RequestError(
+                f"priority has {len(ranks)} entries for {len(several)} prompts", "priority"
+            )
+        ids = [str(self._num_requests + i) for i in range(len(several))]
+        self._num_requests += len(several)
+        added: list[str] = []
+        try:
+            for request_id, prompt, one, rank in zip(ids, several, params, ranks, strict=True):
+                self.engine.add_request(request_id, prompt, one, rank)
+                added.append(request_id)
+            finished = self._run(len(ids), use_tqdm)
+        except BaseException:
+            for request_id in added:
+                self.engine.abort(request_id)
+            raise
+        return [finished[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several."""
+        if self._chat_template is None:
+            raise RequestError(
+                f"{self.models.path} brings no chat template: use generate", "messages"
+            )
+        first = messages[0] if messages else None
+        several = [messages] if first is None or isinstance(first, Mapping) else messages
+        prompts = [self._chat_template.render(one) for one in several]  # pyright: ignore[reportArgumentType]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def _run(self, count: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+        finished: dict[str, RequestOutput] = {}
+        with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm) as bar:
+            while self.engine.has_work:
+                for output in self.engine.step():
+                    if output.finished:
+                        finished[output.request_id] = output
+                        bar.update()
+                total = self.engine.stats
+                bar.set_postfix_str(f"acceptance length {total.acceptance_length:.2f}")
+        return finished
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(part, int) for part in prompts):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    return list(prompts)  # pyright: ignore[reportReturnType]
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise RequestError(
+            f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"
+        )
+    return list(params)

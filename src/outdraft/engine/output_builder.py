@@ -1,0 +1,139 @@
+"""Builds a caller's RequestOutput from the sequences that the scheduler runs for it."""
+
+import time
+
+from tokenizers import Tokenizer
+
+from outdraft.core.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenOrigin,
+)
+from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
+from outdraft.core.request import FinishReason, Request
+from outdraft.engine.detokenizer import Detokenizer
+
+
+class OutputBuilder:
+    """One caller's request: its n sequences, their texts, and its metrics."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_ids: list[int],
+        tokenizer: Tokenizer | None,
+        detokenizers: list[Detokenizer | None],
+        num_spec_tokens: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._detokenizers = detokenizers
+        self._running = len(detokenizers)
+        self.output = RequestOutput(
+            request_id,
+            prompt,
+            prompt_ids,
+            [CompletionOutput(index) for index in range(len(detokenizers))],
+            finished=False,
+            metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(num_spec_tokens)),
+        )
+
+    def start(self, request: Request) -> None:
+        """A sequence was scheduled for the first time."""
+        if self.output.metrics.first_scheduled_s is None:
+            self.output.metrics.first_scheduled_s = time.monotonic()
+            self.output.num_cached_tokens = request.num_cached
+
+    def add(
+        self,
+        index: int,
+        work: Work,
+        outcome: WorkResult,
+        added: tuple[int, ...],
+    ) -> None:
+        """Book one step of the index-th sequence; `added` are the tokens that were kept."""
+        request, drafts = work.request, work.drafts
+        metrics = self.output.metrics
+        metrics.num_preemptions = max(metrics.num_preemptions, request.num_preemptions)
+        if request.params.prompt_logprobs is not None and index == 0:
+            self._add_prompt_logprobs(work.start, outcome, request.params.prompt_logprobs)
+        if not added:
+            return
+        metrics.last_token_s = time.monotonic()
+        metrics.first_token_s = metrics.first_token_s or metrics.last_token_s
+        completion = self.output.outputs[index]
+        completion.token_ids.extend(added)
+        completion.origins.extend(_origins(outcome, drafts)[: len(added)])
+        if drafts is not None:
+            metrics.speculative_decoding.record(
+                len(outcome.drafted_ids), len(outcome.accepted_rows), drafts.source
+            )
+        if request.params.logprobs is not None:
+            self._add_logprobs(completion, outcome.logprobs[: len(added)], request.params.logprobs)
+        detokenizer = self._detokenizers[index]
+        if detokenizer is not None:
+            completion.text = detokenizer.settled_text
+        if request.finish_reason is not None:
+            self.finish(index, request.finish_reason, request.stop_reason)
+
+    def finish(
+        self, index: int, reason: FinishReason, stop_reason: int | str | None = None
+    ) -> None:
+        """The index-th sequence ended."""
+        completion = self.output.outputs[index]
+        completion.finish_reason = str(reason)
+        completion.stop_reason = stop_reason
+        detokenizer = self._detokenizers[index]
+        if detokenizer is not None:
+            detokenizer.finish()
+            completion.text = detokenizer.text
+        self._running -= 1
+        if self._running == 0:
+            self.output.finished = True
+            self.output.metrics.finished_s = time.monotonic()
+
+    def _add_logprobs(
+        self, completion: CompletionOutput, rows: tuple[TokenLogprobs, ...], num_top: int
+    ) -> None:
+        completion.logprobs = completion.logprobs or []
+        completion.cumulative_logprob = completion.cumulative_logprob or 0.0
+        for row in rows:
+            completion.logprobs.append(self._row(row, num_top))
+            completion.cumulative_logprob += row.logprob
+
+    def _add_prompt_logprobs(self, start: int, outcome: WorkResult, num_top: int) -> None:
+        if self.output.prompt_logprobs is None:
+            self.output.prompt_logprobs = [None]
+        rows = [self._row(row, num_top) for row in outcome.prompt_logprobs]
+        # A preempted prompt is computed again: the same positions get the same values.
+        self.output.prompt_logprobs[start + 1 : start + 1 + len(rows)] = rows
+
+    def _row(self, row: TokenLogprobs, num_top: int) -> dict[int, Logprob]:
+        entries = {row.token_id: Logprob(row.logprob, row.rank, self._token(row.token_id))}
+        pairs = list(zip(row.top_ids, row.top_logprobs, strict=True))[:num_top]
+        for rank, (token_id, logprob) in enumerate(pairs, start=1):
+            entries.setdefault(token_id, Logprob(logprob, rank, self._token(token_id)))
+        return entries
+
+    def _token(self, token_id: int) -> str | None:
+        return self._tokenizer.decode([token_id], False) if self._tokenizer else None
+
+
+def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> list[TokenOrigin]:
+    """How each emitted token came, accepted drafts first."""
+    if drafts is None:
+        return [TokenOrigin.PLAIN]
+    accepted = [TokenOrigin(str(drafts.source))] * len(outcome.accepted_rows)
+    is_leaf = not outcome.accepted_rows or _is_leaf(outcome.accepted_rows[-1], drafts)
+    rejected = not outcome.accepted_rows or not is_leaf
+    return [*accepted, TokenOrigin.RECOVERED if rejected else TokenOrigin.BONUS]
+
+
+def _is_leaf(row: int, drafts: DraftChoice) -> bool:
+    """Whether nothing was drafted behind a drafted row."""
+    if drafts.num_model_drafts:
+        return row == drafts.num_model_drafts - 1
+    return row + 1 not in drafts.draft.parents

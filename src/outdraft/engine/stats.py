@@ -1,0 +1,86 @@
+"""Adds up the engine's steps."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.plan import PhaseTimes, StepPlan, StepStats, Work, WorkResult
+
+
+def step_stats(
+    plan: StepPlan,
+    booked: list[tuple[Work, WorkResult, tuple[int, ...]]],
+    *,
+    times: PhaseTimes,
+    step_s: float,
+    num_waiting: int,
+    kv_usage: float,
+) -> StepStats:
+    """One step in numbers."""
+    drafted: Counter[DraftSource] = Counter()
+    accepted: Counter[DraftSource] = Counter()
+    accepted_at: Counter[int] = Counter()
+    for work, outcome, _ in booked:
+        if work.drafts is not None:
+            drafted[work.drafts.source] += len(outcome.drafted_ids)
+            accepted[work.drafts.source] += len(outcome.accepted_rows)
+            accepted_at.update(range(len(outcome.accepted_rows)))
+    return StepStats(
+        num_requests=len(plan.works),
+        num_waiting=num_waiting,
+        num_rows=plan.num_rows,
+        num_emitted=sum(len(added) for _, _, added in booked),
+        num_drafts=sum(work.drafts is not None for work, _, _ in booked),
+        num_draft_tokens=sum(drafted.values()),
+        num_accepted_tokens=sum(accepted.values()),
+        accepted_at=tuple(accepted_at[depth] for depth in range(len(accepted_at))),
+        drafted_by_source=dict(drafted),
+        accepted_by_source=dict(accepted),
+        kv_usage=kv_usage,
+        times=times,
+        host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
+    )
+
+
+@dataclass(slots=True)
+class StatsTotal:
+    """Sums over steps; formulas as in vLLM."""
+
+    num_steps: int = 0
+    num_emitted: int = 0
+    num_rows: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    sample_s: float = 0.0
+    host_s: float = 0.0
+    accepted_at: Counter[int] = field(default_factory=Counter[int])
+    drafted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
+    accepted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
+
+    def add(self, step: StepStats) -> None:
+        self.num_steps += 1
+        self.num_emitted += step.num_emitted
+        self.num_rows += step.num_rows
+        self.num_drafts += step.num_drafts
+        self.num_draft_tokens += step.num_draft_tokens
+        self.num_accepted_tokens += step.num_accepted_tokens
+        self.draft_s += step.times.draft_s
+        self.verify_s += step.times.verify_s
+        self.sample_s += step.times.sample_s
+        self.host_s += step.host_s
+        self.accepted_at.update(dict(enumerate(step.accepted_at)))
+        self.drafted_by_source.update(step.drafted_by_source)
+        self.accepted_by_source.update(step.accepted_by_source)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token."""
+        return self.num_accepted_tokens / max(1, self.num_draft_tokens)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a verified draft brought, the bonus or recovered token included."""
+        return 1 + self.num_accepted_tokens / max(1, self.num_drafts)

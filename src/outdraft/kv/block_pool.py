@@ -1,0 +1,101 @@
+"""Who holds which KV block. Ids only: the tensors live in kv/cache.py.
+
+A block serves the target's and the drafter's layers at once. A full block whose tokens are known
+can be found again by the hash of its whole prefix (prefix_cache.py); it keeps its contents after
+its last owner left, until the block is needed for something else, oldest first.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+
+class BlockPool:
+    """Reference counts, the free list in order of release, and the blocks found by hash.
+
+    Invariants (`check_invariants`): a block is free exactly when its count is 0; every cached
+    hash points to the block that carries it.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self.num_blocks = num_blocks
+        self._counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._blocks: dict[bytes, int] = {}
+        self._drafter_filled = [False] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """Share of the blocks that someone holds, 0 to 1."""
+        return 1 - len(self._free) / self.num_blocks
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with unspecified contents, each held once; None if there are too few."""
+        if count > len(self._free):
+            return None
+        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            self._counts[block] = 1
+            self._forget(block)
+        return taken
+
+    def share(self, block: int) -> None:
+        """Hold a block once more; a free block is taken off the free list with its contents."""
+        if self._counts[block] == 0:
+            del self._free[block]
+        self._counts[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one hold of each. The last blocks of a text are reused before its first."""
+        for block in reversed(blocks):
+            if self._counts[block] < 1:
+                raise ValueError(f"block {block} is released but nobody holds it")
+            self._counts[block] -= 1
+            if self._counts[block] == 0:
+                self._free[block] = None
+                if self._hashes[block] is None:
+                    self._free.move_to_end(block, last=False)
+
+    def find(self, prefix_hash: bytes) -> int | None:
+        """The block that holds the end of this prefix, held or free."""
+        return self._blocks.get(prefix_hash)
+
+    def remember(self, block: int, prefix_hash: bytes) -> None:
+        """Make a full block findable; the first block of a prefix stays the one that is found."""
+        if self._hashes[block] is None and prefix_hash not in self._blocks:
+            self._hashes[block] = prefix_hash
+            self._blocks[prefix_hash] = block
+
+    def is_drafter_filled(self, block: int) -> bool:
+        """Whether the drafter's layers of a full block are valid too."""
+        return self._drafter_filled[block]
+
+    def mark_drafter_filled(self, block: int) -> None:
+        self._drafter_filled[block] = True
+
+    def clear_cache(self) -> None:
+        """Forget every prefix; held blocks stay held."""
+        for block in range(self.num_blocks):
+            if self._hashes[block] is not None:
+                self._blocks.pop(self._hashes[block] or b"", None)
+                self._hashes[block] = None
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        assert all((count == 0) == (b in self._free) for b, count in enumerate(self._counts))
+        assert all(count >= 0 for count in self._counts)
+        assert all(self._hashes[block] == key for key, block in self._blocks.items())
+        assert sum(h is not None for h in self._hashes) == len(self._blocks)
+
+    def _forget(self, block: int) -> None:
+        prefix_hash = self._hashes[block]
+        if prefix_hash is not None:
+            del self._blocks[prefix_hash]
+            self._hashes[block] = None
+        self._drafter_filled[block] = False

@@ -1,0 +1,19 @@
+"""Names of full blocks: a hash of all tokens from the start of the text to the block's end.
+
+The hash of a block covers the hash of the block before it, so equal hashes mean equal prefixes
+(BLAKE2b, 128 bits, keyed by an optional salt).
+"""
+
+from hashlib import blake2b
+
+import numpy as np
+
+
+def extend_hashes(
+    hashes: list[bytes], token_ids: np.ndarray, block_size: int, num_tokens: int
+) -> None:
+    """Append the hashes of full blocks within the first `num_tokens` that `hashes` lacks."""
+    for block in range(len(hashes), num_tokens // block_size):
+        digest = blake2b(hashes[block - 1] if block else b"", digest_size=16)
+        digest.update(token_ids[block * block_size : (block + 1) * block_size].tobytes())
+        hashes.append(digest.digest())

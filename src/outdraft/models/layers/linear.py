@@ -1,0 +1,105 @@
+"""A linear layer whose weight can be packed for the CPU.
+
+An unpacked product copies the whole weight into the shape that the kernel wants as soon as there
+are about four rows, which is exactly where speculation lives: five rows would cost twice as much
+as one. Packing does that once, so that a handful of rows costs little more than one.
+
+Dimension key: T rows, D inputs, E outputs.
+"""
+
+from enum import StrEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# MKL lays a weight out for this many rows. Any other number of rows computes the same; laid out
+# for fewer, larger products are slow, and laid out for one row, MKL packs nothing at all.
+_PACK_ROWS = 64
+
+
+class Packing(StrEnum):
+    """How a weight lies in memory."""
+
+    PLAIN = "plain"  # row major, for any device and dtype
+    MKL = "mkl"  # float32 on an x86 CPU
+    ONEDNN = "onednn"  # bfloat16 on a CPU that multiplies bfloat16, float32 without MKL
+
+
+def best_packing(dtype: torch.dtype, device: torch.device) -> Packing:
+    """The fastest layout that this machine has for a dtype."""
+    if device.type != "cpu":
+        return Packing.PLAIN
+    if dtype is torch.float32 and torch.backends.mkl.is_available():
+        return Packing.MKL
+    if not torch.backends.mkldnn.is_available():
+        return Packing.PLAIN
+    if dtype is torch.float32:
+        return Packing.ONEDNN
+    native = torch.cpu.get_capabilities()
+    multiplies_bfloat16 = any(native.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+    is_packed = dtype is torch.bfloat16 and multiplies_bfloat16
+    return Packing.ONEDNN if is_packed else Packing.PLAIN
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, with W [E, D]; memory is not initialised."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        *,
+        bias: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        weight: nn.Parameter | None = None,
+    ) -> None:
+        """`weight`: of another module, to be shared; if packed, that module keeps the plain one."""
+        super().__init__()
+        self.num_outputs = num_outputs
+        self.packed_bytes = 0  # of the layout that replaced or copied the plain weight
+        if weight is None:
+            weight = _parameter((num_outputs, num_inputs), dtype, device)
+        self.weight: nn.Parameter | None = weight
+        self.bias = _parameter((num_outputs,), dtype, device) if bias else None
+        self.packing = Packing.PLAIN
+        self._packed: Tensor | None = None
+        self._shape_ED: Tensor | None = None
+
+    def pack(self, packing: Packing) -> None:
+        """Bring the weight into a layout, once and for good; the plain weight is let go.
+
+        Raises:
+            RuntimeError: this build of torch does not have the layout for the weight's dtype.
+        """
+        weight_ED = self.weight
+        assert weight_ED is not None, "packed twice"
+        if packing is Packing.PLAIN:
+            return
+        if packing is Packing.MKL:
+            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_ED.data, _PACK_ROWS)
+            # The call asks the plain weight for its shape only; a broadcast scalar has one too.
+            self._shape_ED = weight_ED.new_empty(1).expand(weight_ED.shape)
+        else:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.data, _PACK_ROWS)
+        self.packing = packing
+        self.packed_bytes = weight_ED.numel() * weight_ED.element_size()
+        self.weight = None
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, E] of x's dtype."""
+        if self.packing is Packing.MKL:
+            # NOTE: told another number of rows than x has, this call multiplies by the plain
+            # weight, here a scalar.
+            return torch.ops.mkl._mkl_linear(
+                x_TD, self._packed, self._shape_ED, self.bias, x_TD.shape[0]
+            )
+        if self.packing is Packing.ONEDNN:
+            return torch.ops.mkldnn._linear_pointwise(x_TD, self._packed, self.bias, "none", [], "")
+        assert self.weight is not None
+        return F.linear(x_TD, self.weight, self.bias)
+
+
+def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)

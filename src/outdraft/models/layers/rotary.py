@@ -1,0 +1,148 @@
+"""Rotary positions on the fused output of the query, key and value projections.
+
+Su et al. 2021, in the layout of Hugging Face checkpoints: dimension i of a head turns together
+with dimension i + C / 2. Frequencies may be stretched to contexts longer than the trained one:
+linear (Chen et al. 2023), yarn (Peng et al. 2023), and the rule of Llama 3.1.
+
+Dimension key: T rows, M positions, H heads, G kv heads, C head size, F = C / 2 frequencies,
+E = (H + 2 G) * C.
+"""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from outdraft.models.config import RopeConfig, RopeKind
+from outdraft.models.layers import cpu_kernels
+from outdraft.models.layers.norm import RMSNorm, rms_norm
+
+
+class Rotary(nn.Module):
+    """The table of cos and sin for all positions, and what is done with it."""
+
+    cos_sin_MC: Tensor
+
+    def __init__(
+        self,
+        config: RopeConfig,
+        head_size: int,
+        max_positions: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        table_dtype = torch.promote_types(dtype, torch.float32)
+        positions_M = torch.arange(max_positions, dtype=table_dtype)
+        angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
+        cos_sin_MC = torch.cat((angles_MF.cos(), angles_MF.sin()), dim=-1)
+        cos_sin_MC = (cos_sin_MC * attention_factor(config)).to(device)
+        self.register_buffer("cos_sin_MC", cos_sin_MC, persistent=False)
+        self._uses_kernels = cpu_kernels.are_usable(dtype, device)
+
+    def at(self, positions_T: Tensor) -> Tensor:
+        """[T, C]: cos of all frequencies, then sin, at each row's position."""
+        return self.cos_sin_MC.index_select(0, positions_T)
+
+    def split(
+        self,
+        qkv_TE: Tensor,
+        cos_sin_TC: Tensor,
+        num_heads: int,
+        num_kv_heads: int,
+        norms: tuple[RMSNorm, RMSNorm] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [T, H, C], k and v [T, G, C], with q and k normed if there are `norms`, then turned."""
+        if not self._uses_kernels:
+            return split_rotate(qkv_TE, cos_sin_TC, num_heads, num_kv_heads, norms)
+        num_rows, head_size = cos_sin_TC.shape
+        q_THC = np.empty((num_rows, num_heads, head_size), dtype=np.float32)
+        k_TGC = np.empty((num_rows, num_kv_heads, head_size), dtype=np.float32)
+        v_TGC = np.empty((num_rows, num_kv_heads, head_size), dtype=np.float32)
+        qkv, cos_sin = qkv_TE.numpy(), cos_sin_TC.numpy()
+        if norms is None:
+            cpu_kernels.split_rotate(qkv, cos_sin, q_THC, k_TGC, v_TGC)
+        else:
+            q_norm, k_norm = norms
+            assert q_norm.numpy_D is not None
+            assert k_norm.numpy_D is not None
+            weights = (q_norm.numpy_D, k_norm.numpy_D)
+            cpu_kernels.split_norm_rotate(qkv, cos_sin, *weights, q_norm.eps, q_THC, k_TGC, v_TGC)
+        return torch.from_numpy(q_THC), torch.from_numpy(k_TGC), torch.from_numpy(v_TGC)
+
+
+def split_rotate(
+    qkv_TE: Tensor,
+    cos_sin_TC: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    norms: tuple[RMSNorm, RMSNorm] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`Rotary.split` for any device and dtype; v is a view of qkv."""
+    heads_THC = qkv_TE.unflatten(-1, (num_heads + 2 * num_kv_heads, cos_sin_TC.shape[1]))
+    q_THC, k_TGC, v_TGC = heads_THC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    if norms is not None:
+        q_norm, k_norm = norms
+        q_THC = rms_norm(q_THC, q_norm.weight, q_norm.eps)
+        k_TGC = rms_norm(k_TGC, k_norm.weight, k_norm.eps)
+    return rotate(q_THC, cos_sin_TC), rotate(k_TGC, cos_sin_TC), v_TGC
+
+
+def rotate(x_THC: Tensor, cos_sin_TC: Tensor) -> Tensor:
+    """[T, H, C] of x's dtype: each pair (x[i], x[i + C / 2]) turned by its angle."""
+    cos_T1F, sin_T1F = cos_sin_TC[:, None].chunk(2, dim=-1)
+    low_THF, high_THF = x_THC.chunk(2, dim=-1)
+    turned = (low_THF * cos_T1F - high_THF * sin_T1F, high_THF * cos_T1F + low_THF * sin_T1F)
+    return torch.cat(turned, dim=-1).to(x_THC.dtype)
+
+
+def frequencies(config: RopeConfig, head_size: int) -> Tensor:
+    """float32 [F], radians a position. float32 as in training: far positions feel the rounding."""
+    exponents_F = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    plain_F = 1.0 / config.theta**exponents_F
+    match config.kind:
+        case RopeKind.PLAIN:
+            return plain_F
+        case RopeKind.LINEAR:
+            return plain_F / config.factor
+        case RopeKind.LLAMA3:
+            return _llama3(plain_F, config)
+        case RopeKind.YARN:
+            return _yarn(plain_F, config)
+
+
+def attention_factor(config: RopeConfig) -> float:
+    """What cos and sin are multiplied by."""
+    if config.kind is not RopeKind.YARN:
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    return 1.0 if config.factor <= 1 else 0.1 * math.log(config.factor) + 1.0
+
+
+def _llama3(plain_F: Tensor, config: RopeConfig) -> Tensor:
+    """Keep the fast frequencies, divide the slow ones, blend between the two."""
+    turns_F = config.original_max_len * plain_F / (2 * math.pi)  # over the trained context
+    span = config.high_freq_factor - config.low_freq_factor
+    kept_F = ((turns_F - config.low_freq_factor) / span).clamp(0, 1)
+    return plain_F * kept_F + plain_F / config.factor * (1 - kept_F)
+
+
+def _yarn(plain_F: Tensor, config: RopeConfig) -> Tensor:
+    """Keep what turns more than beta_fast times over the trained context, divide what turns less
+    than beta_slow times, blend by dimension between the two."""
+    num_frequencies = len(plain_F)
+
+    def dimension_of(turns: float) -> float:
+        trained = config.original_max_len / (turns * 2 * math.pi)
+        return num_frequencies * math.log(trained) / math.log(config.theta)
+
+    first, last = dimension_of(config.beta_fast), dimension_of(config.beta_slow)
+    if config.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_frequencies - 1)
+    width = last - first or 0.001
+    divided_F = ((torch.arange(num_frequencies) - first) / width).clamp(0, 1)
+    return plain_F * (1 - divided_F) + plain_F / config.factor * divided_F

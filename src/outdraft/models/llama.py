@@ -1,0 +1,252 @@
+"""The decoder-only network of Llama, Mistral, Qwen 2 and Qwen 3.
+
+One file for four families: ModelConfig says which biases, query-key norms and windows there are.
+A layer is four products, two attention calls and four fused pointwise calls.
+
+Dimension key: T rows, R rows that need logits, D hidden, H heads, G kv heads, C head size,
+I intermediate, V vocabulary, E = (H + 2 G) * C.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.models.config import ModelConfig
+from outdraft.models.layers import cpu_kernels
+from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
+from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.layers.rotary import Rotary
+
+
+class SelfAttention(nn.Module):
+    """Attention of one layer, over the paged cache."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int | None,
+        attention: AttentionBackend,
+        rotary: Rotary,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
+        self.scale = config.head_size**-0.5
+        self.window = window
+        self.attention = attention
+        self.rotary = rotary
+        q_size = config.num_heads * config.head_size
+        kv_size = config.num_kv_heads * config.head_size
+        self.qkv_proj = Linear(
+            config.hidden_size,
+            q_size + 2 * kv_size,
+            bias=config.qkv_bias,
+            dtype=dtype,
+            device=device,
+        )
+        self.o_proj = Linear(
+            q_size, config.hidden_size, bias=config.o_bias, dtype=dtype, device=device
+        )
+        self.norms: tuple[RMSNorm, RMSNorm] | None = None
+        if config.qk_norm:
+            size, eps = config.head_size, config.rms_norm_eps
+            self.q_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+            self.k_norm = RMSNorm(size, eps, dtype=dtype, device=device)
+            self.norms = (self.q_norm, self.k_norm)
+
+    def forward(
+        self, x_TD: Tensor, cos_sin_TC: Tensor, cache: LayerCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        """[T, D]."""
+        q_THC, k_TGC, v_TGC = self.rotary.split(
+            self.qkv_proj(x_TD), cos_sin_TC, self.num_heads, self.num_kv_heads, self.norms
+        )
+        self.attention.write(k_TGC, v_TGC, cache, metadata.slots_T)
+        out_THC = self.attention.attend(q_THC, cache, metadata, self.scale, self.window)
+        return self.o_proj(out_THC.flatten(1))
+
+    def slots(self) -> Iterator[tuple[str, Tensor | None]]:
+        """As CausalLM.checkpoint_slots, without the prefix of the layer."""
+        kv_size = self.num_kv_heads * self.rotary.cos_sin_MC.shape[1]
+        q_size = self.num_heads * self.rotary.cos_sin_MC.shape[1]
+        yield from _fused(self.qkv_proj, ("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size))
+        yield from _fused(self.o_proj, ("o_proj",), (self.o_proj.num_outputs,))
+        if self.norms is not None:
+            yield "q_norm.weight", self.q_norm.weight
+            yield "k_norm.weight", self.k_norm.weight
+
+
+class FeedForward(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_up_proj = Linear(hidden, 2 * intermediate, bias=bias, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate, hidden, bias=bias, dtype=dtype, device=device)
+        self._silu_mul = silu_mul_cpu if cpu_kernels.are_usable(dtype, device) else silu_mul
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """[T, D]."""
+        return self.down_proj(self._silu_mul(self.gate_up_proj(x_TD)))
+
+    def slots(self) -> Iterator[tuple[str, Tensor | None]]:
+        """As CausalLM.checkpoint_slots, without the prefix of the layer."""
+        size = self.gate_up_proj.num_outputs // 2
+        yield from _fused(self.gate_up_proj, ("gate_proj", "up_proj"), (size, size))
+        yield from _fused(self.down_proj, ("down_proj",), (self.down_proj.num_outputs,))
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then the feed-forward block, each behind a norm and added to the residual."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        window: int | None,
+        attention: AttentionBackend,
+        rotary: Rotary,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.self_attn = SelfAttention(
+            config, window, attention, rotary, dtype=dtype, device=device
+        )
+        self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
+        self.mlp = FeedForward(config, dtype=dtype, device=device)
+
+    def slots(self) -> Iterator[tuple[str, Tensor | None]]:
+        """As CausalLM.checkpoint_slots, without the prefix of the layer."""
+        yield "input_layernorm.weight", self.input_layernorm.weight
+        yield "post_attention_layernorm.weight", self.post_attention_layernorm.weight
+        for prefix, module in (("self_attn", self.self_attn), ("mlp", self.mlp)):
+            for name, slot in module.slots():
+                yield f"{prefix}.{name}", slot
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model over a paged cache. Weights are not initialised.
+
+    Attributes:
+        weight_bytes: weights that one step reads, whatever the number of rows; of the embedding
+            table a step reads a few rows only, so it counts as the head of a tied model alone.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        attention: AttentionBackend,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        device = torch.device(device)
+        self.config = config
+        self.dtype, self.device = dtype, device
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, dtype=dtype, device=device
+        )
+        self.rotary = Rotary(
+            config.rope, config.head_size, config.max_model_len, dtype=dtype, device=device
+        )
+        self._layers = [
+            DecoderLayer(config, window, attention, self.rotary, dtype=dtype, device=device)
+            for window in config.windows
+        ]
+        self.layers = nn.ModuleList(self._layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
+        # The sum behind a layer and the norm before the next one are one call.
+        self._next_norms = [layer.input_layernorm for layer in self._layers[1:]] + [self.norm]
+        self.lm_head = Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+            dtype=dtype,
+            device=device,
+            weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
+        )
+        numbers = sum(weight.numel() for weight in self.parameters())  # a shared one counts once
+        if not config.tie_word_embeddings:
+            numbers -= self.embed_tokens.weight.numel()
+        self.weight_bytes = numbers * dtype.itemsize
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The hidden state of each row behind the final norm, [T, D] of the model's dtype.
+
+        Writes the keys and values of the rows to the caches, one cache a layer.
+
+        Args:
+            token_ids_T: int64.
+            positions_T: int64, below max_model_len.
+        """
+        residual_TD = self.embed_tokens(token_ids_T)
+        cos_sin_TC = self.rotary.at(positions_T)
+        x_TD = self._layers[0].input_layernorm(residual_TD)
+        for layer, next_norm, cache in zip(self._layers, self._next_norms, caches, strict=True):
+            x_TD = layer.self_attn(x_TD, cos_sin_TC, cache, metadata)
+            x_TD = layer.post_attention_layernorm.add(x_TD, residual_TD)
+            x_TD = next_norm.add(layer.mlp(x_TD), residual_TD)
+        return x_TD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V] of float32; of float64 for a float64 model."""
+        return self.lm_head(hidden_RD).to(torch.promote_types(self.dtype, torch.float32))
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the weights take, packed ones included; a packed tied head is a copy."""
+        plain = sum(weight.numel() * weight.element_size() for weight in self.parameters())
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        return plain + sum(linear.packed_bytes for linear in linears)
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Where each tensor of a Hugging Face checkpoint belongs: a view into this model.
+
+        Only before the weights are packed. The head of a tied model has no place of its own.
+        """
+        slots: dict[str, Tensor | None] = {
+            "model.embed_tokens.weight": self.embed_tokens.weight,
+            "model.norm.weight": self.norm.weight,
+        }
+        for index, layer in enumerate(self._layers):
+            slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.slots()}
+        if not self.config.tie_word_embeddings:
+            slots["lm_head.weight"] = self.lm_head.weight
+        return {name: slot.data for name, slot in slots.items() if slot is not None}
+
+    def pack(self, packing: Packing) -> None:
+        """Bring the weights of all products into a layout, once and for good.
+
+        A packed head is a copy: the table of a tied model stays plain, as the embedding needs it.
+        """
+        for module in self.modules():
+            if isinstance(module, Linear):
+                module.pack(packing)
+
+
+def _fused(
+    linear: Linear, names: Sequence[str], sizes: Sequence[int]
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Rows of one fused weight and bias, by the names of the parts."""
+    assert linear.weight is not None, "the weights are packed"
+    for name, weight in zip(names, linear.weight.data.split(list(sizes)), strict=True):
+        yield f"{name}.weight", weight
+    if linear.bias is not None:
+        for name, bias in zip(names, linear.bias.data.split(list(sizes)), strict=True):
+            yield f"{name}.bias", bias

@@ -1,0 +1,159 @@
+"""From the name of a checkpoint to a model that can run.
+
+Only safetensors are read: a pickle runs whatever code it holds. All names and shapes are compared
+before any weight is copied, so a wrong checkpoint fails at once and by name.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from outdraft.attention.base import AttentionBackend
+from outdraft.core.errors import ConfigError
+from outdraft.models.config import ModelConfig, read_json
+from outdraft.models.layers.linear import best_packing
+from outdraft.models.llama import CausalLM
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
+_UNWANTED = ["*/*", "consolidated*"]  # the same weights again, under other names
+_READABLE = {"F64", "F32", "F16", "BF16"}
+_MAX_NAMED = 5  # tensors that an error names
+
+
+def resolve_model_path(name_or_path: str | os.PathLike[str]) -> Path:
+    """The directory of a checkpoint: a local one, else one of the hub, downloaded if need be.
+
+    Raises:
+        ConfigError: there is neither, or the hub cannot be reached and has not been cached.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"model {str(path)!r} is a file: give the directory of the checkpoint")
+    name = str(name_or_path)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"model {name!r}: there is no such directory")
+    try:
+        found = snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+    except (OSError, ValueError) as error:  # the hub's own errors are one or the other
+        raise ConfigError(
+            f"model {name!r} is neither a directory nor a checkpoint that the hub can give: {error}"
+        ) from error
+    return Path(found)
+
+
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device | str, attention: AttentionBackend
+) -> CausalLM:
+    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+
+    Raises:
+        ConfigError: the config is not supported, or a tensor is missing, unknown, damaged or of
+            another shape.
+    """
+    config = ModelConfig.from_directory(path)
+    files = weight_files(path)
+    model = CausalLM(config, attention, dtype, device)
+    load_weights(model, files)
+    model.pack(best_packing(dtype, model.device))
+    return model.eval()
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a checkpoint directory, in the order of their names.
+
+    Raises:
+        ConfigError: there are none, or the index names one that is not there.
+    """
+    if (path / _INDEX).is_file():
+        weight_map = read_json(path / _INDEX).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ConfigError(f"{path / _INDEX} has no weight_map")
+        names = sorted({str(name) for name in weight_map.values()})
+        for name in names:
+            if Path(name).name != name:
+                raise ConfigError(f"{path / _INDEX} names {name!r}, outside of its directory")
+            if not (path / name).is_file():
+                raise ConfigError(f"{path / _INDEX} names {name!r}, which is missing")
+        return [path / name for name in names]
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if any(path.glob("*.bin")) or any(path.glob("*.pt")):
+        raise ConfigError(
+            f"{path} has pickled weights only, which can run code when they are read: "
+            f"convert them to {_SINGLE}"
+        )
+    raise ConfigError(f"{path} has neither {_SINGLE} nor {_INDEX}")
+
+
+def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
+    """Copy a checkpoint into a model that is not packed yet; q, k, v and gate, up are fused here.
+
+    Raises:
+        ConfigError: as load_model.
+    """
+    slots = model.checkpoint_slots()
+    names_by_file = {file: _tensor_names(file, model.config) for file in files}
+    _check_names(slots, [name for names in names_by_file.values() for name in names])
+    for file, names in names_by_file.items():
+        _check_shapes(file, names, slots)
+    for file, names in names_by_file.items():
+        with safe_open(file, framework="pt") as tensors:
+            for name in names:
+                slots[name].copy_(tensors.get_tensor(name))
+
+
+def _tensor_names(file: Path, config: ModelConfig) -> list[str]:
+    """The tensors to read: not the frequencies that old checkpoints keep, nor a tied head again."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            names = [str(name) for name in tensors.keys()]  # noqa: SIM118  # not a mapping
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is damaged or cut short: {error}") from error
+    return [
+        name
+        for name in names
+        if not name.endswith("rotary_emb.inv_freq")
+        and not (config.tie_word_embeddings and name == "lm_head.weight")
+    ]
+
+
+def _check_names(slots: Mapping[str, Tensor], names: list[str]) -> None:
+    found = set(names)
+    if len(found) != len(names):
+        twice = sorted(name for name in found if names.count(name) > 1)
+        raise ConfigError(f"the checkpoint has tensors twice: {_listed(twice)}")
+    if missing := [name for name in slots if name not in found]:
+        raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
+    if unknown := [name for name in names if name not in slots]:
+        raise ConfigError(
+            f"the checkpoint has tensors that its config.json has no use for: {_listed(unknown)}"
+        )
+
+
+def _check_shapes(file: Path, names: list[str], slots: Mapping[str, Tensor]) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name in names:
+            tensor = tensors.get_slice(name)
+            found, expected = list(tensor.get_shape()), list(slots[name].shape)
+            if found != expected:
+                raise ConfigError(
+                    f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
+                )
+            if tensor.get_dtype() not in _READABLE:
+                raise ConfigError(
+                    f"tensor {name!r} has dtype {tensor.get_dtype()}, which is not supported; "
+                    f"supported: {', '.join(sorted(_READABLE))}"
+                )
+
+
+def _listed(names: list[str]) -> str:
+    rest = len(names) - _MAX_NAMED
+    return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

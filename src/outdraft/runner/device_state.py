@@ -1,0 +1,50 @@
+"""What stays on the device between steps: the tokens of every running request.
+
+Dimension key: S rows of state (one a running request), L tokens, B requests, N drafts.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.request import Request
+
+
+class DeviceState:
+    """token_ids_SL, int64: the text of the request that owns row s; the rest is unspecified.
+
+    A token sampled on the device is written here and read from here; it never has to come back
+    from the host.
+    """
+
+    def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
+        self.row_len = max_model_len + 1  # the last column takes writes that are meant for nobody
+        self.token_ids_SL = torch.zeros(
+            max_num_seqs, self.row_len, dtype=torch.int64, device=device
+        )
+        self._owners: list[str | None] = [None] * max_num_seqs
+
+    @property
+    def num_bytes(self) -> int:
+        return self.token_ids_SL.numel() * self.token_ids_SL.element_size()
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Upload the texts of requests that were not in their row before."""
+        for request in requests:
+            assert request.slot is not None
+            owner = f"{request.id}/{request.num_preemptions}"
+            if self._owners[request.slot] != owner:
+                self._owners[request.slot] = owner
+                text = request.token_ids.astype(np.int64)
+                (sent,) = to_device([text], self.token_ids_SL.device)
+                self.token_ids_SL[request.slot, : len(text)] = sent
+
+    def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
+        """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
+        offsets_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
+        columns_BN = starts_B[:, None] + offsets_N
+        columns_BN = torch.where(token_ids_BN >= 0, columns_BN, self.row_len - 1)
+        self.token_ids_SL[state_rows_B[:, None], columns_BN] = token_ids_BN

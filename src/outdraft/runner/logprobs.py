@@ -1,0 +1,93 @@
+"""Log-probabilities of emitted and of prompt tokens, for the requests that asked, and nobody else.
+
+Dimension key: J rows with log-probabilities, K the most that anybody asked for, R logits rows,
+B requests that sample, N1 places for emitted tokens, T rows, D hidden, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.plan import Work
+from outdraft.models.llama import CausalLM
+from outdraft.sampling.logprobs import gather_logprobs
+from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
+from outdraft.spec.verify import Verdict
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobRows:
+    """Raw log-probabilities (before any sampling parameter), flat over requests and places.
+
+    Attributes:
+        counts: rows of each work of the step, in order; their sum is J.
+        token_ids_J, ranks_J, top_ids_JK: int64. logprobs_J, top_logprobs_JK: float32.
+    """
+
+    counts: tuple[int, ...]
+    token_ids_J: Tensor
+    logprobs_J: Tensor
+    ranks_J: Tensor
+    top_ids_JK: Tensor
+    top_logprobs_JK: Tensor
+
+
+def emitted_logprobs(
+    works: Sequence[Work], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
+) -> LogprobRows | None:
+    """One row for each place of an emitted token, padding included; None if nobody asked."""
+    wanted = [work.request.params.logprobs for work in works]
+    asking = [b for b, number in enumerate(wanted) if number is not None]
+    if not asking:
+        return None
+    (rows_B,) = to_device([np.array(asking)], logits_RV.device)
+    token_ids_BN1 = verdict.token_ids_BN1[rows_B].clamp_min(0)
+    # The i-th emitted token was chosen behind the i-th row of the accepted path, root first.
+    path_BN1 = torch.nn.functional.pad(verdict.rows_BN[rows_B] + 1, (1, 0)).clamp_min(0)
+    flat_BN1 = row_index_BN1(drafts)[rows_B].gather(1, path_BN1)
+    places = token_ids_BN1.shape[1]
+    return _rows(
+        tuple(places if number is not None else 0 for number in wanted),
+        logits_RV[flat_BN1.flatten()],
+        token_ids_BN1.flatten(),
+        max(number for number in wanted if number is not None),
+    )
+
+
+def prompt_logprobs(
+    works: Sequence[Work], hidden_TD: Tensor, model: CausalLM
+) -> LogprobRows | None:
+    """One row for each prompt position computed now whose next token is in the prompt."""
+    counts = [_num_prompt_rows(work) for work in works]
+    if not any(counts):
+        return None
+    rows: list[np.ndarray] = []
+    next_ids: list[np.ndarray] = []
+    start = 0
+    for work, count in zip(works, counts, strict=True):
+        rows.append(np.arange(start, start + count, dtype=np.int64))
+        first = work.start + 1
+        next_ids.append(work.request.token_ids[first : first + count].astype(np.int64))
+        start += work.num_rows
+    rows_J, next_J = to_device(
+        [np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device
+    )
+    most = max(w.request.params.prompt_logprobs or 0 for w, c in zip(works, counts, strict=True) if c)
+    return _rows(tuple(counts), model.logits(hidden_TD[rows_J]), next_J, most)
+
+
+def _num_prompt_rows(work: Work) -> int:
+    if work.request.params.prompt_logprobs is None:
+        return 0
+    left = work.request.num_prompt - 1 - work.start
+    return max(0, min(work.num_new, left))
+
+
+def _rows(counts: tuple[int, ...], logits_JV: Tensor, chosen_J: Tensor, num_top: int) -> LogprobRows:
+    logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK = gather_logprobs(logits_JV, chosen_J, num_top)
+    return LogprobRows(counts, chosen_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)

@@ -1,0 +1,142 @@
+"""The way back: everything the host wants to know of a step, in one copy.
+
+Dimension key: B requests that sample, N most drafts of one of them, J rows of log-probabilities.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
+from outdraft.runner.logprobs import LogprobRows
+from outdraft.spec.draft_batch import DraftBatch
+from outdraft.spec.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class StepCopies:
+    """A copy that is under way, and how to cut it up again.
+
+    Attributes:
+        packed: int64 on the host; floats travel as their bits.
+        shapes: of the packed tensors in order.
+        arrived: set on a GPU when the copy is complete.
+    """
+
+    packed: Tensor
+    shapes: tuple[torch.Size, ...]
+    emitted: LogprobRows | None
+    prompt: LogprobRows | None
+    arrived: torch.cuda.Event | None
+
+
+def to_host(
+    drafts: DraftBatch | None,
+    verdict: Verdict | None,
+    emitted: LogprobRows | None,
+    prompt: LogprobRows | None,
+) -> StepCopies:
+    """Start the one copy of a step; waits for nothing."""
+    tensors: list[Tensor] = []
+    if drafts is not None and verdict is not None:
+        tensors += [verdict.token_ids_BN1, verdict.rows_BN, drafts.token_ids_BN]
+    for rows in (emitted, prompt):
+        if rows is not None:
+            tensors += _log_tensors(rows)
+    if not tensors:
+        return StepCopies(torch.empty(0, dtype=torch.int64), (), emitted, prompt, None)
+    packed = torch.cat([_as_int64(tensor).flatten() for tensor in tensors])
+    arrived = None
+    if packed.device.type == "cuda":
+        host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
+        packed = host.copy_(packed, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+    return StepCopies(packed, tuple(t.shape for t in tensors), emitted, prompt, arrived)
+
+
+def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
+    """Results in the order of the plan's works, once the copy has arrived."""
+    if copies.arrived is not None:
+        copies.arrived.synchronize()
+    arrays = _unpack(copies)
+    if not arrays:
+        return tuple(WorkResult() for _ in plan.works)
+    sampled = any(work.samples for work in plan.works)
+    verdicts, logs = (arrays[:3], arrays[3:]) if sampled else ([], arrays)
+    sampling = [i for i, work in enumerate(plan.works) if work.samples]
+    emitted_logs: list[list[TokenLogprobs]] = [[] for _ in sampling]
+    if copies.emitted is not None:
+        emitted_logs, logs = _log_rows(copies.emitted.counts, logs[:5]), logs[5:]
+    prompt_logs: list[list[TokenLogprobs]] = [[] for _ in plan.works]
+    if copies.prompt is not None:
+        prompt_logs = _log_rows(copies.prompt.counts, logs)
+    results: list[WorkResult] = []
+    place = 0
+    for work, prompt in zip(plan.works, prompt_logs, strict=True):
+        if not work.samples:
+            results.append(WorkResult(prompt_logprobs=tuple(prompt)))
+            continue
+        token_ids, rows, drafted = (_leading(array[place]) for array in verdicts)
+        results.append(
+            WorkResult(
+                token_ids,
+                rows,
+                drafted[: work.num_drafts],
+                tuple(emitted_logs[place][: len(token_ids)]),
+                tuple(prompt),
+            )
+        )
+        place += 1
+    return tuple(results)
+
+
+def _log_tensors(rows: LogprobRows) -> list[Tensor]:
+    return [rows.token_ids_J, rows.logprobs_J, rows.ranks_J, rows.top_ids_JK, rows.top_logprobs_JK]
+
+
+def _as_int64(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.double().view(torch.int64)
+    return tensor.long()
+
+
+def _unpack(copies: StepCopies) -> list[np.ndarray]:
+    flat = copies.packed.numpy()
+    arrays: list[np.ndarray] = []
+    start = 0
+    for shape in copies.shapes:
+        arrays.append(flat[start : start + shape.numel()].reshape(shape))
+        start += shape.numel()
+    return arrays
+
+
+def _leading(row: np.ndarray) -> tuple[int, ...]:
+    """The ids before the padding."""
+    return tuple(int(value) for value in row if value >= 0)
+
+
+def _log_rows(
+    counts: Sequence[int], arrays: Sequence[np.ndarray]
+) -> list[list[TokenLogprobs]]:
+    token_ids, logprobs, ranks, top_ids, top_logprobs = arrays
+    logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)
+    rows = [
+        TokenLogprobs(
+            int(token_ids[j]),
+            float(logprobs[j]),
+            int(ranks[j]),
+            tuple(top_ids[j].tolist()),
+            tuple(top_logprobs[j].tolist()),
+        )
+        for j in range(len(token_ids))
+    ]
+    result: list[list[TokenLogprobs]] = []
+    start = 0
+    for count in counts:
+        result.append(rows[start : start + count])
+        start += count
+    return result

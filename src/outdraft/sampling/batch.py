@@ -1,0 +1,244 @@
+"""The sampling parameters of a batch, as tensors on the device and flags on the host.
+
+Built when the composition of the batch changes and kept while it stays the same. The flags say
+which stages run at all, so that a batch of greedy requests costs no more than its argmax.
+
+Dimension key: B requests, E ids of a request's list (padded), W bad words, L prefix of a bad word.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.core.sampling import SamplingParams
+
+ANY_TOKEN = -2  # matches everything in the prefix of a bad word; never a token, never padding
+
+# Logits are shifted so that their best is 0 before they are divided: nothing overflows, and what
+# is this close to zero only has to stay above it in float32.
+_LEAST_TEMPERATURE = 1e-30
+
+
+@dataclass(frozen=True, slots=True)
+class TokenValues:
+    """Values of listed tokens per request; the padding is id 0 with value 0."""
+
+    ids_BE: Tensor  # int64
+    values_BE: Tensor  # float32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSets:
+    """A set of tokens per request; the padding repeats a member, or is 0 where there is no set."""
+
+    ids_BE: Tensor  # int64
+    is_set_B: Tensor  # bool; False: this request has no such set
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Token sequences that must not be completed.
+
+    Attributes:
+        prefix_BWL: int64; all tokens but the last, aligned to the right, ANY_TOKEN in front.
+        prefix_lens_BW: int64; more than any text has in the padding, which so never matches.
+        last_BW: int64; the token that would complete the word.
+    """
+
+    prefix_BWL: Tensor
+    prefix_lens_BW: Tensor
+    last_BW: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How each request of a batch wants its tokens chosen.
+
+    A stage that no request needs has None instead of its tensors, or a false flag. Temperature,
+    min_p, top_k and top_p are off for greedy requests: they would keep the best token the best.
+
+    Attributes:
+        seeds_B: int64; key of the request's noise.
+        temperature_B: float32; 1 for greedy requests.
+        is_greedy_B: bool.
+        top_k_B: int64 in [1, vocab_size]; vocab_size: off.
+        top_p_B, min_p_B: float32; 1 and 0: off.
+        repetition_B, presence_B, frequency_B: float32 penalties; 1, 0 and 0: off.
+        min_tokens_B: int64.
+        stops: the tokens that min_tokens forbids.
+        max_top_k: largest top_k in use, 0 when no sampled request has one.
+    """
+
+    vocab_size: int
+    seeds_B: Tensor
+    temperature_B: Tensor
+    is_greedy_B: Tensor
+    top_k_B: Tensor
+    top_p_B: Tensor
+    min_p_B: Tensor
+    repetition_B: Tensor
+    presence_B: Tensor
+    frequency_B: Tensor
+    min_tokens_B: Tensor
+    allowed: TokenSets | None
+    bad_words: BadWords | None
+    stops: TokenSets | None
+    bias: TokenValues | None
+    all_greedy: bool
+    any_greedy: bool
+    needs_penalties: bool
+    needs_min_p: bool
+    needs_top_p: bool
+    max_top_k: int
+
+    @classmethod
+    def from_requests(
+        cls,
+        params: Sequence[SamplingParams],
+        *,
+        seeds: Sequence[int],
+        vocab_size: int,
+        device: torch.device | str,
+        bad_words: Sequence[Sequence[Sequence[int]]] | None = None,
+        stop_ids: Sequence[Sequence[int]] | None = None,
+    ) -> "SamplingBatch":
+        """One batch of requests, in order.
+
+        All token ids must be in the vocabulary: that is checked once, when a request is added.
+
+        Args:
+            seeds: the resolved seed of each request.
+            bad_words: token id sequences of each request's bad words, none of them empty.
+            stop_ids: end-of-sequence and stop tokens of each request, for min_tokens.
+        """
+        sampled = [one for one in params if not one.is_greedy]
+        top_ks = [_top_k(one, vocab_size) for one in params]
+        ints_CB = _columns([_ints(one, vocab_size) for one in params], np.int64, device)
+        floats_CB = _columns([_floats(one) for one in params], np.float32, device)
+        stop_sets = [
+            ids if one.min_tokens > 0 else ()
+            for one, ids in zip(params, stop_ids or [()] * len(params), strict=True)
+        ]
+        return cls(
+            vocab_size=vocab_size,
+            seeds_B=torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True),
+            top_k_B=ints_CB[0],
+            min_tokens_B=ints_CB[1],
+            is_greedy_B=ints_CB[2] != 0,
+            temperature_B=floats_CB[0],
+            top_p_B=floats_CB[1],
+            min_p_B=floats_CB[2],
+            repetition_B=floats_CB[3],
+            presence_B=floats_CB[4],
+            frequency_B=floats_CB[5],
+            allowed=_token_sets([one.allowed_token_ids or () for one in params], device),
+            bad_words=_bad_words(bad_words or [()] * len(params), device),
+            stops=_token_sets(stop_sets, device),
+            bias=_token_values([one.logit_bias or {} for one in params], device),
+            all_greedy=not sampled,
+            any_greedy=len(sampled) < len(params),
+            needs_penalties=any(one.has_penalties for one in params),
+            needs_min_p=any(one.min_p > 0 for one in sampled),
+            needs_top_p=any(one.top_p < 1 for one in sampled),
+            max_top_k=max((k for k in top_ks if k < vocab_size), default=0),
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return self.seeds_B.shape[0]
+
+    @property
+    def needs_history(self) -> bool:
+        """Some request looks at the tokens before a row (and so at the row's drafted path)."""
+        return self.needs_penalties or self.bad_words is not None
+
+    @property
+    def needs_paths(self) -> bool:
+        """Some request looks at a row's drafted path, or at its length."""
+        return self.needs_history or self.stops is not None
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        """Every request wants the argmax of the raw logits."""
+        return self.all_greedy and not (
+            self.needs_paths or self.allowed is not None or self.bias is not None
+        )
+
+
+_NEVER = 2**62  # longer than any text
+
+
+def _top_k(params: SamplingParams, vocab_size: int) -> int:
+    is_off = params.is_greedy or params.top_k <= 0
+    return vocab_size if is_off else min(params.top_k, vocab_size)
+
+
+def _ints(params: SamplingParams, vocab_size: int) -> tuple[int, ...]:
+    return _top_k(params, vocab_size), params.min_tokens, int(params.is_greedy)
+
+
+def _floats(params: SamplingParams) -> tuple[float, ...]:
+    return (
+        1.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
+        1.0 if params.is_greedy else params.top_p,
+        0.0 if params.is_greedy else params.min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+    )
+
+
+def _columns(
+    rows: Sequence[Sequence[float]], dtype: type[np.generic], device: torch.device | str
+) -> Tensor:
+    """[C, B] on the device, of B rows of C numbers: one upload."""
+    columns_CB = np.ascontiguousarray(np.array(rows, dtype=dtype).T)
+    return torch.from_numpy(columns_CB).to(device, non_blocking=True)
+
+
+def _token_sets(sets: Sequence[Sequence[int]], device: torch.device | str) -> TokenSets | None:
+    width = max(map(len, sets), default=0)
+    if width == 0:
+        return None
+    padded = [[*ids, *(ids[:1] or [0]) * (width - len(ids))] for ids in map(list, sets)]
+    return TokenSets(
+        ids_BE=torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True),
+        is_set_B=torch.tensor([len(ids) > 0 for ids in sets]).to(device, non_blocking=True),
+    )
+
+
+def _token_values(
+    values: Sequence[Mapping[int, float]], device: torch.device | str
+) -> TokenValues | None:
+    width = max(map(len, values), default=0)
+    if width == 0:
+        return None
+    ids = [[*one, *[0] * (width - len(one))] for one in values]
+    padded = [[*one.values(), *[0.0] * (width - len(one))] for one in values]
+    return TokenValues(
+        ids_BE=torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True),
+        values_BE=torch.tensor(padded, dtype=torch.float32).to(device, non_blocking=True),
+    )
+
+
+def _bad_words(
+    words: Sequence[Sequence[Sequence[int]]], device: torch.device | str
+) -> BadWords | None:
+    width = max(map(len, words), default=0)
+    if width == 0:
+        return None
+    length = max(len(word) for one in words for word in one) - 1
+    prefix = np.full((len(words), width, length), ANY_TOKEN, dtype=np.int64)
+    prefix_lens = np.full((len(words), width), _NEVER, dtype=np.int64)
+    last = np.zeros((len(words), width), dtype=np.int64)
+    for request, one in enumerate(words):
+        for at, word in enumerate(one):
+            prefix[request, at, length - len(word) + 1 :] = word[:-1]
+            prefix_lens[request, at] = len(word) - 1
+            last[request, at] = word[-1]
+    return BadWords(
+        *(torch.from_numpy(x).to(device, non_blocking=True) for x in (prefix, prefix_lens, last))
+    )

@@ -1,0 +1,271 @@
+"""Decides what every step computes, and books what came of it.
+
+A request has tokens that are not computed yet: a whole prompt, a part of it, or just its newest
+token; drafts are rows behind them. One budget of rows is shared by all. There is no prefill or
+decode phase, no plain or speculative one.
+"""
+
+from bisect import insort
+from collections.abc import Mapping
+
+from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.plan import DraftChoice, StepPlan, StepResult, Work, WorkResult
+from outdraft.core.request import FinishReason, Request, RequestStatus
+from outdraft.kv.block_pool import BlockPool
+from outdraft.kv.block_table import BlockTable
+from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.scheduling.policy import POLICIES
+
+
+class Scheduler:
+    """Owns the requests, their tokens and their blocks.
+
+    Invariants between steps (`check_invariants`): 0 <= num_computed < num_tokens for every live
+    request; a running request holds exactly the blocks of its computed tokens; a waiting or
+    finished one holds none.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, cache: CacheConfig, pool: BlockPool, max_model_len: int
+    ) -> None:
+        self.config = config
+        self.pool = pool
+        self.max_model_len = max_model_len
+        self.running: list[Request] = []
+        self.waiting: list[Request] = []
+        self._block_size = cache.block_size
+        self._prefix_caching = cache.enable_prefix_caching
+        self._order = POLICIES[config.policy]
+        self._tables: dict[str, BlockTable] = {}
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def check_room(self, count: int) -> None:
+        """Raise CapacityError unless `count` more requests fit into the waiting queue."""
+        if len(self.waiting) + count > self.config.max_waiting:
+            raise CapacityError(
+                f"the waiting queue is full ({self.config.max_waiting} requests): try again later"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it could never run, however empty the pool.
+            CapacityError: the waiting queue is full.
+        """
+        self.check_room(1)
+        if request.id in self._requests:
+            raise RequestError(f"request id {request.id!r} is in use", "request_id")
+        blocks = -(-request.max_total // self._block_size)
+        if blocks > self.pool.num_blocks:
+            raise RequestError(
+                f"the request may need {request.max_total} tokens of KV cache, but the cache holds "
+                f"{self.pool.num_blocks * self._block_size}: lower max_tokens, shorten the prompt "
+                "or give the cache more memory",
+                "max_tokens",
+            )
+        self._requests[request.id] = request
+        self._tables[request.id] = BlockTable(self.pool, self._block_size)
+        insort(self.waiting, request, key=self._order)
+
+    def table(self, request: Request) -> BlockTable:
+        return self._tables[request.id]
+
+    def drafting_requests(self) -> list[Request]:
+        """Running requests whose next step samples: those a draft would be of use to."""
+        return [r for r in self.running if r.num_uncomputed == 1 and r.max_drafts > 0]
+
+    def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
+        """The next step: running requests first, then as many waiting ones as fit.
+
+        `choices` maps request ids to what they would like to verify; a choice is cut to what the
+        budget and the pool allow, never the other way round.
+        """
+        budget = self.config.max_num_batched_tokens
+        works: list[Work] = []
+        index = 0
+        num_running = len(self.running)
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            # The requests behind this one must not be starved of their one row by its drafts.
+            spare = budget - (len(self.running) - index - 1)
+            work = self._fit(request, budget, spare, choices.get(request.id))
+            if work is None:
+                continue  # somebody was preempted to make room; look at this place again
+            works.append(work)
+            budget -= work.num_rows
+            index += 1
+        # Whoever was preempted now would only be preempted again.
+        may_admit = len(self.running) == num_running
+        while may_admit and self.waiting and budget > 0 and self._free_slots:
+            work = self._admit(self.waiting[0], budget)
+            if work is None:
+                break
+            works.append(work)
+            budget -= work.num_rows
+        return StepPlan(tuple(works))
+
+    def commit(
+        self, plan: StepPlan, result: StepResult
+    ) -> list[tuple[Work, WorkResult, tuple[int, ...]]]:
+        """Book a step; (work, its result, the tokens really added) for every live request.
+
+        Tokens behind one that ends the request are dropped. Finished requests give everything
+        back before this returns.
+        """
+        booked: list[tuple[Work, WorkResult, tuple[int, ...]]] = []
+        for work, outcome in zip(plan.works, result.works, strict=True):
+            request = work.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # aborted while the step ran
+            known = request.num_computed, request.num_drafter_computed
+            self._advance(work, len(outcome.accepted_rows))
+            added: list[int] = []
+            reason = None
+            for token_id in outcome.token_ids:
+                reason = request.append(token_id)
+                added.append(token_id)
+                if reason is not None:
+                    break
+            self._cache_full_blocks(request, *known)
+            booked.append((work, outcome, tuple(added)))
+            if reason is not None:
+                self.finish(request, reason)
+            else:
+                self.table(request).truncate(request.num_computed)
+        return booked
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a live request and give back all it holds."""
+        if request.status is RequestStatus.RUNNING:
+            self._leave(request)
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._tables[request.id]
+        del self._requests[request.id]
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request early; None if it is unknown or has ended."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        self.pool.check_invariants()
+        slots = [r.slot for r in self.running]
+        assert len({*slots, *self._free_slots}) == self.config.max_num_seqs
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert 0 <= request.num_computed < request.num_tokens
+            assert 0 <= request.num_drafter_computed <= request.num_tokens
+            held = len(self.table(request).ids)
+            assert held == -(-request.num_computed // self._block_size), (held, request.num_computed)
+        for request in self.waiting:
+            assert request.num_computed == 0
+            assert not self.table(request).ids
+        if not self.has_work:
+            assert self.pool.num_free == self.pool.num_blocks
+
+    def _fit(
+        self, request: Request, budget: int, spare: int, choice: DraftChoice | None
+    ) -> Work | None:
+        """The request's work with its blocks reserved; None if a request was preempted instead."""
+        num_new = min(request.num_uncomputed, budget)
+        samples = num_new == request.num_uncomputed
+        if choice is not None:
+            limit = min(spare - num_new, request.max_drafts)
+            choice = choice.truncated(limit) if samples else None
+        table = self.table(request)
+        if choice is not None and not table.reserve(request.num_tokens + len(choice)):
+            choice = None
+        if not table.reserve(request.num_computed + num_new):
+            self._preempt(self.running[-1])
+            return None
+        return Work(request, request.num_computed, num_new, table.ids, samples, choice)
+
+    def _admit(self, request: Request, budget: int) -> Work | None:
+        """Start a waiting request, with what the prefix cache knows of it."""
+        known = self._cached_prefix(request)
+        table = self.table(request)
+        table.adopt(known)
+        cached = len(known) * self._block_size
+        num_new = min(request.num_tokens - cached, budget)
+        if not table.reserve(cached + num_new):
+            table.truncate(0)
+            return None
+        self.waiting.pop(0)
+        insort(self.running, request, key=self._order)
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.num_computed = cached
+        filled = [self.pool.is_drafter_filled(block) for block in known]
+        leading = filled.index(False) if False in filled else len(filled)
+        request.num_drafter_computed = leading * self._block_size
+        if request.num_preemptions == 0:
+            request.num_cached = cached
+        return Work(request, cached, num_new, table.ids, num_new == request.num_uncomputed)
+
+    def _cached_prefix(self, request: Request) -> list[int]:
+        """Blocks of the longest known prefix; at least one token is left to compute."""
+        if not self._prefix_caching or request.params.prompt_logprobs is not None:
+            return []
+        last = request.num_tokens - 1
+        extend_hashes(request.block_hashes, request.token_ids, self._block_size, last)
+        blocks: list[int] = []
+        for prefix_hash in request.block_hashes[: last // self._block_size]:
+            block = self.pool.find(prefix_hash)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _preempt(self, request: Request) -> None:
+        """Take a running request's memory; it will be computed again from its tokens."""
+        self._leave(request)
+        self.running.remove(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed = 0
+        request.num_drafter_computed = 0
+        request.num_preemptions += 1
+        insort(self.waiting, request, key=self._order)
+
+    def _leave(self, request: Request) -> None:
+        assert request.slot is not None
+        self.table(request).truncate(0)
+        self._free_slots.append(request.slot)
+        request.slot = None
+
+    def _advance(self, work: Work, num_accepted: int) -> None:
+        """Count what the target, and the drafter if it drafted, now have in the cache."""
+        request = work.request
+        if work.drafts is not None and work.drafts.num_model_drafts:
+            # The drafter read all tokens and its own drafts but the last.
+            kept = min(num_accepted, work.drafts.num_model_drafts - 1)
+            request.num_drafter_computed = request.num_tokens + kept
+        request.num_computed += work.num_new + num_accepted
+
+    def _cache_full_blocks(self, request: Request, computed: int, drafter_computed: int) -> None:
+        """Make findable what was filled since `computed` and `drafter_computed` were counted."""
+        if not self._prefix_caching:
+            return
+        size = self._block_size
+        # Tokens behind the one that ended the request are in the cache, but not in the text.
+        valid = min(request.num_computed, request.num_tokens)
+        extend_hashes(request.block_hashes, request.token_ids, size, valid)
+        blocks = self.table(request).ids
+        for block in range(computed // size, valid // size):
+            self.pool.remember(blocks[block], request.block_hashes[block])
+        drafter_valid = min(request.num_drafter_computed, valid)
+        for block in range(drafter_computed // size, drafter_valid // size):
+            self.pool.mark_drafter_filled(blocks[block])

@@ -1,0 +1,173 @@
+"""The drafts of a step on the device: packing, paths and rows, without a loop over requests.
+
+Row 0 of a request is its root, the last committed token; row j + 1 is its j-th draft. Requests
+have different numbers of drafts: `[B, N]` tensors are padded, while logits are flat rows, request
+after request, root first. Everything here is arithmetic on small integer tensors; nothing waits
+for the device.
+
+Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root,
+R flat rows, K = N places of a path, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.core.draft import Draft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Drafted trees, one per request. Places past `num_drafts_B` are padding.
+
+    Attributes:
+        token_ids_BN: int64, padded with -1; N may be 0.
+        parents_BN: int64; the row that each draft continues: 0 = root, j + 1 = drafted row j.
+            A parent precedes its children. Padding may hold anything.
+        num_drafts_B: int64.
+        probs_BNV: float32; what sampled drafts were drawn from, one-hot where a draft inside a
+            sampled chain was deterministic. Rows of requests that are not sampled are ignored.
+        is_sampled_B: bool; the drafts of this request were drawn from `probs_BNV`, and are a
+            chain. False: deterministic drafts, any tree.
+        is_chain: known on the host: every draft is a chain.
+        any_sampled: known on the host: some of `is_sampled_B` is true.
+        all_sampled: known on the host: all of `is_sampled_B` are true. Saves noise, changes
+            nothing else; False is always right.
+    """
+
+    token_ids_BN: Tensor
+    parents_BN: Tensor
+    num_drafts_B: Tensor
+    probs_BNV: Tensor | None
+    is_sampled_B: Tensor
+    is_chain: bool
+    any_sampled: bool
+    all_sampled: bool = False
+
+    @classmethod
+    def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
+        """No drafts at all: plain decoding."""
+        return cls.from_drafts([Draft()] * num_requests, device)
+
+    @classmethod
+    def from_drafts(cls, drafts: Sequence[Draft], device: torch.device | str) -> "DraftBatch":
+        """Deterministic drafts of the host, in one upload."""
+        num_requests, width = len(drafts), max((len(draft) for draft in drafts), default=0)
+        packed = np.zeros((num_requests, 2 * width + 1), dtype=np.int64)
+        packed[:, :width] = -1
+        for row, draft in zip(packed, drafts, strict=True):
+            row[: len(draft)] = draft.token_ids
+            row[width : width + len(draft)] = draft.parents
+            row[-1] = len(draft)
+        packed_BC = torch.from_numpy(packed).to(device, non_blocking=True)
+        return cls(
+            token_ids_BN=packed_BC[:, :width],
+            parents_BN=packed_BC[:, width : 2 * width],
+            num_drafts_B=packed_BC[:, -1],
+            probs_BNV=None,
+            is_sampled_B=torch.zeros(num_requests, dtype=torch.bool, device=device),
+            is_chain=all(draft.is_chain for draft in drafts),
+            any_sampled=False,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        return self.token_ids_BN.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, the most drafts of any request."""
+        return self.token_ids_BN.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_ids_BN.device
+
+    @property
+    def is_draft_BN(self) -> Tensor:
+        """bool; False in the padding."""
+        return torch.arange(self.width, device=self.device) < self.num_drafts_B[:, None]
+
+
+def depths_BN1(drafts: DraftBatch) -> Tensor:
+    """int64 [B, N1]: distance of every row from the root, which has 0. Padding holds anything."""
+    if drafts.is_chain:
+        steps_N1 = torch.arange(drafts.width + 1, device=drafts.device)
+        return steps_N1.expand(drafts.num_requests, -1)
+    depth_BN1 = torch.ones_like(_up_BN1(drafts))
+    depth_BN1[:, 0] = 0
+    for up_BN1 in _jumps(drafts):
+        depth_BN1 = depth_BN1 + depth_BN1.gather(1, up_BN1)
+    return depth_BN1
+
+
+def ancestors_BN1N(drafts: DraftBatch) -> Tensor:
+    """bool [B, N1, N]: draft j is row r itself or one of its ancestors. The root has none."""
+    width, device = drafts.width, drafts.device
+    seen_N1N = torch.eye(width + 1, dtype=torch.bool, device=device)[:, 1:]
+    if drafts.is_chain:
+        return seen_N1N.cumsum(0).bool().expand(drafts.num_requests, -1, -1)
+    seen_BN1N = seen_N1N.expand(drafts.num_requests, -1, -1)
+    for up_BN1 in _jumps(drafts):
+        seen_BN1N = seen_BN1N | seen_BN1N.gather(1, up_BN1[:, :, None].expand(-1, -1, width))
+    return seen_BN1N
+
+
+def path_ids_BN1K(drafts: DraftBatch) -> Tensor:
+    """int64 [B, N1, K = N]: drafted ids from the root (excluded) to each row (included), then -1.
+
+    The rows of the padding hold no meaningful path.
+    """
+    width = drafts.width
+    seen_BN1N = ancestors_BN1N(drafts)
+    place_BN = depths_BN1(drafts)[:, 1:] - 1
+    # What a row does not see goes to one more place, which is cut off.
+    place_BN1N = torch.where(seen_BN1N, place_BN[:, None, :], width)
+    ids_BN1N = drafts.token_ids_BN[:, None, :].expand_as(place_BN1N)
+    path_BN1K1 = ids_BN1N.new_full((drafts.num_requests, width + 1, width + 1), -1)
+    return path_BN1K1.scatter(2, place_BN1N, ids_BN1N)[:, :, :width]
+
+
+def row_start_B(drafts: DraftBatch) -> Tensor:
+    """int64 [B]: flat row of each request's root."""
+    rows_B = drafts.num_drafts_B + 1
+    return rows_B.cumsum(0) - rows_B
+
+
+def row_index_BN1(drafts: DraftBatch) -> Tensor:
+    """int64 [B, N1]: flat row of each padded row; padding points to the request's root row."""
+    place_N1 = torch.arange(drafts.width + 1, device=drafts.device)
+    place_BN1 = torch.where(place_N1 <= drafts.num_drafts_B[:, None], place_N1, 0)
+    return row_start_B(drafts)[:, None] + place_BN1
+
+
+def request_R(drafts: DraftBatch, num_rows: int) -> Tensor:
+    """int64 [R]: the request of each flat row. Rows past the last request count as its own."""
+    ends_B = (drafts.num_drafts_B + 1).cumsum(0)
+    rows_R = torch.arange(num_rows, device=drafts.device)
+    return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
+
+
+def place_R(drafts: DraftBatch, request_R: Tensor) -> Tensor:
+    """int64 [R]: which row of its own request each flat row is; padding rows are cut to N."""
+    rows_R = torch.arange(request_R.shape[0], device=drafts.device)
+    return (rows_R - row_start_B(drafts)[request_R]).clamp_(max=drafts.width)
+
+
+def _up_BN1(drafts: DraftBatch) -> Tensor:
+    """The parent row of every row; the root is its own, and so are the roots of the padding."""
+    parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
+    return torch.nn.functional.pad(parents_BN, (1, 0))
+
+
+def _jumps(drafts: DraftBatch) -> list[Tensor]:
+    """Per doubling, the row 1, 2, 4, ... levels above: enough of them to reach any root."""
+    up_BN1 = _up_BN1(drafts)
+    jumps: list[Tensor] = []
+    for _ in range(drafts.width.bit_length()):
+        jumps.append(up_BN1)
+        up_BN1 = up_BN1.gather(1, up_BN1)
+    return jumps

@@ -1,0 +1,202 @@
+"""A small model that drafts a chain of tokens, on the device, from the device's own texts.
+
+Its keys and values live in the same blocks as the target's. It may lag: before it drafts it reads
+all tokens that it has not seen, the accepted ones and the newest together, in one pass. Nothing
+is copied to the host: how many rows there are is known beforehand, what they hold is not.
+
+Dimension key: B requests that draft, K drafts, V vocabulary, T rows, S state rows, L tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import Span, lay_out, send, to_device
+from outdraft.kv.cache import KVCache
+from outdraft.models.llama import CausalLM
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.sampler import sample_with_probs
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelAsk:
+    """One request that the model drafts for.
+
+    Attributes:
+        state_row: its row in token_ids_SL.
+        num_tokens: length of its text.
+        num_computed: tokens of it that the drafter has in its cache.
+        num_drafts: K of this request, at least 1.
+        block_ids: cover num_tokens + num_drafts slots.
+    """
+
+    state_row: int
+    num_tokens: int
+    num_computed: int
+    num_drafts: int
+    block_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDrafts:
+    """Chains, one per ask.
+
+    Attributes:
+        token_ids_BK: int64, padded with -1.
+        probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
+        is_sampled_B: bool, whose drafts were drawn from probs_BKV; None with it.
+        all_sampled: known on the host: all of them were.
+    """
+
+    token_ids_BK: Tensor
+    probs_BKV: Tensor | None = None
+    is_sampled_B: Tensor | None = None
+    all_sampled: bool = False
+
+    def without_probs(self) -> "ModelDrafts":
+        """The same drafts, to be verified as if nobody knew where they came from."""
+        return ModelDrafts(self.token_ids_BK)
+
+
+class DraftModelProposer:
+    """Drafts chains with a causal language model of the target's vocabulary."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        max_rows: int,
+        *,
+        samples: bool,
+        shares_noise: bool,
+    ) -> None:
+        """`samples`: draw drafts from the drafter's distribution instead of taking its best.
+        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+        self.model = model
+        self.cache = cache
+        self._max_rows = max_rows
+        self._samples = samples
+        self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
+
+    def propose(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
+    ) -> ModelDrafts:
+        """Draft for all asks; `sampling` has their requests in the same order."""
+        asks = self._catch_up(asks, token_ids_SL)
+        most = max(ask.num_drafts for ask in asks)
+        spans = [
+            Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks
+        ]
+        hidden_TD = self._read(asks, spans, token_ids_SL)
+        (ends_B,) = to_device([np.cumsum([s.num_causal for s in spans]) - 1], hidden_TD.device)
+        hidden_BD = hidden_TD[ends_B]
+        (anchors_B,) = to_device([np.array([a.num_tokens for a in asks])], hidden_BD.device)
+        # The drafter follows the request's parameters, but for those that look back at the text.
+        sampling = replace(sampling, needs_penalties=False, bad_words=None, stops=None)
+        ids: list[Tensor] = []
+        probs: list[Tensor] = []
+        for step in range(most):
+            if step:
+                hidden_BD = self._extend(asks, step, ids[-1])
+            positions = np.array([ask.num_tokens + step for ask in asks])
+            chosen_B, probs_BV = self._choose(hidden_BD, positions, anchors_B, sampling)
+            ids.append(chosen_B)
+            if probs_BV is not None:
+                probs.append(probs_BV)
+        token_ids_BK = torch.stack(ids, dim=1)
+        if any(ask.num_drafts < most for ask in asks):
+            counts = np.array([ask.num_drafts for ask in asks])
+            (counts_B,) = to_device([counts], token_ids_BK.device)
+            past_BK = torch.arange(most, device=counts_B.device) >= counts_B[:, None]
+            token_ids_BK = token_ids_BK.masked_fill(past_BK, -1)
+        if not probs:
+            return ModelDrafts(token_ids_BK)
+        return ModelDrafts(
+            token_ids_BK, torch.stack(probs, dim=1), ~sampling.is_greedy_B, not sampling.any_greedy
+        )
+
+    def _catch_up(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
+    ) -> list[DraftModelAsk]:
+        """Read long backlogs in passes of at most max_rows rows; one token at least is left."""
+        current = list(asks)
+        while True:
+            budget = self._max_rows
+            lag = [ask.num_tokens - ask.num_computed for ask in current]
+            if sum(lag) <= max(budget, len(current)):
+                return current
+            chosen: list[int] = []
+            spans: list[Span] = []
+            for i, ask in enumerate(current):
+                count = min(lag[i] - 1, budget)
+                if count > 0:
+                    budget -= count
+                    chosen.append(i)
+                    spans.append(Span(ask.num_computed, count, (), ask.block_ids))
+            self._read([current[i] for i in chosen], spans, token_ids_SL)
+            for i, span in zip(chosen, spans, strict=True):
+                ask = current[i]
+                current[i] = DraftModelAsk(
+                    ask.state_row,
+                    ask.num_tokens,
+                    ask.num_computed + span.num_causal,
+                    ask.num_drafts,
+                    ask.block_ids,
+                )
+
+    def _read(
+        self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
+    ) -> Tensor:
+        """Hidden states of committed tokens, [T, D]."""
+        layout = lay_out(spans, self.cache.block_size)
+        counts = np.diff(layout.query_start_B1)
+        rows_T = np.repeat([ask.state_row for ask in asks], counts)
+        flat_T = rows_T * token_ids_SL.shape[1] + layout.positions_T
+        metadata, (flat,) = send(layout, [flat_T], token_ids_SL.device)
+        ids_T = token_ids_SL.view(-1)[flat]
+        return self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
+
+    def _extend(self, asks: Sequence[DraftModelAsk], step: int, ids_B: Tensor) -> Tensor:
+        """Hidden states behind the draft of step - 1, [B, D].
+
+        A request that wants fewer drafts runs along: its row is computed, kept nowhere.
+        """
+        spans = [
+            Span(ask.num_tokens + step - 1, 1, (), ask.block_ids)
+            if step < ask.num_drafts
+            else Span(ask.num_tokens - 1, 1, (), ask.block_ids)
+            for ask in asks
+        ]
+        layout = lay_out(spans, self.cache.block_size)
+        for b, ask in enumerate(asks):
+            if step >= ask.num_drafts:
+                layout.slots_T[b] = -1
+        metadata, _ = send(layout, [], ids_B.device)
+        return self.model(ids_B, metadata.positions_T, self.cache.layers, metadata)
+
+    def _choose(
+        self, hidden_BD: Tensor, positions: np.ndarray, anchors_B: Tensor, sampling: SamplingBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """The next draft of each request, and what it was drawn from unless all are greedy."""
+        logits_BV = self.model.logits(hidden_BD)
+        if sampling.is_plain_greedy or not self._samples:
+            return logits_BV.argmax(dim=-1), None
+        requests_B = torch.arange(len(logits_BV), device=logits_BV.device)
+        paths = Paths(None, torch.zeros_like(anchors_B), anchors_B, None)
+        processed_BV = process_logits(logits_BV, requests_B, paths, sampling)
+        (positions_B,) = to_device([positions], logits_BV.device)
+        ids_B, probs_BV = sample_with_probs(
+            processed_BV,
+            sampling.seeds_B,
+            positions_B,
+            sampling.is_greedy_B,
+            self._purpose,
+            all_greedy=sampling.all_greedy,
+            anchors_R=anchors_B if self._purpose is Purpose.DRAFT else None,
+        )
+        return ids_B, None if sampling.all_greedy else probs_BV

@@ -1,0 +1,122 @@
+"""Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat what usually followed.
+
+The newest tokens of a request are looked up in its own text and in the texts of finished requests;
+the most frequent continuation is drafted, the further the longer the match. Agents, editors and
+pipelines that ask similar things again and again accept such drafts by the dozen; finding one costs
+microseconds.
+
+Dimension key: T tokens, B requests, D max_tree_depth - 1, K drafted tokens.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outdraft.config.speculation import SuffixConfig
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
+from outdraft.spec.suffix_automaton import SuffixAutomaton
+from outdraft.spec.suffix_tree import SuffixTree
+
+MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
+
+
+class SuffixProposer:
+    """Drafts from one automaton per live request and one tree of finished ones.
+
+    The draft of the better score is taken, the request's own one among equals. A score is the sum
+    of the probabilities along the draft: the expected number of accepted tokens.
+    """
+
+    source = DraftSource.SUFFIX
+
+    def __init__(self, config: SuffixConfig, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
+        self._config = config
+        self._max_cached_tokens = max_cached_tokens
+        self._texts: dict[str, _LiveText] = {}
+        self._finished = SuffixTree(config.suffix_decoding_max_tree_depth)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask; see HostProposer."""
+        drafts = [self._from_own_text(ask) for ask in asks]
+        if len(self._finished) == 0:
+            return drafts
+        others = self._from_finished(asks)
+        return [
+            other if other.score > own.score else own
+            for own, other in zip(drafts, others, strict=True)
+        ]
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        """Forget the request, and learn from its text: some microseconds a token.
+
+        The oldest texts make room. A text of more than max_cached_tokens is not learned.
+        """
+        self._texts.pop(request_id, None)
+        max_requests = self._config.suffix_decoding_max_cached_requests
+        if token_ids is None or max_requests == 0:
+            return
+        if not 0 < len(token_ids) <= self._max_cached_tokens:
+            return
+        while len(self._finished) >= max_requests or (
+            self._finished.num_tokens + len(token_ids) > self._max_cached_tokens
+        ):
+            self._finished.remove_oldest()
+        self._finished.add(token_ids)
+
+    def _from_own_text(self, ask: DraftAsk) -> Draft:
+        text = self._texts.get(ask.request_id)
+        if text is None or not text.is_continued_by(ask.token_ids):
+            text = _LiveText(self._config.suffix_decoding_max_tree_depth)
+            self._texts[ask.request_id] = text
+        text.read(ask.token_ids)
+        token_ids, score = text.automaton.draft(
+            ask.max_tokens,
+            self._config.suffix_decoding_max_spec_factor,
+            self._config.suffix_decoding_min_token_prob,
+        )
+        return Draft.chain(token_ids, score) if token_ids else Draft()
+
+    def _from_finished(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        depth = self._config.suffix_decoding_max_tree_depth
+        contexts_BD = np.zeros((len(asks), depth - 1), np.int32)
+        context_lens_B = np.zeros(len(asks), np.int64)
+        max_tokens_B = np.zeros(len(asks), np.int64)
+        for row, ask in enumerate(asks):
+            context = ask.token_ids[-(depth - 1) :]
+            contexts_BD[row, : len(context)] = context
+            context_lens_B[row] = len(context)
+            max_tokens_B[row] = min(ask.max_tokens, MAX_DRAFTS)
+        drafts_BK, lengths_B, scores_B = self._finished.drafts(
+            contexts_BD,
+            context_lens_B,
+            max_tokens_B,
+            self._config.suffix_decoding_max_spec_factor,
+            self._config.suffix_decoding_min_token_prob,
+        )
+        return [
+            Draft.chain(drafts_BK[row, :length].tolist(), score) if length else Draft()
+            for row, (length, score) in enumerate(
+                zip(lengths_B.tolist(), scores_B.tolist(), strict=True)
+            )
+        ]
+
+
+class _LiveText:
+    """One request's automaton."""
+
+    def __init__(self, max_depth: int) -> None:
+        self.automaton = SuffixAutomaton(max_depth)
+        self._newest_token = -1
+
+    def is_continued_by(self, token_ids_T: np.ndarray) -> bool:
+        """Whether this text can be the one that was read, grown (judged by one token)."""
+        read = len(self.automaton)
+        if read == 0:
+            return True
+        return read <= len(token_ids_T) and token_ids_T[read - 1] == self._newest_token
+
+    def read(self, token_ids_T: np.ndarray) -> None:
+        """Continue with the tokens that are new."""
+        if len(token_ids_T) > len(self.automaton):
+            self.automaton.append(token_ids_T[len(self.automaton) :])
+            self._newest_token = int(token_ids_T[-1])

@@ -1,0 +1,130 @@
+"""Ragged batches of tree requests, as hypothesis draws them and as tensors."""
+
+from dataclasses import dataclass
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import MAX_DRAFTS, ancestor_masks, tree_depths
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one request brings to the step."""
+
+    context_len: int
+    num_causal: int
+    parents: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_causal + len(self.parents)
+
+    @property
+    def seq_len(self) -> int:
+        return self.context_len + self.num_rows
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes of one attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+
+
+def trees(max_drafts: int = MAX_DRAFTS) -> st.SearchStrategy[tuple[int, ...]]:
+    """Parents of random trees, chains and empty drafts among them."""
+    sizes = st.integers(0, max_drafts)
+    chains = sizes.map(lambda size: tuple(range(size)))
+    bushes = sizes.flatmap(lambda size: st.tuples(*[st.integers(0, row) for row in range(size)]))
+    return st.one_of(chains, bushes)
+
+
+def shapes(max_drafts: int = MAX_DRAFTS) -> st.SearchStrategy[Shape]:
+    return st.builds(Shape, st.integers(0, 150), st.integers(1, 40), trees(max_drafts))
+
+
+def models() -> st.SearchStrategy[Model]:
+    heads = st.sampled_from([(1, 1), (4, 1), (6, 2), (8, 4), (3, 3)])
+    return st.builds(
+        lambda heads, size, block: Model(*heads, size, block),
+        heads,
+        st.sampled_from([4, 8, 20, 64]),
+        st.sampled_from([1, 4, 16]),
+    )
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A step: the queries, keys and values of all tokens, and where they stand."""
+
+    q_THC: Tensor
+    cache: LayerCache
+    metadata: AttentionMetadata
+    k_by_request: list[Tensor]  # [seq_len, G, C] each, in cache order
+    v_by_request: list[Tensor]
+
+
+def build_metadata(requests: list[Shape], block_size: int, seed: int) -> AttentionMetadata:
+    """Blocks are dealt out in random order, block 0 among them; the table is wider than needed."""
+    rng = torch.Generator().manual_seed(seed)
+    needed = [-(-shape.seq_len // block_size) for shape in requests]
+    blocks = torch.randperm(sum(needed) + 2, generator=rng).int()
+    table_BP = torch.zeros(len(requests), max(needed) + 1, dtype=torch.int32)
+    starts, slots, ancestors, positions = [0], [], [], []
+    for b, shape in enumerate(requests):
+        table_BP[b, : needed[b]] = blocks[sum(needed[:b]) : sum(needed[: b + 1])]
+        keys = torch.arange(shape.context_len, shape.seq_len)
+        slots.append(table_BP[b, keys // block_size] * block_size + keys % block_size)
+        ancestors += [0] * shape.num_causal + ancestor_masks(shape.parents)
+        root = shape.context_len + shape.num_causal - 1
+        positions += range(shape.context_len, root + 1)
+        positions += [root + depth for depth in tree_depths(shape.parents)]
+        starts.append(starts[-1] + shape.num_rows)
+    return AttentionMetadata(
+        query_start_B1=torch.tensor(starts, dtype=torch.int32),
+        context_lens_B=torch.tensor([s.context_len for s in requests], dtype=torch.int32),
+        num_causal_B=torch.tensor([s.num_causal for s in requests], dtype=torch.int32),
+        ancestors_T=torch.tensor(ancestors, dtype=torch.int64),
+        positions_T=torch.tensor(positions, dtype=torch.int64),
+        slots_T=torch.cat(slots).long(),
+        block_table_BP=table_BP,
+        max_rows=max(s.num_rows for s in requests),
+        max_seq_len=max(s.seq_len for s in requests),
+    )
+
+
+def build_batch(
+    requests: list[Shape], model: Model, dtype: torch.dtype, seed: int, unused: float = torch.nan
+) -> Batch:
+    """Random values; what no request owns in the cache is `unused`, so reading it shows."""
+    metadata = build_metadata(requests, model.block_size, seed)
+    rng = torch.Generator().manual_seed(seed)
+    num_blocks = sum(-(-s.seq_len // model.block_size) for s in requests) + 2
+    shape = (num_blocks, model.block_size, model.num_kv_heads, model.head_size)
+    cache = LayerCache(
+        torch.full(shape, unused, dtype=dtype), torch.full(shape, unused, dtype=dtype)
+    )
+    keys, values = [], []
+    for b, request in enumerate(requests):
+        size = (request.seq_len, model.num_kv_heads, model.head_size)
+        keys.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
+        values.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
+        for i in range(request.seq_len):
+            block = metadata.block_table_BP[b, i // model.block_size]
+            cache.k_PSGC[block, i % model.block_size] = keys[b][i]
+            cache.v_PSGC[block, i % model.block_size] = values[b][i]
+    num_rows = sum(request.num_rows for request in requests)
+    size = (num_rows, model.num_heads, model.head_size)
+    q_THC = torch.randn(size, generator=rng, dtype=torch.float64).to(dtype)
+    return Batch(q_THC, cache, metadata, keys, values)
+
+
+def converted(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
+    """The same numbers in another dtype."""
+    return LayerCache(cache.k_PSGC.to(dtype), cache.v_PSGC.to(dtype))

@@ -1,0 +1,101 @@
+"""The reference attention against rows computed one by one in plain Python."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.attention.base import LayerCache, causal_metadata
+from outdraft.attention.reference import ReferenceAttention
+from tests.attention.ragged import Batch, Model, Shape, build_batch, trees
+from tests.reference.dense_attention import DenseRequest, attend_row
+
+SMALL = st.builds(Shape, st.integers(0, 9), st.integers(1, 5), trees(max_drafts=7))
+WINDOWS = st.one_of(st.none(), st.integers(1, 12))
+
+
+def dense_rows(
+    batch: Batch, requests: list[Shape], scale: float, window: int | None
+) -> torch.Tensor:
+    rows = []
+    for b, shape in enumerate(requests):
+        start = int(batch.metadata.query_start_B1[b])
+        dense = DenseRequest(
+            context_len=shape.context_len,
+            num_causal=shape.num_causal,
+            parents=list(shape.parents),
+            keys=batch.k_by_request[b].tolist(),
+            values=batch.v_by_request[b].tolist(),
+            queries=batch.q_THC[start : start + shape.num_rows].tolist(),
+        )
+        rows += [attend_row(dense, row, scale, window) for row in range(shape.num_rows)]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=st.lists(SMALL, min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+    block_size=st.sampled_from([1, 4, 16]),
+    window=WINDOWS,
+    seed=st.integers(0, 999),
+)
+def test_reference_equals_rows_computed_one_by_one(requests, heads, block_size, window, seed):
+    batch = build_batch(requests, Model(*heads, 3, block_size), torch.float64, seed)
+    got = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, 0.7, window)
+    want = dense_rows(batch, requests, 0.7, window)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(context_len=st.integers(0, 30), size=st.integers(0, 63), window=WINDOWS)
+def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_len, size, window):
+    chain = Shape(context_len, 1, tuple(range(size)))
+    causal = Shape(context_len, 1 + size, ())
+    model, attention = Model(4, 2, 8, 4), ReferenceAttention()
+    drafted, plain = (build_batch([s], model, torch.float64, seed=5) for s in (chain, causal))
+    got = attention.attend(drafted.q_THC, drafted.cache, drafted.metadata, 0.5, window)
+    want = attention.attend(plain.q_THC, plain.cache, plain.metadata, 0.5, window)
+    assert torch.equal(got, want)
+
+
+def test_rows_behind_the_last_request_are_zero():
+    batch = build_batch([Shape(3, 2, (0, 0))], Model(2, 1, 4, 4), torch.float64, seed=1)
+    padding = torch.ones(2, 2, 4, dtype=torch.float64)
+    q_THC = torch.cat([batch.q_THC, padding])
+    got = ReferenceAttention().attend(q_THC, batch.cache, batch.metadata, 1.0, None)
+    want = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+    assert torch.equal(got, torch.cat([want, torch.zeros_like(padding)]))
+
+
+def test_write_stores_at_slots_and_drops_rows_without_one():
+    shape = (3, 2, 1, 4)
+    cache = LayerCache(torch.zeros(shape), torch.zeros(shape))
+    k_TGC, v_TGC = torch.randn(4, 1, 4), torch.randn(4, 1, 4)
+    ReferenceAttention().write(k_TGC, v_TGC, cache, torch.tensor([-1, 5, 0, -1]))
+    for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+        want = torch.zeros(6, 1, 4)
+        want[5], want[0] = new_TGC[1], new_TGC[2]
+        assert torch.equal(cached_PSGC.flatten(0, 1), want)
+
+
+def test_writing_only_rows_without_a_slot_leaves_the_cache_untouched():
+    k_PSGC, v_PSGC = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4)
+    cache = LayerCache(k_PSGC.clone(), v_PSGC.clone())
+    new_TGC = torch.randn(2, 1, 4)
+    ReferenceAttention().write(new_TGC, new_TGC, cache, torch.tensor([-1, -1]))
+    assert torch.equal(cache.k_PSGC, k_PSGC)
+    assert torch.equal(cache.v_PSGC, v_PSGC)
+
+
+def test_causal_metadata_is_ordinary_causal_attention():
+    k_TGC, q_TGC = torch.randn(10, 2, 4).double(), torch.randn(10, 2, 4).double()
+    blocks_P = torch.tensor([2, 0, 1], dtype=torch.int32)
+    cache = LayerCache(*(torch.zeros(3, 4, 2, 4, dtype=torch.float64) for _ in range(2)))
+    slots_T = blocks_P.long()[torch.arange(10) // 4] * 4 + torch.arange(10) % 4
+    attention = ReferenceAttention()
+    attention.write(k_TGC, -k_TGC, cache, slots_T)
+    metadata = causal_metadata(4, 6, slots_T[4:], blocks_P)
+    got = attention.attend(q_TGC[4:], cache, metadata, 0.5, None)
+    q, k = q_TGC.transpose(0, 1), k_TGC.transpose(0, 1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, -k, is_causal=True, scale=0.5)
+    torch.testing.assert_close(got, want.transpose(0, 1)[4:], rtol=1e-12, atol=1e-12)

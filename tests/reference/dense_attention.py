@@ -1,0 +1,84 @@
+"""Attention of one row after another in plain Python: the slow twin of attention/reference.py.
+
+It knows no blocks and no masks: a request is its keys and values in cache order, and every row
+lists the keys that it sees by reading the contract of attention/base.py aloud.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass
+class DenseRequest:
+    """One request: cache [key][kv head][c], then rows; parents of drafts as in core/draft.py."""
+
+    context_len: int
+    num_causal: int
+    parents: list[int]
+    keys: list[list[list[float]]]
+    values: list[list[list[float]]]
+    queries: list[list[list[float]]] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_causal + len(self.parents)
+
+
+def depth(request: DenseRequest, draft: int) -> int:
+    """How far drafted row `draft` (from 0) is below the root."""
+    parent = request.parents[draft]
+    return 1 if parent == 0 else 1 + depth(request, parent - 1)
+
+
+def text_position(request: DenseRequest, key: int) -> int:
+    """Position in the text of the token at cache index `key`."""
+    first_draft = request.context_len + request.num_causal
+    if key < first_draft:
+        return key
+    return first_draft - 1 + depth(request, key - first_draft)
+
+
+def seen_keys(request: DenseRequest, row: int, window: int | None) -> list[int]:
+    """Cache indices that the row sees."""
+    if row < request.num_causal:
+        keys = list(range(request.context_len + row + 1))
+    else:
+        keys = list(range(request.context_len + request.num_causal))
+        draft = row - request.num_causal
+        while draft >= 0:
+            keys.append(request.context_len + request.num_causal + draft)
+            draft = request.parents[draft] - 1
+    if window is None:
+        return keys
+    position = text_position(request, request.context_len + row)
+    return [key for key in keys if text_position(request, key) > position - window]
+
+
+def _dot(a: list[float], b: list[float]) -> float:
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
+
+
+def attend_row(
+    request: DenseRequest, row: int, scale: float, window: int | None
+) -> list[list[float]]:
+    """[head][c]: what one row reads."""
+    keys = seen_keys(request, row, window)
+    num_heads, num_kv_heads = len(request.queries[row]), len(request.keys[0])
+    heads = []
+    for head, query in enumerate(request.queries[row]):
+        kv_head = head // (num_heads // num_kv_heads)
+        scores = [scale * _dot(query, request.keys[key][kv_head]) for key in keys]
+        top = max(scores)
+        weights = [math.exp(score - top) for score in scores]
+        total = math.fsum(weights)
+        heads.append(
+            [
+                math.fsum(
+                    weight * request.values[key][kv_head][c]
+                    for weight, key in zip(weights, keys, strict=True)
+                )
+                / total
+                for c in range(len(query))
+            ]
+        )
+    return heads

@@ -1,0 +1,254 @@
+"""Suffix decoding against counting by scans."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.config.speculation import SuffixConfig
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
+from outdraft.spec.proposer import HostProposer
+from outdraft.spec.suffix import SuffixProposer
+from outdraft.spec.suffix_automaton import SuffixAutomaton
+from outdraft.spec.suffix_tree import (
+    BEST_CHILD,
+    COUNT,
+    FIRST_CHILD,
+    LENGTH,
+    NEXT,
+    NONE,
+    ROOT,
+    STALE,
+    SuffixTree,
+)
+from tests.reference.brute_suffix import speculate
+
+
+def proposer(
+    depth: int = 24, factor: float = 1.0, min_prob: float = 0.1, requests: int = 3
+) -> SuffixProposer:
+    return SuffixProposer(
+        SuffixConfig(
+            suffix_decoding_max_tree_depth=depth,
+            suffix_decoding_max_cached_requests=requests,
+            suffix_decoding_max_spec_factor=factor,
+            suffix_decoding_min_token_prob=min_prob,
+        )
+    )
+
+
+def ask(tokens: list[int], max_tokens: int = 8, request_id: str = "r") -> DraftAsk:
+    return DraftAsk(request_id, np.array(tokens, np.int32), max_tokens)
+
+
+def array(tokens: list[int]) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def texts(max_token: int, min_size: int = 0, max_size: int = 40):
+    return st.lists(st.integers(0, max_token), min_size=min_size, max_size=max_size)
+
+
+rules = st.tuples(
+    st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0, 1.7, 4.0]), st.sampled_from([0, 0.1, 0.4, 1])
+)
+
+
+@settings(deadline=None, max_examples=150)  # the first call compiles
+@given(texts(2), st.lists(st.integers(1, 9), max_size=8), rules, st.integers(1, 6))
+def test_every_step_of_a_growing_text_drafts_like_counting(
+    text: list[int], steps: list[int], rule: tuple[int, float, float], max_tokens: int
+) -> None:
+    ours = proposer(*rule)
+    length = 0
+    for step in [*steps, *[1] * 10]:
+        length += step
+        context = text[:length]
+        [draft] = ours.propose([ask(context, max_tokens)])
+        tokens, score = speculate(context, [context], max_tokens, *rule)
+        assert (list(draft.token_ids), draft.score) == (tokens, score)
+        assert draft.is_chain
+
+
+@settings(deadline=None, max_examples=150)  # the first call compiles
+@given(st.lists(texts(2, 1, 15), min_size=1, max_size=7), texts(2), rules, st.integers(1, 6))
+def test_finished_texts_draft_like_counting_in_those_that_are_kept(
+    finished: list[list[int]], context: list[int], rule: tuple[int, float, float], max_tokens: int
+) -> None:
+    tree = SuffixTree(rule[0])
+    kept: list[list[int]] = []
+    for text in finished:
+        if len(kept) == 3:
+            tree.remove_oldest()
+            kept.pop(0)
+        tree.add(array(text))
+        kept.append(text)
+        tail = context[-(rule[0] - 1) :]
+        drafts, lengths, scores = tree.drafts(
+            array(tail)[None], np.array([len(tail)]), np.array([max_tokens]), *rule[1:]
+        )
+        tokens, score = speculate(list(context), kept, max_tokens, *rule)
+        assert (drafts[0, : lengths[0]].tolist(), scores[0]) == (tokens, score)
+
+
+def shape(tree: SuffixTree) -> dict[tuple[int, ...], tuple[int, int]]:
+    """Every node's string -> (count, first token of the best child, -1 without children)."""
+    found: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def label(node: int) -> tuple[int, ...]:
+        start = tree._label_starts[node]
+        places = np.arange(start, start + tree._nodes[node, LENGTH]) & (len(tree._ring_C) - 1)
+        return tuple(tree._ring_C[places].tolist())
+
+    def walk(node: int, string: tuple[int, ...]) -> None:
+        children = []
+        child = tree._nodes[node, FIRST_CHILD]
+        while child != NONE:
+            children.append(child)
+            walk(child, string + label(child))
+            child = tree._nodes[child, NEXT]
+        best = tree._nodes[node, BEST_CHILD]
+        if best == STALE and children:
+            best = max(children, key=lambda c: (tree._nodes[c, COUNT], tree._label_starts[c]))
+        best_token = label(best)[0] if children else -1
+        found[string] = (int(tree._nodes[node, COUNT]), best_token)
+
+    walk(ROOT, ())
+    return found
+
+
+@settings(deadline=None)
+@given(st.lists(texts(2, 1, 25), min_size=1, max_size=8), st.integers(1, 3), st.integers(2, 7))
+def test_removing_a_text_leaves_the_tree_that_the_others_alone_build(
+    added: list[list[int]], capacity: int, depth: int
+) -> None:
+    tree = SuffixTree(depth)
+    for i, text in enumerate(added):
+        if len(tree) == capacity:
+            tree.remove_oldest()
+        tree.add(array(text))
+        fresh = SuffixTree(depth)
+        for other in added[max(0, i + 1 - capacity) : i + 1]:
+            fresh.add(array(other))
+        assert shape(tree) == shape(fresh)
+        assert tree.num_nodes == fresh.num_nodes == len(shape(tree))
+        assert tree.num_nodes <= 2 * tree.num_tokens + 1
+    while len(tree):
+        tree.remove_oldest()
+    assert tree.num_nodes == 1
+
+
+def test_memory_stays_bounded_while_texts_come_and_go() -> None:
+    rng = np.random.default_rng(0)
+    tree = SuffixTree(12)
+    for i in range(60):
+        if len(tree) == 4:
+            tree.remove_oldest()
+        tree.add(rng.integers(0, 1 + i % 7 * 30, 700).astype(np.int32))
+        if i == 30:
+            num_bytes = tree.num_bytes
+    assert tree.num_bytes <= num_bytes
+
+
+def test_an_automaton_takes_some_hundred_bytes_a_token() -> None:
+    automaton = SuffixAutomaton(24)
+    rng = np.random.default_rng(0)
+    automaton.append(rng.integers(0, 9, 20_000).astype(np.int32))
+    assert automaton.num_bytes < 200 * 20_000
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 2), texts(2, 0, 6), st.booleans()), max_size=25))
+def test_any_mixture_of_requests_drafts_the_better_of_own_and_finished_texts(
+    events: list[tuple[int, list[int], bool]],
+) -> None:
+    ours = proposer(depth=6, requests=2)
+    live: dict[str, list[int]] = {}
+    finished: list[list[int]] = []
+    for request, piece, ends in events:
+        name = str(request)
+        live[name] = live.get(name, []) + piece
+        drafts = ours.propose([ask(text, 5, other) for other, text in live.items()])
+        for draft, text in zip(drafts, live.values(), strict=True):
+            own = speculate(text, [text], 5, 6, 1.0, 0.1)
+            other = speculate(list(text), finished, 5, 6, 1.0, 0.1)
+            tokens, score = other if other[1] > own[1] else own
+            assert (list(draft.token_ids), draft.score) == (tokens, score)
+        if ends:
+            text = live.pop(name)
+            ours.finish(name, array(text))
+            finished = ([*finished, text] if text else finished)[-2:]
+
+
+@settings(deadline=None)
+@given(texts(2, 1), texts(2))
+def test_a_text_that_is_no_continuation_is_read_from_its_start(
+    old: list[int], other: list[int]
+) -> None:
+    ours = proposer()
+    ours.propose([ask(old)])
+    [draft] = ours.propose([ask(other)])
+    if len(other) < len(old) or other[len(old) - 1] != old[-1]:
+        assert list(draft.token_ids) == speculate(other, [other], 8, 24, 1.0, 0.1)[0]
+
+
+def test_a_long_text_of_many_tokens_drafts_like_counting() -> None:
+    rng = np.random.default_rng(0)
+    phrases = [rng.integers(0, 50_000, 30).tolist() for _ in range(10)]
+    text = [token for i in rng.integers(0, 10, 60) for token in phrases[i][: rng.integers(3, 30)]]
+    ours, other = proposer(), proposer()
+    other.finish("a", array(text[:500]))
+    for length in range(3, len(text), 23):
+        context = text[:length]
+        want = speculate(context, [context], 12, 24, 1.0, 0.1)
+        [draft] = ours.propose([ask(context, 12)])
+        assert (list(draft.token_ids), draft.score) == want
+        [draft] = other.propose([ask(context, 12)])
+        want = max(want, speculate(context, [text[:500]], 12, 24, 1.0, 0.1), key=lambda d: d[1])
+        assert (list(draft.token_ids), draft.score) == want
+
+
+def test_a_request_drafts_what_a_finished_one_said() -> None:
+    ours = proposer()
+    ours.finish("a", array([1, 2, 3, 4, 5, 6, 7, 8]))
+    [draft] = ours.propose([ask([9, 2, 3, 4], request_id="b")])
+    assert draft.token_ids == (5, 6, 7)
+    assert draft.score == pytest.approx(1.5)  # seen once before: believed half
+
+
+@pytest.mark.parametrize("token_ids", [None, array([])])
+def test_a_request_that_is_not_to_be_shared_teaches_nothing(token_ids: np.ndarray | None) -> None:
+    ours = proposer()
+    ours.propose([ask([1, 2, 3, 4])])
+    ours.finish("r", token_ids)
+    assert ours.propose([ask([2, 3], request_id="b")]) == [Draft()]
+
+
+def test_no_cached_requests_means_that_nothing_is_learned() -> None:
+    ours = proposer(requests=0)
+    ours.finish("a", array([1, 2, 3, 4]))
+    assert ours.propose([ask([2, 3])]) == [Draft()]
+
+
+def test_cached_tokens_are_bounded_whatever_the_number_of_requests() -> None:
+    ours = SuffixProposer(SuffixConfig(), max_cached_tokens=10)
+    ours.finish("a", array([1, 2, 3, 4, 5, 6]))
+    ours.finish("b", array([11, 12, 13, 14, 15]))
+    ours.finish("c", array(list(range(20, 31))))
+    drafts = ours.propose([ask([t], request_id=str(t)) for t in (2, 12, 22)])
+    assert [draft.token_ids for draft in drafts] == [(), (13,), ()]
+
+
+def test_a_draft_never_exceeds_the_rows_of_a_mask() -> None:
+    text = list(range(200)) * 2
+    ours = proposer(depth=300)
+    [draft] = ours.propose([ask(text, 1000)])
+    assert len(draft) == MAX_DRAFTS
+    ours.finish("r", array(text))
+    [draft] = ours.propose([ask(text[:150], 1000)])
+    assert len(draft) == MAX_DRAFTS
+
+
+def test_it_is_a_host_proposer() -> None:
+    ours: HostProposer = proposer()
+    assert ours.source is DraftSource.SUFFIX
