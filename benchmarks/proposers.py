@@ -2,7 +2,7 @@
 
     python benchmarks/proposers.py [--json out.json]
 
-The text is made of phrases that come again, as edits and agents do, so that most steps find a match.
+The text is made of phrases that come again, as with edits and agents: most steps find a match.
 Each step gives every request one to five new tokens and asks for a draft; the first read of the
 prompt is timed apart. `scan` is prompt lookup over a Python list, as engines did it first.
 """
@@ -119,13 +119,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
     rows = run(args.steps)
-    print(
-        f"{'proposer':24} {'context':>8} {'us/step':>9} {'p90':>9} {'us/prompt token':>16} drafted"
-    )
+    print(f"{'proposer':24} context  us/step   p90 us  us/prompt token  drafted")
     for row in rows:
         print(
-            f"{row['proposer']:24} {row['context_len']:8} {row['step_us']:9.1f} "
-            f"{row['p90_us']:9.1f} {row['prompt_us_per_token']:16.2f} {row['drafted_per_step']:7.1f}"
+            f"{row['proposer']:24} {row['context_len']:7} {row['step_us']:8.1f} "
+            f"{row['p90_us']:8.1f} {row['prompt_us_per_token']:16.2f} "
+            f"{row['drafted_per_step']:8.1f}"
         )
     if args.json:
         config = {"requests": NUM_REQUESTS, "max_tokens": MAX_TOKENS, "steps": args.steps}

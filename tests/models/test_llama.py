@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from outdraft.attention.reference import ReferenceAttention
-from outdraft.models.layers.linear import Packing
+from outdraft.models.layers.linear import Packing, best_packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
@@ -108,13 +108,40 @@ def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     load_weights(plain, weight_files(path))
     token_ids_T = random_tokens(NUM_TOKENS)
 
-    assert all(module.packing is Packing.PLAIN for module in [plain.lm_head])
+    assert packed.lm_head.packing is best_packing(torch.float32, packed.device)
+    assert plain.lm_head.packing is Packing.PLAIN
     torch.testing.assert_close(
         chunked_logits(packed, token_ids_T, CHUNKS),
         chunked_logits(plain, token_ids_T, CHUNKS),
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+@pytest.mark.parametrize(("name", "num_copies"), [("llama", 0), ("llama-tied", 1)])
+def test_packed_weights_are_counted_and_a_tied_head_twice(
+    name: str, num_copies: int, tmp_path: Path
+):
+    path = save(randomised(VARIANTS[name]()), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+
+    packed = load_model(path, torch.float32, "cpu", ReferenceAttention())
+
+    copy_bytes = num_copies * tensors["model.embed_tokens.weight"].nbytes
+    assert packed.lm_head.packing is not Packing.PLAIN
+    assert packed.memory_bytes == sum(t.nbytes for t in tensors.values()) + copy_bytes
+
+
+def test_inference_mode_changes_nothing(tmp_path: Path):
+    path = save(randomised(VARIANTS["qwen3"]()), tmp_path)
+    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    token_ids_T = random_tokens(NUM_TOKENS)
+    want_TV = chunked_logits(model, token_ids_T, CHUNKS)
+
+    with torch.inference_mode():
+        got_TV = chunked_logits(model, token_ids_T, CHUNKS)
+
+    assert torch.equal(got_TV, want_TV)
 
 
 def test_bfloat16_logits_are_close_to_float32_ones(tmp_path: Path):

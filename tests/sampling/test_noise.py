@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outdraft.core.sampling import MAX_SEED
-from outdraft.sampling import noise
+from outdraft.sampling import noise, noise_cpu
 from outdraft.sampling.noise import Purpose, philox4x32
 
 ONES = 0xFFFFFFFF
@@ -124,3 +124,25 @@ def test_purposes_and_anchors_are_independent_streams():
         for other in cells[:at]:
             table = np.bincount(one * 8 + other, minlength=64)
             assert stats.chisquare(table).pvalue > 1e-6
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 30), st.booleans())
+def test_the_fused_sample_is_the_argmax_of_logits_and_noise(seed, vocab_size, scale, is_cut):
+    generator = torch.Generator().manual_seed(seed)
+    logits_RV = scale * torch.randn(3, vocab_size, generator=generator)
+    if is_cut:
+        logits_RV[:, vocab_size // 3 + 1 :] = -torch.inf
+    key = (torch.arange(3) + seed, torch.arange(3))
+    noise_RV = noise.gumbel_reference(*key, Purpose.SAMPLE, vocab_size)
+    got_R = noise.sample_gumbel(logits_RV, *key, Purpose.SAMPLE)
+    assert torch.equal(got_R, (logits_RV + noise_RV).argmax(1))
+    generic_R = noise.sample_gumbel(logits_RV.double(), *key, Purpose.SAMPLE)
+    assert torch.equal(generic_R, (logits_RV.double() + noise_RV).argmax(1))
+
+
+def test_no_noise_exceeds_the_ceiling_of_its_leading_bits():
+    cells = torch.arange(4096)
+    largest = ((cells << 20) + 0xFFFFF).double()
+    gumbel = -noise._log(-noise._log((largest + 0.5) * 2.0**-32)).float()
+    assert (gumbel <= torch.from_numpy(noise_cpu._CEILINGS)).all()

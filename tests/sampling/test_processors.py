@@ -242,6 +242,6 @@ def test_penalties_off_by_one_along_the_path_would_be_seen():
 def test_flags_of_a_plain_greedy_batch_switch_everything_off():
     sampling = batch([SamplingParams(temperature=0.0, top_k=20, top_p=0.8, min_p=0.1)] * 2)
     assert sampling.is_plain_greedy
-    assert not (sampling.needs_top_p or sampling.needs_min_p or sampling.max_top_k)
+    assert (sampling.needs_top_p, sampling.needs_min_p, sampling.max_top_k) == (False, False, 0)
     assert not batch([SamplingParams(temperature=0.0, presence_penalty=1.0)]).is_plain_greedy
     assert not batch([SamplingParams(temperature=0.0), SamplingParams()]).is_plain_greedy

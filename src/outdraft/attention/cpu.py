@@ -47,9 +47,9 @@ class CpuAttention:
                 new_TGC.data_ptr(),
                 new_TGC.stride(0),
                 _is_bf16(new_TGC),
-                cached_PSGC.data_ptr(),
+                _address(cached_PSGC, cached_PSGC.dtype),
                 _is_bf16(cached_PSGC),
-                slots_T.data_ptr(),
+                _address(slots_T, torch.int64),
                 new_TGC.shape[0],
                 new_TGC.shape[1] * new_TGC.shape[2],
             )
@@ -71,17 +71,18 @@ class CpuAttention:
         num_rows, num_heads, head_size = q_THC.shape
         out_THC = torch.zeros((num_rows, num_heads, head_size), dtype=q_THC.dtype)
         _, block_size, num_kv_heads, _ = cache.k_PSGC.shape
+        table_BP = metadata.block_table_BP.contiguous()  # the runner's may be a slice
         batch = Batch(
             q=q_THC.data_ptr(),
             out=out_THC.data_ptr(),
-            k=cache.k_PSGC.data_ptr(),
-            v=cache.v_PSGC.data_ptr(),
-            query_start=metadata.query_start_B1.data_ptr(),
-            context_lens=metadata.context_lens_B.data_ptr(),
-            num_causal=metadata.num_causal_B.data_ptr(),
-            ancestors=metadata.ancestors_T.data_ptr(),
-            positions=metadata.positions_T.data_ptr(),
-            block_table=metadata.block_table_BP.data_ptr(),
+            k=_address(cache.k_PSGC, cache.k_PSGC.dtype),
+            v=_address(cache.v_PSGC, cache.k_PSGC.dtype),
+            query_start=_address(metadata.query_start_B1, torch.int32),
+            context_lens=_address(metadata.context_lens_B, torch.int32),
+            num_causal=_address(metadata.num_causal_B, torch.int32),
+            ancestors=_address(metadata.ancestors_T, torch.int64),
+            positions=_address(metadata.positions_T, torch.int64),
+            block_table=_address(table_BP, torch.int32),
             num_requests=metadata.context_lens_B.shape[0],
             num_rows=num_rows,
             num_heads=num_heads,
@@ -89,7 +90,7 @@ class CpuAttention:
             head_size=head_size,
             block_size=block_size,
             q_stride=q_THC.stride(0),
-            table_stride=metadata.block_table_BP.stride(0),
+            table_stride=table_BP.shape[1],
             window=_NO_WINDOW if window is None else window,
             scale=scale,
             is_bf16_query=_is_bf16(q_THC),
@@ -111,6 +112,14 @@ def _with_dense_rows(rows_THC: Tensor) -> Tensor:
     if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
         return rows_THC
     return rows_THC.contiguous()
+
+
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where the numbers are, for code that can no longer see what they are."""
+    assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
+    assert tensor.is_cpu
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
 
 
 def _is_bf16(tensor: Tensor) -> bool:

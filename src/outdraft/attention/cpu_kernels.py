@@ -94,32 +94,32 @@ class _Scratch(NamedTuple):
     shrink_L: np.ndarray  # what a rising top does to all that was summed before
 
 
-@njit(inline="always")
+@njit
 def _floats(address, offset, size):
     return carray(pointer(address + 4 * offset), (size,), np.float32)
 
 
-@njit(inline="always")
+@njit
 def _halves(address, offset, size):
     return carray(pointer(address + 2 * offset), (size,), np.int16)
 
 
-@njit(inline="always")
+@njit
 def _ints(address, offset, size):
     return carray(pointer(address + 4 * offset), (size,), np.int32)
 
 
-@njit(inline="always")
+@njit
 def _longs(address, offset, size):
     return carray(pointer(address + 8 * offset), (size,), np.int64)
 
 
-@njit(inline="always")
+@njit
 def _from_bf16(bits):
     return np.int32(np.int32(bits) << 16).view(np.float32)
 
 
-@njit(inline="always")
+@njit
 def _to_bf16(value):
     """Round to nearest, ties to even, as PyTorch does."""
     bits = np.int64(np.float32(value).view(np.int32))
@@ -127,7 +127,7 @@ def _to_bf16(value):
     return rounded if value == value else np.int16(0x7FC0)
 
 
-@njit(inline="always")
+@njit
 def _copy_row(target, source, offset, size, is_bf16):
     """target[:size] = source[offset : offset + size] as float32; both are addresses."""
     whole = size // COPY_WIDTH
@@ -143,7 +143,7 @@ def _copy_row(target, source, offset, size, is_bf16):
             floats[c] = rest[c]
 
 
-@njit(inline="always")
+@njit
 def _round_up(count, multiple):
     return (count + multiple - 1) // multiple * multiple
 

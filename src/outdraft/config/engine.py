@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from outdraft.config.checks import check_choice, check_number, check_whole
 from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
 
@@ -22,16 +23,13 @@ class CacheConfig:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        if self.block_size < 1:
-            raise ConfigError(f"block_size must be at least 1, got {self.block_size}")
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(
-                f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}"
-            )
+        check_whole("block_size", self.block_size, 1)
+        check_number("memory_fraction", self.memory_fraction, 0, 1)
+        if self.memory_fraction == 0:
+            raise ConfigError("memory_fraction must be above 0")
         for name in ("kv_cache_memory_bytes", "num_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}")
+            if getattr(self, name) is not None:
+                check_whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +43,13 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request needs one row a step"
             )
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {self.policy!r}")
+        check_choice("policy", self.policy, POLICIES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +77,9 @@ class EngineConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.max_model_len is not None and self.max_model_len < 2:
-            raise ConfigError(f"max_model_len must be at least 2, got {self.max_model_len}")
+        check_choice("dtype", self.dtype, DTYPES)
+        if self.max_model_len is not None:
+            check_whole("max_model_len", self.max_model_len, 2)
 
     @classmethod
     def from_options(

@@ -3,10 +3,12 @@
 The JSON form has vLLM's keys, so that a configuration can be carried over.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outdraft.config.checks import check_choice, check_number, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 
@@ -28,9 +30,11 @@ class NgramConfig:
     source: DraftSource = field(default=DraftSource.NGRAM, init=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+        for name in ("prompt_lookup_min", "prompt_lookup_max"):
+            check_whole(name, getattr(self, name), 1)
+        if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
-                "need 1 <= prompt_lookup_min <= prompt_lookup_max, got "
+                "prompt_lookup_min must not exceed prompt_lookup_max, got "
                 f"prompt_lookup_min={self.prompt_lookup_min}, "
                 f"prompt_lookup_max={self.prompt_lookup_max}"
             )
@@ -47,14 +51,12 @@ class SuffixConfig:
     source: DraftSource = field(default=DraftSource.SUFFIX, init=False)
 
     def __post_init__(self) -> None:
-        _at_least("suffix_decoding_max_tree_depth", self.suffix_decoding_max_tree_depth, 2)
-        _at_least("suffix_decoding_max_cached_requests", self.suffix_decoding_max_cached_requests, 0)
-        _at_least("suffix_decoding_max_spec_factor", self.suffix_decoding_max_spec_factor, 0)
-        if not 0 <= self.suffix_decoding_min_token_prob <= 1:
-            raise ConfigError(
-                "suffix_decoding_min_token_prob must be between 0 and 1, got "
-                f"{self.suffix_decoding_min_token_prob}"
-            )
+        for name, low in (("max_tree_depth", 2), ("max_cached_requests", 0)):
+            option = f"suffix_decoding_{name}"
+            check_whole(option, getattr(self, option), low)
+        for name, high in (("max_spec_factor", math.inf), ("min_token_prob", 1)):
+            option = f"suffix_decoding_{name}"
+            check_number(option, getattr(self, option), 0, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +70,8 @@ class DraftModelConfig:
 
     def __post_init__(self) -> None:
         if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 1)
-        _one_of("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
+            check_whole("max_model_len", self.max_model_len, 1)
+        check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
 
 
 SourceConfig = NgramConfig | SuffixConfig | DraftModelConfig
@@ -93,14 +95,10 @@ class SpeculationConfig:
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_speculative_tokens <= MAX_DRAFTS:
-            raise ConfigError(
-                f"num_speculative_tokens must be between 1 and {MAX_DRAFTS}, got "
-                f"{self.num_speculative_tokens}"
-            )
-        _one_of("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+        check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+        check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
         if self.disable_by_batch_size is not None:
-            _at_least("disable_by_batch_size", self.disable_by_batch_size, 1)
+            check_whole("disable_by_batch_size", self.disable_by_batch_size, 1)
 
     @property
     def draft_model(self) -> DraftModelConfig | None:
@@ -137,22 +135,29 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
     """
     if values is None:
         return SpeculationConfig()
-    given = {key.replace("-", "_"): value for key, value in values.items()}
     known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"]}
-    for key in given:
+    given: dict[str, Any] = {}
+    for written, value in values.items():
+        key = written.replace("-", "_")
         if key not in known:
             raise ConfigError(f"unknown speculative_config key {key!r}: {did_you_mean(key, known)}")
+        if value is not None:  # null stands for the default
+            given[key] = value
     method = given.pop("method", "draft_model" if "model" in given else None)
     if method is None:
         raise ConfigError(f"speculative_config needs a method, one of {', '.join(METHODS)}")
-    _one_of("method", method, METHODS)
+    check_choice("method", method, METHODS)
     for key in given:
         if key not in _COMMON_KEYS and key not in _KEYS_OF_METHOD[method]:
-            raise ConfigError(f"speculative_config key {key!r} has no meaning for method {method!r}")
-    common = {key: given[key] for key in _COMMON_KEYS if given.get(key) is not None}
-    if method == "suffix" and "num_speculative_tokens" not in common:
-        common["num_speculative_tokens"] = given.get("suffix_decoding_max_tree_depth", 24)
-    return SpeculationConfig(sources=_sources(method, given), **common)
+            raise ConfigError(
+                f"speculative_config key {key!r} has no meaning for method {method!r}"
+            )
+    sources = _sources(method, given)
+    common = _chosen(given, _COMMON_KEYS)
+    if isinstance(sources[0], SuffixConfig) and len(sources) == 1:
+        depth = sources[0].suffix_decoding_max_tree_depth
+        common.setdefault("num_speculative_tokens", min(depth, MAX_DRAFTS))
+    return SpeculationConfig(sources=sources, **common)
 
 
 def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
@@ -162,7 +167,8 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
     if method in ("ngram", "combined"):
         lookup = _chosen(given, _NGRAM_KEYS)
         if len(lookup) == 1:  # as in vLLM, one bound alone stands for both
-            lookup = dict.fromkeys(_NGRAM_KEYS, next(iter(lookup.values())))
+            [bound] = lookup.values()
+            lookup: dict[str, Any] = dict.fromkeys(_NGRAM_KEYS, bound)
         sources.append(NgramConfig(**lookup))
     if method == "draft_model" and "model" not in given:
         raise ConfigError("speculative_config of method 'draft_model' needs a model")
@@ -172,14 +178,4 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
 
 
 def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: given[key] for key in keys if given.get(key) is not None}
-
-
-def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
-        raise ConfigError(f"{name} must be at least {low}, got {value}")
-
-
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    return {key: given[key] for key in keys if key in given}

@@ -61,7 +61,8 @@ class Draft:
         """The first rows; a prefix of a topological order is a tree again."""
         if len(self) <= num_tokens:
             return self
-        return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens], self.score)
+        score = min(self.score, num_tokens)  # what is cut off cannot be accepted
+        return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens], score)
 
 
 @dataclass(frozen=True, slots=True)

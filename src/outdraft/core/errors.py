@@ -1,10 +1,10 @@
 """Everything outdraft raises on purpose.
 
-    OutdraftError
-      ConfigError(ValueError)     wrong or contradictory options: nothing was started
-      RequestError(ValueError)    this request can never run; `field` names what is wrong with it
-      CapacityError               the request could run later (a full waiting queue)
-      EngineDeadError             the step loop ended; `__cause__` says why
+OutdraftError
+  ConfigError(ValueError)     wrong or contradictory options: nothing was started
+  RequestError(ValueError)    this request can never run; `field` names what is wrong with it
+  CapacityError               the request could run later (a full waiting queue)
+  EngineDeadError             the step loop ended; `__cause__` says why
 """
 
 from collections.abc import Iterable

@@ -6,7 +6,6 @@ Dimension key: B requests of the step, N the most drafts of one of them, K logpr
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.request import Request
 
@@ -146,5 +145,3 @@ class StepStats:
     kv_usage: float
     times: PhaseTimes
     host_s: float
-
-

@@ -55,7 +55,7 @@ class Request:
         self.max_total = max_model_len
         if params.max_tokens is not None:
             self.max_total = min(max_model_len, self.num_prompt + params.max_tokens)
-        self._ids = np.zeros(self.max_total , dtype=np.int32)
+        self._ids = np.zeros(self.max_total, dtype=np.int32)
         self._ids[: self.num_prompt] = prompt_ids
         self._find_stop_string = find_stop_string
         self.num_tokens = self.num_prompt

@@ -25,10 +25,29 @@ class SpeculationParams:
 
     def __post_init__(self) -> None:
         number = self.num_speculative_tokens
-        if number is not None and number < 0:
+        if number is None:
+            return
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise RequestError(
-                f"num_speculative_tokens must be at least 0, got {number}", "speculation"
+                f"num_speculative_tokens must be a whole number of at least 0, got {number!r}",
+                "speculation",
             )
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "SpeculationParams":
+        """Parameters from JSON-like values.
+
+        Raises:
+            RequestError: an unknown name, or a value out of range.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise RequestError(
+                    f"unknown speculation parameter {name!r}: {did_you_mean(name, known)}",
+                    "speculation",
+                )
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +87,9 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if isinstance(self.speculation, Mapping):
-            object.__setattr__(self, "speculation", SpeculationParams(**self.speculation))
-        for name, low, high in _RANGES:
-            _check_range(name, getattr(self, name), low, high)
-        for name in ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed"):
-            _check_integer(name, getattr(self, name))
+            speculation = SpeculationParams.from_mapping(self.speculation)
+            object.__setattr__(self, "speculation", speculation)
+        self._check_types()
         if self.repetition_penalty <= 0:
             raise RequestError(
                 f"repetition_penalty must be above 0, got {self.repetition_penalty}",
@@ -91,12 +108,6 @@ class SamplingParams:
             raise RequestError("stop strings need detokenize=True", "stop")
         if self.allowed_token_ids is not None and len(self.allowed_token_ids) == 0:
             raise RequestError("allowed_token_ids must not be empty", "allowed_token_ids")
-        for token, bias in (self.logit_bias or {}).items():
-            if not -100 <= bias <= 100:
-                raise RequestError(
-                    f"logit_bias of token {token} must be between -100 and 100, got {bias}",
-                    "logit_bias",
-                )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
@@ -121,7 +132,9 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         if self.stop is None:
             return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop)
 
     @property
     def has_penalties(self) -> bool:
@@ -130,6 +143,26 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    def _check_types(self) -> None:
+        for name, low, high in _RANGES:
+            if getattr(self, name) is not None or name not in _OPTIONAL:
+                _check_range(name, getattr(self, name), low, high)
+        for name in _WHOLE:
+            _check_integer(name, getattr(self, name))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be true or false", name)
+        _check_list("stop", self.stop_strings, str)
+        for name, kind in _LISTS:
+            if getattr(self, name) is not None:
+                _check_list(name, getattr(self, name), kind)
+        if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
+            raise RequestError("logit_bias must map token ids to numbers", "logit_bias")
+        for bias in (self.logit_bias or {}).values():
+            _check_range("logit_bias", bias, -100, 100)
+        if not isinstance(self.speculation, SpeculationParams):
+            raise RequestError("speculation must be SpeculationParams or a mapping", "speculation")
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -149,9 +182,22 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
-def _check_range(name: str, value: float | None, low: float, high: float) -> None:
-    if value is None:
-        return
+_OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
+_WHOLE = ("n", "top_k", "min_tokens", *_OPTIONAL)
+_FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
+_LISTS = (("stop_token_ids", int), ("allowed_token_ids", int), ("bad_words", str))
+
+
+def _check_list(name: str, values: object, kind: type) -> None:
+    what = "texts" if kind is str else "whole numbers"
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise RequestError(f"{name} must be a list of {what}, got {values!r}", name)
+    for value in values:
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RequestError(f"{name} must hold {what} only, got {value!r}", name)
+
+
+def _check_range(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise RequestError(f"{name} must be a number, got {value!r}", name)
     if not low <= value <= high:  # also false for NaN

@@ -34,9 +34,9 @@ class ChatTemplate:
     def from_directory(cls, path: Path) -> "ChatTemplate | None":
         """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any."""
         file = path / "tokenizer_config.json"
-        config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+        config: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
         separate = path / "chat_template.jinja"
-        source = separate.read_text() if separate.exists() else config.get("chat_template")
+        source = separate.read_text("utf-8") if separate.exists() else config.get("chat_template")
         if isinstance(source, list):  # several named templates
             named: dict[str, str] = {entry["name"]: entry["template"] for entry in source}
             source = named.get("default")
@@ -58,21 +58,25 @@ class ChatTemplate:
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
         for message in messages:
-            if "role" not in message or "content" not in message:
+            if not isinstance(message, Mapping) or not message.keys() >= {"role", "content"}:
                 raise RequestError("every message needs a role and a content", "messages")
         try:
             return self._template.render(
                 messages=list(messages),
+                tools=None,  # templates tell "no tools" from a name they do not know
+                documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )
-        except TemplateError as error:
-            raise RequestError(f"the chat template refused the messages: {error}", "messages") from error
+        except (TemplateError, TypeError, ValueError) as error:  # content of an unexpected shape
+            raise RequestError(
+                f"the chat template refused the messages: {error}", "messages"
+            ) from error
 
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)

@@ -24,16 +24,19 @@ class Detokenizer:
         self._stop_strings = tuple(stop_strings)
         self._include_stop_string = include_stop_string
         self._ids: list[int] = []
-        self._is_cut = False
+        self._stop: tuple[int, str] | None = None  # found by the newest token, and where
 
     @property
     def settled_text(self) -> str:
         """The part that no later token can take back: no stop string may begin in it."""
+        if self._stop is not None:
+            return self.text[: self._stop[0]]
         kept = max((_overlap(self.text, stop) for stop in self._stop_strings), default=0)
         return self.text[: len(self.text) - kept]
 
     def push(self, token_id: int) -> str | None:
-        """Append a token; the stop string that it completes, at which the text is then cut."""
+        """Append a token; the stop string that it completes, the leftmost of several."""
+        self._stop = None
         self._ids.append(token_id)
         piece = self._stream.step(self._tokenizer, token_id)
         if not piece:
@@ -45,21 +48,23 @@ class Detokenizer:
             for stop in self._stop_strings
             if (at := self.text.find(stop, max(0, start - len(stop) + 1))) >= 0
         ]
-        if not found:
-            return None
-        at, stop = min(found)
-        self.text = self.text[: at + len(stop) if self._include_stop_string else at]
-        self._is_cut = True
-        return stop
+        self._stop = min(found, default=None)
+        return self._stop[1] if self._stop is not None else None
 
-    def finish(self) -> None:
-        """No token follows: incomplete bytes become replacement characters."""
-        if not self._is_cut:
-            whole = self._tokenizer.decode(
-                self._ids, skip_special_tokens=self._skip_special_tokens
-            )
-            if whole.startswith(self.text):
-                self.text = whole
+    def finish(self, *, at_stop_string: bool = False) -> None:
+        """No token follows: incomplete bytes become replacement characters.
+
+        `at_stop_string`: the stop string that `push` found last is why; the text is cut there.
+        (A stop string may also have been found too early to count: see min_tokens.)
+        """
+        if at_stop_string and self._stop is not None:
+            at, stop = self._stop
+            self.text = self.text[: at + len(stop) if self._include_stop_string else at]
+            return
+        self._stop = None
+        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
+        if whole.startswith(self.text):
+            self.text = whole
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -57,6 +57,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def check_request(self, prompt: str | Sequence[int], params: SamplingParams) -> None:
+        """Raise RequestError if such a request could never run; queues nothing."""
+        self._sequence_requests("", prompt, params, priority=0)
+
     def add_request(
         self,
         request_id: str,
@@ -72,19 +76,12 @@ class Engine:
         """
         if request_id in self._callers:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
-        prompt_ids = self.inputs.prompt_ids(prompt)
-        self.inputs.check_params(params)
         self.scheduler.check_room(params.n)
-        detokenizers = [self._detokenizer(params) for _ in range(params.n)]
-        requests = [
-            self._request(f"{request_id}/{index}", prompt_ids, params, priority, index, detokenizer)
-            for index, detokenizer in enumerate(detokenizers)
-        ]
-        self.drafting.check(requests[0])
+        requests, detokenizers = self._sequence_requests(request_id, prompt, params, priority)
         builder = OutputBuilder(
             request_id,
             prompt if isinstance(prompt, str) else None,
-            prompt_ids,
+            requests[0].token_ids.tolist(),
             self.inputs.tokenizer,
             detokenizers,
             self.drafting.num_drafts(requests[0]),
@@ -171,23 +168,29 @@ class Engine:
             include_stop_string=params.include_stop_str_in_output,
         )
 
-    def _request(
-        self,
-        sequence_id: str,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int,
-        index: int,
-        detokenizer: Detokenizer | None,
-    ) -> Request:
-        return Request(
-            sequence_id,
-            prompt_ids,
-            params,
-            seed=self.inputs.seed(params, self._num_added, index),
-            max_model_len=self.inputs.max_model_len,
-            stop_token_ids=self.inputs.stop_token_ids(params),
-            bad_words_ids=self.inputs.bad_words_ids(params),
-            find_stop_string=detokenizer.push if detokenizer is not None else None,
-            priority=priority,
-        )
+    def _sequence_requests(
+        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int
+    ) -> tuple[list[Request], list[Detokenizer | None]]:
+        """The n sequences of a request, checked, and what makes text of them."""
+        prompt_ids = self.inputs.prompt_ids(prompt)
+        self.inputs.check_params(params)
+        stop_token_ids = self.inputs.stop_token_ids(params)
+        bad_words_ids = self.inputs.bad_words_ids(params)
+        detokenizers = [self._detokenizer(params) for _ in range(params.n)]
+        requests = [
+            Request(
+                f"{request_id}/{index}",
+                prompt_ids,
+                params,
+                seed=self.inputs.seed(params, self._num_added, index),
+                max_model_len=self.inputs.max_model_len,
+                stop_token_ids=stop_token_ids,
+                bad_words_ids=bad_words_ids,
+                find_stop_string=detokenizer.push if detokenizer is not None else None,
+                priority=priority,
+            )
+            for index, detokenizer in enumerate(detokenizers)
+        ]
+        self.drafting.check(requests[0])
+        self.scheduler.check_fits(requests[0])
+        return requests, detokenizers

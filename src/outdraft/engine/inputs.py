@@ -76,7 +76,7 @@ class InputProcessor:
             if not bare:
                 raise RequestError("bad_words must not hold an empty string", "bad_words")
             words.append(bare)
-            if spaced[0] != bare[0] and len(spaced) == len(bare):
+            if spaced[-len(bare) :] != bare:  # else the bare form bans it too
                 words.append(spaced)
         return tuple(words)
 
@@ -87,8 +87,8 @@ class InputProcessor:
         """
         if params.seed is not None and index == 0:
             return params.seed
-        parts = (params.seed, index) if params.seed is not None else (
-            self._seed, request_number, index
+        parts = (
+            (params.seed, index) if params.seed is not None else (self._seed, request_number, index)
         )
         digest = blake2b(repr(parts).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") & MAX_SEED
@@ -98,11 +98,15 @@ class InputProcessor:
             raise RequestError(
                 "the model came without a tokenizer: give token ids instead of text", "prompt"
             )
-        return self.tokenizer.encode(text).ids
+        try:
+            return self.tokenizer.encode(text).ids
+        except TypeError as error:  # half of a surrogate pair
+            raise RequestError("prompt is not valid Unicode text", "prompt") from error
 
     def _check_ids(self, ids: Iterable[int], field: str) -> None:
         for token_id in ids:
-            if not isinstance(token_id, int) or not 0 <= token_id < self.vocab_size:
+            is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_id or not 0 <= token_id < self.vocab_size:
                 raise RequestError(
                     f"{field} holds {token_id!r}: token ids must be whole numbers from 0 to "
                     f"{self.vocab_size - 1}",

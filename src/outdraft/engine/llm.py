@@ -1,12 +1,13 @@
 """Offline generation: all prompts at once, blocking, with vLLM's calling conventions."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import RequestError
+from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import LoadedModels, build_engine, load_models
@@ -75,16 +76,16 @@ class LLM:
             raise RequestError(
                 f"priority has {len(ranks)} entries for {len(several)} prompts", "priority"
             )
-        ids = [str(self._num_requests + i) for i in range(len(several))]
+        for prompt, one in zip(several, params, strict=True):
+            self.engine.check_request(prompt, one)
+        first = self._num_requests
         self._num_requests += len(several)
-        added: list[str] = []
+        ids = [str(first + i) for i in range(len(several))]
+        queue = deque(zip(ids, several, params, ranks, strict=True))
         try:
-            for request_id, prompt, one, rank in zip(ids, several, params, ranks, strict=True):
-                self.engine.add_request(request_id, prompt, one, rank)
-                added.append(request_id)
-            finished = self._run(len(ids), use_tqdm)
+            finished = self._run(queue, use_tqdm)
         except BaseException:
-            for request_id in added:
+            for request_id in ids:
                 self.engine.abort(request_id)
             raise
         return [finished[request_id] for request_id in ids]
@@ -106,10 +107,13 @@ class LLM:
         prompts = [self._chat_template.render(one) for one in several]  # pyright: ignore[reportArgumentType]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _run(self, count: int, use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(
+        self, queue: deque[tuple[str, Prompt, SamplingParams, int]], use_tqdm: bool
+    ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=count, desc="requests", unit="req", disable=not use_tqdm) as bar:
-            while self.engine.has_work:
+        with tqdm(total=len(queue), desc="requests", unit="req", disable=not use_tqdm) as bar:
+            while queue or self.engine.has_work:
+                self._feed(queue)
                 for output in self.engine.step():
                     if output.finished:
                         finished[output.request_id] = output
@@ -117,6 +121,15 @@ class LLM:
                 total = self.engine.stats
                 bar.set_postfix_str(f"acceptance length {total.acceptance_length:.2f}")
         return finished
+
+    def _feed(self, queue: deque[tuple[str, Prompt, SamplingParams, int]]) -> None:
+        """Move requests to the engine for as long as it has room for them."""
+        while queue:
+            try:
+                self.engine.add_request(*queue[0])
+            except CapacityError:
+                return
+            queue.popleft()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -63,7 +63,7 @@ def num_blocks(
         wanted = config.kv_cache_memory_bytes
     else:
         useful = -(-useful_tokens // config.block_size) * block_bytes
-        wanted = min(int((free - buffers) * config.memory_fraction), useful)
+        wanted = min(int(max(0, free - buffers) * config.memory_fraction), useful)
     if wanted + buffers > free:
         raise ConfigError(
             f"the KV cache asks for {_mebibytes(wanted)} beside {_mebibytes(buffers)} of buffers, "

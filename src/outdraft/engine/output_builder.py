@@ -88,7 +88,7 @@ class OutputBuilder:
         completion.stop_reason = stop_reason
         detokenizer = self._detokenizers[index]
         if detokenizer is not None:
-            detokenizer.finish()
+            detokenizer.finish(at_stop_string=isinstance(stop_reason, str))
             completion.text = detokenizer.text
         self._running -= 1
         if self._running == 0:

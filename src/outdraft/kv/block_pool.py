@@ -81,10 +81,8 @@ class BlockPool:
 
     def clear_cache(self) -> None:
         """Forget every prefix; held blocks stay held."""
-        for block in range(self.num_blocks):
-            if self._hashes[block] is not None:
-                self._blocks.pop(self._hashes[block] or b"", None)
-                self._hashes[block] = None
+        self._hashes = [None] * self.num_blocks
+        self._blocks.clear()
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""

@@ -1,7 +1,7 @@
 """Names of full blocks: a hash of all tokens from the start of the text to the block's end.
 
 The hash of a block covers the hash of the block before it, so equal hashes mean equal prefixes
-(BLAKE2b, 128 bits, keyed by an optional salt).
+(BLAKE2b, 128 bits).
 """
 
 from hashlib import blake2b

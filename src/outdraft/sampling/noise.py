@@ -18,6 +18,7 @@ Dimension key: R rows, V vocabulary, W = ceil(V / 4) blocks.
 
 from enum import IntEnum
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,18 +156,41 @@ def gumbel_cpu(
     anchors_R: Tensor | None = None,
 ) -> Tensor:
     """`gumbel` of CPU tensors."""
+    noise_RV = torch.empty(len(seeds_R), vocab_size, dtype=torch.float32)
+    keys = _key_arrays(seeds_R, positions_R, purpose, anchors_R)
+    noise_cpu.fill_gumbel(*keys, noise_RV.numpy())
+    return noise_RV
+
+
+def sample_gumbel(
+    logits_RV: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    purpose: Tensor | int,
+    anchors_R: Tensor | None = None,
+) -> Tensor:
+    """int64 [R]: argmax(logits + gumbel), a sample of softmax(logits); the lowest id of a tie."""
+    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
+        ids_R = torch.empty(len(seeds_R), dtype=torch.int64)
+        keys = _key_arrays(seeds_R, positions_R, purpose, anchors_R)
+        noise_cpu.sample_gumbel(logits_RV.contiguous().numpy(), *keys, ids_R.numpy())
+        return ids_R
+    noise_RV = gumbel(seeds_R, positions_R, purpose, logits_RV.shape[1], anchors_R)
+    return (logits_RV + noise_RV).argmax(1)
+
+
+def _key_arrays(
+    seeds_R: Tensor, positions_R: Tensor, purpose: Tensor | int, anchors_R: Tensor | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Contiguous int64 seeds, positions, anchors and purposes of CPU tensors."""
     zeros_R = torch.zeros_like(seeds_R)
     anchors_R = zeros_R if anchors_R is None else anchors_R
-    purposes_R = zeros_R + purpose
-    noise_RV = torch.empty(len(seeds_R), vocab_size, dtype=torch.float32)
-    noise_cpu.fill_gumbel(
+    return (
         seeds_R.contiguous().numpy(),
         positions_R.contiguous().numpy(),
         anchors_R.contiguous().numpy(),
-        purposes_R.numpy(),
-        noise_RV.numpy(),
+        (zeros_R + purpose).contiguous().numpy(),
     )
-    return noise_RV
 
 
 def _unit(bits: Tensor) -> Tensor:

@@ -21,6 +21,9 @@ _FRACTION_MASK = np.int64((1 << 52) - 1)
 _ONE_BITS = np.int64(1023 << 52)
 _EXPONENT_SHIFT = np.int64(52)
 _TWO52, _TWO52_BITS = 2.0**52, np.int64((1023 + 52) << 52)  # a double whose low bits count ones
+# No Gumbel noise whose bits begin with these 12 is larger; the slack covers the logarithm's error.
+_CEILING_SHIFT = np.uint32(20)
+_CEILINGS = (-np.log(-np.log((np.arange(1, 4097) - 2.0**-21) / 4096)) + 1e-6).astype(np.float32)
 _CHUNK = 1024  # numbers whose scratch stays in the nearest cache
 
 
@@ -97,3 +100,36 @@ def fill_gumbel(
             _log_in_place(x[:n], x_bits[:n], exponent[:n], exponent_bits[:n])
             for at in range(n):
                 noise_RV[row, start + at] = np.float32(-x[at])
+
+
+@njit(cache=True, nogil=True)
+def sample_gumbel(
+    logits_RV: np.ndarray,
+    seeds_R: np.ndarray,
+    positions_R: np.ndarray,
+    anchors_R: np.ndarray,
+    purposes_R: np.ndarray,
+    ids_R: np.ndarray,
+) -> None:
+    """ids = argmax(logits + the noise of `fill_gumbel`), float32, the lowest id of a tie.
+
+    Takes logarithms only where the leading bits of the noise leave a chance to win, which is a
+    handful of tokens a row.
+    """
+    size = logits_RV.shape[1]
+    bits_V = np.empty(size, dtype=np.uint32)
+    x, exponent = np.empty(1), np.empty(1)
+    x_bits, exponent_bits = x.view(np.int64), exponent.view(np.int64)
+    for row in range(logits_RV.shape[0]):
+        _fill_bits(seeds_R[row], positions_R[row], anchors_R[row], purposes_R[row], bits_V)
+        best, best_id = np.float32(-np.inf), 0
+        for at in range(size):
+            if logits_RV[row, at] + _CEILINGS[bits_V[at] >> _CEILING_SHIFT] > best:
+                x[0] = (np.float64(bits_V[at]) + 0.5) * 2.0**-32
+                _log_in_place(x, x_bits, exponent, exponent_bits)
+                x[0] = -x[0]
+                _log_in_place(x, x_bits, exponent, exponent_bits)
+                key = logits_RV[row, at] + np.float32(-x[0])
+                if key > best:
+                    best, best_id = key, at
+        ids_R[row] = best_id

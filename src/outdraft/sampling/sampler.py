@@ -30,13 +30,13 @@ def choose(
         all_greedy: known on the host: no noise is needed.
         anchors_R: committed tokens when the step began; required for Purpose.DRAFT.
     """
+    best_R = processed_RV.argmax(1)
     if all_greedy:
-        return processed_RV.argmax(1)
+        return best_R
     if purpose in (Purpose.DRAFT, Purpose.ACCEPT) and anchors_R is None:
         raise ValueError(f"noise of purpose {purpose.name} needs anchors")
-    noise_RV = noise.gumbel(seeds_R, positions_R, purpose, processed_RV.shape[1], anchors_R)
-    noise_RV.masked_fill_(is_greedy_R[:, None], 0.0)
-    return (processed_RV + noise_RV).argmax(1)
+    sampled_R = noise.sample_gumbel(processed_RV, seeds_R, positions_R, purpose, anchors_R)
+    return torch.where(is_greedy_R, best_R, sampled_R)
 
 
 def sample_with_probs(

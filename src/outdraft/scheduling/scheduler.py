@@ -62,6 +62,13 @@ class Scheduler:
         self.check_room(1)
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use", "request_id")
+        self.check_fits(request)
+        self._requests[request.id] = request
+        self._tables[request.id] = BlockTable(self.pool, self._block_size)
+        insort(self.waiting, request, key=self._order)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestError if the request needs more blocks than there are."""
         blocks = -(-request.max_total // self._block_size)
         if blocks > self.pool.num_blocks:
             raise RequestError(
@@ -70,37 +77,28 @@ class Scheduler:
                 "or give the cache more memory",
                 "max_tokens",
             )
-        self._requests[request.id] = request
-        self._tables[request.id] = BlockTable(self.pool, self._block_size)
-        insort(self.waiting, request, key=self._order)
 
     def table(self, request: Request) -> BlockTable:
         return self._tables[request.id]
 
     def drafting_requests(self) -> list[Request]:
-        """Running requests whose next step samples: those a draft would be of use to."""
+        """Running requests with one token left to compute: those a draft would be of use to."""
         return [r for r in self.running if r.num_uncomputed == 1 and r.max_drafts > 0]
 
     def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
-        """The next step: running requests first, then as many waiting ones as fit.
+        """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
         `choices` maps request ids to what they would like to verify; a choice is cut to what the
-        budget and the pool allow, never the other way round.
+        budget and the pool allow, never the other way round: drafts preempt nobody.
         """
-        budget = self.config.max_num_batched_tokens
-        works: list[Work] = []
-        index = 0
         num_running = len(self.running)
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
-            # The requests behind this one must not be starved of their one row by its drafts.
-            spare = budget - (len(self.running) - index - 1)
-            work = self._fit(request, budget, spare, choices.get(request.id))
-            if work is None:
-                continue  # somebody was preempted to make room; look at this place again
+        rows = self._reserve_rows()
+        budget = self.config.max_num_batched_tokens - sum(rows)
+        works: list[Work] = []
+        for request, num_new in zip(self.running, rows, strict=True):
+            work = self._work(request, num_new, choices.get(request.id), budget)
             works.append(work)
-            budget -= work.num_rows
-            index += 1
+            budget -= work.num_drafts
         # Whoever was preempted now would only be preempted again.
         may_admit = len(self.running) == num_running
         while may_admit and self.waiting and budget > 0 and self._free_slots:
@@ -163,35 +161,52 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
         self.pool.check_invariants()
-        slots = [r.slot for r in self.running]
-        assert len({*slots, *self._free_slots}) == self.config.max_num_seqs
+        slots = [*(r.slot for r in self.running if r.slot is not None), *self._free_slots]
+        assert sorted(slots) == list(range(self.config.max_num_seqs))
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
             assert 0 <= request.num_computed < request.num_tokens
             assert 0 <= request.num_drafter_computed <= request.num_tokens
             held = len(self.table(request).ids)
-            assert held == -(-request.num_computed // self._block_size), (held, request.num_computed)
+            assert held == -(-request.num_computed // self._block_size), (request.id, held)
         for request in self.waiting:
             assert request.num_computed == 0
             assert not self.table(request).ids
         if not self.has_work:
             assert self.pool.num_free == self.pool.num_blocks
 
-    def _fit(
-        self, request: Request, budget: int, spare: int, choice: DraftChoice | None
-    ) -> Work | None:
-        """The request's work with its blocks reserved; None if a request was preempted instead."""
-        num_new = min(request.num_uncomputed, budget)
-        samples = num_new == request.num_uncomputed
-        if choice is not None:
-            limit = min(spare - num_new, request.max_drafts)
-            choice = choice.truncated(limit) if samples else None
+    def _reserve_rows(self) -> list[int]:
+        """New tokens of every running request, at least one each, with blocks to write them to.
+
+        Where the pool is too full, the requests that come last are preempted.
+        """
+        budget = self.config.max_num_batched_tokens
+        rows: list[int] = []
+        while len(rows) < len(self.running):
+            request = self.running[len(rows)]
+            num_behind = len(self.running) - len(rows) - 1  # each of them gets its one row
+            num_new = min(request.num_uncomputed, budget - num_behind)
+            if self.table(request).reserve(request.num_computed + num_new):
+                rows.append(num_new)
+                budget -= num_new
+            else:
+                self._preempt(self.running[-1])
+        return rows
+
+    def _work(
+        self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
+    ) -> Work:
+        """A running request's work, with as many of its drafts as rows and blocks are left for."""
         table = self.table(request)
-        if choice is not None and not table.reserve(request.num_tokens + len(choice)):
+        samples = num_new == request.num_uncomputed
+        if choice is not None and samples:
+            free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
+            room = free_slots - request.num_tokens
+            choice = choice.truncated(min(budget, room, request.max_drafts))
+        else:
             choice = None
-        if not table.reserve(request.num_computed + num_new):
-            self._preempt(self.running[-1])
-            return None
+        if choice is not None:
+            table.reserve(request.num_tokens + len(choice))
         return Work(request, request.num_computed, num_new, table.ids, samples, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:

@@ -11,7 +11,7 @@ from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice
-from outdraft.core.request import Request
+from outdraft.core.request import FinishReason, Request
 from outdraft.spec.proposer import HostProposer
 
 FORGETTING = 0.95  # weight of the past in the running averages, per draft
@@ -79,9 +79,7 @@ class DraftPolicy:
         for request in wanting.values():
             value, choice = best.get(request.id, (0.0, None))
             if self._drafter_fits(request) and value <= self._records[DraftSource.MODEL].accepted:
-                choice = DraftChoice(
-                    DraftSource.MODEL, num_model_drafts=self.num_drafts(request)
-                )
+                choice = DraftChoice(DraftSource.MODEL, num_model_drafts=self.num_drafts(request))
             if choice is not None:
                 choices[request.id] = choice
         return choices
@@ -92,9 +90,10 @@ class DraftPolicy:
         self._records[choice.source].observe(promised, num_accepted)
 
     def finish(self, request: Request) -> None:
-        """A request ended: let the proposers keep its text and drop its state."""
+        """A request ended: the proposers drop its state, and learn from its text if it is whole."""
+        text = None if request.finish_reason is FinishReason.ABORT else request.token_ids
         for proposer in self._proposers:
-            proposer.finish(request.id, request.token_ids)
+            proposer.finish(request.id, text)
 
     def num_drafts(self, request: Request) -> int:
         """Most drafts for this request in one step."""

@@ -37,8 +37,8 @@ class Verifier:
     """Verifies the drafts of a step. Stateless: the same arguments give the same verdict.
 
     Greedy requests and deterministic drafts are matched with the target's own choices. Sampled
-    chains are verified by `method`: "block" (default elsewhere) and "token" are rejection
-    sampling, exact in distribution; "drafter_invariant" matches everything, for proposers that
+    chains are verified by `method`: "block" (accepts more) and "token" are rejection sampling,
+    exact in distribution; "drafter_invariant" matches everything, for proposers that
     draw with SAMPLE noise on purpose, so that ids do not depend on any draft.
     """
 
@@ -113,15 +113,15 @@ class Verifier:
             num_tokens_B[:, None].expand_as(position_BN),
         )
 
-        def gumbel_at(num_accepted_B: Tensor) -> Tensor:
+        def draw(log_weights_BV: Tensor, num_accepted_B: Tensor) -> Tensor:
             is_bonus_B = num_accepted_B == drafts.num_drafts_B
             purpose_B = torch.where(is_bonus_B, int(Purpose.SAMPLE), int(Purpose.RECOVER))
             positions_B = num_tokens_B + num_accepted_B
-            return noise.gumbel(seeds_B, positions_B, purpose_B, processed_RV.shape[1])
+            return noise.sample_gumbel(log_weights_BV, seeds_B, positions_B, purpose_B)
 
         target_BN1V = processed_RV.softmax(1)[index_BN1]
         rule = block_verify if self.method == "block" else rejection_sample
-        return rule(target_BN1V, drafts, coins_BN, gumbel_at)
+        return rule(target_BN1V, drafts, coins_BN, draw)
 
 
 def _with_paths(

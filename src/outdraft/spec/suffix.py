@@ -17,6 +17,8 @@ from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.spec.suffix_automaton import SuffixAutomaton
 from outdraft.spec.suffix_tree import SuffixTree
 
+_Guess = tuple[list[int], float]  # a chain and its score
+
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
 
 
@@ -37,14 +39,11 @@ class SuffixProposer:
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask; see HostProposer."""
-        drafts = [self._from_own_text(ask) for ask in asks]
-        if len(self._finished) == 0:
-            return drafts
-        others = self._from_finished(asks)
-        return [
-            other if other.score > own.score else own
-            for own, other in zip(drafts, others, strict=True)
-        ]
+        guesses = [self._from_own_text(ask) for ask in asks]
+        if len(self._finished) > 0:
+            pairs = zip(guesses, self._from_finished(asks), strict=True)
+            guesses = [other if other[1] > own[1] else own for own, other in pairs]
+        return [Draft.chain(token_ids, score) for token_ids, score in guesses]
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
         """Forget the request, and learn from its text: some microseconds a token.
@@ -63,20 +62,19 @@ class SuffixProposer:
             self._finished.remove_oldest()
         self._finished.add(token_ids)
 
-    def _from_own_text(self, ask: DraftAsk) -> Draft:
+    def _from_own_text(self, ask: DraftAsk) -> _Guess:
         text = self._texts.get(ask.request_id)
         if text is None or not text.is_continued_by(ask.token_ids):
             text = _LiveText(self._config.suffix_decoding_max_tree_depth)
             self._texts[ask.request_id] = text
         text.read(ask.token_ids)
-        token_ids, score = text.automaton.draft(
+        return text.automaton.draft(
             ask.max_tokens,
             self._config.suffix_decoding_max_spec_factor,
             self._config.suffix_decoding_min_token_prob,
         )
-        return Draft.chain(token_ids, score) if token_ids else Draft()
 
-    def _from_finished(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+    def _from_finished(self, asks: Sequence[DraftAsk]) -> list[_Guess]:
         depth = self._config.suffix_decoding_max_tree_depth
         contexts_BD = np.zeros((len(asks), depth - 1), np.int32)
         context_lens_B = np.zeros(len(asks), np.int64)
@@ -94,7 +92,7 @@ class SuffixProposer:
             self._config.suffix_decoding_min_token_prob,
         )
         return [
-            Draft.chain(drafts_BK[row, :length].tolist(), score) if length else Draft()
+            (drafts_BK[row, :length].tolist(), score)
             for row, (length, score) in enumerate(
                 zip(lengths_B.tolist(), scores_B.tolist(), strict=True)
             )

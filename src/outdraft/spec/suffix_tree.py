@@ -19,29 +19,23 @@ import numpy as np
 from numba import njit
 
 from outdraft.core.draft import MAX_DRAFTS
-from outdraft.spec.pair_table import find, place_of, put, put_all, remove, table_for
+from outdraft.spec.pair_table import find, put_all, table_for
 from outdraft.spec.suffix_automaton import draft_limit
-
-# Columns of a node; the first two are its key in the table.
-PARENT = 0  # -1: the row is free
-TOKEN = 1  # first of its label
-LENGTH = 2  # of its label
-COUNT = 3
-FIRST_CHILD = 4  # -1: none
-NEXT = 5  # sibling, or the next free row
-PREVIOUS = 6  # sibling
-BEST_CHILD = 7  # the most frequent one, the latest among equals; -1: none; STALE: to be found
-NODE_COLUMNS = 8
-
-STALE = -2
-ROOT = 0
-NONE = -1
-
-# Fields of the trie.
-NUM_ROWS = 0  # rows of the node array that were ever used
-FREE_ROW = 1  # head of the list of free rows
-NUM_FREE = 2
-NUM_FIELDS = 3
+from outdraft.spec.suffix_tree_update import (
+    BEST_CHILD,
+    COUNT,
+    FIRST_CHILD,
+    LENGTH,
+    NEXT,
+    NODE_COLUMNS,
+    NONE,
+    NUM_FREE,
+    NUM_ROWS,
+    ROOT,
+    STALE,
+    add_windows,
+    remove_windows,
+)
 
 
 class SuffixTree:
@@ -80,12 +74,12 @@ class SuffixTree:
         self._reserve(len(token_ids_T))
         self._texts.append((start, stop))
         self._ring_C[np.arange(start, stop) & (len(self._ring_C) - 1)] = token_ids_T
-        _add(start, stop, self._max_depth, *self._arrays(), self._fields_M)
+        add_windows(start, stop, self._max_depth, *self._arrays(), self._fields_M)
 
     def remove_oldest(self) -> None:
         """Take back the oldest text."""
         start, stop = self._texts.popleft()
-        _remove(start, stop, self._max_depth, *self._arrays(), self._fields_M)
+        remove_windows(start, stop, self._max_depth, *self._arrays(), self._fields_M)
 
     def drafts(
         self,
@@ -149,180 +143,6 @@ class SuffixTree:
             live = np.arange(self._texts[0][0], self._texts[-1][1])
             ring_C[live & (places - 1)] = self._ring_C[live & (len(self._ring_C) - 1)]
         self._ring_C = ring_C
-
-
-@njit(cache=True)
-def _add(
-    start: int,
-    stop: int,
-    max_depth: int,
-    ring_C: np.ndarray,
-    nodes: np.ndarray,
-    label_starts: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> None:
-    mask = len(ring_C) - 1
-    for first in range(start, stop):
-        window_stop = min(first + max_depth, stop)
-        node, at = ROOT, first
-        while at < window_stop:
-            child = find(table_S, nodes, node, ring_C[at & mask])
-            if child == NONE:
-                child = _new_row(nodes, fields_M)
-                nodes[child, LENGTH] = window_stop - at
-                nodes[child, COUNT] = 0
-                nodes[child, FIRST_CHILD] = NONE
-                nodes[child, BEST_CHILD] = NONE
-                _hang(child, node, ring_C[at & mask], nodes, table_S)
-            shared = 1
-            limit = min(nodes[child, LENGTH], window_stop - at)
-            label_start = label_starts[child]
-            if nodes[child, COUNT] == 0:
-                shared = limit
-            while shared < limit and (
-                ring_C[(label_start + shared) & mask] == ring_C[(at + shared) & mask]
-            ):
-                shared += 1
-            if shared < nodes[child, LENGTH]:
-                child = _split(child, shared, ring_C, nodes, label_starts, table_S, fields_M)
-            nodes[child, COUNT] += 1
-            label_starts[child] = at
-            best = nodes[node, BEST_CHILD]
-            if best == NONE or (best >= 0 and nodes[child, COUNT] >= nodes[best, COUNT]):
-                nodes[node, BEST_CHILD] = child
-            node = child
-            at += shared
-
-
-@njit(cache=True)
-def _new_row(nodes: np.ndarray, fields_M: np.ndarray) -> int:
-    row = fields_M[FREE_ROW]
-    if row == NONE:
-        row = fields_M[NUM_ROWS]
-        fields_M[NUM_ROWS] += 1
-    else:
-        fields_M[FREE_ROW] = nodes[row, NEXT]
-        fields_M[NUM_FREE] -= 1
-    return row
-
-
-@njit(cache=True)
-def _free_row(row: int, nodes: np.ndarray, fields_M: np.ndarray) -> None:
-    nodes[row, PARENT] = NONE
-    nodes[row, NEXT] = fields_M[FREE_ROW]
-    fields_M[FREE_ROW] = row
-    fields_M[NUM_FREE] += 1
-
-
-@njit(cache=True)
-def _hang(child: int, parent: int, token: int, nodes: np.ndarray, table_S: np.ndarray) -> None:
-    """Make a node the first child of another one."""
-    nodes[child, PARENT] = parent
-    nodes[child, TOKEN] = token
-    nodes[child, PREVIOUS] = NONE
-    head = nodes[parent, FIRST_CHILD]
-    nodes[child, NEXT] = head
-    if head != NONE:
-        nodes[head, PREVIOUS] = child
-    nodes[parent, FIRST_CHILD] = child
-    put(table_S, nodes, child)
-
-
-@njit(cache=True)
-def _cut(child: int, nodes: np.ndarray, table_S: np.ndarray) -> None:
-    """Take a node away from its parent."""
-    remove(table_S, nodes, place_of(table_S, nodes, nodes[child, PARENT], nodes[child, TOKEN]))
-    previous, following = nodes[child, PREVIOUS], nodes[child, NEXT]
-    if previous == NONE:
-        nodes[nodes[child, PARENT], FIRST_CHILD] = following
-    else:
-        nodes[previous, NEXT] = following
-    if following != NONE:
-        nodes[following, PREVIOUS] = previous
-
-
-@njit(cache=True)
-def _split(
-    lower: int,
-    length: int,
-    ring_C: np.ndarray,
-    nodes: np.ndarray,
-    label_starts: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> int:
-    """Put a new node, with the first tokens of the label, above an old one."""
-    parent, token = nodes[lower, PARENT], nodes[lower, TOKEN]
-    upper = _new_row(nodes, fields_M)
-    _cut(lower, nodes, table_S)
-    nodes[upper, LENGTH] = length
-    nodes[upper, COUNT] = nodes[lower, COUNT]
-    nodes[upper, FIRST_CHILD] = NONE
-    nodes[upper, BEST_CHILD] = lower
-    label_starts[upper] = label_starts[lower]
-    _hang(upper, parent, token, nodes, table_S)
-    nodes[lower, LENGTH] -= length
-    label_starts[lower] += length
-    below = int(ring_C[label_starts[lower] & (len(ring_C) - 1)])
-    _hang(lower, upper, below, nodes, table_S)
-    if nodes[parent, BEST_CHILD] == lower:
-        nodes[parent, BEST_CHILD] = upper
-    return upper
-
-
-@njit(cache=True)
-def _remove(
-    start: int,
-    stop: int,
-    max_depth: int,
-    ring_C: np.ndarray,
-    nodes: np.ndarray,
-    label_starts: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> None:
-    mask = len(ring_C) - 1
-    for first in range(start, stop):
-        window_stop = min(first + max_depth, stop)
-        node, at = ROOT, first
-        while at < window_stop:
-            child = find(table_S, nodes, node, ring_C[at & mask])
-            at += nodes[child, LENGTH]
-            nodes[child, COUNT] -= 1
-            if nodes[node, BEST_CHILD] == child:
-                nodes[node, BEST_CHILD] = STALE
-            if nodes[child, COUNT] == 0:  # no window passes: a leaf, and the end of this one
-                _cut(child, nodes, table_S)
-                _free_row(child, nodes, fields_M)
-                child = NONE
-            _join(node, nodes, label_starts, table_S, fields_M)
-            node = child
-        if node != NONE:
-            _join(node, nodes, label_starts, table_S, fields_M)
-
-
-@njit(cache=True)
-def _join(
-    upper: int,
-    nodes: np.ndarray,
-    label_starts: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> None:
-    """Undo a split that nothing needs any more: every window goes on to the only child."""
-    lower = nodes[upper, FIRST_CHILD]
-    if upper == ROOT or lower == NONE or nodes[lower, COUNT] != nodes[upper, COUNT]:
-        return
-    parent, token = nodes[upper, PARENT], nodes[upper, TOKEN]
-    _cut(lower, nodes, table_S)
-    _cut(upper, nodes, table_S)
-    nodes[lower, LENGTH] += nodes[upper, LENGTH]
-    label_starts[lower] -= nodes[upper, LENGTH]
-    _hang(lower, parent, token, nodes, table_S)
-    if nodes[parent, BEST_CHILD] == upper:
-        nodes[parent, BEST_CHILD] = lower
-    _free_row(upper, nodes, fields_M)
 
 
 @njit(cache=True)

@@ -18,7 +18,8 @@ from torch.nn.functional import pad
 
 from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N
 
-GumbelAt = Callable[[Tensor], Tensor]  # number of accepted drafts [B] -> noise [B, V]
+# (log weights [B, V], number of accepted drafts [B]) -> ids [B] drawn from these weights
+Draw = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def last_weights(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance
 
 
 def rejection_sample(
-    target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor, gumbel_at: GumbelAt
+    target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw: Draw
 ) -> Verdict:
     """Token-level rejection sampling of padded chains, N at least 1.
 
@@ -167,27 +168,22 @@ def rejection_sample(
         target_BN1V: processed target probabilities of each row; padding is ignored.
         drafts: chains with their probabilities.
         coins_BN: uniform noise in (0, 1), independent of everything else.
-        gumbel_at: Gumbel noise for the token after the accepted ones.
+        draw: draws the token after the accepted ones, with noise independent of everything else.
     """
-    return _finish(target_BN1V, drafts, accept_tokens(target_BN1V, drafts, coins_BN), gumbel_at)
+    return _finish(target_BN1V, drafts, accept_tokens(target_BN1V, drafts, coins_BN), draw)
 
 
-def block_verify(
-    target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor, gumbel_at: GumbelAt
-) -> Verdict:
+def block_verify(target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw: Draw) -> Verdict:
     """Block verification of padded chains, N at least 1; arguments as for `rejection_sample`.
 
     Accepts at least as many drafts in expectation, from the same distribution.
     """
-    return _finish(target_BN1V, drafts, accept_block(target_BN1V, drafts, coins_BN), gumbel_at)
+    return _finish(target_BN1V, drafts, accept_block(target_BN1V, drafts, coins_BN), draw)
 
 
-def _finish(
-    target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance, gumbel_at: GumbelAt
-) -> Verdict:
+def _finish(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance, draw: Draw) -> Verdict:
     weights_BV = last_weights(target_BN1V, drafts, acceptance)
-    noise_BV = gumbel_at(acceptance.num_accepted_B)
-    last_B = (weights_BV.log() + noise_BV).argmax(1)
+    last_B = draw(weights_BV.log(), acceptance.num_accepted_B)
     return chain_verdict(drafts, acceptance.num_accepted_B, last_B)
 
 

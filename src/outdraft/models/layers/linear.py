@@ -7,6 +7,7 @@ as one. Packing does that once, so that a handful of rows costs little more than
 Dimension key: T rows, D inputs, E outputs.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 
 import torch
@@ -64,8 +65,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = weight
         self.bias = _parameter((num_outputs,), dtype, device) if bias else None
         self.packing = Packing.PLAIN
-        self._packed: Tensor | None = None
-        self._shape_ED: Tensor | None = None
+        self._packed_product: Callable[[Tensor], Tensor] | None = None
 
     def pack(self, packing: Packing) -> None:
         """Bring the weight into a layout, once and for good; the plain weight is let go.
@@ -73,32 +73,36 @@ class Linear(nn.Module):
         Raises:
             RuntimeError: this build of torch does not have the layout for the weight's dtype.
         """
-        weight_ED = self.weight
-        assert weight_ED is not None, "packed twice"
+        assert self.weight is not None, "packed twice"
         if packing is Packing.PLAIN:
             return
-        if packing is Packing.MKL:
-            self._packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_ED.data, _PACK_ROWS)
-            # The call asks the plain weight for its shape only; a broadcast scalar has one too.
-            self._shape_ED = weight_ED.new_empty(1).expand(weight_ED.shape)
-        else:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED.data, _PACK_ROWS)
+        bind = _bind_mkl if packing is Packing.MKL else _bind_onednn
+        self._packed_product = bind(self.weight.data, self.bias)
         self.packing = packing
-        self.packed_bytes = weight_ED.numel() * weight_ED.element_size()
+        self.packed_bytes = self.weight.nbytes  # MKL reserves more, but touches about as much
         self.weight = None
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, E] of x's dtype."""
-        if self.packing is Packing.MKL:
-            # NOTE: told another number of rows than x has, this call multiplies by the plain
-            # weight, here a scalar.
-            return torch.ops.mkl._mkl_linear(
-                x_TD, self._packed, self._shape_ED, self.bias, x_TD.shape[0]
-            )
-        if self.packing is Packing.ONEDNN:
-            return torch.ops.mkldnn._linear_pointwise(x_TD, self._packed, self.bias, "none", [], "")
+        if self._packed_product is not None:
+            return self._packed_product(x_TD)
         assert self.weight is not None
         return F.linear(x_TD, self.weight, self.bias)
+
+
+def _bind_mkl(weight_ED: Tensor, bias_E: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_ED, _PACK_ROWS)
+    # The call asks the plain weight for its shape only; a scalar that is broadcast has one too.
+    shape_ED = weight_ED.new_zeros(1).expand(weight_ED.shape)
+    multiply = torch.ops.mkl._mkl_linear.default
+    # NOTE: told another number of rows than x has, this call would multiply by the plain weight.
+    return lambda x_TD: multiply(x_TD, packed, shape_ED, bias_E, x_TD.shape[0])
+
+
+def _bind_onednn(weight_ED: Tensor, bias_E: Tensor | None) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED, _PACK_ROWS)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x_TD: multiply(x_TD, packed, bias_E, "none", [], "")
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

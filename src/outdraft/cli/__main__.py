@@ -1,0 +1,5 @@
+"""`python -m outdraft.cli` is `outdraft`."""
+
+from outdraft.cli import main
+
+main()

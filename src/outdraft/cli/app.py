@@ -1,0 +1,60 @@
+"""The commands, and what becomes of their errors."""
+
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from outdraft.cli.chat import chat
+from outdraft.cli.demo import demo
+from outdraft.cli.doctor import doctor, installed_version
+from outdraft.cli.generate import generate
+from outdraft.core.errors import ConfigError, OutdraftError, RequestError
+
+
+class Commands(TyperGroup):
+    """Turns the errors that outdraft raises on purpose into one line and an exit code.
+
+    2: what was asked for cannot be done, as for a flag that does not exist. 1: it failed.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutdraftError as error:
+            line = " ".join(str(error).split())
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console.print("error:", style="bold red", end=" ")
+            console.print(line, markup=False)
+            is_asked_wrong = isinstance(error, ConfigError | RequestError)
+            raise typer.Exit(2 if is_asked_wrong else 1) from None
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="LLM inference in which speculative decoding is the normal way to execute.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"outdraft {installed_version('outdraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and go."),
+    ] = False,
+) -> None:
+    """LLM inference in which speculative decoding is the normal way to execute."""
+
+
+for _command in (generate, chat, demo, doctor):
+    app.command()(_command)

@@ -1,0 +1,75 @@
+"""`outdraft chat`: a conversation in the terminal."""
+
+import os
+import time
+from typing import Annotated
+
+import typer
+
+from outdraft.cli.options import (
+    EngineOptions,
+    SamplingOptions,
+    engine_config,
+    sampling_params,
+    takes_options,
+)
+from outdraft.cli.threads import use_physical_cores
+from outdraft.core.errors import ConfigError
+
+
+@takes_options
+def chat(
+    model: Annotated[
+        str, typer.Argument(help="Directory or hub name of a checkpoint with a chat template.")
+    ],
+    *,
+    system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation."""
+    params = sampling_params(sampling)
+    config = engine_config(model, engine)
+    use_physical_cores(os.environ)
+    from outdraft.cli.streaming import stream, summary
+    from outdraft.engine.chat import ChatTemplate
+    from outdraft.engine.llm import LLM
+    from outdraft.models.loader import resolve_model_path
+
+    template = ChatTemplate.from_directory(resolve_model_path(config.model))
+    if template is None:
+        raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
+    llm = LLM.from_config(config)
+    tokenizer = llm.models.tokenizer
+    if tokenizer is None:
+        raise ConfigError(f"{model} brings no tokenizer.json: name one with --tokenizer")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    while (question := _ask()) is not None:
+        messages.append({"role": "user", "content": question})
+        # The template writes the special tokens itself; the tokenizer must not add them again.
+        ids = tokenizer.encode(template.render(messages), add_special_tokens=False).ids
+        started_s = time.monotonic()
+        pieces: list[str] = []
+
+        def show(piece: str, pieces: list[str] = pieces) -> None:
+            pieces.append(piece)
+            typer.echo(piece, nl=False)
+
+        try:
+            output = stream(llm.engine, ids, params, show)
+            typer.echo(f"\n({summary(output, started_s)})", err=True)
+        except KeyboardInterrupt:
+            typer.echo()
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def _ask() -> str | None:
+    """What the user says next; None at the end of the input."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except (EOFError, KeyboardInterrupt):
+            typer.echo()
+            return None
+        if line:
+            return line

@@ -1,0 +1,178 @@
+"""The same prompts with and without speculation: what it changes in speed, and nothing else.
+
+Every method has an engine of its own; the engines share the weights. Prompt by prompt all methods
+take their turn, so that a machine whose speed drifts treats them alike.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.speculation import parse_speculative_config
+from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+
+PLAIN = "plain"
+NUM_DRAFTS = 4  # a step, of the draft model, alone and combined, and of n-gram lookup
+
+OnStep = Callable[[str, RequestOutput], None]
+Measured = dict[str, float | bool]
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over the prompts that one method completed.
+
+    Attributes:
+        num_decoded: tokens behind each prompt's first one.
+        decode_s: time inside of steps behind the first token: no prompt, no printing.
+    """
+
+    token_ids: list[list[int]] = field(default_factory=list[list[int]])
+    origins: Counter[TokenOrigin] = field(default_factory=Counter[TokenOrigin])
+    num_decoded: int = 0
+    decode_s: float = 0.0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    num_spec_steps: int = 0
+
+    def add(self, output: RequestOutput, num_decoded: int, decode_s: float) -> None:
+        """Book one finished prompt."""
+        completion = output.outputs[0]
+        speculation = output.metrics.speculative_decoding
+        self.token_ids.append(list(completion.token_ids))
+        self.origins.update(completion.origins)
+        self.num_decoded += num_decoded
+        self.decode_s += decode_s
+        self.num_drafted += speculation.num_draft_tokens
+        self.num_accepted += speculation.num_accepted_draft_tokens
+        self.num_spec_steps += speculation.num_spec_steps
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_decoded / self.decode_s if self.decode_s else 0.0
+
+    @property
+    def tpot_ms(self) -> float:
+        """Time per output token behind the first."""
+        return 1000 * self.decode_s / max(1, self.num_decoded)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted per drafted token."""
+        return self.num_accepted / max(1, self.num_drafted)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a step that verified drafts, its bonus or recovered token included."""
+        return 1 + self.num_accepted / max(1, self.num_spec_steps)
+
+
+def method_configs(target: Path, drafter: Path) -> dict[str, EngineConfig]:
+    """The engines to compare, plain decoding first, the most elaborate one last."""
+    model = {"model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
+    speculation = {
+        PLAIN: None,
+        "draft_model": {"method": "draft_model", **model},
+        "suffix": {"method": "suffix"},
+        "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS},
+        "combined": {"method": "combined", **model},
+    }
+    return {
+        name: EngineConfig(
+            model=str(target),
+            dtype="float32",
+            device="cpu",
+            # Methods that come later must not profit from a prompt that is computed already.
+            cache=CacheConfig(enable_prefix_caching=False),
+            scheduler=SchedulerConfig(max_num_seqs=1),
+            speculation=parse_speculative_config(values),
+        )
+        for name, values in speculation.items()
+    }
+
+
+def compare(
+    engines: Mapping[str, Engine],
+    warm_up: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    on_step: OnStep,
+) -> dict[str, Tally]:
+    """Complete every prompt greedily with every engine, one request at a time.
+
+    Args:
+        warm_up: completed first by every engine and not counted: kernels compile at their first
+            call. Not one of the prompts, since a proposer may remember it.
+        on_step: told which engine's output grew; the time it takes is not counted.
+    """
+    assert warm_up not in prompts
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    for engine in engines.values():
+        _complete(engine, warm_up, params, lambda output: None)
+    tallies = {name: Tally() for name in engines}
+    for prompt in prompts:
+        for name, engine in engines.items():
+
+            def shown(output: RequestOutput, name: str = name) -> None:
+                on_step(name, output)
+
+            tallies[name].add(*_complete(engine, prompt, params, shown))
+    return tallies
+
+
+def as_json(tallies: Mapping[str, Tally]) -> dict[str, object]:
+    """The numbers of a comparison: plain decoding, and each method against it."""
+    plain = tallies[PLAIN]
+    methods: dict[str, Measured] = {
+        name: {
+            "tokens_per_s": tally.tokens_per_s,
+            "tpot_ms": tally.tpot_ms,
+            "acceptance_rate": tally.acceptance_rate,
+            "acceptance_length": tally.acceptance_length,
+            "speedup": speedup(tally, plain),
+            "identical": tally.token_ids == plain.token_ids,
+        }
+        for name, tally in tallies.items()
+        if name != PLAIN
+    }
+    return {
+        PLAIN: {"tokens_per_s": plain.tokens_per_s, "tpot_ms": plain.tpot_ms},
+        "methods": methods,
+    }
+
+
+def speedup(tally: Tally, plain: Tally) -> float:
+    """How many times as many tokens a second."""
+    return tally.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 0.0
+
+
+def all_identical(tallies: Mapping[str, Tally]) -> bool:
+    """Whether no method changed a single token."""
+    return all(tally.token_ids == tallies[PLAIN].token_ids for tally in tallies.values())
+
+
+def _complete(
+    engine: Engine, prompt: str, params: SamplingParams, shown: Callable[[RequestOutput], None]
+) -> tuple[RequestOutput, int, float]:
+    """The finished output, its tokens behind the first ones, and the time they took in steps."""
+    engine.add_request("demo", prompt, params)
+    output: RequestOutput | None = None
+    num_first, decode_s = 0, 0.0
+    while engine.has_work:
+        started_s = time.perf_counter()
+        outputs = engine.step()
+        step_s = time.perf_counter() - started_s
+        for changed in outputs:
+            if output is None:
+                num_first = len(changed.outputs[0].token_ids)
+            else:
+                decode_s += step_s
+            output = changed
+            shown(changed)
+    assert output is not None
+    return output, len(output.outputs[0].token_ids) - num_first, decode_s

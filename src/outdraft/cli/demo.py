@@ -1,0 +1,67 @@
+"""`outdraft demo`: the embedded pair completes held-out prompts, plain and with every method."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from outdraft import assets
+from outdraft.cli.threads import use_physical_cores
+from outdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outdraft.config.engine import EngineConfig
+    from outdraft.engine.llm import LLM
+
+SHOWN = "combined"  # the method whose text is printed
+
+
+def demo(
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 96,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 6,
+) -> None:
+    """Measure what speculation gains on this machine, in float32 on the CPU.
+
+    Exits with 1 if any method changes a single token of what plain decoding gives.
+    """
+    texts = assets.prompts()
+    if prompts >= len(texts):
+        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    use_physical_cores(os.environ)
+    from outdraft.cli.comparison import all_identical, as_json, compare, method_configs
+    from outdraft.cli.demo_view import DemoView
+
+    started_s = time.monotonic()
+    llms = load(method_configs(assets.target_path(), assets.drafter_path()))
+    view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts[:prompts])
+    if view is not None:
+        view.header()
+    tallies = compare(
+        {name: llm.engine for name, llm in llms.items()},
+        texts[prompts].text,
+        [text.text for text in texts[:prompts]],
+        max_tokens,
+        lambda name, output: view.show(output) if view and name == SHOWN else None,
+    )
+    if view is None:
+        typer.echo(json.dumps(as_json(tallies)))
+    else:
+        view.footer(tallies, time.monotonic() - started_s)
+    if not all_identical(tallies):
+        raise typer.Exit(1)
+
+
+def load(configs: Mapping[str, "EngineConfig"]) -> dict[str, "LLM"]:
+    """An engine for each configuration, all over the same weights, loaded once."""
+    from outdraft.engine.build import load_models
+    from outdraft.engine.llm import LLM
+
+    models = load_models(configs[SHOWN])
+    return {name: LLM.from_config(config, models) for name, config in configs.items()}

@@ -1,0 +1,130 @@
+"""What `outdraft demo` shows to people: who guessed each token, and a table."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from outdraft.assets import HeldOutPrompt
+from outdraft.cli.comparison import PLAIN, Tally, speedup
+from outdraft.core.outputs import RequestOutput, TokenOrigin
+from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.llm import LLM
+
+STYLES = {
+    TokenOrigin.MODEL: "bold green",
+    TokenOrigin.SUFFIX: "bold cyan",
+    TokenOrigin.NGRAM: "bold yellow",
+    TokenOrigin.PREDICTION: "bold magenta",
+}
+LEGEND = (
+    (TokenOrigin.MODEL, "draft model"),
+    (TokenOrigin.SUFFIX, "suffix"),
+    (TokenOrigin.NGRAM, "n-gram"),
+)
+PROMPT_LINES = 4  # of the end of each prompt
+
+
+class DemoView:
+    """Prints one engine's texts while they grow, then the comparison."""
+
+    def __init__(self, console: Console, llm: LLM, prompts: Sequence[HeldOutPrompt]) -> None:
+        self._console = console
+        self._llm = llm
+        self._coming = iter(prompts)
+        self._current: RequestOutput | None = None
+        self._detokenizer: Detokenizer | None = None
+        self._num_shown = 0
+
+    def header(self) -> None:
+        """What is compared, in how much memory, and what the colours mean."""
+        memory = Table("memory", "", box=None, title_justify="left", header_style="bold")
+        for name, size in self._llm.memory.table():
+            memory.add_row(name, size)
+        self._console.print(memory)
+        legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
+        for index, (origin, name) in enumerate(LEGEND):
+            legend.append(", " if index else "").append(name, STYLES[origin])
+        self._console.print(legend.append("."))
+
+    def show(self, output: RequestOutput) -> None:
+        """Print the tokens that came since the last call."""
+        if output is not self._current:
+            self._begin(output)
+        assert self._detokenizer is not None
+        completion = output.outputs[0]
+        grown = Text()
+        for token_id, origin in zip(
+            completion.token_ids[self._num_shown :],
+            completion.origins[self._num_shown :],
+            strict=True,
+        ):
+            start = len(self._detokenizer.text)
+            self._detokenizer.push(token_id)
+            grown.append(self._detokenizer.text[start:], STYLES.get(origin))
+        self._num_shown = len(completion.token_ids)
+        self._console.print(grown, end="", soft_wrap=True)
+
+    def footer(self, tallies: Mapping[str, Tally], elapsed_s: float) -> None:
+        """The comparison."""
+        plain = tallies[PLAIN]
+        table = Table(title="\n\nGreedy, float32, one request at a time", title_justify="left")
+        table.add_column("method")
+        for name in ("tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"):
+            table.add_column(name, justify="right")
+        for name, tally in tallies.items():
+            speed = [f"{tally.tokens_per_s:.1f}", f"{tally.tpot_ms:.2f}"]
+            if name == PLAIN:
+                table.add_row(name, *speed, "", "", "1.00x", "")
+                continue
+            same = tally.token_ids == plain.token_ids
+            table.add_row(
+                name,
+                *speed,
+                f"{tally.acceptance_rate:.0%}",
+                f"{tally.acceptance_length:.2f}",
+                f"{speedup(tally, plain):.2f}x",
+                "yes" if same else "[bold red]NO[/]",
+            )
+        self._console.print(table)
+        self._console.print(
+            "acceptance: accepted per drafted token; length: tokens a step that verified drafts, "
+            "the target's own one included.",
+            style="dim",
+        )
+        self._console.print(_sources(tallies))
+        self._console.print(self._bandwidth(plain))
+        self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
+
+    def _begin(self, output: RequestOutput) -> None:
+        prompt = next(self._coming)
+        tokenizer = self._llm.models.tokenizer
+        assert tokenizer is not None
+        self._current, self._num_shown = output, 0
+        self._detokenizer = Detokenizer(tokenizer, ())
+        self._console.print(Text(f"\n\n# {prompt.path}", "bold"))
+        end = prompt.text.splitlines()[-PROMPT_LINES:]
+        self._console.print(Text("\n".join(end), "dim"), end="", soft_wrap=True)
+
+    def _bandwidth(self, plain: Tally) -> str:
+        read = self._llm.models.target.weight_bytes
+        per_s = read * plain.tokens_per_s / 1e9
+        return (
+            f"A plain step reads {read / 1e6:.1f} MB of weights: {per_s:.1f} GB/s; what the "
+            "memory can give is the floor of its time."
+        )
+
+
+def _sources(tallies: Mapping[str, Tally]) -> Text:
+    """Who chose the tokens of the last, most elaborate method."""
+    name, tally = list(tallies.items())[-1]
+    counts: Counter[TokenOrigin] = tally.origins
+    total = max(1, counts.total())
+    line = Text(f"Of {total} tokens of {name}, the target chose ")
+    drafted = sum(counts[origin] for origin in STYLES)
+    line.append(f"{(total - drafted) / total:.0%}")
+    for origin, label in LEGEND:
+        line.append(", ").append(f"{label} {counts[origin] / total:.0%}", STYLES[origin])
+    return line.append(".")

@@ -1,0 +1,175 @@
+"""`outdraft doctor`: what this machine has, and what outdraft makes of it."""
+
+import os
+import platform
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from outdraft import assets
+from outdraft.cli.threads import num_physical_cores, use_physical_cores
+from outdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Section = dict[str, str]
+OPENMP = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_PROC_BIND", "LD_PRELOAD")
+VECTOR_FEATURES = ("avx", "fma", "f16c", "amx", "arm", "sve", "neon")
+_GIB = 2**30
+
+
+def doctor() -> None:
+    """Show the hardware, the libraries, and which kernels will be used."""
+    console = Console(highlight=False)
+    sections, missing = examine(os.environ)
+    for title, rows in sections.items():
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+        table.box = None
+        for name, value in rows.items():
+            table.add_row(name, value)
+        console.print(table, "")
+    if not missing:
+        console.print("Nothing is missing.", style="green")
+    for line in missing:
+        console.print("missing:", style="bold yellow", end=" ")
+        console.print(line, markup=False)
+
+
+def installed_version(name: str) -> str:
+    """Of a distribution; a source tree on the path is none."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
+    """Facts by section, and what would make outdraft faster or more complete."""
+    num_threads = use_physical_cores(environ)
+    import torch
+
+    from outdraft.engine.build import choose_device
+
+    device = choose_device("auto")
+    embedded, missing = _embedded()
+    sections = {
+        "Machine": _machine(num_threads),
+        "GPU": _gpu(),
+        "Libraries": _libraries(),
+        "OpenMP": {name: environ.get(name, "not set") for name in OPENMP},
+        f"Used on {device}": _used(device),
+        "Embedded pair": embedded,
+    }
+    if device.type == "cpu" and not _multiplies_bfloat16():
+        missing.append("bfloat16 instructions: float32 is used, which reads twice the bytes")
+    if device.type == "cpu" and not torch.backends.mkl.is_available():
+        missing.append("MKL in this build of torch: float32 weights are packed by oneDNN, if at all")
+    return sections, missing
+
+
+def _machine(num_threads: int) -> Section:
+    import psutil
+    import torch
+
+    features = sorted(
+        name
+        for name, has in torch.cpu.get_capabilities().items()
+        if has is True and name.startswith(VECTOR_FEATURES)
+    )
+    memory = psutil.virtual_memory()
+    return {
+        "processor": _processor(),
+        "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        "cores": f"{num_physical_cores()} physical for this process, {os.cpu_count()} logical",
+        "threads": str(num_threads),
+        "vector features": ", ".join(features) or torch.backends.cpu.get_cpu_capability(),
+        "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
+    }
+
+
+def _processor() -> str:
+    """The name that Linux gives, else what Python knows."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
+
+
+def _gpu() -> Section:
+    import torch
+
+    if not torch.cuda.is_available():
+        build = torch.version.cuda
+        return {"none": f"torch is built for CUDA {build}" if build else "torch is built for CPUs"}
+    found: Section = {}
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+    return found
+
+
+def _libraries() -> Section:
+    import torch
+
+    backends = {
+        "MKL": torch.backends.mkl.is_available(),
+        "oneDNN": torch.backends.mkldnn.is_available(),
+        "OpenMP": torch.backends.openmp.is_available(),
+    }
+    names = ("outdraft", "torch", "numba", "numpy", "tokenizers")
+    rows = {name: installed_version(name) for name in names}
+    rows["torch has"] = ", ".join(name for name, has in backends.items() if has) or "none of them"
+    return rows
+
+
+def _used(device: "torch.device") -> Section:
+    import torch
+
+    from outdraft.attention.select import attention_backend
+    from outdraft.engine.build import choose_dtype
+    from outdraft.models.layers import cpu_kernels
+    from outdraft.models.layers.linear import best_packing
+
+    automatic = choose_dtype("auto", "bfloat16", device)
+    rows = {
+        "dtype auto": f"{automatic} for a bfloat16 checkpoint".removeprefix("torch."),
+        "attention": attention_backend(None, device).name,
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        fused = "numba kernels" if cpu_kernels.are_usable(dtype, device) else "torch"
+        rows[str(dtype).removeprefix("torch.")] = (
+            f"weights packed as {best_packing(dtype, device)}, pointwise work by {fused}"
+        )
+    return rows
+
+
+def _embedded() -> tuple[Section, list[str]]:
+    """Where the embedded models are, and what is not there."""
+    finders: dict[str, Callable[[], object]] = {
+        "target": assets.target_path,
+        "drafter": assets.drafter_path,
+        "prompts": lambda: f"{len(assets.prompts())} held out",
+    }
+    found: Section = {}
+    missing: list[str] = []
+    for name, find in finders.items():
+        try:
+            found[name] = str(find())
+        except ConfigError as error:
+            found[name] = "missing"
+            missing.append(str(error))
+    return found, missing
+
+
+def _multiplies_bfloat16() -> bool:
+    import torch
+
+    has = torch.cpu.get_capabilities()
+    return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))

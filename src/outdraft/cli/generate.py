@@ -1,0 +1,54 @@
+"""`outdraft generate`: one prompt, completed."""
+
+import os
+import sys
+import time
+from typing import Annotated
+
+import typer
+
+from outdraft.cli.options import (
+    EngineOptions,
+    SamplingOptions,
+    engine_config,
+    sampling_params,
+    takes_options,
+)
+from outdraft.cli.threads import use_physical_cores
+from outdraft.core.errors import RequestError
+
+
+@takes_options
+def generate(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
+    ] = None,
+    *,
+    prompt: Annotated[
+        str | None,
+        typer.Option("--prompt", "-p", help="Text to complete; default: what comes on stdin."),
+    ] = None,
+    engine: EngineOptions,
+    sampling: SamplingOptions,
+) -> None:
+    """Complete a prompt. The text goes to stdout while it grows, the numbers to stderr."""
+    params = sampling_params(sampling)
+    config = engine_config(model, engine)
+    text = prompt if prompt is not None else _stdin()
+    use_physical_cores(os.environ)
+    from outdraft.cli.streaming import stream, summary
+    from outdraft.engine.llm import LLM
+
+    llm = LLM.from_config(config)
+    started_s = time.monotonic()
+    output = stream(llm.engine, text, params, lambda piece: typer.echo(piece, nl=False))
+    typer.echo()
+    typer.echo(summary(output, started_s), err=True)
+
+
+def _stdin() -> str:
+    """What is piped in, without the newline that a shell puts behind it."""
+    if sys.stdin.isatty():
+        raise RequestError("there is nothing to complete: use --prompt or pipe a text", "prompt")
+    return sys.stdin.read().removesuffix("\n")

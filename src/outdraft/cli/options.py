@@ -1,0 +1,174 @@
+"""Flags that several commands share, each defined once: a field here is a flag of the command.
+
+Flags that are not given are not passed on, so every default has one home, the dataclass it is for.
+"""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Annotated, Any
+
+import typer
+
+from outdraft import assets
+from outdraft.config.engine import DTYPES, EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.core.sampling import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """What an engine is started with; names as in vLLM."""
+
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Directory or hub name; default: the model's own.")
+    ] = None
+    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt + output, in tokens.")
+    ] = None
+    kv_cache_memory_bytes: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-cache-memory-bytes",
+            "--kv-cache-memory",
+            help="For the KV cache of target and drafter: 268435456, 256Mi, 1G.",
+        ),
+    ] = None
+    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None
+    enable_prefix_caching: Annotated[
+        bool | None, typer.Option(help="Keep the KV blocks of earlier prompts.")
+    ] = None
+    attention: Annotated[
+        str | None, typer.Option("--attention-backend", help="Default: the device's fastest.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None
+    speculative_config: Annotated[
+        str | None,
+        typer.Option(
+            help="JSON with vLLM's keys, or null for plain decoding. Default: with the embedded "
+            "model, its drafter combined with suffix and n-gram lookup; else plain decoding."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; names as in vLLM."""
+
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS
+    min_tokens: Annotated[int | None, typer.Option(help="Tokens before it may end.")] = None
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
+    top_p: Annotated[float | None, typer.Option()] = None
+    top_k: Annotated[int | None, typer.Option()] = None
+    min_p: Annotated[float | None, typer.Option()] = None
+    presence_penalty: Annotated[float | None, typer.Option()] = None
+    frequency_penalty: Annotated[float | None, typer.Option()] = None
+    repetition_penalty: Annotated[float | None, typer.Option()] = None
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end.")] = False
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter that is a dataclass by its fields, as flags with a panel of help."""
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = parameter.annotation
+        if not is_dataclass(group):
+            parameters.append(parameter)
+            continue
+        assert isinstance(group, type)
+        groups[parameter.name] = group
+        parameters.extend(
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=f.default,
+                annotation=_in_panel(f.type, group),
+            )
+            for f in fields(group)
+        )
+
+    @functools.wraps(command)
+    def flat(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{f.name: values.pop(f.name) for f in fields(group)})
+        command(**values)
+
+    flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return flat
+
+
+def engine_config(model: str | None, options: EngineOptions) -> EngineConfig:
+    """The configuration for one conversation at a time; no model means the embedded pair.
+
+    Raises:
+        ConfigError: a value is wrong, or there is no embedded pair.
+    """
+    given = _given(options)
+    if (size := given.get("kv_cache_memory_bytes")) is not None:
+        given["kv_cache_memory_bytes"] = parse_bytes(size)
+    speculative_config = None
+    if (text := given.pop("speculative_config", None)) is not None:
+        speculative_config = parse_json_object(text)
+    if model is None:
+        model = str(assets.target_path())
+        if options.speculative_config is None:
+            speculative_config = {"method": "combined"}
+        if speculative_config is not None and speculative_config.get("method") in (
+            "draft_model",
+            "combined",
+        ):
+            speculative_config = {"model": str(assets.drafter_path()), **speculative_config}
+    return EngineConfig.from_options(
+        model=model, speculative_config=speculative_config, max_num_seqs=1, **given
+    )
+
+
+def sampling_params(options: SamplingOptions) -> SamplingParams:
+    """Raises RequestError if a value is out of its range."""
+    return SamplingParams(**_given(options))
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes such as 4096, 256Mi or 1.5G; a trailing B is allowed."""
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise ConfigError(
+            f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G"
+        ) from None
+
+
+def parse_json_object(text: str) -> dict[str, Any] | None:
+    """The value of --speculative-config."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--speculative-config is not valid JSON: {error}") from None
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"--speculative-config must be a JSON object or null, got {text}")
+    return value
+
+
+def _in_panel(annotation: Any, group: type) -> Any:
+    """The annotation of a flag, which help lists under the name of its group."""
+    option = copy(annotation.__metadata__[0])
+    option.rich_help_panel = group.__name__.removesuffix("Options")
+    return Annotated[annotation.__origin__, option]
+
+
+def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
+    values = {f.name: getattr(options, f.name) for f in fields(options)}
+    return {name: value for name, value in values.items() if value not in (None, [])}

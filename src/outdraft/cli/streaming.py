@@ -1,0 +1,52 @@
+"""One request, its text shown while it grows."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+
+_REQUEST_ID = "command-line"
+
+
+def stream(
+    engine: Engine,
+    prompt: str | Sequence[int],
+    params: SamplingParams,
+    show: Callable[[str], None],
+) -> RequestOutput:
+    """Run one request to its end and give each new piece of its text to `show`.
+
+    An exception, Ctrl-C included, aborts the request.
+
+    Raises:
+        RequestError: it can never run.
+    """
+    engine.add_request(_REQUEST_ID, prompt, params)
+    output: RequestOutput | None = None
+    shown = 0
+    try:
+        while engine.has_work:
+            for output in engine.step():
+                text = output.outputs[0].text
+                if len(text) > shown:
+                    show(text[shown:])
+                    shown = len(text)
+    except BaseException:
+        engine.abort(_REQUEST_ID)
+        raise
+    assert output is not None
+    return output
+
+
+def summary(output: RequestOutput, started_s: float) -> str:
+    """One line about a finished request; `started_s` is of time.monotonic."""
+    num_tokens = len(output.outputs[0].token_ids)
+    elapsed_s = time.monotonic() - started_s
+    speculation = output.metrics.speculative_decoding
+    parts = [f"{num_tokens} tokens in {elapsed_s:.2f} s ({num_tokens / elapsed_s:.1f} tokens/s)"]
+    if speculation.num_spec_steps:
+        parts.append(f"acceptance rate {speculation.draft_acceptance_rate:.0%}")
+        parts.append(f"acceptance length {speculation.mean_acceptance_length:.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,200 @@
+"""The commands as a shell sees them: stdout, stderr, exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from outdraft.cli.app import app
+from outdraft.cli.chat import chat
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+
+SMALL = ["--dtype", "float32", "--device", "cpu", "--kv-cache-memory", "256Ki"]
+
+
+def expected_text(model, prompt, max_tokens):
+    llm = LLM(str(model), dtype="float32", device="cpu", num_blocks=16)
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+
+def run(command, *arguments, **options):
+    """stdout, stderr and exit code; an error that is not reported fails the test."""
+    result = command.invoke(app, [str(argument) for argument in arguments], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_generate_writes_the_greedy_completion_and_nothing_else_to_stdout(command, pair):
+    arguments = ["generate", pair.target, "-p", "def add(", "--temperature", "0", *SMALL]
+    result = run(command, *arguments, "--max-tokens", "12")
+    assert result.exit_code == 0
+    assert result.stdout == expected_text(pair.target, "def add(", 12) + "\n"
+    assert "12 tokens" in result.stderr
+
+
+def test_generate_completes_what_is_piped_in_without_the_shells_newline(command, pair):
+    arguments = ["generate", pair.target, "--temperature", "0", "--max-tokens", "8", *SMALL]
+    piped = run(command, *arguments, input="def add(\n")
+    assert piped.stdout == run(command, *arguments, "-p", "def add(").stdout
+    assert piped.exit_code == 0
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_embedded_pair_gives_its_targets_greedy_text(command, pair):
+    arguments = ["generate", "-p", "def add(", "--temperature", "0", "--max-tokens", "40", *SMALL]
+    result = run(command, *arguments)
+    assert result.stdout == expected_text(pair.target, "def add(", 40) + "\n"
+    assert "acceptance length" in result.stderr
+
+
+def test_the_same_seed_gives_the_same_sampled_text_and_another_seed_another(command, pair):
+    arguments = ["generate", pair.target, "-p", "def add(", "--max-tokens", "24", *SMALL]
+    first, again, other = (run(command, *arguments, "--seed", seed).stdout for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--temperature", "-1"], "temperature must be between 0.0 and 100.0"),
+        (["--dtype", "int4"], "dtype must be one of"),
+        (["--speculative-config", '{"method": "medusa3"}'], "method must be one of"),
+        (["--speculative-config", '{"metod": "suffix"}'], "did you mean 'method'"),
+        (["--max-model-len", "100000"], "more than the 192 positions"),
+        (["--kv-cache-memory", "lots"], "no number of bytes"),
+        (["--attention-backend", "flash"], "unknown attention backend"),
+        (["-p", ""], "prompt must hold at least one token"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_on_stderr_and_exit_code_2(
+    command, pair, arguments, complaint
+):
+    result = run(command, "generate", pair.target, "-p", "x", *arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert complaint in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.usefixtures("no_assets")
+@pytest.mark.parametrize("name", ["demo", "generate"])
+def test_without_the_embedded_pair_its_commands_say_so(command, name):
+    result = run(command, name, *(["-p", "x"] if name == "generate" else []))
+    assert result.exit_code == 2
+    assert "no embedded" in result.stderr
+
+
+def test_a_model_that_does_not_exist_is_exit_code_2(command, tmp_path):
+    result = run(command, "generate", tmp_path / "none", "-p", "x")
+    assert result.exit_code == 2
+    assert "no such directory" in result.stderr
+
+
+def test_an_unknown_flag_is_exit_code_2(command):
+    assert run(command, "generate", "--tempurature", "1").exit_code == 2
+
+
+def test_chat_answers_every_line_and_carries_the_conversation_on(command, pair):
+    arguments = ["chat", pair.chatting, "--temperature", "0", "--max-tokens", "6", *SMALL]
+    result = run(command, *arguments, input="left\nleft\n")
+    assert result.exit_code == 0
+    first = "<begin>user: left\nassistant: "
+    answer = expected_text(pair.chatting, first, 6)
+    second = f"{first}{answer}\nuser: left\nassistant: "
+    assert answer in result.stdout
+    assert expected_text(pair.chatting, second, 6) in result.stdout.replace(answer, "", 1)
+    assert result.stderr.count("6 tokens") == 2
+
+
+def test_chat_with_a_model_without_a_template_points_to_generate(command, pair):
+    result = run(command, "chat", pair.target, input="hello\n")
+    assert result.exit_code == 2
+    assert "outdraft generate" in result.stderr
+
+
+def test_the_flags_of_a_command_keep_its_docstring_and_name():
+    assert chat.__name__ == "chat"
+    assert "Ctrl-D" in (chat.__doc__ or "")
+
+
+def test_version_is_one_line(command):
+    result = run(command, "--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("outdraft ")
+
+
+@pytest.mark.usefixtures("embedded")
+def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
+    result = run(command, "doctor")
+    assert result.exit_code == 0
+    for part in ("threads", "torch", "attention", "packed as", "OMP_NUM_THREADS", "3 held out"):
+        assert part in result.stdout.replace("4 held out", "3 held out"), part
+    assert "no embedded" not in result.stdout
+
+
+@pytest.mark.usefixtures("no_assets")
+def test_doctor_says_what_is_missing(command):
+    result = run(command, "doctor")
+    assert result.exit_code == 0
+    assert result.stdout.count("missing:") >= 3
+
+
+def test_demo_json_is_one_object_of_the_promised_shape(command, embedded):
+    result = run(command, "demo", "--json", "--max-tokens", "10", "--prompts", "2")
+    assert result.exit_code == 0
+    report = json.loads(result.stdout)
+    assert set(report) == {"plain", "methods"}
+    assert set(report["plain"]) == {"tokens_per_s", "tpot_ms"}
+    assert set(report["methods"]) == {"draft_model", "suffix", "ngram", "combined"}
+    for numbers in report["methods"].values():
+        assert set(numbers) == {
+            "tokens_per_s",
+            "tpot_ms",
+            "acceptance_rate",
+            "acceptance_length",
+            "speedup",
+            "identical",
+        }
+        assert numbers["identical"] is True
+
+
+def test_demo_shows_every_prompts_whole_text_a_legend_and_a_table(command, embedded):
+    result = run(command, "demo", "--max-tokens", "12", "--prompts", "2")
+    assert result.exit_code == 0
+    for prompt in ("def add(left,", "return right -"):
+        text = expected_text(embedded.target, prompt, 12)
+        assert "".join((prompt + text).split()) in "".join(result.stdout.split())
+    for part in ("# 0.py", "# 1.py", "draft model", "n-gram", "GB/s", "KV cache", "combined"):
+        assert part in result.stdout
+    assert "# 2.py" not in result.stdout
+
+
+def test_demo_keeps_one_prompt_for_warming_up(command, embedded):
+    result = run(command, "demo", "--prompts", "4")
+    assert result.exit_code == 2
+    assert "--prompts must be below 4" in result.stderr
+
+
+def test_help_is_given_without_loading_torch():
+    code = (
+        "import sys; sys.argv[1:] = ['--help']\n"
+        "from outdraft.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: print('torch loaded:', 'torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "generate" in done.stdout
+    assert done.stdout.endswith("torch loaded: False\n")

@@ -1,0 +1,128 @@
+"""The demo's numbers are what a reader thinks they are."""
+
+from collections import Counter
+
+import pytest
+
+from outdraft.cli.comparison import (
+    NUM_DRAFTS,
+    PLAIN,
+    Tally,
+    all_identical,
+    as_json,
+    compare,
+    method_configs,
+    speedup,
+)
+from outdraft.cli.demo import load
+from outdraft.core.outputs import (
+    CompletionOutput,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenOrigin,
+)
+from outdraft.core.sampling import SamplingParams
+from tests.cli.pair import PROMPTS
+
+MAX_TOKENS = 14
+
+
+@pytest.fixture(scope="module")
+def llms():
+    from tests.cli.pair import pair
+
+    return load(method_configs(pair().target, pair().drafter))
+
+
+@pytest.fixture(scope="module")
+def compared(llms):
+    """Tallies, and the (method, tokens so far) that were reported step by step."""
+    seen = []
+
+    def on_step(name, output):
+        seen.append((name, list(output.outputs[0].token_ids)))
+
+    engines = {name: llm.engine for name, llm in llms.items()}
+    return compare(engines, PROMPTS[3], PROMPTS[:2], MAX_TOKENS, on_step), seen
+
+
+def test_no_method_changes_what_plain_decoding_gives(llms, compared):
+    tallies, _ = compared
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    outputs = llms[PLAIN].generate(list(PROMPTS[:2]), params, use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in outputs]
+    assert {name: tally.token_ids for name, tally in tallies.items()} == dict.fromkeys(
+        llms, expected
+    )
+    assert all_identical(tallies)
+
+
+def test_all_methods_take_their_turn_at_each_prompt(llms, compared):
+    tallies, seen = compared
+    finished = [
+        name for (name, ids), after in zip(seen, [*seen[1:], (None, [])], strict=True)
+        if len(after[1]) <= len(ids) or after[0] != name
+    ]
+    assert finished == [*llms, *llms]
+    assert [ids for name, ids in seen if name == PLAIN][-1] == tallies[PLAIN].token_ids[-1]
+
+
+def test_the_warm_up_is_not_counted_and_neither_is_a_prompts_first_token(compared):
+    tallies, _ = compared
+    for tally in tallies.values():
+        assert tally.num_decoded == 2 * (MAX_TOKENS - 1)
+        assert len(tally.token_ids) == 2
+        assert tally.origins.total() == 2 * MAX_TOKENS
+        assert tally.decode_s > 0
+
+
+def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):
+    tallies, _ = compared
+    assert tallies[PLAIN].num_drafted == 0
+    assert set(tallies[PLAIN].origins) == {TokenOrigin.PLAIN}
+    model = tallies["draft_model"]
+    assert model.num_accepted == model.origins[TokenOrigin.MODEL]
+    assert 0 < model.num_drafted <= NUM_DRAFTS * model.num_spec_steps
+
+
+def test_plain_decoding_has_no_drafter_and_no_method_a_prefix_cache(llms):
+    assert llms[PLAIN].memory.drafter_weights == 0
+    assert llms["combined"].memory.drafter_weights > 0
+    assert not any(llm.config.cache.enable_prefix_caching for llm in llms.values())
+    assert len({id(llm.models.target) for llm in llms.values()}) == 1
+
+
+def booked(*steps):
+    """An output of ten tokens whose steps were (drafted, accepted)."""
+    metrics = SpeculationMetrics(4)
+    for drafted, accepted in steps:
+        metrics.record(drafted, accepted, "draft_model")
+    completion = CompletionOutput(0, token_ids=list(range(10)), origins=[TokenOrigin.PLAIN] * 10)
+    return RequestOutput("x", None, [1], [completion], True, RequestMetrics(0.0, metrics))
+
+
+def test_rates_are_aggregated_over_prompts_not_averaged():
+    tally = Tally()
+    tally.add(booked((4, 4), (4, 0)), num_decoded=9, decode_s=0.9)
+    tally.add(booked((2, 2)), num_decoded=9, decode_s=0.1)
+    assert tally.tokens_per_s == pytest.approx(18.0)
+    assert tally.tpot_ms == pytest.approx(1000 / 18)
+    assert tally.acceptance_rate == pytest.approx(6 / 10)
+    assert tally.acceptance_length == pytest.approx(1 + 6 / 3)
+    plain = Tally(num_decoded=9, decode_s=1.0)
+    assert speedup(tally, plain) == pytest.approx(2.0)
+
+
+def test_a_single_different_token_is_reported():
+    plain, other = Tally(), Tally()
+    plain.token_ids, other.token_ids = [[1, 2], [3]], [[1, 2], [4]]
+    report = as_json({PLAIN: plain, "suffix": other})
+    assert report["methods"]["suffix"]["identical"] is False
+    assert not all_identical({PLAIN: plain, "suffix": other})
+
+
+def test_nothing_decoded_is_zero_speed_not_an_error():
+    report = as_json({PLAIN: Tally(), "suffix": Tally(origins=Counter())})
+    assert report["plain"] == {"tokens_per_s": 0.0, "tpot_ms": 0.0}
+    assert report["methods"]["suffix"]["speedup"] == 0.0

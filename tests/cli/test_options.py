@@ -1,0 +1,127 @@
+"""Flags are the fields of the configuration, and wrong values are refused by name."""
+
+import dataclasses
+
+import pytest
+
+from outdraft.cli.options import (
+    DEFAULT_MAX_TOKENS,
+    EngineOptions,
+    SamplingOptions,
+    engine_config,
+    parse_bytes,
+    parse_json_object,
+    sampling_params,
+)
+from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation import DraftModelConfig, parse_speculative_config
+from outdraft.core.draft import DraftSource
+from outdraft.core.errors import ConfigError, RequestError
+from outdraft.core.sampling import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("256Mi", 256 * 2**20),
+        ("256MiB", 256 * 2**20),
+        ("1.5G", 1_500_000_000),
+        ("2gi", 2**31),
+        (" 3k ", 3000),
+    ],
+)
+def test_sizes_may_have_decimal_and_binary_units(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "3X", "1.2.3", "-5M", "G"])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_flags_that_are_not_given_leave_the_defaults_alone():
+    config = engine_config("some/model", EngineOptions())
+    assert config == EngineConfig.from_options(model="some/model", max_num_seqs=1)
+    assert sampling_params(SamplingOptions()) == SamplingParams(max_tokens=DEFAULT_MAX_TOKENS)
+
+
+def test_every_sampling_flag_reaches_the_parameters():
+    values = {
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "stop": ["a"],
+        "ignore_eos": True,
+    }
+    assert set(values) == {field.name for field in dataclasses.fields(SamplingOptions)}
+    assert sampling_params(SamplingOptions(**values)) == SamplingParams(**values)
+
+
+def test_every_engine_flag_reaches_the_configuration():
+    options = EngineOptions(
+        tokenizer="t",
+        dtype="float64",
+        device="cpu",
+        max_model_len=77,
+        kv_cache_memory_bytes="1Mi",
+        block_size=8,
+        enable_prefix_caching=False,
+        attention="reference",
+        seed=0,
+        speculative_config='{"method": "suffix"}',
+    )
+    assert all(getattr(options, field.name) is not None for field in dataclasses.fields(options))
+    assert engine_config("m", options) == EngineConfig.from_options(
+        model="m",
+        tokenizer="t",
+        dtype="float64",
+        device="cpu",
+        max_model_len=77,
+        kv_cache_memory_bytes=2**20,
+        block_size=8,
+        enable_prefix_caching=False,
+        attention="reference",
+        seed=0,
+        max_num_seqs=1,
+        speculative_config={"method": "suffix"},
+    )
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_embedded_model_drafts_with_everything_unless_told_otherwise():
+    speculation = engine_config(None, EngineOptions()).speculation
+    assert speculation.methods == (DraftSource.SUFFIX, DraftSource.NGRAM, DraftSource.MODEL)
+    plain = engine_config(None, EngineOptions(speculative_config="null")).speculation
+    assert plain == parse_speculative_config(None)
+
+
+@pytest.mark.usefixtures("embedded")
+def test_a_draft_model_beside_the_embedded_target_is_the_embedded_one_or_the_one_named(pair):
+    chosen = EngineOptions(speculative_config='{"method": "draft_model"}')
+    found = engine_config(None, chosen).speculation.draft_model
+    assert isinstance(found, DraftModelConfig)
+    assert found.model.endswith("drafter")
+    named = EngineOptions(speculative_config='{"method": "draft_model", "model": "other"}')
+    assert engine_config(None, named).speculation.draft_model == DraftModelConfig(model="other")
+    lookup = EngineOptions(speculative_config='{"method": "ngram"}')
+    assert engine_config(None, lookup).speculation.methods == (DraftSource.NGRAM,)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "3", '"suffix"'])
+def test_a_speculative_config_that_is_no_object_is_refused(text):
+    with pytest.raises(ConfigError, match="--speculative-config"):
+        parse_json_object(text)
+
+
+def test_a_sampling_value_out_of_range_names_its_parameter():
+    with pytest.raises(RequestError) as caught:
+        sampling_params(SamplingOptions(top_p=2.0))
+    assert caught.value.field == "top_p"

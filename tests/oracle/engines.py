@@ -1,0 +1,194 @@
+"""Engines over tiny random checkpoints, and what transformers says they must answer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.plan import DraftChoice
+from outdraft.core.request import Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import LoadedModels, load_models
+from outdraft.engine.llm import LLM
+from outdraft.spec.draft_policy import DraftPolicy
+from tests.models.checkpoints import VARIANTS, llama, randomised, save
+
+VOCAB_SIZE = 61
+FAMILIES = ("llama-llama3-rope", "mistral-window", "qwen2", "qwen3-window")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, a drafter of its vocabulary, and transformers' own target."""
+
+    target: Path
+    drafter: Path
+    oracle: PreTrainedModel
+
+
+@cache
+def pair(family: str) -> Pair:
+    """Made once; the drafter is another random model."""
+    folder = Path(mkdtemp())
+    oracle = randomised(VARIANTS[family]())
+    for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
+        setattr(oracle.generation_config, name, None)
+    drafter = randomised(llama(num_hidden_layers=1), seed=5)
+    paths = save(oracle, folder / "target"), save(drafter, folder / "drafter")
+    for path in paths:
+        tokenizer().save(str(path / "tokenizer.json"))
+    return Pair(*paths, oracle)
+
+
+def tokenizer() -> Tokenizer:
+    """Token i is the word "wi"."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return words
+
+
+@cache
+def models(family: str, drafter: str, dtype: str) -> LoadedModels:
+    """Loaded once per family; `drafter` is "other" or "self"."""
+    return load_models(config(family, _draft_model(family, drafter), dtype=dtype))
+
+
+def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 24,
+        "num_blocks": 64,
+    }
+    return EngineConfig.from_options(
+        model=str(pair(family).target), speculative_config=speculative, **defaults | options
+    )
+
+
+def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | None:
+    """vLLM-style configuration of a method by its name in the tests."""
+    common = {"num_speculative_tokens": num_drafts}
+    if method == "plain":
+        return None
+    if method == "ngram":
+        return {**common, "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    if method == "suffix":
+        return {**common, "method": "suffix"}
+    drafter = "self" if method == "perfect" else "other"
+    model = _draft_model(family, drafter)["model"]
+    if method == "combined":
+        return {**common, "method": "combined", "model": model, "prompt_lookup_min": 1}
+    return {**common, "method": "draft_model", "model": model}
+
+
+METHODS = ("plain", "ngram", "suffix", "draft_model", "perfect", "combined")
+
+
+def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM:
+    """An engine with the weights of its family; `invariant=True` shares the noise."""
+    speculative = speculation(family, method, num_drafts)
+    rule = options.pop("rejection_sample_method", None)
+    if speculative is not None and rule is not None:
+        speculative["rejection_sample_method"] = rule
+    chosen = config(family, speculative, **options)
+    shared = models(family, "self" if method == "perfect" else "other", chosen.dtype)
+    return LLM.from_config(chosen, shared)
+
+
+def run(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutput]:
+    """generate, with the books checked after every step; everything is given back at the end."""
+    step = llm.engine.step
+
+    def checked_step() -> list[RequestOutput]:
+        outputs = step()
+        llm.engine.check_invariants()
+        return outputs
+
+    llm.engine.step = checked_step
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm.engine.step = step
+    pool = llm.engine.scheduler.pool
+    assert pool.num_free == pool.num_blocks
+    return outputs
+
+
+def ids(outputs: Sequence[RequestOutput]) -> list[list[int]]:
+    return [completion.token_ids for output in outputs for completion in output.outputs]
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Random prompts in which short patterns repeat, so that lookups find something."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for length in lengths:
+        pattern = rng.integers(2, VOCAB_SIZE, size=max(2, length // 3))
+        made.append(np.resize(pattern, length).tolist())
+    return made
+
+
+@cache
+def greedy_oracle(family: str, lengths: tuple[int, ...], num_tokens: int) -> list[list[int]]:
+    """What transformers' generate answers to `prompts_of(lengths)`."""
+    oracle = pair(family).oracle
+    answers = []
+    for prompt in prompts_of(lengths):
+        whole = oracle.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=num_tokens,
+            do_sample=False,
+        )
+        answers.append(whole[0, len(prompt) :].tolist())
+    return answers
+
+
+def greedy(num_tokens: int, **changes: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, **changes)
+
+
+class NoisePolicy(DraftPolicy):
+    """Drafts random trees, right now and then, whatever the request says."""
+
+    def __init__(self, llm: LLM, right: dict[str, list[int]], seed: int) -> None:
+        super().__init__(llm.config.speculation, [], None)
+        self._right = right
+        self._rng = np.random.default_rng(seed)
+
+    def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
+        return {r.id: DraftChoice(DraftSource.NGRAM, self._tree(r)) for r in requests}
+
+    def _tree(self, request: Request) -> Draft:
+        size = int(self._rng.integers(1, 12))
+        parents = [int(self._rng.integers(0, row + 1)) for row in range(size)]
+        depths = [0]
+        for parent in parents:
+            depths.append(depths[parent] + 1)
+        future = self._right.get(request.id, [])[request.num_output :]
+        tokens = [
+            future[depth - 1]
+            if depth <= len(future) and self._rng.random() < 0.6
+            else int(self._rng.integers(0, VOCAB_SIZE))
+            for depth in depths[1:]
+        ]
+        return Draft(tuple(tokens), tuple(parents))
+
+
+def _draft_model(family: str, drafter: str) -> dict[str, Any]:
+    paths = pair(family)
+    path = paths.target if drafter == "self" else paths.drafter
+    return {"method": "draft_model", "model": str(path)}

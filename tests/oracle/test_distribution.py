@@ -1,0 +1,113 @@
+"""End to end, at temperature 1, the engine's texts have the target's own distribution.
+
+All three-token texts over a small vocabulary are counted and compared with their exact
+probabilities by transformers. Deliberately wrong samplers must be caught by the same test.
+"""
+
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import chisquare
+
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+from outdraft.spec.draft_model import DraftModelProposer
+from tests.models.checkpoints import llama, randomised, save
+
+VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 6, 3, 6_000
+PROMPT = [2, 3, 4, 3, 4, 3]
+ALPHA = 1e-6
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+    folder = tmp_path_factory.mktemp("distribution")
+    target, drafter = (
+        randomised(llama(vocab_size=VOCAB_SIZE, num_hidden_layers=layers), seed=layers)
+        for layers in (2, 1)
+    )
+    for model in (target, drafter):
+        model.get_input_embeddings().weight.data.mul_(0.5)
+        model.lm_head.weight.data.mul_(0.25)
+    return save(target, folder / "target"), save(drafter, folder / "drafter"), target
+
+
+@pytest.fixture(scope="module")
+def exact(checkpoints: tuple[Path, Path, Any]) -> np.ndarray:
+    """Probability of every text, in the order of `product`."""
+    texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=NUM_TOKENS)))
+    whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
+    with torch.no_grad():
+        logits = checkpoints[2](whole).logits.double()
+    logprobs = logits[:, len(PROMPT) - 1 : -1].log_softmax(-1)
+    return logprobs.gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
+
+
+def counts(checkpoints: tuple[Path, Path, Any], speculative: dict[str, Any] | None) -> np.ndarray:
+    if speculative is not None and speculative["method"] in ("draft_model", "combined"):
+        speculative = {**speculative, "model": str(checkpoints[1])}
+    llm = LLM(
+        model=str(checkpoints[0]),
+        speculative_config=speculative,
+        dtype="float32",
+        device="cpu",
+        max_num_seqs=100,
+        num_blocks=400,
+        seed=17,
+    )
+    params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True)
+    found = np.zeros((VOCAB_SIZE,) * NUM_TOKENS)
+    for output in llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False):
+        for completion in output.outputs:
+            found[tuple(completion.token_ids)] += 1
+    if speculative is not None:
+        assert llm.engine.stats.num_draft_tokens > NUM_TEXTS / 2
+    return found.ravel()
+
+
+def p_value(found: np.ndarray, exact: np.ndarray) -> float:
+    """Of Pearson's test; cells that expect less than 5 are merged into one."""
+    expected = exact * found.sum()
+    small = expected < 5
+    cells = [np.append(values[~small], values[small].sum()) for values in (found, expected)]
+    used = cells[1] > 0
+    return float(chisquare(cells[0][used], cells[1][used]).pvalue)
+
+
+MODEL = {"method": "draft_model", "num_speculative_tokens": 2}
+CASES = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 2},
+    "block": {**MODEL, "rejection_sample_method": "block"},
+    "token": {**MODEL, "rejection_sample_method": "token"},
+    "drafter-invariant": {**MODEL, "rejection_sample_method": "drafter_invariant"},
+    "greedy-drafts": {**MODEL, "draft_sample_method": "greedy"},
+    "combined": {"method": "combined", "num_speculative_tokens": 2},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_texts_follow_the_targets_distribution(case: str, checkpoints: Any, exact: np.ndarray):
+    assert p_value(counts(checkpoints, CASES[case]), exact) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["block", "token"])
+def test_drafts_from_another_distribution_than_told_are_caught(
+    rule: str, checkpoints: Any, exact: np.ndarray, monkeypatch: pytest.MonkeyPatch
+):
+    choose = DraftModelProposer._choose
+
+    def lying(self: Any, *args: Any) -> Any:
+        ids_B, probs_BV = choose(self, *args)
+        return ids_B, (probs_BV**2) / (probs_BV**2).sum(1, keepdim=True)
+
+    monkeypatch.setattr(DraftModelProposer, "_choose", lying)
+    speculative = {**MODEL, "rejection_sample_method": rule}
+    assert p_value(counts(checkpoints, speculative), exact) < ALPHA

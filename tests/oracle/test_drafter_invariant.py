@@ -1,0 +1,95 @@
+"""In drafter-invariant mode the ids depend on the seed alone, at any temperature."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.core.sampling import SamplingParams
+from tests.oracle.engines import NoisePolicy, engine, ids, prompts_of, run
+
+LENGTHS = (4, 19, 33)
+PARAMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cold": {"temperature": 0.7},
+    "top-k-top-p": {"top_k": 12, "top_p": 0.8},
+    "min-p": {"min_p": 0.05},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.5},
+    "greedy-penalties": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
+    "bias": {"logit_bias": {5: 4.0, 7: -100.0}},
+    "allowed": {"allowed_token_ids": list(range(10, 30))},
+    "bad-words": {"bad_words": ["w5", "w17 w18", "w9"], "top_k": 8},
+    "min-tokens": {"min_tokens": 12, "stop_token_ids": list(range(20, 40))},
+    "stop-ids": {"stop_token_ids": [11, 12, 13]},
+    "stop-strings": {"stop": ["w3", "w20", "w41 w"]},
+    "n": {"n": 3},
+    "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+}
+
+
+def sampled(**changes: Any) -> SamplingParams:
+    defaults: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 24}
+    return SamplingParams(**{"ignore_eos": True} | defaults | changes)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model", "perfect", "combined"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_output_is_the_plain_output(name: str, method: str):
+    rule = {"rejection_sample_method": "drafter_invariant"}
+    params = sampled(**PARAMS[name])
+    plain = run(engine("qwen2", "plain"), prompts_of(LENGTHS), params)
+    outputs = run(engine("qwen2", method, **rule), prompts_of(LENGTHS), params)
+    assert ids(outputs) == ids(plain)
+    for got, want in zip(outputs, plain, strict=True):
+        for left, right in zip(got.outputs, want.outputs, strict=True):
+            assert (left.text, left.finish_reason, left.stop_reason) == (
+                right.text,
+                right.finish_reason,
+                right.stop_reason,
+            )
+            assert _rounded(left.logprobs) == _rounded(right.logprobs)
+        assert _rounded(got.prompt_logprobs) == _rounded(want.prompt_logprobs)
+
+
+def test_a_perfect_drafter_that_shares_the_noise_is_always_right():
+    llm = engine("qwen2", "perfect", rejection_sample_method="drafter_invariant")
+    run(llm, prompts_of(LENGTHS), sampled(top_k=20, top_p=0.9, min_p=0.01))
+    assert llm.engine.stats.acceptance_rate == 1.0
+
+
+@settings(max_examples=15, deadline=None)
+@given(seed=st.integers(0, 10_000), name=st.sampled_from(sorted(PARAMS)))
+def test_random_trees_change_no_sample(seed: int, name: str):
+    """Deterministic drafts are matched with the target's own samples: equal in every mode."""
+    params = sampled(**PARAMS[name])
+    plain = run(engine("mistral-window", "plain"), prompts_of(LENGTHS), params)
+    right = {
+        f"{i}/{j}": completion.token_ids
+        for i, output in enumerate(plain)
+        for j, completion in enumerate(output.outputs)
+    }
+    llm = engine("mistral-window", "ngram", num_drafts=16, num_blocks=500)
+    llm.engine.drafting = NoisePolicy(llm, right, seed)
+    assert ids(run(llm, prompts_of(LENGTHS), params)) == ids(plain)
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "draft_model"])
+def test_a_seeded_request_is_the_same_in_any_batch(method: str):
+    rule = {"rejection_sample_method": "drafter_invariant"}
+    prompts = prompts_of(LENGTHS)
+    together = run(engine("qwen2", method, **rule), prompts, sampled(top_p=0.9))
+    alone = [
+        run(engine("qwen2", method, **rule), [prompt], sampled(top_p=0.9))[0] for prompt in prompts
+    ]
+    assert ids(together) == ids(alone)
+
+
+def _rounded(rows: Any) -> Any:
+    """Token ids, ranks and log-probabilities up to rounding."""
+    if rows is None:
+        return None
+    return [
+        row and {token: (round(entry.logprob, 3), entry.rank) for token, entry in row.items()}
+        for row in rows
+    ]

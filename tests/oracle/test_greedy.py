@@ -1,0 +1,122 @@
+"""Speculation is invisible at temperature 0: ids equal to transformers' generate, always."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracle.engines import (
+    FAMILIES,
+    METHODS,
+    NoisePolicy,
+    engine,
+    greedy,
+    greedy_oracle,
+    ids,
+    prompts_of,
+    run,
+)
+
+LENGTHS = (3, 21, 40, 9, 33)
+NUM_TOKENS = 30
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_and_method_equals_transformers(family: str, method: str):
+    llm = engine(family, method)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_drafts", range(1, 9))
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_every_number_of_drafts_equals_transformers(method: str, num_drafts: int):
+    llm = engine("llama-llama3-rope", method, num_drafts)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("llama-llama3-rope", LENGTHS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"block_size": 1, "num_blocks": 400}, id="block-size-1"),
+        pytest.param({"block_size": 16, "max_num_batched_tokens": 4}, id="tiny-chunks"),
+        pytest.param({"max_num_batched_tokens": 512}, id="whole-prompts"),
+        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
+        pytest.param({"num_blocks": 6, "enable_prefix_caching": False}, id="preempted"),
+        pytest.param({"num_blocks": 6}, id="preempted-with-prefix-cache"),
+        pytest.param({"max_num_seqs": 1}, id="one-by-one"),
+        pytest.param({"policy": "priority"}, id="priority"),
+        pytest.param({"attention": "reference"}, id="reference-attention"),
+    ],
+)
+def test_every_way_to_run_a_batch_equals_transformers(method: str, options: dict):
+    llm = engine("qwen3-window", method, **options)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("qwen3-window", LENGTHS, NUM_TOKENS)
+    if options.get("num_blocks") == 6:
+        assert any(output.metrics.num_preemptions for output in outputs)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_prefix_hit_restores_target_and_drafter(method: str):
+    llm = engine("qwen2", method)
+    prompts = prompts_of(LENGTHS)
+    first = run(llm, prompts, greedy(NUM_TOKENS))
+    steps = llm.engine.stats.num_steps
+    second = run(llm, prompts, greedy(NUM_TOKENS))
+    assert ids(first) == ids(second) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
+    assert [output.num_cached_tokens for output in second] == [0, 16, 32, 0, 32]
+    assert llm.engine.stats.num_steps <= 2 * steps
+
+
+@pytest.mark.parametrize("method", ["draft_model", "perfect", "combined"])
+def test_a_drafter_that_paused_catches_up_exactly(method: str):
+    """A perfect drafter stays perfect when it drafts in some steps only."""
+    llm = engine("llama-llama3-rope", method)
+    policy, step = llm.engine.drafting, [0]
+    choose = policy.choose
+
+    def now_and_then(requests, num_running):
+        step[0] += 1
+        return choose(requests, num_running) if step[0] % 5 in (0, 1) else {}
+
+    policy.choose = now_and_then
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("llama-llama3-rope", LENGTHS, NUM_TOKENS)
+    if method == "perfect":
+        assert llm.engine.stats.acceptance_rate == 1.0
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), block_size=st.sampled_from([1, 4, 16]))
+def test_random_trees_change_nothing(seed: int, block_size: int):
+    right = greedy_oracle("mistral-window", LENGTHS, NUM_TOKENS)
+    llm = engine("mistral-window", "ngram", num_drafts=16, block_size=block_size, num_blocks=500)
+    known = {f"{i}/0": tokens for i, tokens in enumerate(right)}
+    llm.engine.drafting = NoisePolicy(llm, known, seed)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == right
+    assert llm.engine.stats.num_accepted_tokens > 0
+
+
+def test_a_request_may_turn_speculation_off_or_down():
+    llm = engine("qwen2", "perfect", num_drafts=4)
+    wishes = [{}, {"method": "off"}, {"num_speculative_tokens": 2}, {"method": "draft_model"}, {}]
+    params = [greedy(NUM_TOKENS, speculation=wish) for wish in wishes]
+    outputs = run(llm, prompts_of(LENGTHS), params)
+    assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
+    drafted = [max(o.metrics.speculative_decoding.per_step_drafted, default=0) for o in outputs]
+    assert drafted == [4, 0, 2, 4, 4]
+
+
+def test_a_drafter_with_a_short_context_gates_only_the_long_request():
+    llm = engine("qwen2", "perfect")
+    llm.engine.drafting._drafter_max_len = 30
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
+    steps = [output.metrics.speculative_decoding.num_spec_steps for output in outputs]
+    assert steps[0] > 0
+    assert steps[2] == 0

@@ -1,0 +1,81 @@
+"""No work is wasted: a perfect drafter takes the fewest steps, and plans are what is computed."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from outdraft.runner import model_runner
+from tests.oracle.engines import engine, greedy, prompts_of, run
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3, 5])
+def test_a_perfect_drafter_takes_the_fewest_steps(num_drafts: int):
+    llm = engine("llama-llama3-rope", "perfect", num_drafts, max_num_batched_tokens=512)
+    num_tokens = 25
+    (output,) = run(llm, prompts_of([20]), greedy(num_tokens))
+    # The first step reads the prompt and yields a token; then num_drafts + 1 tokens a step.
+    assert llm.engine.stats.num_steps == 1 + -(-(num_tokens - 1) // (num_drafts + 1))
+    assert llm.engine.stats.acceptance_rate == 1.0
+    assert output.metrics.speculative_decoding.draft_acceptance_rate == 1.0
+
+
+@pytest.mark.parametrize("method", ["plain", "ngram", "combined"])
+def test_rows_computed_are_rows_planned(method: str):
+    llm = engine("qwen3-window", method)
+    runner = llm.engine.executor.runner
+    computed = []
+    forward = runner.model.forward
+    runner.model.forward = lambda ids_T, *rest: (computed.append(len(ids_T)), forward(ids_T, *rest))[1]
+    try:
+        run(llm, prompts_of([12, 30]), greedy(20))
+    finally:
+        runner.model.forward = forward
+    assert sum(computed) == llm.engine.stats.num_rows
+    assert len(computed) == llm.engine.stats.num_steps
+
+
+class _Waits(TorchDispatchMode):
+    """Counts the operations that make the host wait for the device."""
+
+    WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.__name__.split(".")[0] in self.WAITING:
+            self.seen.append(func.__name__)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["plain", "draft_model", "combined"])
+def test_a_step_waits_for_the_device_once(method: str, temperature: float, monkeypatch):
+    """`launch` never waits; `collect` waits for one copy. Reference attention: no numba views."""
+    llm = engine("qwen2", method, attention="reference")
+    copies = []
+    to_host = model_runner.to_host
+    monkeypatch.setattr(
+        model_runner, "to_host", lambda *args: (copies.append(1), to_host(*args))[1]
+    )
+    params = greedy(12) if temperature == 0 else _sampled(12)
+    with _Waits() as waits, torch.inference_mode():
+        run(llm, prompts_of([5, 18]), params)
+    assert waits.seen == []
+    assert len(copies) == llm.engine.stats.num_steps
+
+
+def _sampled(num_tokens: int):
+    from outdraft.core.sampling import SamplingParams
+
+    return SamplingParams(
+        temperature=1.0,
+        top_k=20,
+        top_p=0.9,
+        min_p=0.01,
+        presence_penalty=0.3,
+        seed=7,
+        max_tokens=num_tokens,
+        ignore_eos=True,
+    )

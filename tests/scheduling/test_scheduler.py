@@ -1,0 +1,470 @@
+"""The scheduler against a simulated device that checks every position it is given to read."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.plan import DraftChoice, StepPlan, StepResult, WorkResult
+from outdraft.core.request import FinishReason, Request, RequestStatus
+from outdraft.core.sampling import SamplingParams
+from outdraft.kv.block_pool import BlockPool
+from outdraft.scheduling.scheduler import Scheduler
+from tests.scheduling.simulated_device import SimulatedDevice
+
+VOCAB_SIZE = 3  # small, so that random prompts share prefixes
+MAX_MODEL_LEN = 40
+
+
+def request(
+    request_id: str,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    stop: frozenset[int] = frozenset(),
+    priority: int = 0,
+    **params,
+) -> Request:
+    return Request(
+        request_id,
+        prompt,
+        SamplingParams(max_tokens=max_tokens, **params),
+        seed=0,
+        max_model_len=MAX_MODEL_LEN,
+        stop_token_ids=stop,
+        priority=priority,
+    )
+
+
+def scheduler(
+    num_blocks: int = 100, block_size: int = 4, caching: bool = True, **options
+) -> Scheduler:
+    options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
+    return Scheduler(
+        SchedulerConfig(**options),
+        CacheConfig(block_size=block_size, enable_prefix_caching=caching),
+        BlockPool(num_blocks),
+        MAX_MODEL_LEN,
+    )
+
+
+def model_drafts(number: int) -> DraftChoice:
+    return DraftChoice(DraftSource.MODEL, num_model_drafts=number)
+
+
+def host_drafts(*token_ids: int) -> DraftChoice:
+    return DraftChoice(DraftSource.NGRAM, Draft.chain(token_ids))
+
+
+def plain_results(plan: StepPlan, token_id: int = 1) -> StepResult:
+    """Every draft is rejected; every work that samples gets token_id."""
+    return StepResult(
+        tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in plan.works)
+    )
+
+
+def run_plainly(sched: Scheduler, steps: int) -> None:
+    for _ in range(steps):
+        plan = sched.schedule({})
+        sched.commit(plan, plain_results(plan))
+        sched.check_invariants()
+
+
+# --- the simulation ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """One simulated engine and what happens to it."""
+
+    seed: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    caching: bool
+    num_requests: int
+
+
+@st.composite
+def worlds(draw) -> World:
+    block_size = draw(st.sampled_from([1, 2, 4, 16]))
+    needed = -(-MAX_MODEL_LEN // block_size)
+    max_num_seqs = draw(st.integers(1, 5))
+    return World(
+        seed=draw(st.integers(0, 2**32)),
+        block_size=block_size,
+        num_blocks=draw(st.integers(needed, 3 * needed)),  # small: preemption is common
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=draw(st.integers(max_num_seqs, 40)),
+        policy=draw(st.sampled_from(["fcfs", "priority"])),
+        caching=draw(st.booleans()),
+        num_requests=draw(st.integers(1, 10)),
+    )
+
+
+class Simulation:
+    """Random arrivals, drafts, acceptances and aborts; every claim is checked at every step."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.rng = Random(world.seed)
+        self.device = SimulatedDevice(self.rng, world.block_size, VOCAB_SIZE)
+        self.sched = scheduler(
+            world.num_blocks,
+            world.block_size,
+            world.caching,
+            max_num_seqs=world.max_num_seqs,
+            max_num_batched_tokens=world.max_num_batched_tokens,
+            policy=world.policy,
+        )
+        self.requests: list[Request] = []
+        self.num_preemptions = 0
+
+    def run(self) -> None:
+        for _ in range(2000):
+            if len(self.requests) < self.world.num_requests and self.rng.random() < 0.5:
+                self._arrive()
+            if self.sched.has_work:
+                self._step()
+            elif len(self.requests) == self.world.num_requests:
+                break
+        assert all(r.status is RequestStatus.FINISHED for r in self.requests)
+        assert self.sched.pool.num_free == self.sched.pool.num_blocks
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        one = request(
+            str(len(self.requests)),
+            [rng.randrange(VOCAB_SIZE) if rng.random() < 0.2 else 1 for _ in range(rng.randint(1, 25))],
+            rng.randint(1, 15),
+            stop=frozenset([0]) if rng.random() < 0.3 else frozenset(),
+            priority=rng.randint(0, 3),
+            prompt_logprobs=1 if rng.random() < 0.1 else None,
+        )
+        self.requests.append(one)
+        self.sched.add(one)
+
+    def _step(self) -> None:
+        choices = self._choices()
+        before = list(self.sched.running)
+        plan = self.sched.schedule(choices)
+        self._check_plan(plan, choices)
+        self._check_order(before)
+        result = self.device.execute(plan)
+        aborted = self._maybe_abort()
+        lengths = {work.request.id: work.request.num_tokens for work in plan.works}
+        booked = self.sched.commit(plan, result)
+        self.sched.check_invariants()
+        assert aborted not in [work.request for work, _, _ in booked]
+        for work, outcome, added in booked:
+            assert added == outcome.token_ids[: len(added)]
+            assert bool(added) == work.samples
+            assert work.request.num_tokens == lengths[work.request.id] + len(added)
+            assert work.request.num_output <= (work.request.params.max_tokens or 0)
+            is_cut = len(added) < len(outcome.token_ids)
+            assert not is_cut or work.request.finish_reason is not None
+        for one in self.sched.running:
+            blocks = self.sched.table(one).ids
+            self.device.check(self.device.target, one, blocks, one.num_computed)
+            self.device.check(self.device.drafter, one, blocks, one.num_drafter_computed)
+
+    def _choices(self) -> dict[str, DraftChoice]:
+        rng = self.rng
+        drafting = self.sched.drafting_requests()
+        assert all(r in self.sched.running and r.num_uncomputed == 1 for r in drafting)
+        choices: dict[str, DraftChoice] = {}
+        for one in self.sched.running:  # also some that are not drafting: they must be ignored
+            kind = rng.choice(["none", "model", "chain", "tree"])
+            ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
+            if kind == "model":
+                choices[one.id] = model_drafts(len(ids))
+            elif kind == "chain":
+                choices[one.id] = host_drafts(*ids)
+            elif kind == "tree":
+                parents = tuple(rng.randint(0, row) for row in range(len(ids)))
+                choices[one.id] = DraftChoice(DraftSource.SUFFIX, Draft(tuple(ids), parents))
+        return choices
+
+    def _maybe_abort(self) -> Request | None:
+        live = [*self.sched.running, *self.sched.waiting]
+        if self.rng.random() > 0.03 or not live:
+            return None
+        victim = self.rng.choice(live)
+        assert self.sched.abort(victim.id) is victim
+        assert victim.finish_reason is FinishReason.ABORT
+        assert self.sched.abort(victim.id) is None
+        return victim
+
+    def _check_plan(self, plan: StepPlan, choices: dict[str, DraftChoice]) -> None:
+        assert 0 < plan.num_rows <= self.world.max_num_batched_tokens
+        assert {work.request.id for work in plan.works} == {r.id for r in self.sched.running}
+        for work in plan.works:
+            assert work.start == work.request.num_computed
+            assert len(work.block_ids) * self.world.block_size >= (
+                work.request.num_tokens + work.num_drafts if work.drafts else work.start + work.num_new
+            )
+            if work.drafts is None:
+                continue
+            choice = choices[work.request.id]
+            assert work.samples
+            assert 0 < work.num_drafts <= min(len(choice), work.request.max_drafts)
+            assert work.drafts == choice.truncated(work.num_drafts)
+
+    def _check_order(self, before: list[Request]) -> None:
+        """Whoever comes first is admitted first and preempted last."""
+        running, waiting = self.sched.running, self.sched.waiting
+
+        def key(one: Request) -> tuple[float, ...]:
+            rank = one.priority if self.world.policy == "priority" else 0
+            return rank, one.arrival_s
+
+        admitted = [r for r in running if r not in before]
+        preempted = [r for r in before if r not in running]
+        survivors = [r for r in before if r in running]
+        self.num_preemptions += len(preempted)
+        assert not (admitted and preempted)
+        if admitted and waiting:
+            assert max(map(key, admitted)) <= min(map(key, waiting))
+        if preempted and survivors:
+            assert min(map(key, preempted)) >= max(map(key, survivors))
+        if self.world.policy == "fcfs" and running and waiting:
+            assert max(map(key, running)) <= min(map(key, waiting))
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds())
+def test_any_mix_of_requests_drafts_and_aborts_is_computed_in_order_and_leaves_nothing(world):
+    Simulation(world).run()
+
+
+def test_the_simulation_reaches_preemption_and_cached_prefixes():
+    """A simulation that never gets there would prove nothing about it."""
+    preemptions = cached = drafter_hits = 0
+    for seed in range(20):
+        simulation = Simulation(World(seed, 2, 24, 5, 40, "fcfs", True, 10))
+        simulation.run()
+        preemptions += simulation.num_preemptions
+        cached += sum(r.num_cached for r in simulation.requests)
+        drafter_hits += sum(map(simulation.sched.pool.is_drafter_filled, range(24)))
+    assert preemptions > 20
+    assert cached > 20
+    assert drafter_hits > 20
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds())
+def test_one_row_a_request_is_guaranteed_whatever_the_others_compute(world):
+    sched = scheduler(
+        1000, max_num_seqs=world.max_num_seqs, max_num_batched_tokens=world.max_num_batched_tokens
+    )
+    rng = Random(world.seed)
+    for i in range(world.max_num_seqs):
+        sched.add(request(str(i), [rng.randrange(3)] * rng.randint(1, 25)))
+        sched.commit(plan := sched.schedule({}), plain_results(plan))
+        choices = {r.id: host_drafts(1, 1, 1, 1, 1) for r in sched.running}
+        plan = sched.schedule(choices)
+        assert {work.request.id for work in plan.works} == {r.id for r in sched.running}
+        sched.commit(plan, plain_results(plan))
+
+
+# --- single claims ----------------------------------------------------------------------------
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
+    sched = scheduler(max_num_batched_tokens=8)
+    sched.add(request("a", [1] * 20))
+    plans = []
+    for _ in range(3):
+        plans.append(plan := sched.schedule({}))
+        sched.commit(plan, plain_results(plan))
+    works = [plan.works[0] for plan in plans]
+    assert [(w.start, w.num_new, w.samples) for w in works] == [
+        (0, 8, False),
+        (8, 8, False),
+        (16, 4, True),
+    ]
+
+
+def test_drafts_take_only_the_rows_that_no_running_request_needs():
+    sched = scheduler(max_num_batched_tokens=4, max_num_seqs=3)
+    for name in "abc":
+        sched.add(request(name, [1], 20))
+        run_plainly(sched, 1)
+    plan = sched.schedule({name: host_drafts(1, 1, 1) for name in "abc"})
+    assert [work.num_rows for work in plan.works] == [2, 1, 1]
+
+
+def test_drafts_are_cut_to_the_blocks_that_are_left():
+    sched = scheduler(num_blocks=3, block_size=4)
+    sched.add(request("a", [1] * 6, 6))
+    run_plainly(sched, 1)
+    sched.pool.allocate(1)  # someone else's
+    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
+    assert plan.works[0].num_drafts == 1  # tokens 0..6 and one draft fill the request's two blocks
+
+
+def test_drafts_preempt_nobody():
+    sched = scheduler(num_blocks=4, block_size=4, caching=False)
+    sched.add(request("a", [1] * 4, 8))
+    sched.add(request("b", [1] * 4, 8))
+    run_plainly(sched, 1)  # one block each; the next row of each needs one more
+    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1, 1)})
+    assert [work.request.id for work in plan.works] == ["a", "b"]
+    assert plan.works[0].num_drafts == 3
+
+
+def test_the_newest_request_is_preempted_and_runs_again_with_its_tokens():
+    sched = scheduler(num_blocks=3, block_size=4, caching=False)
+    first, second = request("a", [1] * 4, 8), request("b", [2] * 4, 8)
+    sched.add(first)
+    sched.add(second)
+    run_plainly(sched, 1)
+    plan = sched.schedule({})
+    assert [work.request for work in plan.works] == [first]
+    assert second.status is RequestStatus.WAITING
+    assert second.output_ids == [1]
+    assert (second.num_preemptions, second.slot) == (1, None)
+    sched.commit(plan, plain_results(plan))
+    sched.abort("a")
+    [work] = sched.schedule({}).works
+    assert (work.request, work.start, work.num_new) == (second, 0, 5)
+
+
+def test_a_rejected_draft_leaves_no_blocks_behind():
+    sched = scheduler(block_size=1)
+    sched.add(request("a", [1, 1, 1], 20))
+    run_plainly(sched, 1)
+    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
+    assert len(plan.works[0].block_ids) == 8
+    sched.commit(plan, plain_results(plan))
+    assert sched.pool.num_blocks - sched.pool.num_free == 4
+
+
+def test_tokens_behind_a_stop_token_inside_an_accepted_draft_are_dropped():
+    sched = scheduler()
+    one = request("a", [1], 20, stop=frozenset([0]), stop_token_ids=[0])
+    sched.add(one)
+    run_plainly(sched, 1)
+    plan = sched.schedule({"a": host_drafts(2, 0, 2)})
+    outcome = WorkResult((2, 0, 2, 1), (0, 1, 2), (2, 0, 2))
+    [(_, _, added)] = sched.commit(plan, StepResult((outcome,)))
+    assert added == (2, 0)
+    assert one.output_ids == [1, 2, 0]
+    assert (one.finish_reason, one.stop_reason) == (FinishReason.STOP, 0)
+    assert not sched.has_work
+
+
+def test_a_known_prefix_is_not_computed_again_and_its_last_token_is():
+    sched = scheduler(block_size=4)
+    sched.add(request("a", [1] * 8, 1))
+    run_plainly(sched, 1)
+    second = request("b", [1] * 8)
+    sched.add(second)
+    [work] = sched.schedule({}).works
+    assert (work.start, work.num_new) == (4, 4)
+    assert second.num_cached == 4
+
+
+def test_generated_tokens_are_found_by_a_follow_up_prompt():
+    sched = scheduler(block_size=2)
+    sched.add(request("a", [1, 1], 4))
+    run_plainly(sched, 4)
+    sched.add(request("b", [1, 1, 1, 1, 1, 2]))
+    assert sched.schedule({}).works[0].start == 4
+
+
+def test_requests_for_prompt_logprobs_compute_their_whole_prompt():
+    sched = scheduler(block_size=2)
+    sched.add(request("a", [1] * 6, 1))
+    run_plainly(sched, 1)
+    sched.add(request("b", [1] * 6, prompt_logprobs=0))
+    assert sched.schedule({}).works[0].start == 0
+
+
+@pytest.mark.parametrize(("num_accepted", "drafter_computed"), [(0, 4), (1, 5), (2, 6), (3, 6)])
+def test_the_drafter_has_all_but_its_last_draft(num_accepted, drafter_computed):
+    sched = scheduler()
+    one = request("a", [1] * 3, 20)
+    sched.add(one)
+    run_plainly(sched, 1)
+    plan = sched.schedule({"a": model_drafts(3)})
+    emitted = (1,) * (num_accepted + 1)
+    rows = tuple(range(num_accepted))
+    sched.commit(plan, StepResult((WorkResult(emitted, rows, (1, 1, 1)),)))
+    assert one.num_computed == 4 + num_accepted
+    assert one.num_drafter_computed == drafter_computed
+
+
+def test_the_drafter_lags_while_others_draft():
+    sched = scheduler()
+    one = request("a", [1] * 3, 20)
+    sched.add(one)
+    run_plainly(sched, 3)
+    assert (one.num_computed, one.num_drafter_computed) == (5, 0)
+
+
+def test_a_cached_prefix_counts_for_the_drafter_up_to_the_first_block_it_did_not_fill():
+    sched = scheduler(block_size=2)
+    sched.add(request("a", [1] * 4, 9))
+    run_plainly(sched, 1)
+    plan = sched.schedule({"a": model_drafts(1)})  # the drafter reads five tokens: two blocks
+    sched.commit(plan, plain_results(plan))
+    run_plainly(sched, 7)
+    assert not sched.has_work
+    second = request("b", [1] * 10)
+    sched.add(second)
+    sched.schedule({})
+    assert (second.num_computed, second.num_drafter_computed) == (8, 4)
+
+
+def test_priority_admits_the_lowest_number_first():
+    sched = scheduler(policy="priority", max_num_seqs=1)
+    for name, priority in (("a", 2), ("b", 0), ("c", 1)):
+        sched.add(request(name, [1], 1, priority=priority))
+    order = []
+    while sched.has_work:
+        plan = sched.schedule({})
+        order.append(plan.works[0].request.id)
+        sched.commit(plan, plain_results(plan))
+    assert order == ["b", "c", "a"]
+
+
+def test_fcfs_ignores_priorities():
+    sched = scheduler(max_num_seqs=1)
+    for name, priority in (("a", 2), ("b", 0)):
+        sched.add(request(name, [1], 1, priority=priority))
+    assert sched.schedule({}).works[0].request.id == "a"
+
+
+def test_a_request_that_can_never_fit_is_refused_at_once():
+    sched = scheduler(num_blocks=2, block_size=4)
+    with pytest.raises(RequestError, match="9 tokens") as caught:
+        sched.add(request("a", [1], 8))
+    assert caught.value.field == "max_tokens"
+    assert not sched.has_work
+
+
+def test_a_full_queue_and_a_used_id_are_refused():
+    sched = scheduler(max_waiting=1)
+    sched.add(request("a", [1]))
+    with pytest.raises(CapacityError, match="1 requests"):
+        sched.add(request("b", [1]))
+    run_plainly(sched, 1)
+    with pytest.raises(RequestError) as caught:
+        sched.add(request("a", [1]))
+    assert caught.value.field == "request_id"
+
+
+def test_check_invariants_sees_a_leaked_block():
+    sched = scheduler()
+    sched.pool.allocate(1)
+    with pytest.raises(AssertionError):
+        sched.check_invariants()
