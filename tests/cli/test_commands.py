@@ -21,6 +21,11 @@ def expected_text(model, prompt, max_tokens):
     return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
 
 
+def printable(text):
+    """What a terminal shows of it, without the places where it breaks lines."""
+    return "".join(letter for letter in text if letter.isprintable() and not letter.isspace())
+
+
 def run(command, *arguments, **options):
     """stdout, stderr and exit code; an error that is not reported fails the test."""
     result = command.invoke(app, [str(argument) for argument in arguments], **options)
@@ -134,8 +139,8 @@ def test_version_is_one_line(command):
 def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     result = run(command, "doctor")
     assert result.exit_code == 0
-    for part in ("threads", "torch", "attention", "packed as", "OMP_NUM_THREADS", "3 held out"):
-        assert part in result.stdout.replace("4 held out", "3 held out"), part
+    for part in ("threads", "torch", "attention", "packed as", "OMP_NUM_THREADS", "4 held out"):
+        assert part in result.stdout, part
     assert "no embedded" not in result.stdout
 
 
@@ -170,7 +175,7 @@ def test_demo_shows_every_prompts_whole_text_a_legend_and_a_table(command, embed
     assert result.exit_code == 0
     for prompt in ("def add(left,", "return right -"):
         text = expected_text(embedded.target, prompt, 12)
-        assert "".join((prompt + text).split()) in "".join(result.stdout.split())
+        assert printable(prompt + text) in printable(result.stdout)
     for part in ("# 0.py", "# 1.py", "draft model", "n-gram", "GB/s", "KV cache", "combined"):
         assert part in result.stdout
     assert "# 2.py" not in result.stdout

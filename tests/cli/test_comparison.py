@@ -61,7 +61,8 @@ def test_no_method_changes_what_plain_decoding_gives(llms, compared):
 def test_all_methods_take_their_turn_at_each_prompt(llms, compared):
     tallies, seen = compared
     finished = [
-        name for (name, ids), after in zip(seen, [*seen[1:], (None, [])], strict=True)
+        name
+        for (name, ids), after in zip(seen, [*seen[1:], (None, [])], strict=True)
         if len(after[1]) <= len(ids) or after[0] != name
     ]
     assert finished == [*llms, *llms]

@@ -1,5 +1,7 @@
 """Speculation is invisible at temperature 0: ids equal to transformers' generate, always."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,7 +116,8 @@ def test_a_request_may_turn_speculation_off_or_down():
 
 def test_a_drafter_with_a_short_context_gates_only_the_long_request():
     llm = engine("qwen2", "perfect")
-    llm.engine.drafting._drafter_max_len = 30
+    policy = llm.engine.drafting
+    policy._drafter = replace(policy._drafter, max_len=30)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
     steps = [output.metrics.speculative_decoding.num_spec_steps for output in outputs]

@@ -25,7 +25,10 @@ def test_rows_computed_are_rows_planned(method: str):
     runner = llm.engine.executor.runner
     computed = []
     forward = runner.model.forward
-    runner.model.forward = lambda ids_T, *rest: (computed.append(len(ids_T)), forward(ids_T, *rest))[1]
+    runner.model.forward = lambda ids_T, *rest: (
+        computed.append(len(ids_T)),
+        forward(ids_T, *rest),
+    )[1]
     try:
         run(llm, prompts_of([12, 30]), greedy(20))
     finally:

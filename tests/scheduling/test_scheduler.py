@@ -171,6 +171,8 @@ class Simulation:
             assert work.request.num_output <= (work.request.params.max_tokens or 0)
             is_cut = len(added) < len(outcome.token_ids)
             assert not is_cut or work.request.finish_reason is not None
+            num_named = len(work.request.block_hashes)
+            assert num_named <= work.request.num_tokens // self.world.block_size
         for one in self.sched.running:
             blocks = self.sched.table(one).ids
             self.device.check(self.device.target, one, blocks, one.num_computed)

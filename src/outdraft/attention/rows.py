@@ -102,7 +102,19 @@ def send(
         ],
         device,
     )
-    return AttentionMetadata(*sent[:7], layout.max_rows, layout.max_seq_len), sent[7:]
+    starts, contexts, causal, ancestors, positions, slots, blocks, *others = sent
+    metadata = AttentionMetadata(
+        query_start_B1=starts,
+        context_lens_B=contexts,
+        num_causal_B=causal,
+        ancestors_T=ancestors,
+        positions_T=positions,
+        slots_T=slots,
+        block_table_BP=blocks,
+        max_rows=layout.max_rows,
+        max_seq_len=layout.max_seq_len,
+    )
+    return metadata, others
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

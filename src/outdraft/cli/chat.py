@@ -56,7 +56,7 @@ def chat(
             typer.echo(piece, nl=False)
 
         try:
-            output = stream(llm.engine, ids, params, show)
+            output = stream(llm.engine, str(len(messages)), ids, params, show)
             typer.echo(f"\n({summary(output, started_s)})", err=True)
         except KeyboardInterrupt:
             typer.echo()

@@ -113,15 +113,15 @@ def compare(
     assert warm_up not in prompts
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for engine in engines.values():
-        _complete(engine, warm_up, params, lambda output: None)
+        _complete(engine, "warm-up", warm_up, params, lambda output: None)
     tallies = {name: Tally() for name in engines}
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         for name, engine in engines.items():
 
             def shown(output: RequestOutput, name: str = name) -> None:
                 on_step(name, output)
 
-            tallies[name].add(*_complete(engine, prompt, params, shown))
+            tallies[name].add(*_complete(engine, str(number), prompt, params, shown))
     return tallies
 
 
@@ -157,10 +157,14 @@ def all_identical(tallies: Mapping[str, Tally]) -> bool:
 
 
 def _complete(
-    engine: Engine, prompt: str, params: SamplingParams, shown: Callable[[RequestOutput], None]
+    engine: Engine,
+    request_id: str,
+    prompt: str,
+    params: SamplingParams,
+    shown: Callable[[RequestOutput], None],
 ) -> tuple[RequestOutput, int, float]:
     """The finished output, its tokens behind the first ones, and the time they took in steps."""
-    engine.add_request("demo", prompt, params)
+    engine.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
     num_first, decode_s = 0, 0.0
     while engine.has_work:

@@ -64,6 +64,10 @@ class DemoView:
             start = len(self._detokenizer.text)
             self._detokenizer.push(token_id)
             grown.append(self._detokenizer.text[start:], STYLES.get(origin))
+        if output.finished:
+            start = len(self._detokenizer.text)
+            self._detokenizer.finish()
+            grown.append(self._detokenizer.text[start:])
         self._num_shown = len(completion.token_ids)
         self._console.print(grown, end="", soft_wrap=True)
 

@@ -68,7 +68,9 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     if device.type == "cpu" and not _multiplies_bfloat16():
         missing.append("bfloat16 instructions: float32 is used, which reads twice the bytes")
     if device.type == "cpu" and not torch.backends.mkl.is_available():
-        missing.append("MKL in this build of torch: float32 weights are packed by oneDNN, if at all")
+        missing.append(
+            "MKL in this build of torch: float32 weights are packed by oneDNN, if at all"
+        )
     return sections, missing
 
 

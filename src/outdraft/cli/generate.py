@@ -42,9 +42,13 @@ def generate(
 
     llm = LLM.from_config(config)
     started_s = time.monotonic()
-    output = stream(llm.engine, text, params, lambda piece: typer.echo(piece, nl=False))
+    output = stream(llm.engine, "0", text, params, _show)
     typer.echo()
     typer.echo(summary(output, started_s), err=True)
+
+
+def _show(piece: str) -> None:
+    typer.echo(piece, nl=False)
 
 
 def _stdin() -> str:

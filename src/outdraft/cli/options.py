@@ -146,9 +146,7 @@ def parse_bytes(text: str) -> int:
     try:
         return int(float(number.removesuffix(unit)) * _UNITS[unit])
     except (KeyError, ValueError):
-        raise ConfigError(
-            f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G"
-        ) from None
+        raise ConfigError(f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G") from None
 
 
 def parse_json_object(text: str) -> dict[str, Any] | None:

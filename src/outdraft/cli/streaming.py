@@ -7,11 +7,10 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 
-_REQUEST_ID = "command-line"
-
 
 def stream(
     engine: Engine,
+    request_id: str,
     prompt: str | Sequence[int],
     params: SamplingParams,
     show: Callable[[str], None],
@@ -23,7 +22,7 @@ def stream(
     Raises:
         RequestError: it can never run.
     """
-    engine.add_request(_REQUEST_ID, prompt, params)
+    engine.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
     shown = 0
     try:
@@ -34,7 +33,7 @@ def stream(
                     show(text[shown:])
                     shown = len(text)
     except BaseException:
-        engine.abort(_REQUEST_ID)
+        engine.abort(request_id)
         raise
     assert output is not None
     return output

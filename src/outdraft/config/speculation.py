@@ -165,11 +165,11 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
     if method in ("suffix", "combined"):
         sources.append(SuffixConfig(**_chosen(given, _SUFFIX_KEYS)))
     if method in ("ngram", "combined"):
-        lookup = _chosen(given, _NGRAM_KEYS)
-        if len(lookup) == 1:  # as in vLLM, one bound alone stands for both
-            [bound] = lookup.values()
-            lookup: dict[str, Any] = dict.fromkeys(_NGRAM_KEYS, bound)
-        sources.append(NgramConfig(**lookup))
+        bounds = _chosen(given, _NGRAM_KEYS)
+        if len(bounds) == 1:  # as in vLLM, one bound alone stands for both
+            [bound] = bounds.values()
+            bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
+        sources.append(NgramConfig(**bounds))
     if method == "draft_model" and "model" not in given:
         raise ConfigError("speculative_config of method 'draft_model' needs a model")
     if "model" in given:

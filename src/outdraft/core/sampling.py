@@ -29,7 +29,8 @@ class SpeculationParams:
             return
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise RequestError(
-                f"num_speculative_tokens must be a whole number of at least 0, got {number!r}",
+                "num_speculative_tokens of speculation must be a whole number of at least 0, got "
+                f"{number!r}",
                 "speculation",
             )
 
@@ -153,7 +154,8 @@ class SamplingParams:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", name)
-        _check_list("stop", self.stop_strings, str)
+        if self.stop is not None and not isinstance(self.stop, str):
+            _check_list("stop", self.stop, str)
         for name, kind in _LISTS:
             if getattr(self, name) is not None:
                 _check_list(name, getattr(self, name), kind)

@@ -29,7 +29,7 @@ from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.spec.draft_model import DraftModelProposer
-from outdraft.spec.draft_policy import DraftPolicy
+from outdraft.spec.draft_policy import DrafterLimits, DraftPolicy
 from outdraft.spec.ngram import NgramProposer
 from outdraft.spec.proposer import HostProposer
 from outdraft.spec.rejection_sampler import Verifier
@@ -104,7 +104,9 @@ def build_engine(
         seed=config.seed,
     )
     policy = DraftPolicy(
-        speculation, _host_proposers(speculation.sources), _drafter_max_len(speculation.draft_model, drafter)
+        speculation,
+        _host_proposers(speculation.sources),
+        _drafter_limits(speculation.draft_model, target, drafter),
     )
     return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
 
@@ -124,7 +126,9 @@ def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torc
         return getattr(torch, name)
     if device.type == "cuda":
         return getattr(torch, checkpoint_dtype)
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32  # noqa: SLF001
+    capabilities = torch.cpu.get_capabilities()
+    multiplies_bf16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    return torch.bfloat16 if multiplies_bf16 else torch.float32
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
@@ -149,9 +153,7 @@ def check_vocabularies(
         )
 
 
-def _load(
-    path: Path, dtype: str, device: torch.device, attention: AttentionBackend
-) -> CausalLM:
+def _load(path: Path, dtype: str, device: torch.device, attention: AttentionBackend) -> CausalLM:
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
     return load_model(path, choose_dtype(dtype, own_dtype, device), device, attention)
 
@@ -165,10 +167,15 @@ def _max_model_len(asked: int | None, target: CausalLM) -> int:
     return asked or limit
 
 
-def _drafter_max_len(config: DraftModelConfig | None, drafter: CausalLM | None) -> int | None:
+def _drafter_limits(
+    config: DraftModelConfig | None, target: CausalLM, drafter: CausalLM | None
+) -> DrafterLimits | None:
     if config is None or drafter is None:
         return None
-    return min(config.max_model_len or drafter.config.max_model_len, drafter.config.max_model_len)
+    longest = drafter.config.max_model_len
+    return DrafterLimits(
+        min(config.max_model_len or longest, longest), drafter.weight_bytes / target.weight_bytes
+    )
 
 
 def _cache(model: CausalLM, memory: MemoryPlan, device: torch.device) -> KVCache:

@@ -34,13 +34,13 @@ class DeviceState:
     def admit(self, requests: Sequence[Request]) -> None:
         """Upload the texts of requests that were not in their row before."""
         for request in requests:
-            assert request.slot is not None
+            row = state_row(request)
             owner = f"{request.id}/{request.num_preemptions}"
-            if self._owners[request.slot] != owner:
-                self._owners[request.slot] = owner
+            if self._owners[row] != owner:
+                self._owners[row] = owner
                 text = request.token_ids.astype(np.int64)
                 (sent,) = to_device([text], self.token_ids_SL.device)
-                self.token_ids_SL[request.slot, : len(text)] = sent
+                self.token_ids_SL[row, : len(text)] = sent
 
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
         """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
@@ -48,3 +48,9 @@ class DeviceState:
         columns_BN = starts_B[:, None] + offsets_N
         columns_BN = torch.where(token_ids_BN >= 0, columns_BN, self.row_len - 1)
         self.token_ids_SL[state_rows_B[:, None], columns_BN] = token_ids_BN
+
+
+def state_row(request: Request) -> int:
+    """The row of a running request."""
+    assert request.slot is not None, f"request {request.id} is not running"
+    return request.slot

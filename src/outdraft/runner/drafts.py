@@ -12,6 +12,7 @@ import torch
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
 from outdraft.core.plan import Work
+from outdraft.runner.device_state import state_row
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
 
@@ -24,9 +25,9 @@ def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
 
 
 def draft_ask(work: Work) -> DraftModelAsk:
-    assert work.drafts is not None and work.request.slot is not None
+    assert work.drafts is not None
     return DraftModelAsk(
-        state_row=work.request.slot,
+        state_row=state_row(work.request),
         num_tokens=work.request.num_tokens,
         num_computed=work.request.num_drafter_computed,
         num_drafts=work.drafts.num_model_drafts,
@@ -42,8 +43,7 @@ def with_model_drafts(drafts: DraftBatch, asked: Sequence[int], made: ModelDraft
     token_ids_BN[:, :width] = token_ids_BN[:, :width].index_copy(0, rows_M, made.token_ids_BK)
     if made.probs_BKV is None:
         return replace(drafts, token_ids_BN=token_ids_BN)
-    if made.is_sampled_B is None:
-        raise AssertionError("probabilities without a mark of who was sampled")
+    assert made.is_sampled_B is not None, "probabilities without a mark of who was sampled"
     shape = (drafts.num_requests, drafts.width, made.probs_BKV.shape[-1])
     probs_BNV = made.probs_BKV.new_zeros(shape)
     probs_BNV[:, :width] = probs_BNV[:, :width].index_copy(0, rows_M, made.probs_BKV)

@@ -7,6 +7,7 @@ B requests that sample, N1 places for emitted tokens, T rows, D hidden, V vocabu
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +17,6 @@ from outdraft.models.llama import CausalLM
 from outdraft.sampling.logprobs import gather_logprobs
 from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
 from outdraft.spec.verify import Verdict
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,10 @@ def prompt_logprobs(
         first = work.start + 1
         next_ids.append(work.request.token_ids[first : first + count].astype(np.int64))
         start += work.num_rows
-    rows_J, next_J = to_device(
-        [np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device
+    rows_J, next_J = to_device([np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device)
+    most = max(
+        w.request.params.prompt_logprobs or 0 for w, c in zip(works, counts, strict=True) if c
     )
-    most = max(w.request.params.prompt_logprobs or 0 for w, c in zip(works, counts, strict=True) if c)
     return _rows(tuple(counts), model.logits(hidden_TD[rows_J]), next_J, most)
 
 
@@ -88,6 +87,8 @@ def _num_prompt_rows(work: Work) -> int:
     return max(0, min(work.num_new, left))
 
 
-def _rows(counts: tuple[int, ...], logits_JV: Tensor, chosen_J: Tensor, num_top: int) -> LogprobRows:
+def _rows(
+    counts: tuple[int, ...], logits_JV: Tensor, chosen_J: Tensor, num_top: int
+) -> LogprobRows:
     logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK = gather_logprobs(logits_JV, chosen_J, num_top)
     return LogprobRows(counts, chosen_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)

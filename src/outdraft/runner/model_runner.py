@@ -20,7 +20,7 @@ from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.core.request import Request
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
-from outdraft.runner.device_state import DeviceState
+from outdraft.runner.device_state import DeviceState, state_row
 from outdraft.runner.drafts import draft_ask, host_drafts, with_model_drafts
 from outdraft.runner.logprobs import LogprobRows, emitted_logprobs, prompt_logprobs
 from outdraft.runner.results import StepCopies, to_host, work_results
@@ -109,9 +109,7 @@ class ModelRunner:
         """Wait for a launched step: the one host synchronisation of a step."""
         works = work_results(pending.plan, pending.copies)
         clock = pending.clock
-        times = PhaseTimes(
-            clock.seconds("draft"), clock.seconds("verify"), clock.seconds("sample")
-        )
+        times = PhaseTimes(clock.seconds("draft"), clock.seconds("verify"), clock.seconds("sample"))
         return StepResult(works, times)
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
@@ -157,7 +155,7 @@ class ModelRunner:
         )
         width = drafts.width if drafts is not None else 0
         starts = layout.query_start_B1
-        rows_T = np.repeat([work.request.slot for work in works], np.diff(starts))
+        rows_T = np.repeat([state_row(work.request) for work in works], np.diff(starts))
         # Where each row's token is: in the state for causal rows, in the drafts for drafted ones.
         state_index_T = rows_T * self.state.row_len + layout.positions_T
         draft_index_T = np.full(len(rows_T), -1, dtype=np.int64)
@@ -176,7 +174,7 @@ class ModelRunner:
             slots[: work.num_drafts] = layout.slots_T[root + 1 : starts[b + 1]]
             draft_slots.append(slots)
             request = work.request
-            sampling.append([request.slot or 0, request.num_tokens, request.num_prompt])
+            sampling.append([state_row(request), request.num_tokens, request.num_prompt])
         metadata, sent = send(
             layout,
             [
@@ -194,11 +192,12 @@ class ModelRunner:
             drafted_T = drafts.token_ids_BN.reshape(-1)[draft_index.clamp_min(0)]
             ids_T = torch.where(draft_index >= 0, drafted_T, ids_T)
         hidden_TD = self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
-        return TargetPass(hidden_TD, logit_rows_R, *sampling_B3.unbind(1), draft_slots_BN)
+        state_rows_B, num_tokens_B, prompt_lens_B = sampling_B3.unbind(1)
+        return TargetPass(
+            hidden_TD, logit_rows_R, state_rows_B, num_tokens_B, prompt_lens_B, draft_slots_BN
+        )
 
-    def _paths(
-        self, works: Sequence[Work], target: TargetPass, sampling: SamplingBatch
-    ) -> Paths:
+    def _paths(self, works: Sequence[Work], target: TargetPass, sampling: SamplingBatch) -> Paths:
         history_BL = None
         if sampling.needs_history:
             longest = max(work.request.num_tokens for work in works)

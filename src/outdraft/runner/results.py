@@ -119,9 +119,7 @@ def _leading(row: np.ndarray) -> tuple[int, ...]:
     return tuple(int(value) for value in row if value >= 0)
 
 
-def _log_rows(
-    counts: Sequence[int], arrays: Sequence[np.ndarray]
-) -> list[list[TokenLogprobs]]:
+def _log_rows(counts: Sequence[int], arrays: Sequence[np.ndarray]) -> list[list[TokenLogprobs]]:
     token_ids, logprobs, ranks, top_ids, top_logprobs = arrays
     logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)
     rows = [

@@ -37,5 +37,6 @@ class PhaseClock:
 def _between(start: "float | torch.cuda.Event", stop: "float | torch.cuda.Event") -> float:
     if isinstance(start, float) and isinstance(stop, float):
         return stop - start
-    assert isinstance(start, torch.cuda.Event) and isinstance(stop, torch.cuda.Event)
+    assert isinstance(start, torch.cuda.Event)
+    assert isinstance(stop, torch.cuda.Event)
     return start.elapsed_time(stop) / 1000

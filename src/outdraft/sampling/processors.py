@@ -13,6 +13,7 @@ E ids of a request's list, W bad words.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -160,16 +161,35 @@ def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBa
         # No sort: the k-th largest is among the max_top_k largest. A k above them is switched off.
         best_RK = logits_RV.topk(sampling.max_top_k, dim=1).values
         return _mask_below_kth(logits_RV, best_RK, sampling.top_k_B[request_R])
-    sorted_RV, ids_RV = logits_RV.sort(dim=1, descending=True, stable=True)
+    ascending_RV = _ascending(logits_RV)
     if sampling.max_top_k > 0:
-        sorted_RV = _mask_below_kth(sorted_RV, sorted_RV, sampling.top_k_B[request_R])
-    # Summed from the smallest up, which keeps the tail's digits.
-    tail_RV = sorted_RV.softmax(1).flip(1).cumsum(1).flip(1)
-    top_p_R1 = sampling.top_p_B[request_R, None].to(logits_RV.dtype)
-    is_out_RV = (tail_RV <= 1 - top_p_R1) & (top_p_R1 < 1)
-    is_out_RV[:, 0] = False
-    sorted_RV = sorted_RV.masked_fill(is_out_RV, _MASKED)
-    return torch.empty_like(logits_RV).scatter_(1, ids_RV, sorted_RV)
+        place_R1 = logits_RV.shape[1] - sampling.top_k_B[request_R, None]
+        kth_R1 = ascending_RV.gather(1, place_R1)
+        ascending_RV = ascending_RV.masked_fill(ascending_RV < kth_R1, _MASKED)
+        logits_RV = logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
+    return _mask_outside_nucleus(logits_RV, ascending_RV, sampling.top_p_B[request_R])
+
+
+def _ascending(logits_RV: Tensor) -> Tensor:
+    """Every row's values from the smallest up."""
+    if logits_RV.device.type == "cpu":  # ten times faster than torch's there
+        return torch.from_numpy(np.sort(logits_RV.numpy(), axis=1))
+    return logits_RV.sort(dim=1).values
+
+
+def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """Mask the smallest logits whose mass together is at most 1 - top_p."""
+    top_p_R1 = top_p_R[:, None].to(logits_RV.dtype)
+    mass_RV = ascending_RV.softmax(1).cumsum(1)
+    is_out_RV = (mass_RV <= 1 - top_p_R1) & (top_p_R1 < 1)
+    is_out_RV[:, -1] = False
+    num_out_R1 = is_out_RV.sum(1, keepdim=True)
+    border_R1 = ascending_RV.gather(1, num_out_R1)
+    is_tie_RV = logits_RV == border_R1
+    num_below_R1 = (ascending_RV < border_R1).sum(1, keepdim=True)
+    num_kept_R1 = is_tie_RV.sum(1, keepdim=True) - (num_out_R1 - num_below_R1)
+    is_late_tie_RV = is_tie_RV & (is_tie_RV.cumsum(1, dtype=torch.int32) > num_kept_R1)
+    return logits_RV.masked_fill((logits_RV < border_R1) | is_late_tie_RV, _MASKED)
 
 
 def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tensor:

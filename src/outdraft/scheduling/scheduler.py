@@ -170,7 +170,7 @@ class Scheduler:
             held = len(self.table(request).ids)
             assert held == -(-request.num_computed // self._block_size), (request.id, held)
         for request in self.waiting:
-            assert request.num_computed == 0
+            assert request.num_computed == request.num_drafter_computed == 0
             assert not self.table(request).ids
         if not self.has_work:
             assert self.pool.num_free == self.pool.num_blocks

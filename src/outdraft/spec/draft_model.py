@@ -89,9 +89,7 @@ class DraftModelProposer:
         """Draft for all asks; `sampling` has their requests in the same order."""
         asks = self._catch_up(asks, token_ids_SL)
         most = max(ask.num_drafts for ask in asks)
-        spans = [
-            Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks
-        ]
+        spans = [Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks]
         hidden_TD = self._read(asks, spans, token_ids_SL)
         (ends_B,) = to_device([np.cumsum([s.num_causal for s in spans]) - 1], hidden_TD.device)
         hidden_BD = hidden_TD[ends_B]
@@ -120,9 +118,7 @@ class DraftModelProposer:
             token_ids_BK, torch.stack(probs, dim=1), ~sampling.is_greedy_B, not sampling.any_greedy
         )
 
-    def _catch_up(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
-    ) -> list[DraftModelAsk]:
+    def _catch_up(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> list[DraftModelAsk]:
         """Read long backlogs in passes of at most max_rows rows; one token at least is left."""
         current = list(asks)
         while True:

@@ -1,21 +1,25 @@
 """Who drafts for which request in this step, and how much.
 
-Sources are asked in the order of the configuration. A draft from the host (suffix, n-gram) is
-taken when what it promises is worth more than what the draft model has lately delivered; else
-the model drafts, on the device. Promises are corrected by measured success, source by source.
+The sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
+best of them is taken when it promises more tokens per time than the draft model has lately
+delivered; else the model drafts, on the device. Promises are corrected by measured success, source
+by source. A source that is refused again and again is tried once in a while, or it could never
+show that it has become right.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.core.draft import Draft, DraftAsk, DraftSource
+from outdraft.core.draft import DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import FinishReason, Request
 from outdraft.spec.proposer import HostProposer
 
 FORGETTING = 0.95  # weight of the past in the running averages, per draft
-MIN_EXPECTED_ACCEPTED = 0.25  # below this a draft from the host is not worth its rows
+MIN_EXPECTED_PER_ROW = 0.1  # accepted tokens; a draft that promises fewer is not worth its rows
+REFUSALS_PER_TRIAL = 32
 
 
 class SourceRecord:
@@ -24,6 +28,7 @@ class SourceRecord:
     def __init__(self, promised: float, accepted: float) -> None:
         self.promised = promised
         self.accepted = accepted
+        self.num_refused = 0  # since the last trial
 
     def observe(self, promised: float, accepted: int) -> None:
         self.promised += (1 - FORGETTING) * (promised - self.promised)
@@ -34,6 +39,24 @@ class SourceRecord:
         """Accepted tokens for every promised one."""
         return self.accepted / max(self.promised, 1e-6)
 
+    def is_trial(self) -> bool:
+        """Count a refusal; true when it is time to take the refused draft all the same."""
+        self.num_refused = (self.num_refused + 1) % REFUSALS_PER_TRIAL
+        return self.num_refused == 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """What the policy needs to know of the draft model.
+
+    Attributes:
+        max_len: tokens of a text, the drafts included.
+        cost: time of one draft as a share of a step of the target, estimated by bytes read.
+    """
+
+    max_len: int
+    cost: float
+
 
 class DraftPolicy:
     """Turns requests into draft choices; learns from what was accepted."""
@@ -42,11 +65,11 @@ class DraftPolicy:
         self,
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
-        drafter_max_len: int | None,
+        drafter: DrafterLimits | None,
     ) -> None:
         self.config = config
         self._proposers = list(proposers)
-        self._drafter_max_len = drafter_max_len  # None: there is no draft model
+        self._drafter = drafter
         first = config.num_speculative_tokens / 2
         self._records = {source: SourceRecord(first, first) for source in DraftSource}
 
@@ -66,20 +89,14 @@ class DraftPolicy:
         if limit is not None and num_running > limit:
             return {}
         wanting = {r.id: r for r in requests if self.num_drafts(r) > 0}
-        best: dict[str, tuple[float, DraftChoice]] = {}
-        for proposer in self._proposers:
-            asked = [r for r in wanting.values() if _may_use(r, proposer.source)]
-            asks = [DraftAsk(r.id, r.token_ids, self.num_drafts(r)) for r in asked]
-            drafts = proposer.propose(asks) if asks else []
-            for ask, draft in zip(asks, drafts, strict=True):
-                value = self._expected(proposer.source, draft)
-                if value > best.get(ask.request_id, (MIN_EXPECTED_ACCEPTED,))[0]:
-                    best[ask.request_id] = (value, DraftChoice(proposer.source, draft))
+        best = self._best_of_host(list(wanting.values()))
         choices: dict[str, DraftChoice] = {}
         for request in wanting.values():
+            number = self.num_drafts(request)
             value, choice = best.get(request.id, (0.0, None))
-            if self._drafter_fits(request) and value <= self._records[DraftSource.MODEL].accepted:
-                choice = DraftChoice(DraftSource.MODEL, num_model_drafts=self.num_drafts(request))
+            is_worse = choice is None or 1 + value <= self._model_value(number)
+            if is_worse and self._drafter_fits(request):
+                choice = DraftChoice(DraftSource.MODEL, num_model_drafts=number)
             if choice is not None:
                 choices[request.id] = choice
         return choices
@@ -105,13 +122,35 @@ class DraftPolicy:
             number = min(number, wish.num_speculative_tokens)
         return min(number, request.max_drafts)
 
-    def _expected(self, source: DraftSource, draft: Draft) -> float:
-        return min(draft.score * self._records[source].delivery, len(draft))
+    def _best_of_host(self, requests: Sequence[Request]) -> dict[str, tuple[float, DraftChoice]]:
+        """Per request the worthiest draft of the host, and the tokens it is expected to bring."""
+        best: dict[str, tuple[float, DraftChoice]] = {}
+        for proposer in self._proposers:
+            record = self._records[proposer.source]
+            asked = [request for request in requests if _may_use(request, proposer.source)]
+            asks = [DraftAsk(r.id, r.token_ids, self.num_drafts(r)) for r in asked]
+            drafts = proposer.propose(asks) if asks else []
+            for ask, draft in zip(asks, drafts, strict=True):
+                if len(draft) == 0:
+                    continue
+                value = min(draft.score * record.delivery, len(draft))
+                if value < MIN_EXPECTED_PER_ROW * len(draft) and not record.is_trial():
+                    continue
+                if ask.request_id not in best or value > best[ask.request_id][0]:
+                    best[ask.request_id] = value, DraftChoice(proposer.source, draft)
+        return best
+
+    def _model_value(self, num_drafts: int) -> float:
+        """Tokens that a step of model drafts brings, for each step of the target it takes."""
+        if self._drafter is None:
+            return 0.0
+        accepted = min(self._records[DraftSource.MODEL].accepted, num_drafts)
+        return (1 + accepted) / (1 + num_drafts * self._drafter.cost)
 
     def _drafter_fits(self, request: Request) -> bool:
-        if self._drafter_max_len is None or not _may_use(request, DraftSource.MODEL):
+        if self._drafter is None or not _may_use(request, DraftSource.MODEL):
             return False
-        return request.num_tokens + self.num_drafts(request) <= self._drafter_max_len
+        return request.num_tokens + self.num_drafts(request) <= self._drafter.max_len
 
 
 def _may_use(request: Request, source: DraftSource) -> bool:

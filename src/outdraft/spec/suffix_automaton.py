@@ -228,8 +228,7 @@ def _count(
     """Count the new suffixes of at most max_depth tokens, each a continuation of an old one."""
     old_len = min(fields_M[NUM_TOKENS] - 1, max_depth - 1)
     old = fields_M[CONTEXT]
-    if states[old, LINK] != -1 and old_len <= states[states[old, LINK], LENGTH]:
-        old = states[old, LINK]  # the new token has split the class: ours are the shorter ones
+    # Where the token has split this class, the token follows both halves: start with the longer.
     longest = edges[find(table_S, edges, old, token), TARGET]
     state = longest
     while state != ROOT:

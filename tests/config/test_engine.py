@@ -1,0 +1,83 @@
+"""The engine's configuration from flat options."""
+
+import dataclasses
+import math
+
+import pytest
+
+from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.speculation import parse_speculative_config
+from outdraft.core.errors import ConfigError
+
+
+def test_options_go_to_the_part_that_owns_them():
+    config = EngineConfig.from_options(
+        model="m",
+        seed=5,
+        block_size=8,
+        enable_prefix_caching=False,
+        max_num_seqs=3,
+        policy="priority",
+        speculative_config={"method": "ngram"},
+    )
+    assert config == EngineConfig(
+        model="m",
+        seed=5,
+        cache=CacheConfig(block_size=8, enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=3, policy="priority"),
+        speculation=parse_speculative_config({"method": "ngram"}),
+    )
+
+
+def test_no_options_are_the_defaults():
+    assert EngineConfig.from_options(model="m") == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("max_num_seq", "max_num_seqs"), ("blocksize", "block_size")]
+)
+def test_an_unknown_option_gets_a_hint(name, hint):
+    with pytest.raises(ConfigError, match=f"{name}.*did you mean '{hint}'"):
+        EngineConfig.from_options(model="m", **{name: 1})
+
+
+@pytest.mark.parametrize("part", ["cache", "scheduler", "speculation"])
+def test_parts_are_no_flat_options(part):
+    with pytest.raises(ConfigError, match=part):
+        EngineConfig.from_options(model="m", **{part: None})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 0),
+        ("block_size", 2.5),
+        ("block_size", "16"),
+        ("memory_fraction", 0),
+        ("memory_fraction", 1.1),
+        ("memory_fraction", math.nan),
+        ("kv_cache_memory_bytes", 0),
+        ("num_blocks", 0),
+        ("num_blocks", 1.5),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", 0),
+        ("max_waiting", 0),
+        ("policy", "random"),
+        ("dtype", "int8"),
+        ("max_model_len", 1),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_option(name, value):
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig.from_options(model="m", **{name: value})
+
+
+def test_every_running_request_needs_a_row():
+    SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=8)
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(7\).*max_num_seqs \(8\)"):
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7)
+
+
+def test_a_configuration_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        EngineConfig(model="m").seed = 1  # type: ignore[misc]

@@ -1,0 +1,156 @@
+"""The JSON form of a speculation configuration."""
+
+import math
+
+import pytest
+
+from outdraft.config.speculation import (
+    DraftModelConfig,
+    NgramConfig,
+    SpeculationConfig,
+    SuffixConfig,
+    parse_speculative_config,
+)
+from outdraft.core.draft import DraftSource
+from outdraft.core.errors import ConfigError
+
+
+def test_no_configuration_is_plain_decoding():
+    config = parse_speculative_config(None)
+    assert config == SpeculationConfig()
+    assert config.sources == ()
+    assert config.draft_model is None
+
+
+@pytest.mark.parametrize(
+    ("values", "sources", "number"),
+    [
+        ({"method": "ngram"}, (NgramConfig(),), 4),
+        ({"method": "suffix"}, (SuffixConfig(),), 24),
+        ({"method": "combined"}, (SuffixConfig(), NgramConfig()), 4),
+        ({"method": "draft_model", "model": "m"}, (DraftModelConfig(model="m"),), 4),
+        ({"model": "m"}, (DraftModelConfig(model="m"),), 4),
+        (
+            {"method": "combined", "model": "m"},
+            (SuffixConfig(), NgramConfig(), DraftModelConfig(model="m")),
+            4,
+        ),
+    ],
+)
+def test_methods_mean_their_sources_with_defaults(values, sources, number):
+    config = parse_speculative_config(values)
+    assert config == SpeculationConfig(sources=sources, num_speculative_tokens=number)
+
+
+def test_every_key_arrives_where_it_belongs():
+    config = parse_speculative_config(
+        {
+            "method": "combined",
+            "model": "m",
+            "max_model_len": 512,
+            "draft_sample_method": "greedy",
+            "prompt_lookup_min": 3,
+            "prompt_lookup_max": 4,
+            "suffix_decoding_max_tree_depth": 12,
+            "suffix_decoding_max_cached_requests": 0,
+            "suffix_decoding_max_spec_factor": 2,
+            "suffix_decoding_min_token_prob": 0.5,
+            "num_speculative_tokens": 7,
+            "rejection_sample_method": "token",
+            "disable_by_batch_size": 9,
+        }
+    )
+    assert config == SpeculationConfig(
+        sources=(
+            SuffixConfig(
+                suffix_decoding_max_tree_depth=12,
+                suffix_decoding_max_cached_requests=0,
+                suffix_decoding_max_spec_factor=2,
+                suffix_decoding_min_token_prob=0.5,
+            ),
+            NgramConfig(prompt_lookup_min=3, prompt_lookup_max=4),
+            DraftModelConfig(model="m", max_model_len=512, draft_sample_method="greedy"),
+        ),
+        num_speculative_tokens=7,
+        rejection_sample_method="token",
+        disable_by_batch_size=9,
+    )
+    assert config.methods == (DraftSource.SUFFIX, DraftSource.NGRAM, DraftSource.MODEL)
+    assert config.draft_model == config.sources[2]
+
+
+def test_dashes_are_underscores():
+    dashed = parse_speculative_config({"method": "ngram", "num-speculative-tokens": 3})
+    assert dashed == parse_speculative_config({"method": "ngram", "num_speculative_tokens": 3})
+
+
+@pytest.mark.parametrize("key", ["prompt_lookup_min", "prompt_lookup_max"])
+def test_one_lookup_bound_stands_for_both(key):
+    [ngram] = parse_speculative_config({"method": "ngram", key: 3}).sources
+    assert ngram == NgramConfig(prompt_lookup_min=3, prompt_lookup_max=3)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "combined", None])
+def test_null_stands_for_the_default(method):
+    keys = ["model", "num_speculative_tokens", "suffix_decoding_max_tree_depth"]
+    nulls = dict.fromkeys([*keys, "prompt_lookup_max", "disable_by_batch_size"])
+    given = {"method": method} if method else {"model": "m", "method": None}
+    assert parse_speculative_config({**nulls, **given}) == parse_speculative_config(given)
+
+
+@pytest.mark.parametrize(("depth", "number"), [(10, 10), (63, 63), (64, 63), (500, 63)])
+def test_suffix_decoding_drafts_as_deep_as_its_tree_if_a_draft_can(depth, number):
+    config = parse_speculative_config({"method": "suffix", "suffix_decoding_max_tree_depth": depth})
+    assert config.num_speculative_tokens == number
+
+
+def test_an_unknown_key_gets_a_hint():
+    with pytest.raises(ConfigError, match="did you mean 'num_speculative_tokens'"):
+        parse_speculative_config({"method": "ngram", "num-speculativ-tokens": 3})
+
+
+@pytest.mark.parametrize(
+    ("method", "key"),
+    [
+        ("ngram", "model"),
+        ("ngram", "suffix_decoding_max_tree_depth"),
+        ("suffix", "prompt_lookup_max"),
+        ("suffix", "draft_sample_method"),
+        ("draft_model", "prompt_lookup_min"),
+    ],
+)
+def test_a_key_without_meaning_for_the_method_is_refused(method, key):
+    model = {"model": "m"} if method == "draft_model" else {}
+    with pytest.raises(ConfigError, match=f"{key}.*{method}"):
+        parse_speculative_config({**model, "method": method, key: 3})
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({}, "method"),
+        ({"method": "eagle9"}, "eagle9"),
+        ({"method": ["ngram"]}, "method"),
+        ({"method": "draft_model"}, "model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 64}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max"),
+        ({"method": "ngram", "rejection_sample_method": "typical"}, "rejection_sample_method"),
+        ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "max_tree_depth"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "max_cached_requests"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": math.nan}, "max_spec_factor"),
+        ({"method": "suffix", "suffix_decoding_max_spec_factor": "2"}, "max_spec_factor"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": 1.5}, "min_token_prob"),
+        ({"method": "suffix", "suffix_decoding_min_token_prob": math.nan}, "min_token_prob"),
+        ({"model": "m", "max_model_len": 0}, "max_model_len"),
+        ({"model": "m", "draft_sample_method": "beam"}, "draft_sample_method"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_name_of_its_key(values, named):
+    with pytest.raises(ConfigError, match=named):
+        parse_speculative_config(values)

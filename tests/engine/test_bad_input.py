@@ -1,0 +1,120 @@
+"""Wrong input gives a clear error that names the field, before any work; the engine goes on."""
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from outdraft.core.errors import CapacityError, ConfigError, RequestError
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+from tests.oracle.engines import VOCAB_SIZE, engine, greedy, ids, pair, prompts_of, run
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return engine("qwen2", "combined")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ([], {}, "prompt"),
+        ("", {}, "prompt"),
+        ([5] * 96, {}, "prompt"),
+        ([5, VOCAB_SIZE], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([2], {"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+        ([2], {"stop_token_ids": [-3]}, "stop_token_ids"),
+        ([2], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
+        ([2], {"bad_words": [""]}, "bad_words"),
+        ([2], {"speculation": {"method": "eagle"}}, "speculation"),
+    ],
+)
+def test_a_wrong_request_is_refused_by_name(llm: LLM, prompt: Any, params: dict, field: str):
+    with pytest.raises(RequestError) as caught:
+        llm.generate([[2, 3], prompt], SamplingParams(**params), use_tqdm=False)
+    assert caught.value.field == field
+    assert not llm.engine.has_work
+    assert llm.engine.scheduler.pool.usage == 0
+
+
+@pytest.mark.parametrize("value", [math.nan, -0.1, math.inf, "hot", True])
+def test_a_wrong_temperature_is_refused(value: Any):
+    with pytest.raises(RequestError, match="temperature"):
+        SamplingParams(temperature=value)
+
+
+def test_a_wrong_request_harms_no_other(llm: LLM):
+    core = llm.engine
+    alone = ids(run(llm, prompts_of([7]), greedy(12)))
+    core.add_request("good", prompts_of([7])[0], greedy(12))
+    core.step()
+    with pytest.raises(RequestError):
+        core.add_request("bad", [2, 99], greedy(12))
+    with pytest.raises(RequestError, match="in use"):
+        core.add_request("good", [2], greedy(12))
+    finished = [o for _ in range(20) for o in core.step() if o.finished]
+    assert ids(finished) == alone
+    core.check_invariants()
+
+
+def test_a_full_queue_says_so_and_keeps_what_it_accepted():
+    core = engine("qwen2", "plain", max_waiting=2).engine
+    core.add_request("0", [2], greedy(3))
+    core.add_request("1", [2], greedy(3))
+    with pytest.raises(CapacityError, match="full"):
+        core.add_request("2", [2], greedy(3))
+    finished = [o.request_id for _ in range(10) for o in core.step() if o.finished]
+    assert finished == ["0", "1"]
+
+
+def test_offline_generation_takes_more_prompts_than_the_queue_holds():
+    llm = engine("qwen2", "plain", max_waiting=2)
+    prompts = prompts_of([3, 4, 5, 6, 7, 8, 9])
+    assert ids(run(llm, prompts, greedy(5))) == ids(
+        run(engine("qwen2", "plain"), prompts, greedy(5))
+    )
+
+
+def test_a_request_that_never_fits_the_cache_is_refused():
+    small = engine("qwen2", "plain", num_blocks=2)
+    with pytest.raises(RequestError, match="KV cache"):
+        small.generate([[2] * 30], greedy(30), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_model_length": 5}, "did you mean 'max_model_len'"),
+        ({"dtype": "int3"}, "dtype"),
+        ({"max_model_len": 10_000}, "positions"),
+        ({"kv_cache_memory_bytes": 1 << 50}, "free"),
+        ({"kv_cache_memory_bytes": 10}, "one block takes"),
+        ({"speculative_config": {"metod": "ngram"}}, "did you mean 'method'"),
+        ({"speculative_config": {"method": "telepathy"}}, "one of"),
+        ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
+        ({"speculative_config": {"method": "draft_model", "model": "/nowhere"}}, "/nowhere"),
+        ({"attention": "flash"}, "attention"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_by_name(options: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        LLM(**{"model": str(pair("qwen2").target), "device": "cpu"} | options)
+
+
+def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Any):
+    paths = pair("qwen2")
+    for file in paths.drafter.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["w3"], vocabulary["w4"] = vocabulary["w4"], vocabulary["w3"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="vocabulary"):
+        LLM(
+            model=str(paths.target),
+            device="cpu",
+            speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2},
+        )

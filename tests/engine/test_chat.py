@@ -1,0 +1,113 @@
+"""Chat templates: rendered as a checkpoint's own code would, and in a sandbox."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outdraft.core.errors import ConfigError, RequestError
+from outdraft.engine.chat import ChatTemplate
+
+CHATML = """{{ bos_token }}{% for message in messages %}
+    <|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}
+{% endfor %}
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
+HELLO = [{"role": "user", "content": "héllo"}]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, {"bos_token": "<s>", "eos_token": "</s>"})
+
+
+def test_messages_are_written_with_the_special_tokens_and_trimmed_blocks():
+    # jinja's trim_blocks and lstrip_blocks, as the templates of checkpoints expect
+    assert template(CHATML).render(HELLO) == "<s>    <|user|>héllo</s>\n<|assistant|>"
+    assert template(CHATML).render(HELLO, add_generation_prompt=False).endswith("</s>\n")
+
+
+def test_transformers_renders_the_same():
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = CHATML + "{% if tools is not none %}tools{% endif %}{{ messages | tojson(indent=2) }}"
+    [expected], _ = chat.render_jinja_template(
+        [HELLO], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
+    )
+    assert template(source).render(HELLO) == expected
+
+
+def test_a_template_may_refuse_a_conversation():
+    source = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(RequestError, match="roles must alternate") as caught:
+        template(source).render(HELLO)
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content + 'x' }}", "{{ missing.name }}"])
+def test_content_that_the_template_cannot_use_is_the_requests_fault(source):
+    with pytest.raises(RequestError) as caught:
+        template(source).render([{"role": "user", "content": None}])
+    assert caught.value.field == "messages"
+
+
+@pytest.mark.parametrize(
+    "messages", [[], [{"role": "user"}], [{"content": "a"}], ["role content"], [5]]
+)
+def test_messages_need_a_role_and_a_content(messages):
+    with pytest.raises(RequestError) as caught:
+        template(CHATML).render(messages)
+    assert caught.value.field == "messages"
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox():
+    with pytest.raises(RequestError):
+        template("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(HELLO)
+    with pytest.raises(RequestError):
+        template("{{ messages.append(1) }}").render(HELLO)
+
+
+def test_a_broken_template_is_found_at_start_up():
+    with pytest.raises(ConfigError, match="not valid Jinja"):
+        template("{% if %}")
+
+
+def write(path: Path, config: dict | None, jinja: str | None = None) -> None:
+    if config is not None:
+        text = json.dumps(config, ensure_ascii=False)
+        (path / "tokenizer_config.json").write_text(text, "utf-8")
+    if jinja is not None:
+        (path / "chat_template.jinja").write_text(jinja, "utf-8")
+
+
+def rendered(path: Path) -> str:
+    found = ChatTemplate.from_directory(path)
+    assert found is not None
+    return found.render(HELLO)
+
+
+def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
+    config = {
+        "bos_token": {"content": "<ｓ>", "lstrip": False},
+        "eos_token": "</s>",
+        "pad_token": None,
+        "add_bos_token": True,
+        "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_bos_token }}",
+    }
+    write(tmp_path, config)
+    assert rendered(tmp_path) == "<ｓ>|</s>||"
+
+
+def test_the_template_file_comes_before_the_configuration(tmp_path):
+    write(tmp_path, {"chat_template": "old", "bos_token": "<s>"}, "new {{ bos_token }}")
+    assert rendered(tmp_path) == "new <s>"
+
+
+def test_of_several_named_templates_the_default_is_taken(tmp_path):
+    named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
+    write(tmp_path, {"chat_template": named})
+    assert rendered(tmp_path) == "b"
+
+
+def test_a_checkpoint_without_template_has_none(tmp_path):
+    assert ChatTemplate.from_directory(tmp_path) is None
+    write(tmp_path, {"bos_token": "<s>"})
+    assert ChatTemplate.from_directory(tmp_path) is None

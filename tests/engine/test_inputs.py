@@ -1,0 +1,135 @@
+"""What a caller gives is checked before anything runs."""
+
+import pytest
+
+from outdraft.core.errors import RequestError
+from outdraft.core.sampling import MAX_SEED, SamplingParams
+from outdraft.engine.inputs import InputProcessor
+from tests.engine.byte_level import tokenizer, with_start_token
+
+VOCAB_SIZE = 300
+
+
+def inputs(texts="default", max_model_len: int = 8, seed: int = 0) -> InputProcessor:
+    return InputProcessor(
+        tokenizer() if texts == "default" else texts,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=max_model_len,
+        eos_token_ids=[1],
+        seed=seed,
+    )
+
+
+def test_text_becomes_ids_with_the_tokenizers_own_special_tokens():
+    assert inputs().prompt_ids("the cat") == tokenizer().encode("the cat").ids
+    assert inputs(with_start_token()).prompt_ids("the")[0] == 0
+
+
+def test_ids_are_taken_as_they_are():
+    assert inputs(None).prompt_ids((0, VOCAB_SIZE - 1)) == [0, VOCAB_SIZE - 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "at least one token"),
+        ([], "at least one token"),
+        ([1] * 8, "8 tokens but max_model_len is 8"),
+        ([1, VOCAB_SIZE], f"holds {VOCAB_SIZE}"),
+        ([-1], "holds -1"),
+        ([1.0], "holds 1.0"),
+        ([True], "holds True"),
+        (["a"], "holds 'a'"),
+        ("a\ud800", "Unicode"),
+    ],
+)
+def test_a_prompt_that_cannot_run_is_refused(prompt, message):
+    with pytest.raises(RequestError, match=message) as caught:
+        inputs().prompt_ids(prompt)
+    assert caught.value.field == "prompt"
+
+
+def test_the_longest_prompt_leaves_room_for_one_token():
+    assert len(inputs().prompt_ids([1] * 7)) == 7
+
+
+def test_text_needs_a_tokenizer():
+    with pytest.raises(RequestError, match="without a tokenizer"):
+        inputs(None).prompt_ids("a")
+    for name in ("stop", "bad_words"):
+        with pytest.raises(RequestError) as caught:
+            inputs(None).check_params(SamplingParams(**{name: ["a"]}))
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids"])
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_parameters_name_only_tokens_that_exist(name, token_id):
+    inputs().check_params(SamplingParams(**{name: [0, VOCAB_SIZE - 1]}))
+    with pytest.raises(RequestError) as caught:
+        inputs().check_params(SamplingParams(**{name: [token_id]}))
+    assert caught.value.field == name
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE, "5"])
+def test_logit_bias_names_only_tokens_that_exist(token_id):
+    inputs().check_params(SamplingParams(logit_bias={5: 1.0}))
+    with pytest.raises(RequestError) as caught:
+        inputs().check_params(SamplingParams(logit_bias={token_id: 1.0}))
+    assert caught.value.field == "logit_bias"
+
+
+@pytest.mark.parametrize("name", ["logprobs", "prompt_logprobs"])
+def test_no_more_logprobs_than_tokens_exist(name):
+    small = InputProcessor(None, vocab_size=5, max_model_len=9, eos_token_ids=[], seed=0)
+    small.check_params(SamplingParams(**{name: 5}))
+    with pytest.raises(RequestError, match="at most 5") as caught:
+        small.check_params(SamplingParams(**{name: 6}))
+    assert caught.value.field == name
+
+
+def test_stop_tokens_are_the_models_own_and_those_asked_for():
+    ours = inputs()
+    assert ours.stop_token_ids(SamplingParams()) == {1}
+    assert ours.stop_token_ids(SamplingParams(stop_token_ids=[7])) == {1, 7}
+    assert ours.stop_token_ids(SamplingParams(stop_token_ids=[7], ignore_eos=True)) == {7}
+
+
+def test_a_bad_word_is_banned_however_the_text_before_it_ends():
+    words = inputs().bad_words_ids(SamplingParams(bad_words=["the", "cat"]))
+    for text in ("the", " the", "cat", " cat"):
+        ids = tuple(tokenizer().encode(text).ids)
+        assert any(ids[-len(word) :] == word for word in words), text
+
+
+def test_no_bad_word_is_listed_that_another_one_covers():
+    [zebra] = inputs().bad_words_ids(SamplingParams(bad_words=[" zebra"]))
+    assert zebra == tuple(tokenizer().encode("zebra").ids)
+
+
+@pytest.mark.parametrize("word", ["", " "])
+def test_an_empty_bad_word_is_refused(word):
+    with pytest.raises(RequestError, match="empty") as caught:
+        inputs().bad_words_ids(SamplingParams(bad_words=[word]))
+    assert caught.value.field == "bad_words"
+
+
+def test_a_seed_means_the_same_in_any_company():
+    params = SamplingParams(seed=5, n=3)
+    keys = [inputs(seed=1).seed(params, 7, index) for index in range(3)]
+    assert keys == [inputs(seed=2).seed(params, 99, index) for index in range(3)]
+    assert keys[0] == 5
+    assert len(set(keys)) == 3
+
+
+def test_without_a_seed_every_sequence_has_its_own_key():
+    params = SamplingParams()
+    keys = {
+        inputs(seed=engine).seed(params, number, index)
+        for engine in range(3)
+        for number in range(20)
+        for index in range(3)
+    }
+    assert len(keys) == 180
+    assert all(0 <= key <= MAX_SEED for key in keys)
+    assert inputs(seed=1).seed(params, 4, 2) == inputs(seed=1).seed(params, 4, 2)

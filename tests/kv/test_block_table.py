@@ -1,0 +1,75 @@
+"""Block tables: how many blocks, which slots, and whose they are."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outdraft.kv.block_pool import BlockPool
+from outdraft.kv.block_table import BlockTable
+
+sizes = st.integers(1, 16)
+lengths = st.integers(0, 60)
+
+
+def naive_slots(table: BlockTable, start: int, stop: int) -> list[int]:
+    slots = [block * table.block_size + i for block in table.ids for i in range(table.block_size)]
+    return slots[start:stop]
+
+
+@given(sizes, lengths, lengths, st.data())
+def test_slots_are_the_places_of_the_blocks_one_after_the_other(size, num_tokens, other, data):
+    pool = BlockPool(200)
+    table, neighbour = BlockTable(pool, size), BlockTable(pool, size)
+    for part in (num_tokens // 3, num_tokens // 2, num_tokens):  # grown in turns: scattered blocks
+        assert table.reserve(part)
+        assert neighbour.reserve(other * part // 60)
+    stop = data.draw(st.integers(0, num_tokens))
+    start = data.draw(st.integers(0, stop))
+    slots = table.slots(start, stop)
+    assert slots.dtype == np.int64
+    assert slots.tolist() == naive_slots(table, start, stop)
+    theirs = naive_slots(neighbour, 0, len(neighbour.ids) * size)
+    assert not set(slots.tolist()) & set(theirs)
+
+
+@given(sizes, st.lists(st.tuples(st.booleans(), lengths), max_size=12))
+def test_a_table_never_holds_more_than_asked_for_nor_less_than_reserved(size, changes):
+    pool = BlockPool(20)
+    table = BlockTable(pool, size)
+    for grows, num_tokens in changes:
+        before = list(table.ids)
+        blocks = -(-num_tokens // size)
+        if grows:
+            missing = table.blocks_missing(num_tokens)
+            assert missing == max(0, blocks - len(before))
+            fits = missing <= pool.num_free
+            assert table.reserve(num_tokens) == fits
+            assert len(table.ids) == (max(blocks, len(before)) if fits else len(before))
+            assert table.ids[: len(before)] == before
+        else:
+            table.truncate(num_tokens)
+            assert table.ids == before[:blocks]
+        assert pool.num_free == pool.num_blocks - len(table.ids)
+        pool.check_invariants()
+
+
+def test_adopted_blocks_are_held_until_the_last_table_lets_go():
+    pool = BlockPool(4)
+    first, second = BlockTable(pool, 4), BlockTable(pool, 4)
+    first.reserve(8)
+    second.adopt(list(first.ids))
+    assert second.reserve(12)
+    first.truncate(0)
+    assert pool.num_free == 1
+    second.truncate(0)
+    assert pool.num_free == 4
+
+
+def test_only_an_empty_table_adopts():
+    pool = BlockPool(2)
+    table = BlockTable(pool, 4)
+    table.reserve(1)
+    with pytest.raises(ValueError, match="empty"):
+        table.adopt([1])
+    pool.check_invariants()

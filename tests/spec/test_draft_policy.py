@@ -1,0 +1,211 @@
+"""Who drafts, how much, and whom it concerns."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from outdraft.config.speculation import (
+    DraftModelConfig,
+    NgramConfig,
+    SpeculationConfig,
+    SuffixConfig,
+)
+from outdraft.core.draft import Draft, DraftAsk, DraftSource
+from outdraft.core.errors import RequestError
+from outdraft.core.plan import DraftChoice
+from outdraft.core.request import FinishReason, Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.spec.draft_policy import DraftPolicy
+
+
+class ScriptedProposer:
+    """Returns written drafts, by request id, and remembers what it was asked."""
+
+    def __init__(self, source: DraftSource, drafts: dict[str, Draft]) -> None:
+        self.source = source
+        self.drafts = drafts
+        self.asked: list[tuple[str, int]] = []
+        self.finished: list[tuple[str, list[int] | None]] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        self.asked += [(ask.request_id, ask.max_tokens) for ask in asks]
+        return [self.drafts.get(ask.request_id, Draft()) for ask in asks]
+
+    def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
+        self.finished.append((request_id, None if token_ids is None else token_ids.tolist()))
+
+
+def request(request_id: str = "a", num_prompt: int = 3, max_tokens: int = 50, **speculation):
+    return Request(
+        request_id,
+        [1] * num_prompt,
+        SamplingParams(max_tokens=max_tokens, speculation=speculation),
+        seed=0,
+        max_model_len=1000,
+    )
+
+
+def draft(number: int, score: float) -> Draft:
+    return Draft.chain([1] * number, score)
+
+
+def ngram(**drafts: Draft) -> ScriptedProposer:
+    return ScriptedProposer(DraftSource.NGRAM, drafts)
+
+
+def suffix(**drafts: Draft) -> ScriptedProposer:
+    return ScriptedProposer(DraftSource.SUFFIX, drafts)
+
+
+def policy(*proposers: ScriptedProposer, drafter_max_len: int | None = None, **options):
+    configs = {DraftSource.NGRAM: NgramConfig(), DraftSource.SUFFIX: SuffixConfig()}
+    sources = [configs[p.source] for p in proposers]
+    if drafter_max_len is not None:
+        sources.append(DraftModelConfig(model="m"))
+    config = SpeculationConfig(sources=tuple(sources), **options)
+    return DraftPolicy(config, proposers, drafter_max_len)
+
+
+MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
+
+
+def test_without_a_draft_there_is_no_choice():
+    assert policy(ngram()).choose([request()], 1) == {}
+
+
+def test_the_model_drafts_where_the_host_has_no_idea():
+    ours = policy(ngram(b=draft(4, 4.0)), drafter_max_len=100)
+    choices = ours.choose([request("a"), request("b")], 2)
+    assert choices["a"] == MODEL
+    assert choices["b"].source is DraftSource.NGRAM
+
+
+def test_a_host_draft_must_promise_more_than_the_model_delivers():
+    ours = policy(ngram(a=draft(4, 1.5)), drafter_max_len=100)
+    assert ours.choose([request()], 1)["a"] == MODEL  # the model starts at 2 of 4
+    for _ in range(60):
+        ours.observe(MODEL, 0)
+    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_of_two_equal_promises_the_source_configured_first_wins():
+    first, second = suffix(a=draft(3, 2.0)), ngram(a=draft(4, 2.0))
+    assert policy(first, second).choose([request()], 1)["a"].source is DraftSource.SUFFIX
+    assert policy(second, first).choose([request()], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_the_greater_promise_wins_over_the_order():
+    ours = policy(suffix(a=draft(3, 1.0)), ngram(a=draft(4, 2.0)))
+    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_a_promise_never_counts_for_more_than_the_drafts_length():
+    ours = policy(suffix(a=draft(1, 50.0)), ngram(a=draft(4, 2.0)))
+    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_a_source_that_does_not_keep_its_promises_loses_to_one_that_does():
+    ours = policy(suffix(a=draft(4, 3.0)), ngram(a=draft(4, 2.0)))
+    choice = ours.choose([request()], 1)["a"]
+    assert choice.source is DraftSource.SUFFIX
+    for _ in range(60):
+        ours.observe(choice, 0)
+    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_a_host_draft_that_promises_next_to_nothing_is_not_verified():
+    ours = policy(ngram(a=draft(4, 0.25), b=draft(4, 0.3)))
+    assert set(ours.choose([request("a"), request("b")], 2)) == {"b"}
+
+
+@pytest.mark.parametrize(("num_running", "drafts"), [(2, True), (3, False)])
+def test_no_drafts_while_more_requests_run_than_allowed(num_running, drafts):
+    proposer = ngram(a=draft(4, 4.0))
+    ours = policy(proposer, disable_by_batch_size=2, drafter_max_len=100)
+    assert bool(ours.choose([request()], num_running)) is drafts
+    assert bool(proposer.asked) is drafts
+
+
+def test_switching_off_concerns_the_request_that_did():
+    ours = policy(proposer := ngram(), drafter_max_len=100)
+    choices = ours.choose([request("a", method="off"), request("b")], 2)
+    assert choices == {"b": MODEL}
+    assert proposer.asked == [("b", 4)]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, None), (2, 2), (4, 4), (9, 4)])
+def test_a_request_may_ask_for_fewer_drafts_but_not_for_more(number, expected):
+    ours = policy(proposer := ngram(), drafter_max_len=100)
+    choices = ours.choose([request("a", num_speculative_tokens=number), request("b")], 2)
+    assert (choices["a"].num_model_drafts if "a" in choices else None) == expected
+    assert choices["b"] == MODEL
+    assert ("b", 4) in proposer.asked
+
+
+def test_near_its_end_a_request_drafts_only_what_it_can_still_emit():
+    ours = policy(drafter_max_len=100)
+    assert ours.choose([request(max_tokens=3)], 1)["a"].num_model_drafts == 2
+    assert ours.choose([request(max_tokens=1)], 1) == {}
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
+def test_a_request_that_names_a_source_gets_no_other(method):
+    everyone = {"a": draft(4, 4.0)}
+    proposers = [suffix(**everyone), ngram(**everyone)]
+    ours = policy(*proposers, drafter_max_len=100)
+    choice = ours.choose([request(method=method)], 1)["a"]
+    assert str(choice.source) == method
+    assert all(not p.asked for p in proposers if str(p.source) != method)
+
+
+def test_a_request_too_long_for_the_drafter_changes_nobody_elses_draft():
+    ours = policy(ngram(long=draft(4, 1.0)), drafter_max_len=20)
+    others = [request("short"), request("long", num_prompt=17), request("fits", num_prompt=16)]
+    choices = ours.choose(others, 3)
+    assert choices["short"] == choices["fits"] == MODEL
+    assert choices["long"].source is DraftSource.NGRAM
+
+
+def test_what_some_requests_do_changes_no_other_choice():
+    drafts = {"b": draft(3, 3.0)}
+    alone = policy(ngram(**drafts), drafter_max_len=20).choose([request("b"), request("c")], 2)
+    company = [
+        request("off", method="off"),
+        request("b"),
+        request("long", num_prompt=100),
+        request("c"),
+        request("zero", num_speculative_tokens=0),
+    ]
+    together = policy(ngram(**drafts), drafter_max_len=20).choose(company, 5)
+    assert together == alone
+
+
+@pytest.mark.parametrize("method", ["suffix", "draft_model", "combined", "nonsense"])
+def test_a_source_that_is_not_configured_is_refused(method):
+    ours = policy(ngram())
+    with pytest.raises(RequestError, match="off, ngram") as caught:
+        ours.check(request(method=method))
+    assert caught.value.field == "speculation"
+    for fine in (None, "off", "ngram"):
+        ours.check(request(method=fine))
+
+
+@pytest.mark.parametrize(
+    ("reason", "text"), [(FinishReason.STOP, [1, 1, 1]), (FinishReason.ABORT, None)]
+)
+def test_proposers_learn_from_texts_that_ended_but_not_from_aborted_ones(reason, text):
+    proposers = [ngram(), suffix()]
+    one = request()
+    one.finish_reason = reason
+    policy(*proposers).finish(one)
+    assert [p.finished for p in proposers] == [[("a", text)]] * 2
+
+
+def test_a_proposer_that_forgets_a_request_is_caught():
+    class Forgetful(ScriptedProposer):
+        def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+            return []
+
+    with pytest.raises(ValueError, match="zip"):
+        policy(Forgetful(DraftSource.NGRAM, {})).choose([request()], 1)
