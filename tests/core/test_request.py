@@ -31,7 +31,9 @@ def test_the_models_length_bounds_the_output_too():
     assert one.append(1) is FinishReason.LENGTH
 
 
-@pytest.mark.parametrize(("max_tokens", "num_output", "expected"), [(5, 0, 4), (5, 3, 1), (5, 4, 0)])
+@pytest.mark.parametrize(
+    ("max_tokens", "num_output", "expected"), [(5, 0, 4), (5, 3, 1), (5, 4, 0)]
+)
 def test_drafts_leave_room_for_the_token_behind_them(max_tokens, num_output, expected):
     one = request(max_tokens=max_tokens)
     for _ in range(num_output):

@@ -86,14 +86,14 @@ def rendered(path: Path) -> str:
 
 def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
     config = {
-        "bos_token": {"content": "<ｓ>", "lstrip": False},
+        "bos_token": {"content": "<日>", "lstrip": False},
         "eos_token": "</s>",
         "pad_token": None,
         "add_bos_token": True,
         "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}|{{ add_bos_token }}",
     }
     write(tmp_path, config)
-    assert rendered(tmp_path) == "<ｓ>|</s>||"
+    assert rendered(tmp_path) == "<日>|</s>||"
 
 
 def test_the_template_file_comes_before_the_configuration(tmp_path):

@@ -80,7 +80,7 @@ def test_text_ends_before_the_first_stop_string_if_tokens_are_bytes(text, stop_s
 
 
 @settings(max_examples=200)
-@example(["aab"], [*byte_ids("aaaab")])
+@example(["aab"], byte_ids("aaaab"))
 @given(stops, token_ids | small_texts.map(byte_ids))
 def test_settled_text_is_never_taken_back(stop_strings, ids):
     ours = detokenizer(*stop_strings)
@@ -94,9 +94,9 @@ def test_settled_text_is_never_taken_back(stop_strings, ids):
             break
     ours.finish(at_stop_string=found is not None)
     assert ours.text.startswith(settled)
-    assert found is None or ours.text == settled
 
 
+@example(["b", "aba"], byte_ids("aba"))
 @given(stops, small_texts.map(byte_ids))
 def test_nor_when_the_stop_strings_found_do_not_count_yet(stop_strings, ids):
     ours = detokenizer(*stop_strings)

@@ -107,7 +107,9 @@ class PoolAgainstModel(RuleBasedStateMachine):
             assert self.pool.is_drafter_filled(block) == (block in self.filled)
 
 
-PoolAgainstModel.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+PoolAgainstModel.TestCase.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)
 TestPoolAgainstModel = PoolAgainstModel.TestCase
 
 

@@ -52,7 +52,7 @@ class SimulatedDevice:
         return blocks[place // self.block_size] * self.block_size + place % self.block_size
 
     def _draft(self, work: Work) -> Draft:
-        """The draft as it is verified; the drafter reads all tokens, and its drafts but the last."""
+        """The draft to verify; the drafter reads all tokens, and its own drafts but the last."""
         if work.drafts is None:
             return Draft()
         number = work.drafts.num_model_drafts

@@ -143,7 +143,10 @@ class Simulation:
         rng = self.rng
         one = request(
             str(len(self.requests)),
-            [rng.randrange(VOCAB_SIZE) if rng.random() < 0.2 else 1 for _ in range(rng.randint(1, 25))],
+            [
+                rng.randrange(VOCAB_SIZE) if rng.random() < 0.2 else 1
+                for _ in range(rng.randint(1, 25))
+            ],
             rng.randint(1, 15),
             stop=frozenset([0]) if rng.random() < 0.3 else frozenset(),
             priority=rng.randint(0, 3),
@@ -211,7 +214,9 @@ class Simulation:
         for work in plan.works:
             assert work.start == work.request.num_computed
             assert len(work.block_ids) * self.world.block_size >= (
-                work.request.num_tokens + work.num_drafts if work.drafts else work.start + work.num_new
+                work.request.num_tokens + work.num_drafts
+                if work.drafts
+                else work.start + work.num_new
             )
             if work.drafts is None:
                 continue

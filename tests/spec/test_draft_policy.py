@@ -16,7 +16,7 @@ from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.spec.draft_policy import DraftPolicy
+from outdraft.spec.draft_policy import REFUSALS_PER_TRIAL, DrafterLimits, DraftPolicy
 
 
 class ScriptedProposer:
@@ -58,13 +58,19 @@ def suffix(**drafts: Draft) -> ScriptedProposer:
     return ScriptedProposer(DraftSource.SUFFIX, drafts)
 
 
-def policy(*proposers: ScriptedProposer, drafter_max_len: int | None = None, **options):
+def policy(
+    *proposers: ScriptedProposer,
+    drafter_max_len: int | None = None,
+    drafter_cost: float = 0.0,
+    **options,
+) -> DraftPolicy:
     configs = {DraftSource.NGRAM: NgramConfig(), DraftSource.SUFFIX: SuffixConfig()}
     sources = [configs[p.source] for p in proposers]
     if drafter_max_len is not None:
         sources.append(DraftModelConfig(model="m"))
     config = SpeculationConfig(sources=tuple(sources), **options)
-    return DraftPolicy(config, proposers, drafter_max_len)
+    limits = DrafterLimits(drafter_max_len, drafter_cost) if drafter_max_len is not None else None
+    return DraftPolicy(config, proposers, limits)
 
 
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
@@ -115,8 +121,41 @@ def test_a_source_that_does_not_keep_its_promises_loses_to_one_that_does():
 
 
 def test_a_host_draft_that_promises_next_to_nothing_is_not_verified():
-    ours = policy(ngram(a=draft(4, 0.25), b=draft(4, 0.3)))
+    ours = policy(ngram(a=draft(4, 0.39), b=draft(4, 0.41)))
     assert set(ours.choose([request("a"), request("b")], 2)) == {"b"}
+
+
+def test_a_source_that_is_refused_again_and_again_is_tried_once_in_a_while():
+    ours = policy(ngram(a=draft(4, 2.0)))
+    choice = ours.choose([request()], 1)["a"]
+    for _ in range(200):
+        ours.observe(choice, 0)
+    tried = [bool(ours.choose([request()], 1)) for _ in range(2 * REFUSALS_PER_TRIAL)]
+    assert [i for i, was_tried in enumerate(tried, 1) if was_tried] == [32, 64]
+    for _ in range(200):
+        ours.observe(choice, 4)  # it has become right
+    assert ours.choose([request()], 1) == {"a": choice}
+
+
+@pytest.mark.parametrize(
+    ("cost", "source"), [(0.1, "draft_model"), (0.25, "ngram"), (1.0, "ngram")]
+)
+def test_the_time_the_drafter_takes_is_weighed_against_what_it_delivers(cost, source):
+    # The model brings 1 + 2 tokens in 1 + 4 * cost steps, the host 1 + 1 in one.
+    ours = policy(ngram(a=draft(4, 1.0)), drafter_max_len=100, drafter_cost=cost)
+    assert str(ours.choose([request()], 1)["a"].source) == source
+
+
+def test_a_request_too_long_for_the_drafter_keeps_its_host_draft_whatever_the_model_delivers():
+    ours = policy(ngram(a=draft(4, 0.5)), drafter_max_len=100)
+    assert ours.choose([request(num_prompt=99)], 1)["a"].source is DraftSource.NGRAM
+
+
+def test_the_model_cannot_deliver_more_tokens_than_the_request_wants():
+    ours = policy(ngram(a=draft(2, 1.5), b=draft(2, 1.5)), drafter_max_len=100)
+    choices = ours.choose([request("a", num_speculative_tokens=1), request("b")], 2)
+    assert choices["a"].source is DraftSource.NGRAM
+    assert choices["b"] == MODEL
 
 
 @pytest.mark.parametrize(("num_running", "drafts"), [(2, True), (3, False)])

@@ -29,10 +29,9 @@ class Detokenizer:
     @property
     def settled_text(self) -> str:
         """The part that no later token can take back: no stop string may begin in it."""
-        if self._stop is not None:
-            return self.text[: self._stop[0]]
         kept = max((_overlap(self.text, stop) for stop in self._stop_strings), default=0)
-        return self.text[: len(self.text) - kept]
+        end = len(self.text) - kept
+        return self.text[: min(end, self._stop[0]) if self._stop is not None else end]
 
     def push(self, token_id: int) -> str | None:
         """Append a token; the stop string that it completes, the leftmost of several."""

@@ -1,0 +1,163 @@
+"""Batch-1 decoding of the embedded pair: every method, plain decoding and transformers, side by side.
+
+All variants take their turn prompt by prompt, so that a machine whose speed drifts treats them
+alike. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from environment import environment
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from outdraft import assets
+from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import build_engine, load_models
+from outdraft.engine.engine import Engine
+
+REPETITIONS_OF_BANDWIDTH = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--prompts", type=int, default=24)
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    args = parser.parse_args()
+    variants, engines, weight_bytes = make_variants(args)
+    texts = [entry.text for entry in assets.prompts()]
+    for variant in variants.values():
+        variant(texts[-1])
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
+    for text in texts[: args.prompts]:
+        for name, variant in variants.items():
+            samples[name].append(variant(text))
+    result = {
+        "environment": environment(),
+        "options": {key: str(value) for key, value in vars(args).items()},
+        "weight_bytes": weight_bytes,
+        "read_bandwidth_gb_per_s": read_bandwidth(weight_bytes),
+        "summary": {name: summary(samples, name, engines.get(name)) for name in variants},
+        "samples": samples,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1))
+    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
+
+
+def make_variants(
+    args: argparse.Namespace,
+) -> tuple[dict[str, Callable[[str], dict[str, Any]]], dict[str, Engine], int]:
+    """Functions that complete one prompt and tell tokens and seconds behind the first one."""
+    configs = method_configs(assets.target_path(), assets.drafter_path(), dtype=args.dtype)
+    models = load_models(configs["combined"])
+    engines = {name: build_engine(config, models)[0] for name, config in configs.items()}
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=1)
+
+    def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
+        def complete(text: str) -> dict[str, Any]:
+            output, num_decoded, decode_s = complete_alone(engine, text, params)
+            ids = output.outputs[0].token_ids
+            return {"num_decoded": num_decoded, "decode_s": decode_s, "token_ids": ids}
+
+        return complete
+
+    variants = {name: ours(engine) for name, engine in engines.items()}
+    variants["transformers"] = transformers_variant(args)
+    return variants, engines, models.target.weight_bytes
+
+
+def transformers_variant(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
+    """Plain decoding by transformers' own generate, on the same weights and dtype."""
+    tokenizer = AutoTokenizer.from_pretrained(assets.target_path())
+    model = AutoModelForCausalLM.from_pretrained(
+        assets.target_path(), dtype=getattr(torch, args.dtype)
+    ).eval()
+
+    class FirstToken:
+        """A streamer: called with the prompt, then with every token."""
+
+        def __init__(self) -> None:
+            self.times_s: list[float] = []
+
+        def put(self, value: torch.Tensor) -> None:
+            self.times_s.append(time.perf_counter())
+
+        def end(self) -> None:
+            pass
+
+    def complete(text: str) -> dict[str, Any]:
+        inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        streamer = FirstToken()
+        with torch.inference_mode():
+            whole = model.generate(
+                **inputs,
+                max_new_tokens=args.max_tokens,
+                do_sample=args.temperature > 0,
+                temperature=args.temperature or None,
+                streamer=streamer,
+            )
+        _, first_s, *rest_s = streamer.times_s
+        ids = whole[0, inputs["input_ids"].shape[1] :].tolist()
+        decode_s = rest_s[-1] - first_s if rest_s else 0.0
+        return {"num_decoded": len(rest_s), "decode_s": decode_s, "token_ids": ids}
+
+    return complete
+
+
+def read_bandwidth(num_bytes: int) -> float:
+    """GB/s at which all threads read as many bytes as the weights take, median."""
+    data = torch.ones(num_bytes // 4)
+    seconds = []
+    for _ in range(REPETITIONS_OF_BANDWIDTH):
+        started_s = time.perf_counter()
+        data.sum()
+        seconds.append(time.perf_counter() - started_s)
+    return num_bytes / statistics.median(seconds) / 1e9
+
+
+def summary(
+    samples: dict[str, list[dict[str, Any]]], name: str, engine: Engine | None
+) -> dict[str, Any]:
+    """Medians over prompts, ratios prompt by prompt, and the time split of an engine."""
+    tpots = [1000 * one["decode_s"] / max(1, one["num_decoded"]) for one in samples[name]]
+    plain = [1000 * one["decode_s"] / max(1, one["num_decoded"]) for one in samples[PLAIN]]
+    ratios = [base / own for base, own in zip(plain, tpots, strict=True)]
+    total_s = sum(one["decode_s"] for one in samples[name])
+    base_s = sum(one["decode_s"] for one in samples[PLAIN])
+    tokens = [sum(one["num_decoded"] for one in samples[key]) for key in (name, PLAIN)]
+    identical = [
+        one["token_ids"] == other["token_ids"]
+        for one, other in zip(samples[name], samples[PLAIN], strict=True)
+    ]
+    numbers: dict[str, Any] = {
+        "tpot_ms_median": statistics.median(tpots),
+        "tokens_per_s": tokens[0] / total_s,
+        "speedup_over_plain": (tokens[0] / total_s) / (tokens[1] / base_s),
+        "speedup_over_plain_median_of_prompts": statistics.median(ratios),
+        "texts_equal_to_plain": f"{sum(identical)}/{len(identical)}",
+    }
+    if engine is not None:
+        stats = engine.stats
+        numbers |= {
+            "acceptance_length": stats.acceptance_length,
+            "acceptance_rate": stats.acceptance_rate,
+            "us_per_step": {
+                phase: 1e6 * getattr(stats, f"{phase}_s") / stats.num_steps
+                for phase in ("draft", "verify", "sample", "host")
+            },
+        }
+    return numbers
+
+
+if __name__ == "__main__":
+    main()
