@@ -40,4 +40,4 @@ fix: setup
 	$(BIN)/ruff check --fix .
 
 bench: setup
-	$(BIN)/outdraft bench
+	$(BIN)/python benchmarks/decode.py

@@ -1,4 +1,4 @@
-"""Batch-1 decoding of the embedded pair: every method, plain decoding and transformers, side by side.
+"""Batch-1 decoding of the embedded pair: plain, every method, and transformers, side by side.
 
 All variants take their turn prompt by prompt, so that a machine whose speed drifts treats them
 alike. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
@@ -65,7 +65,9 @@ def make_variants(
 
     def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
         def complete(text: str) -> dict[str, Any]:
-            output, num_decoded, decode_s = complete_alone(engine, text, params)
+            output, num_decoded, decode_s = complete_alone(
+                engine, "prompt", text, params, lambda output: None
+            )
             ids = output.outputs[0].token_ids
             return {"num_decoded": num_decoded, "decode_s": decode_s, "token_ids": ids}
 

@@ -1,16 +1,24 @@
-"""outdraft: LLM inference in which speculative decoding is the normal way to execute."""
+"""outdraft: LLM inference in which speculative decoding is the normal way to execute.
 
-from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from outdraft.config.speculation import (
-    DraftModelConfig,
-    NgramConfig,
-    SpeculationConfig,
-    SuffixConfig,
-)
-from outdraft.core.outputs import CompletionOutput, RequestOutput
-from outdraft.core.sampling import SamplingParams, SpeculationParams
-from outdraft.engine.async_engine import AsyncEngine
-from outdraft.engine.llm import LLM
+Names are imported when they are first used: the command line must be able to choose OpenMP's
+settings before anything imports torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+    from outdraft.config.speculation import (
+        DraftModelConfig,
+        NgramConfig,
+        SpeculationConfig,
+        SuffixConfig,
+    )
+    from outdraft.core.outputs import CompletionOutput, RequestOutput
+    from outdraft.core.sampling import SamplingParams, SpeculationParams
+    from outdraft.engine.async_engine import AsyncEngine
+    from outdraft.engine.llm import LLM
 
 __all__ = [
     "LLM",
@@ -27,3 +35,19 @@ __all__ = [
     "SpeculationParams",
     "SuffixConfig",
 ]
+
+_HOMES = {
+    "config.engine": ("CacheConfig", "EngineConfig", "SchedulerConfig"),
+    "config.speculation": ("DraftModelConfig", "NgramConfig", "SpeculationConfig", "SuffixConfig"),
+    "core.outputs": ("CompletionOutput", "RequestOutput"),
+    "core.sampling": ("SamplingParams", "SpeculationParams"),
+    "engine.async_engine": ("AsyncEngine",),
+    "engine.llm": ("LLM",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"outdraft.{home}"), name)
+    raise AttributeError(f"module 'outdraft' has no attribute {name!r}")

@@ -1,5 +1,6 @@
 """The demo's numbers are what a reader thinks they are."""
 
+import time
 from collections import Counter
 
 import pytest
@@ -76,6 +77,21 @@ def test_the_warm_up_is_not_counted_and_neither_is_a_prompts_first_token(compare
         assert len(tally.token_ids) == 2
         assert tally.origins.total() == 2 * MAX_TOKENS
         assert tally.decode_s > 0
+
+
+def test_the_time_that_watching_takes_is_not_counted(llms):
+    watched_s = 0.0
+
+    def on_step(name, output):
+        nonlocal watched_s
+        started_s = time.perf_counter()
+        time.sleep(0.01)
+        watched_s += time.perf_counter() - started_s
+
+    started_s = time.perf_counter()
+    engines = {PLAIN: llms[PLAIN].engine}
+    tallies = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, on_step)
+    assert 0 < tallies[PLAIN].decode_s < time.perf_counter() - started_s - watched_s
 
 
 def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):

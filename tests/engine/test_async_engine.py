@@ -14,11 +14,7 @@ LENGTHS = (3, 21, 40, 9, 33)
 
 
 async def _last(stream) -> RequestOutput:
-    output = None
-    async for output in stream:
-        pass
-    assert output is not None
-    return output
+    return [output async for output in stream][-1]
 
 
 def test_streams_end_with_what_offline_generation_answers():
@@ -27,9 +23,7 @@ def test_streams_end_with_what_offline_generation_answers():
 
     async def main() -> list[RequestOutput]:
         async with AsyncEngine(engine("qwen2", "combined").engine) as streams:
-            tasks = [
-                _last(streams.generate(str(i), p, greedy(20))) for i, p in enumerate(prompts)
-            ]
+            tasks = [_last(streams.generate(str(i), p, greedy(20))) for i, p in enumerate(prompts)]
             return await asyncio.gather(*tasks)
 
     assert ids(asyncio.run(main())) == want

@@ -25,6 +25,11 @@ def test_text_becomes_ids_with_the_tokenizers_own_special_tokens():
     assert inputs(with_start_token()).prompt_ids("the")[0] == 0
 
 
+def test_a_rendered_conversation_brings_its_own_special_tokens():
+    ours = inputs(with_start_token())
+    assert ours.encode("the", add_special_tokens=False) == tokenizer().encode("the").ids
+
+
 def test_ids_are_taken_as_they_are():
     assert inputs(None).prompt_ids((0, VOCAB_SIZE - 1)) == [0, VOCAB_SIZE - 1]
 

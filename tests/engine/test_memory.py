@@ -42,7 +42,7 @@ def test_more_than_there_is_beside_the_buffers_is_refused(asked):
 
 def test_buffers_that_do_not_fit_are_refused_and_no_negative_cache_is_named():
     with pytest.raises(ConfigError, match=r"asks for 0\.0 MiB"):
-        blocks(CacheConfig(), buffers=10_001)
+        blocks(CacheConfig(), buffers=2**30)
 
 
 @pytest.mark.parametrize("config", [CacheConfig(), CacheConfig(kv_cache_memory_bytes=99)])

@@ -72,7 +72,7 @@ class Tally:
         return 1 + self.num_accepted / max(1, self.num_spec_steps)
 
 
-def method_configs(target: Path, drafter: Path) -> dict[str, EngineConfig]:
+def method_configs(target: Path, drafter: Path, dtype: str = "float32") -> dict[str, EngineConfig]:
     """The engines to compare, plain decoding first, the most elaborate one last."""
     model = {"model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
     speculation = {
@@ -85,7 +85,7 @@ def method_configs(target: Path, drafter: Path) -> dict[str, EngineConfig]:
     return {
         name: EngineConfig(
             model=str(target),
-            dtype="float32",
+            dtype=dtype,
             device="cpu",
             # Methods that come later must not profit from a prompt that is computed already.
             cache=CacheConfig(enable_prefix_caching=False),
@@ -113,7 +113,7 @@ def compare(
     assert warm_up not in prompts
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for engine in engines.values():
-        _complete(engine, "warm-up", warm_up, params, lambda output: None)
+        complete_alone(engine, "warm-up", warm_up, params, lambda output: None)
     tallies = {name: Tally() for name in engines}
     for number, prompt in enumerate(prompts):
         for name, engine in engines.items():
@@ -121,7 +121,7 @@ def compare(
             def shown(output: RequestOutput, name: str = name) -> None:
                 on_step(name, output)
 
-            tallies[name].add(*_complete(engine, str(number), prompt, params, shown))
+            tallies[name].add(*complete_alone(engine, str(number), prompt, params, shown))
     return tallies
 
 
@@ -156,7 +156,7 @@ def all_identical(tallies: Mapping[str, Tally]) -> bool:
     return all(tally.token_ids == tallies[PLAIN].token_ids for tally in tallies.values())
 
 
-def _complete(
+def complete_alone(
     engine: Engine,
     request_id: str,
     prompt: str,

@@ -40,7 +40,7 @@ class DemoView:
 
     def header(self) -> None:
         """What is compared, in how much memory, and what the colours mean."""
-        memory = Table("memory", "", box=None, title_justify="left", header_style="bold")
+        memory = Table("memory", "", box=None)
         for name, size in self._llm.memory.table():
             memory.add_row(name, size)
         self._console.print(memory)
@@ -74,7 +74,8 @@ class DemoView:
     def footer(self, tallies: Mapping[str, Tally], elapsed_s: float) -> None:
         """The comparison."""
         plain = tallies[PLAIN]
-        table = Table(title="\n\nGreedy, float32, one request at a time", title_justify="left")
+        self._console.print("\n\nGreedy, float32, one request at a time", style="bold")
+        table = Table()
         table.add_column("method")
         for name in ("tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"):
             table.add_column(name, justify="right")

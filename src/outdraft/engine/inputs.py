@@ -36,7 +36,7 @@ class InputProcessor:
         Raises:
             RequestError: it is empty, too long, or holds ids outside the vocabulary.
         """
-        ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
@@ -47,6 +47,21 @@ class InputProcessor:
             )
         self._check_ids(ids, "prompt")
         return ids
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            RequestError: there is no tokenizer, or the text is not valid Unicode.
+        """
+        if self.tokenizer is None:
+            raise RequestError(
+                "the model came without a tokenizer: give token ids instead of text", "prompt"
+            )
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # half of a surrogate pair
+            raise RequestError("prompt is not valid Unicode text", "prompt") from error
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError if a parameter names tokens that do not exist."""
@@ -92,16 +107,6 @@ class InputProcessor:
         )
         digest = blake2b(repr(parts).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") & MAX_SEED
-
-    def _encode(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError(
-                "the model came without a tokenizer: give token ids instead of text", "prompt"
-            )
-        try:
-            return self.tokenizer.encode(text).ids
-        except TypeError as error:  # half of a surrogate pair
-            raise RequestError("prompt is not valid Unicode text", "prompt") from error
 
     def _check_ids(self, ids: Iterable[int], field: str) -> None:
         for token_id in ids:

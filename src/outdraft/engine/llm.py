@@ -104,7 +104,9 @@ class LLM:
             )
         first = messages[0] if messages else None
         several = [messages] if first is None or isinstance(first, Mapping) else messages
-        prompts = [self._chat_template.render(one) for one in several]  # pyright: ignore[reportArgumentType]
+        texts = [self._chat_template.render(one) for one in several]  # pyright: ignore[reportArgumentType]
+        # The template has written all special tokens; the tokenizer must not add its own.
+        prompts = [self.engine.inputs.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def _run(

@@ -25,7 +25,7 @@ class DeviceState:
         self.token_ids_SL = torch.zeros(
             max_num_seqs, self.row_len, dtype=torch.int64, device=device
         )
-        self._owners: list[str | None] = [None] * max_num_seqs
+        self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
 
     @property
     def num_bytes(self) -> int:
@@ -35,7 +35,7 @@ class DeviceState:
         """Upload the texts of requests that were not in their row before."""
         for request in requests:
             row = state_row(request)
-            owner = f"{request.id}/{request.num_preemptions}"
+            owner = request, request.num_preemptions  # a request may return to another's row
             if self._owners[row] != owner:
                 self._owners[row] = owner
                 text = request.token_ids.astype(np.int64)

@@ -39,15 +39,15 @@ class TargetPass:
 
     Attributes:
         hidden_TD: hidden states of all rows.
-        logit_rows_R: the rows whose logits are needed: per sampling request its root, then its
-            drafts.
+        logit_hidden_RD: of the rows whose logits are needed: per sampling request its root, then
+            its drafts.
         state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
         draft_slots_BN: cache slots behind each root, int64; where drafts stand and where the
             accepted ones belong.
     """
 
     hidden_TD: Tensor
-    logit_rows_R: Tensor
+    logit_hidden_RD: Tensor
     state_rows_B: Tensor
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
@@ -80,7 +80,7 @@ class ModelRunner:
         self.verifier = verifier
         self.drafter = drafter
         self.device = state.token_ids_SL.device
-        self._sampling: dict[tuple[str, ...], SamplingBatch] = {}
+        self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
@@ -97,7 +97,7 @@ class ModelRunner:
         verdict: Verdict | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
-            logits_RV = self.model.logits(target.hidden_TD[target.logit_rows_R])
+            logits_RV = self.model.logits(target.logit_hidden_RD)
             paths = self._paths(works, target, sampling)
             verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
             self._keep(verdict, drafts, target)
@@ -114,7 +114,7 @@ class ModelRunner:
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """The requests' parameters on the device; kept while the same requests sample."""
-        key = tuple(request.id for request in requests)
+        key = tuple(requests)
         batch = self._sampling.pop(key, None)
         if batch is None:
             batch = SamplingBatch.from_requests(
@@ -192,9 +192,11 @@ class ModelRunner:
             drafted_T = drafts.token_ids_BN.reshape(-1)[draft_index.clamp_min(0)]
             ids_T = torch.where(draft_index >= 0, drafted_T, ids_T)
         hidden_TD = self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
+        are_all = len(logit_rows_R) == len(hidden_TD)
+        logit_hidden_RD = hidden_TD if are_all else hidden_TD[logit_rows_R]
         state_rows_B, num_tokens_B, prompt_lens_B = sampling_B3.unbind(1)
         return TargetPass(
-            hidden_TD, logit_rows_R, state_rows_B, num_tokens_B, prompt_lens_B, draft_slots_BN
+            hidden_TD, logit_hidden_RD, state_rows_B, num_tokens_B, prompt_lens_B, draft_slots_BN
         )
 
     def _paths(self, works: Sequence[Work], target: TargetPass, sampling: SamplingBatch) -> Paths:

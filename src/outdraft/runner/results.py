@@ -21,12 +21,12 @@ class StepCopies:
     """A copy that is under way, and how to cut it up again.
 
     Attributes:
-        packed: int64 on the host; floats travel as their bits.
-        shapes: of the packed tensors in order.
+        packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
+        shapes: of the tensors in order.
         arrived: set on a GPU when the copy is complete.
     """
 
-    packed: Tensor
+    packed: list[Tensor]
     shapes: tuple[torch.Size, ...]
     emitted: LogprobRows | None
     prompt: LogprobRows | None
@@ -46,16 +46,15 @@ def to_host(
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += _log_tensors(rows)
-    if not tensors:
-        return StepCopies(torch.empty(0, dtype=torch.int64), (), emitted, prompt, None)
+    shapes = tuple(tensor.shape for tensor in tensors)
+    if not tensors or tensors[0].device.type == "cpu":
+        return StepCopies(tensors, shapes, emitted, prompt, None)
     packed = torch.cat([_as_int64(tensor).flatten() for tensor in tensors])
-    arrived = None
-    if packed.device.type == "cuda":
-        host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
-        packed = host.copy_(packed, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-    return StepCopies(packed, tuple(t.shape for t in tensors), emitted, prompt, arrived)
+    host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
+    host.copy_(packed, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    return StepCopies([host], shapes, emitted, prompt, arrived)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
@@ -105,7 +104,9 @@ def _as_int64(tensor: Tensor) -> Tensor:
 
 
 def _unpack(copies: StepCopies) -> list[np.ndarray]:
-    flat = copies.packed.numpy()
+    if copies.arrived is None:
+        return [tensor.numpy() for tensor in copies.packed]
+    flat = copies.packed[0].numpy()
     arrays: list[np.ndarray] = []
     start = 0
     for shape in copies.shapes:
@@ -116,12 +117,13 @@ def _unpack(copies: StepCopies) -> list[np.ndarray]:
 
 def _leading(row: np.ndarray) -> tuple[int, ...]:
     """The ids before the padding."""
-    return tuple(int(value) for value in row if value >= 0)
+    return tuple(value for value in row.tolist() if value >= 0)
 
 
 def _log_rows(counts: Sequence[int], arrays: Sequence[np.ndarray]) -> list[list[TokenLogprobs]]:
     token_ids, logprobs, ranks, top_ids, top_logprobs = arrays
-    logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)
+    if logprobs.dtype == np.int64:  # the bits of what travelled in one piece
+        logprobs, top_logprobs = logprobs.view(np.float64), top_logprobs.view(np.float64)
     rows = [
         TokenLogprobs(
             int(token_ids[j]),

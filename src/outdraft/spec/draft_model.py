@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
@@ -90,19 +91,20 @@ class DraftModelProposer:
         asks = self._catch_up(asks, token_ids_SL)
         most = max(ask.num_drafts for ask in asks)
         spans = [Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks]
-        hidden_TD = self._read(asks, spans, token_ids_SL)
-        (ends_B,) = to_device([np.cumsum([s.num_causal for s in spans]) - 1], hidden_TD.device)
-        hidden_BD = hidden_TD[ends_B]
-        (anchors_B,) = to_device([np.array([a.num_tokens for a in asks])], hidden_BD.device)
+        hidden_TD, metadata = self._read(asks, spans, token_ids_SL)
+        hidden_BD = hidden_TD[metadata.query_start_B1[1:].long() - 1]
+        positions_KB, extensions = self._extensions(asks, most, metadata)
         # The drafter follows the request's parameters, but for those that look back at the text.
         sampling = replace(sampling, needs_penalties=False, bad_words=None, stops=None)
         ids: list[Tensor] = []
         probs: list[Tensor] = []
         for step in range(most):
             if step:
-                hidden_BD = self._extend(asks, step, ids[-1])
-            positions = np.array([ask.num_tokens + step for ask in asks])
-            chosen_B, probs_BV = self._choose(hidden_BD, positions, anchors_B, sampling)
+                extension = extensions[step - 1]
+                hidden_BD = self.model(ids[-1], extension.positions_T, self.cache.layers, extension)
+            chosen_B, probs_BV = self._choose(
+                hidden_BD, positions_KB[step], positions_KB[0], sampling
+            )
             ids.append(chosen_B)
             if probs_BV is not None:
                 probs.append(probs_BV)
@@ -147,36 +149,61 @@ class DraftModelProposer:
 
     def _read(
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
-    ) -> Tensor:
-        """Hidden states of committed tokens, [T, D]."""
+    ) -> tuple[Tensor, AttentionMetadata]:
+        """Hidden states of committed tokens, [T, D], and the batch they were computed in."""
         layout = lay_out(spans, self.cache.block_size)
         counts = np.diff(layout.query_start_B1)
         rows_T = np.repeat([ask.state_row for ask in asks], counts)
         flat_T = rows_T * token_ids_SL.shape[1] + layout.positions_T
         metadata, (flat,) = send(layout, [flat_T], token_ids_SL.device)
         ids_T = token_ids_SL.view(-1)[flat]
-        return self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
+        return self.model(ids_T, metadata.positions_T, self.cache.layers, metadata), metadata
 
-    def _extend(self, asks: Sequence[DraftModelAsk], step: int, ids_B: Tensor) -> Tensor:
-        """Hidden states behind the draft of step - 1, [B, D].
+    def _extensions(
+        self, asks: Sequence[DraftModelAsk], most: int, first: AttentionMetadata
+    ) -> tuple[Tensor, list[AttentionMetadata]]:
+        """Positions of all drafts, [K, B], and the batches that read all drafts but the last.
 
-        A request that wants fewer drafts runs along: its row is computed, kept nowhere.
+        Laid out for all passes at once and sent in one copy. A request that wants fewer drafts
+        runs along: its row is computed, kept nowhere.
         """
-        spans = [
-            Span(ask.num_tokens + step - 1, 1, (), ask.block_ids)
-            if step < ask.num_drafts
-            else Span(ask.num_tokens - 1, 1, (), ask.block_ids)
-            for ask in asks
-        ]
-        layout = lay_out(spans, self.cache.block_size)
+        num_tokens_B = np.array([ask.num_tokens for ask in asks])
+        num_drafts_B = np.array([ask.num_drafts for ask in asks])
+        positions_KB = num_tokens_B + np.arange(most)[:, None]
+        read_KB = positions_KB[:-1]
+        is_kept_KB = np.arange(1, most)[:, None] < num_drafts_B
+        context_KB = np.where(is_kept_KB, read_KB, num_tokens_B - 1)
+        size = self.cache.block_size
+        blocks_KB = np.zeros_like(read_KB)
         for b, ask in enumerate(asks):
-            if step >= ask.num_drafts:
-                layout.slots_T[b] = -1
-        metadata, _ = send(layout, [], ids_B.device)
-        return self.model(ids_B, metadata.positions_T, self.cache.layers, metadata)
+            table = np.asarray(ask.block_ids)
+            blocks_KB[:, b] = table[np.minimum(read_KB[:, b] // size, len(table) - 1)]
+        slots_KB = np.where(is_kept_KB, blocks_KB * size + read_KB % size, -1)
+        device = first.slots_T.device
+        starts = np.arange(len(asks) + 1, dtype=np.int32)
+        ones, zeros = np.ones(len(asks), dtype=np.int32), np.zeros(len(asks), dtype=np.int64)
+        sent = to_device(
+            [positions_KB, context_KB.astype(np.int32), slots_KB, starts, ones, zeros], device
+        )
+        positions, contexts, slots, query_start, num_causal, ancestors = sent
+        batches = [
+            AttentionMetadata(
+                query_start_B1=query_start,
+                context_lens_B=contexts[step],
+                num_causal_B=num_causal,
+                ancestors_T=ancestors,
+                positions_T=positions[step],
+                slots_T=slots[step],
+                block_table_BP=first.block_table_BP,
+                max_rows=1,
+                max_seq_len=int(context_KB[step].max()) + 1,
+            )
+            for step in range(most - 1)
+        ]
+        return positions, batches
 
     def _choose(
-        self, hidden_BD: Tensor, positions: np.ndarray, anchors_B: Tensor, sampling: SamplingBatch
+        self, hidden_BD: Tensor, positions_B: Tensor, anchors_B: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor | None]:
         """The next draft of each request, and what it was drawn from unless all are greedy."""
         logits_BV = self.model.logits(hidden_BD)
@@ -185,7 +212,6 @@ class DraftModelProposer:
         requests_B = torch.arange(len(logits_BV), device=logits_BV.device)
         paths = Paths(None, torch.zeros_like(anchors_B), anchors_B, None)
         processed_BV = process_logits(logits_BV, requests_B, paths, sampling)
-        (positions_B,) = to_device([positions], logits_BV.device)
         ids_B, probs_BV = sample_with_probs(
             processed_BV,
             sampling.seeds_B,

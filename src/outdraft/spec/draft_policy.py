@@ -90,16 +90,8 @@ class DraftPolicy:
             return {}
         wanting = {r.id: r for r in requests if self.num_drafts(r) > 0}
         best = self._best_of_host(list(wanting.values()))
-        choices: dict[str, DraftChoice] = {}
-        for request in wanting.values():
-            number = self.num_drafts(request)
-            value, choice = best.get(request.id, (0.0, None))
-            is_worse = choice is None or 1 + value <= self._model_value(number)
-            if is_worse and self._drafter_fits(request):
-                choice = DraftChoice(DraftSource.MODEL, num_model_drafts=number)
-            if choice is not None:
-                choices[request.id] = choice
-        return choices
+        picked = {r.id: self._pick(r, best.get(r.id)) for r in wanting.values()}
+        return {request_id: choice for request_id, choice in picked.items() if choice is not None}
 
     def observe(self, choice: DraftChoice, num_accepted: int) -> None:
         """Learn how a verified draft fared."""
@@ -134,16 +126,26 @@ class DraftPolicy:
                 if len(draft) == 0:
                     continue
                 value = min(draft.score * record.delivery, len(draft))
-                if value < MIN_EXPECTED_PER_ROW * len(draft) and not record.is_trial():
-                    continue
                 if ask.request_id not in best or value > best[ask.request_id][0]:
                     best[ask.request_id] = value, DraftChoice(proposer.source, draft)
         return best
 
+    def _pick(self, request: Request, host: tuple[float, DraftChoice] | None) -> DraftChoice | None:
+        """The host's draft if it is worth more than the model's, or due for a trial."""
+        number = self.num_drafts(request)
+        drafter_fits = self._drafter_fits(request)
+        if host is not None:
+            value, choice = host
+            least = MIN_EXPECTED_PER_ROW * len(choice)
+            if drafter_fits:
+                least = max(least, self._model_value(number) - 1)
+            if value > least or self._records[choice.source].is_trial():
+                return choice
+        return DraftChoice(DraftSource.MODEL, num_model_drafts=number) if drafter_fits else None
+
     def _model_value(self, num_drafts: int) -> float:
         """Tokens that a step of model drafts brings, for each step of the target it takes."""
-        if self._drafter is None:
-            return 0.0
+        assert self._drafter is not None
         accepted = min(self._records[DraftSource.MODEL].accepted, num_drafts)
         return (1 + accepted) / (1 + num_drafts * self._drafter.cost)
 

@@ -29,6 +29,7 @@ from outdraft.spec.draft_batch import (
     row_index_BN1,
 )
 from outdraft.spec.verify import Verdict, block_verify, match_draft, rejection_sample
+from outdraft.spec.verify_cpu import match_draft_cpu
 
 VerifyMethod = Literal["block", "token", "drafter_invariant"]
 
@@ -57,9 +58,8 @@ class Verifier:
                 past the last request are ignored.
             committed: the committed text; its `path_ids_RK` is ignored, paths come from `drafts`.
         """
-        index_BN1 = row_index_BN1(drafts)
         if sampling.is_plain_greedy:
-            return match_draft(logits_RV.argmax(1)[index_BN1], drafts)
+            return _match_rows(logits_RV.argmax(1), drafts)
         request = request_R(drafts, logits_RV.shape[0])
         processed_RV = process_logits(
             logits_RV, request, _with_paths(committed, drafts, request, sampling), sampling
@@ -68,18 +68,17 @@ class Verifier:
             drafts.any_sampled and not sampling.all_greedy and self.method != "drafter_invariant"
         )
         if not rejects:
-            return self._match(processed_RV, request, index_BN1, drafts, sampling, committed)
-        rejected = self._reject(processed_RV, index_BN1, drafts, sampling, committed)
+            return self._match(processed_RV, request, drafts, sampling, committed)
+        rejected = self._reject(processed_RV, drafts, sampling, committed)
         if drafts.all_sampled and not sampling.any_greedy:
             return rejected
-        matched = self._match(processed_RV, request, index_BN1, drafts, sampling, committed)
+        matched = self._match(processed_RV, request, drafts, sampling, committed)
         return _merge(drafts.is_sampled_B & ~sampling.is_greedy_B, rejected, matched)
 
     def _match(
         self,
         processed_RV: Tensor,
         request: Tensor,
-        index_BN1: Tensor,
         drafts: DraftBatch,
         sampling: SamplingBatch,
         committed: Paths,
@@ -93,12 +92,11 @@ class Verifier:
             Purpose.SAMPLE,
             all_greedy=sampling.all_greedy,
         )
-        return match_draft(choices_R[index_BN1], drafts)
+        return _match_rows(choices_R, drafts)
 
     def _reject(
         self,
         processed_RV: Tensor,
-        index_BN1: Tensor,
         drafts: DraftBatch,
         sampling: SamplingBatch,
         committed: Paths,
@@ -119,9 +117,15 @@ class Verifier:
             positions_B = num_tokens_B + num_accepted_B
             return noise.sample_gumbel(log_weights_BV, seeds_B, positions_B, purpose_B)
 
-        target_BN1V = processed_RV.softmax(1)[index_BN1]
+        target_BN1V = processed_RV.softmax(1)[row_index_BN1(drafts)]
         rule = block_verify if self.method == "block" else rejection_sample
         return rule(target_BN1V, drafts, coins_BN, draw)
+
+
+def _match_rows(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+    if choices_R.device.type == "cpu":
+        return match_draft_cpu(choices_R, drafts)
+    return match_draft(choices_R[row_index_BN1(drafts)], drafts)
 
 
 def _with_paths(

@@ -1,0 +1,57 @@
+"""Sums over steps against an example worked out by hand."""
+
+import pytest
+
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work, WorkResult
+from outdraft.core.request import Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.stats import StatsTotal, step_stats
+
+
+def work(drafts: DraftChoice | None) -> Work:
+    request = Request("r", [1], SamplingParams(), seed=0, max_model_len=9)
+    return Work(request, 0, 1, [0], True, drafts)
+
+
+def example():
+    """Three requests: three model drafts, two accepted; two n-gram drafts, none; no draft."""
+    works = [
+        work(DraftChoice(DraftSource.MODEL, num_model_drafts=3)),
+        work(DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2]))),
+        work(None),
+    ]
+    results = [
+        WorkResult((5, 6, 7), (0, 1), (5, 6, 9)),
+        WorkResult((8,), (), (1, 2)),
+        WorkResult((4,)),
+    ]
+    booked = [(w, r, r.token_ids) for w, r in zip(works, results, strict=True)]
+    times = PhaseTimes(draft_s=0.1, verify_s=0.5, sample_s=0.2)
+    return step_stats(
+        StepPlan(tuple(works)), booked, times=times, step_s=1.0, num_waiting=4, kv_usage=0.5
+    )
+
+
+def test_a_step_in_numbers():
+    step = example()
+    assert (step.num_requests, step.num_waiting, step.num_rows) == (3, 4, 4 + 3 + 1)
+    assert (step.num_emitted, step.num_drafts) == (5, 2)
+    assert (step.num_draft_tokens, step.num_accepted_tokens) == (5, 2)
+    assert step.accepted_at == (1, 1)
+    assert step.drafted_by_source == {DraftSource.MODEL: 3, DraftSource.NGRAM: 2}
+    assert step.accepted_by_source == {DraftSource.MODEL: 2, DraftSource.NGRAM: 0}
+    assert step.host_s == pytest.approx(0.2)
+
+
+def test_totals_are_sums_and_rates_are_of_the_sums():
+    total = StatsTotal()
+    assert (total.acceptance_rate, total.acceptance_length) == (0, 1)
+    total.add(example())
+    total.add(example())
+    assert (total.num_steps, total.num_emitted, total.num_rows) == (2, 10, 16)
+    assert total.acceptance_rate == pytest.approx(4 / 10)
+    assert total.acceptance_length == pytest.approx(1 + 4 / 4)
+    assert total.accepted_at == {0: 2, 1: 2}
+    assert total.drafted_by_source == {DraftSource.MODEL: 6, DraftSource.NGRAM: 4}
+    assert total.verify_s == pytest.approx(1.0)
