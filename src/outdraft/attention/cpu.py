@@ -16,7 +16,7 @@ from outdraft.core.errors import ConfigError
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _WORK_PER_SHARE = 1 << 22  # multiply-adds below which waking a thread costs more than it saves
-_NO_WINDOW = 1 << 62
+NO_WINDOW = 1 << 62
 
 
 class CpuAttention:
@@ -91,7 +91,7 @@ class CpuAttention:
             block_size=block_size,
             q_stride=q_THC.stride(0),
             table_stride=table_BP.shape[1],
-            window=_NO_WINDOW if window is None else window,
+            window=NO_WINDOW if window is None else window,
             scale=scale,
             is_bf16_query=_is_bf16(q_THC),
             is_bf16_cache=_is_bf16(cache.k_PSGC),

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.attention.cpu import CpuAttention
+from outdraft.models import forward_kernels as kernels
+from outdraft.models.compiled_forward import MAX_ROWS, CompiledForward, LayerParts
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers import cpu_kernels
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.linear_team import shared_team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 
@@ -125,6 +130,21 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.mlp = FeedForward(config, dtype=dtype, device=device)
 
+    def parts(self) -> LayerParts:
+        """For the compiled pass."""
+        norms = [(kernels.INPUT_NORM, self.input_layernorm)]
+        norms.append((kernels.POST_NORM, self.post_attention_layernorm))
+        if self.self_attn.norms is not None:
+            q_norm, k_norm = self.self_attn.norms
+            norms += [(kernels.Q_NORM, q_norm), (kernels.K_NORM, k_norm)]
+        linears = [
+            (kernels.QKV, self.self_attn.qkv_proj),
+            (kernels.O, self.self_attn.o_proj),
+            (kernels.GATE_UP, self.mlp.gate_up_proj),
+            (kernels.DOWN, self.mlp.down_proj),
+        ]
+        return LayerParts(norms, linears)
+
     def slots(self) -> Iterator[tuple[str, Tensor | None]]:
         """As CausalLM.checkpoint_slots, without the prefix of the layer."""
         yield "input_layernorm.weight", self.input_layernorm.weight
@@ -135,12 +155,7 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over a paged cache. Weights are not initialised.
-
-    Attributes:
-        weight_bytes: weights that one step reads, whatever the number of rows; of the embedding
-            table a step reads a few rows only, so it counts as the head of a tied model alone.
-    """
+    """A decoder-only language model over a paged cache. Weights are not initialised."""
 
     def __init__(
         self,
@@ -175,12 +190,23 @@ class CausalLM(nn.Module):
             device=device,
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        numbers = sum(weight.numel() for weight in self.parameters())  # a shared one counts once
-        if not config.tie_word_embeddings:
-            numbers -= self.embed_tokens.weight.numel()
-        self.weight_bytes = numbers * dtype.itemsize
+        self.packing = Packing.PLAIN
+        self._attention = attention
+        self._compiled: CompiledForward | None = None
 
     def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """As `forward_by_layers`; a few rows on a CPU in one compiled call."""
+        if self._compiled is not None and len(token_ids_T) <= MAX_ROWS:
+            return self._compiled(token_ids_T, caches, metadata)
+        return self.forward_by_layers(token_ids_T, positions_T, caches, metadata)
+
+    def forward_by_layers(
         self,
         token_ids_T: Tensor,
         positions_T: Tensor,
@@ -207,6 +233,16 @@ class CausalLM(nn.Module):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] of float32; of float64 for a float64 model."""
         return self.lm_head(hidden_RD).to(torch.promote_types(self.dtype, torch.float32))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step reads as they lie in memory, whatever the number of rows.
+
+        Of the embedding table a step reads a few rows only: it counts as the head alone, that is
+        in a tied model that is not packed.
+        """
+        table = self.embed_tokens.weight
+        return self.memory_bytes - (0 if self.lm_head.weight is table else table.nbytes)
 
     @property
     def memory_bytes(self) -> int:
@@ -238,6 +274,28 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, Linear):
                 module.pack(packing)
+        self.packing = packing
+        if packing is Packing.BF16 and self.dtype is torch.float32:
+            self._compiled = self._compile()
+
+    def _compile(self) -> CompiledForward | None:
+        """The compiled pass, where the attention has a compiled kernel."""
+        if not isinstance(self._attention, CpuAttention):
+            return None
+        return CompiledForward(
+            self.config,
+            self.embed_tokens.weight,
+            self.rotary,
+            [layer.parts() for layer in self._layers],
+            self.norm,
+            shared_team(torch.get_num_threads()),
+        )
+
+    def weights_fit_bfloat16(self) -> bool:
+        """Whether the weights of all products are the same numbers in bfloat16; before packing."""
+        linears = [module for module in self.modules() if isinstance(module, Linear)]
+        assert self.packing is Packing.PLAIN
+        return all(fits_bfloat16(linear.weight) for linear in linears if linear.weight is not None)
 
 
 def _fused(

@@ -62,7 +62,8 @@ def load_model(
     files = weight_files(path)
     model = CausalLM(config, attention, dtype, device)
     load_weights(model, files)
-    model.pack(best_packing(dtype, model.device))
+    fits = dtype is torch.float32 and model.device.type == "cpu" and model.weights_fit_bfloat16()
+    model.pack(best_packing(dtype, model.device, weights_fit_bfloat16=fits))
     return model.eval()
 
 

@@ -14,6 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from outdraft.models.layers.linear_bf16 import Bf16Product
+from outdraft.models.layers.linear_team import shared_team
+
 # MKL lays a weight out for this many rows. Any other number of rows computes the same; laid out
 # for fewer, larger products are slow, and laid out for one row, MKL packs nothing at all.
 _PACK_ROWS = 64
@@ -24,23 +27,32 @@ class Packing(StrEnum):
 
     PLAIN = "plain"  # row major, for any device and dtype
     MKL = "mkl"  # float32 on an x86 CPU
+    BF16 = "bf16"  # weights of bfloat16, sums of float32; on any CPU
     ONEDNN = "onednn"  # bfloat16 on a CPU that multiplies bfloat16, float32 without MKL
 
 
-def best_packing(dtype: torch.dtype, device: torch.device) -> Packing:
-    """The fastest layout that this machine has for a dtype."""
+def best_packing(
+    dtype: torch.dtype, device: torch.device, *, weights_fit_bfloat16: bool = False
+) -> Packing:
+    """The fastest layout that this machine has for a dtype.
+
+    Args:
+        weights_fit_bfloat16: whether all weights of a float32 model are the same in bfloat16.
+    """
     if device.type != "cpu":
         return Packing.PLAIN
+    if dtype is torch.float32 and weights_fit_bfloat16:
+        return Packing.BF16
     if dtype is torch.float32 and torch.backends.mkl.is_available():
         return Packing.MKL
-    if not torch.backends.mkldnn.is_available():
-        return Packing.PLAIN
-    if dtype is torch.float32:
+    if dtype is torch.float32 and torch.backends.mkldnn.is_available():
         return Packing.ONEDNN
-    native = torch.cpu.get_capabilities()
-    multiplies_bfloat16 = any(native.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
-    is_packed = dtype is torch.bfloat16 and multiplies_bfloat16
-    return Packing.ONEDNN if is_packed else Packing.PLAIN
+    if dtype is torch.bfloat16:
+        native = torch.cpu.get_capabilities()
+        is_native = any(native.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+        has_packing = is_native and torch.backends.mkldnn.is_available()
+        return Packing.ONEDNN if has_packing else Packing.BF16
+    return Packing.PLAIN
 
 
 class Linear(nn.Module):
@@ -72,15 +84,28 @@ class Linear(nn.Module):
 
         Raises:
             RuntimeError: this build of torch does not have the layout for the weight's dtype.
+
+        NOTE: BF16 rounds a float32 weight that bfloat16 does not hold: see best_packing.
         """
         assert self.weight is not None, "packed twice"
         if packing is Packing.PLAIN:
             return
-        bind = _bind_mkl if packing is Packing.MKL else _bind_onednn
-        self._packed_product = bind(self.weight.data, self.bias)
+        if packing is Packing.BF16:
+            team = shared_team(torch.get_num_threads())
+            product = Bf16Product(self.weight.data, self.bias, team)
+            self.packed_bytes = product.nbytes
+        else:
+            bind = _bind_mkl if packing is Packing.MKL else _bind_onednn
+            product = bind(self.weight.data, self.bias)
+            self.packed_bytes = self.weight.nbytes  # MKL reserves more, but touches about as much
+        self._packed_product = product
         self.packing = packing
-        self.packed_bytes = self.weight.nbytes  # MKL reserves more, but touches about as much
         self.weight = None
+
+    def packed_addresses(self) -> tuple[int, int]:
+        """Of weights and bias, for linear_kernels; only if packed as bf16."""
+        assert isinstance(self._packed_product, Bf16Product)
+        return self._packed_product.addresses()
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, E] of x's dtype."""

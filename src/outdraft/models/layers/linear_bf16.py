@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outdraft.models.layers.linear_kernels import multiply
+from outdraft.models.layers.linear_kernels import multiply_together
 from outdraft.models.layers.linear_simd import TILE
+from outdraft.models.layers.linear_team import Team
 
 
 def fits_bfloat16(weight_ED: Tensor) -> bool:
@@ -41,30 +42,44 @@ class Bf16Product:
 
     Args:
         weight_ED: float32 whose numbers fit bfloat16, or bfloat16; on the CPU.
+        team: who shares the work; None: the calling thread does it alone.
     """
 
-    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None) -> None:
+    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, team: Team | None) -> None:
         self._dtype = weight_ED.dtype
         self._num_outputs, self._num_inputs = weight_ED.shape
         self._tiles = pack_tiles(weight_ED)
         self._bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
+        self._team = team
+        self._team_address = 0 if team is None else team.address
+        self._addresses = (
+            self._tiles.data_ptr(),
+            0 if self._bias_E is None else self._bias_E.data_ptr(),
+        )
+        if team is not None:
+            team.reserve(self._num_inputs)
+            team.lend(self, self._tiles)
 
     @property
     def nbytes(self) -> int:
         """Of the packed weight."""
         return self._tiles.nbytes
 
+    def addresses(self) -> tuple[int, int]:
+        """Of weights and bias, for linear_kernels; good as long as this object is."""
+        return self._addresses
+
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""
-        assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
         num_rows, num_inputs = x_TD.shape
-        assert num_inputs == self._num_inputs
+        assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
+        assert num_inputs == self._num_inputs, f"expected {self._num_inputs}, got {num_inputs}"
         if x_TD.stride(1) != 1:
             x_TD = x_TD.contiguous()
         out_TE = torch.empty((num_rows, self._num_outputs), dtype=self._dtype)
-        multiply(
-            self._tiles.data_ptr(),
-            0 if self._bias_E is None else self._bias_E.data_ptr(),
+        multiply_together(
+            self._team_address,
+            *self._addresses,
             x_TD.data_ptr(),
             x_TD.stride(0),
             out_TE.data_ptr(),

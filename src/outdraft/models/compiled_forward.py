@@ -1,0 +1,117 @@
+"""A forward pass of a few rows on the CPU, in one compiled call.
+
+What CUDA graphs are for a GPU: the same work without the calls. For float32 models whose weights
+are packed as bfloat16; the layers of models/llama.py are its slow twin.
+
+Dimension key: T rows, D hidden, L layers, F fields of a layer.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.cpu import NO_WINDOW
+from outdraft.models import forward_kernels as kernels
+from outdraft.models.config import ModelConfig
+from outdraft.models.layers.linear import Linear
+from outdraft.models.layers.linear_team import Team
+from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.layers.rotary import Rotary
+
+MAX_ROWS = 64  # with more, the layers' own calls cost nothing and can share the work
+
+
+class CompiledForward:
+    """`CausalLM.forward` for at most MAX_ROWS rows; reads the weights where the layers keep them."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding_VD: Tensor,
+        rotary: Rotary,
+        layers: Sequence["LayerParts"],
+        final_norm: RMSNorm,
+        team: Team | None,
+    ) -> None:
+        self._config = config
+        self._team = team
+        self._rotary = rotary
+        self._embedding_VD, self._final_norm = embedding_VD, final_norm.weight
+        self._layers_LF = np.zeros((len(layers), kernels.NUM_FIELDS), dtype=np.int64)
+        for fields, layer, window in zip(self._layers_LF, layers, config.windows, strict=True):
+            for place, norm in layer.norms:
+                fields[place] = norm.weight.data_ptr()
+            for place, linear in layer.linears:
+                weights, bias = linear.packed_addresses()
+                fields[place], fields[place + 1] = weights, bias
+            fields[kernels.WINDOW] = NO_WINDOW if window is None else window
+        self._parts = layers  # keeps the memory alive
+        self._caches: Sequence[LayerCache] = ()
+        self._shape: kernels.Shape | None = None
+
+    def __call__(
+        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """[T, D] float32: hidden states behind the final norm."""
+        if caches is not self._caches:
+            self._bind(caches)
+        table_BP = metadata.block_table_BP.contiguous()
+        rows = kernels.Rows(
+            token_ids=_address(token_ids_T, torch.int64),
+            positions=_address(metadata.positions_T, torch.int64),
+            slots=_address(metadata.slots_T, torch.int64),
+            query_start=_address(metadata.query_start_B1, torch.int32),
+            context_lens=_address(metadata.context_lens_B, torch.int32),
+            num_causal=_address(metadata.num_causal_B, torch.int32),
+            ancestors=_address(metadata.ancestors_T, torch.int64),
+            block_table=_address(table_BP, torch.int32),
+            num_rows=len(token_ids_T),
+            num_requests=len(metadata.context_lens_B),
+            table_stride=table_BP.shape[1],
+        )
+        hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
+        kernels.forward(self._shape, rows, self._layers_LF, hidden_TD)
+        return torch.from_numpy(hidden_TD)
+
+    def _bind(self, caches: Sequence[LayerCache]) -> None:
+        config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
+        for fields, cache in zip(self._layers_LF, caches, strict=True):
+            fields[kernels.K_CACHE] = _address(cache.k_PSGC, torch.float32)
+            fields[kernels.V_CACHE] = _address(cache.v_PSGC, torch.float32)
+        self._shape = kernels.Shape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            eps=config.rms_norm_eps,
+            scale=config.head_size**-0.5,
+            embedding=_address(self._embedding_VD, torch.float32),
+            cos_sin=_address(cos_sin_MC, torch.float32),
+            num_positions=len(cos_sin_MC),
+            final_norm=_address(self._final_norm, torch.float32),
+            block_size=caches[0].k_PSGC.shape[1],
+            team=0 if self._team is None else self._team.address,
+        )
+        self._caches = caches
+
+
+class LayerParts:
+    """Norms and linears of one layer by their places in forward_kernels."""
+
+    def __init__(
+        self, norms: Sequence[tuple[int, RMSNorm]], linears: Sequence[tuple[int, Linear]]
+    ) -> None:
+        self.norms = norms
+        self.linears = linears
+
+
+def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Where the numbers are, for code that can no longer see what they are."""
+    assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
+    assert tensor.is_cpu
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()

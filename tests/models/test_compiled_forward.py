@@ -1,0 +1,59 @@
+"""One compiled call computes what the layers compute, for every family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outdraft.attention.cpu import CpuAttention
+from outdraft.attention.rows import Span, lay_out, send
+from outdraft.kv.cache import KVCache
+from outdraft.models.layers.linear import Packing
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import load_model
+from tests.models.checkpoints import TINY, VARIANTS, randomised, save
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
+    """Loaded in float32 from weights that bfloat16 holds exactly."""
+    path: Path = tmp_path_factory.mktemp("checkpoint")
+    save(randomised(VARIANTS[request.param]()).bfloat16(), path)
+    return load_model(path, torch.float32, "cpu", CpuAttention(1))
+
+
+def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
+    """Two requests: a prompt chunk with a drafted tree behind it, and a later chunk with a chain."""
+    config = model.config
+    cache = KVCache(
+        config.num_layers,
+        12,
+        4,
+        config.num_kv_heads,
+        config.head_size,
+        torch.float32,
+        torch.device("cpu"),
+    )
+    generator = torch.Generator().manual_seed(3)
+    hidden = []
+    for spans in (
+        [Span(0, 9, (), (3, 1, 7, 5)), Span(0, 2, (), (2, 8, 0))],
+        [Span(9, 2, (0, 0, 1, 3), (3, 1, 7, 5)), Span(2, 3, (0, 1), (2, 8, 0))],
+    ):
+        metadata, _ = send(lay_out(spans, 4), [], torch.device("cpu"))
+        num_rows = sum(span.num_rows for span in spans)
+        ids_T = torch.randint(0, TINY["vocab_size"], (num_rows,), generator=generator)
+        run = model if compiled else model.forward_by_layers
+        with torch.inference_mode():
+            hidden.append(run(ids_T, metadata.positions_T, cache.layers, metadata))
+    return torch.cat(hidden), cache
+
+
+def test_it_agrees_with_the_layers(model: CausalLM):
+    assert model.packing is Packing.BF16
+    fast, fast_cache = hidden_of(model, compiled=True)
+    slow, slow_cache = hidden_of(model, compiled=False)
+    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+    for mine, other in zip(fast_cache.layers, slow_cache.layers, strict=True):
+        torch.testing.assert_close(mine.k_PSGC, other.k_PSGC, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine.v_PSGC, other.v_PSGC, rtol=1e-4, atol=1e-5)
