@@ -23,7 +23,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
-    """Two requests: a prompt chunk with a drafted tree behind it, and a later chunk with a chain."""
+    """Two requests: prompt chunks, then a chunk with a drafted tree and one with a chain."""
     config = model.config
     cache = KVCache(
         config.num_layers,
@@ -57,3 +57,31 @@ def test_it_agrees_with_the_layers(model: CausalLM):
     for mine, other in zip(fast_cache.layers, slow_cache.layers, strict=True):
         torch.testing.assert_close(mine.k_PSGC, other.k_PSGC, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(mine.v_PSGC, other.v_PSGC, rtol=1e-4, atol=1e-5)
+
+
+def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(model: CausalLM):
+    """Behind a prompt of five tokens, in two requests at once."""
+    config = model.config
+    sizes = (config.num_kv_heads, config.head_size, torch.float32, torch.device("cpu"))
+    chains = []
+    for compiled in (True, False):
+        cache = KVCache(config.num_layers, 12, 4, *sizes)
+        tables = ((3, 1, 7), (2, 8, 0))
+        prompt, _ = send(lay_out([Span(0, 5, (), t) for t in tables], 4), [], torch.device("cpu"))
+        batches = [
+            send(lay_out([Span(at, 1, (), t) for t in tables], 4), [], torch.device("cpu"))[0]
+            for at in range(5, 10)
+        ]
+        ids_T = torch.arange(2, 12)
+        with torch.inference_mode():
+            hidden = model.forward_by_layers(ids_T, prompt.positions_T, cache.layers, prompt)
+            first_B = model.logits(hidden[[4, 9]]).argmax(1)
+            if compiled:
+                chains.append(model.greedy_chain(first_B, cache.layers, batches))
+                continue
+            ids = [first_B]
+            for batch in batches:
+                hidden = model.forward_by_layers(ids[-1], batch.positions_T, cache.layers, batch)
+                ids.append(model.logits(hidden).argmax(1))
+            chains.append(torch.stack(ids))
+    assert torch.equal(*chains)

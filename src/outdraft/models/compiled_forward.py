@@ -1,4 +1,4 @@
-"""A forward pass of a few rows on the CPU, in one compiled call.
+"""A forward pass of a few rows on the CPU, or a whole greedy draft, in one compiled call.
 
 What CUDA graphs are for a GPU: the same work without the calls. For float32 models whose weights
 are packed as bfloat16; the layers of models/llama.py are its slow twin.
@@ -25,7 +25,7 @@ MAX_ROWS = 64  # with more, the layers' own calls cost nothing and can share the
 
 
 class CompiledForward:
-    """`CausalLM.forward` for at most MAX_ROWS rows; reads the weights where the layers keep them."""
+    """`CausalLM.forward` of at most MAX_ROWS rows, on the weights where the layers keep them."""
 
     def __init__(
         self,
@@ -56,10 +56,39 @@ class CompiledForward:
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> Tensor:
         """[T, D] float32: hidden states behind the final norm."""
+        rows = self._rows(token_ids_T, caches, metadata)
+        hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
+        kernels.forward(self._shape, rows, self._layers_LF, hidden_TD)
+        return torch.from_numpy(hidden_TD)
+
+    def greedy_chain(
+        self,
+        first_ids_B: Tensor,
+        head: Linear,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]: first_ids, then the best token behind each, len(batches) times."""
+        rows = [self._rows(first_ids_B, caches, metadata) for metadata in batches]
+        ids_KB = np.empty((1 + len(batches), len(first_ids_B)), dtype=np.int64)
+        ids_KB[0] = first_ids_B.numpy()
+        kernels.extend_chain(
+            self._shape,
+            np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields)),
+            self._layers_LF,
+            head.packed_addresses()[0],
+            head.num_outputs,
+            ids_KB,
+        )
+        return torch.from_numpy(ids_KB)
+
+    def _rows(
+        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> kernels.Rows:
         if caches is not self._caches:
             self._bind(caches)
-        table_BP = metadata.block_table_BP.contiguous()
-        rows = kernels.Rows(
+        table_BP = metadata.block_table_BP
+        return kernels.Rows(
             token_ids=_address(token_ids_T, torch.int64),
             positions=_address(metadata.positions_T, torch.int64),
             slots=_address(metadata.slots_T, torch.int64),
@@ -72,9 +101,6 @@ class CompiledForward:
             num_requests=len(metadata.context_lens_B),
             table_stride=table_BP.shape[1],
         )
-        hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
-        kernels.forward(self._shape, rows, self._layers_LF, hidden_TD)
-        return torch.from_numpy(hidden_TD)
 
     def _bind(self, caches: Sequence[LayerCache]) -> None:
         config, cos_sin_MC = self._config, self._rotary.cos_sin_MC

@@ -125,6 +125,36 @@ def forward(shape, rows, layers_LF, out_TD):
         add_rms_norm(y_TD, residual_TD, _vector(next_norm, hidden), shape.eps, target_TD)
 
 
+@njit(nogil=True, cache=True)
+def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
+    """ids[k] = the best tokens behind ids[k - 1], one row a request; ids[0] is given.
+
+    rows_KF has the fields of Rows for each pass; `head` is the address of the packed head.
+    """
+    num_rows = ids_KB.shape[1]
+    hidden_BD = np.empty((num_rows, shape.hidden), np.float32)
+    logits_BV = np.empty((num_rows, vocab_size), np.float32)
+    for k in range(1, ids_KB.shape[0]):
+        fields = rows_KF[k - 1]
+        rows = Rows(
+            ids_KB[k - 1].ctypes.data,
+            fields[1],
+            fields[2],
+            fields[3],
+            fields[4],
+            fields[5],
+            fields[6],
+            fields[7],
+            fields[8],
+            fields[9],
+            fields[10],
+        )
+        forward(shape, rows, layers_LF, hidden_BD)
+        _linear(shape.team, head, 0, hidden_BD, logits_BV)
+        for b in range(num_rows):
+            ids_KB[k, b] = logits_BV[b].argmax()
+
+
 @njit
 def _look_up(shape, rows, residual_TD, cos_sin_TC):
     token_ids_T = _longs(rows.token_ids, rows.num_rows)

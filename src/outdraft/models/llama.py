@@ -234,6 +234,24 @@ class CausalLM(nn.Module):
         """[R, V] of float32; of float64 for a float64 model."""
         return self.lm_head(hidden_RD).to(torch.promote_types(self.dtype, torch.float32))
 
+    def greedy_chain(
+        self,
+        first_ids_B: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]: first_ids, then the best token behind each, once for every batch.
+
+        Each batch reads one row a request, the tokens that were chosen before it.
+        """
+        if self._compiled is not None and len(first_ids_B) <= MAX_ROWS:
+            return self._compiled.greedy_chain(first_ids_B, self.lm_head, caches, batches)
+        ids = [first_ids_B]
+        for batch in batches:
+            hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
+            ids.append(self.logits(hidden_BD).argmax(dim=-1))
+        return torch.stack(ids)
+
     @property
     def weight_bytes(self) -> int:
         """Weights that one step reads as they lie in memory, whatever the number of rows.

@@ -94,27 +94,33 @@ class DraftModelProposer:
         hidden_TD, metadata = self._read(asks, spans, token_ids_SL)
         hidden_BD = hidden_TD[metadata.query_start_B1[1:].long() - 1]
         positions_KB, extensions = self._extensions(asks, most, metadata)
-        # The drafter follows the request's parameters, but for those that look back at the text.
+        if sampling.is_plain_greedy or not self._samples:
+            first_B = self.model.logits(hidden_BD).argmax(dim=-1)
+            drafts = ModelDrafts(self.model.greedy_chain(first_B, self.cache.layers, extensions).T)
+        else:
+            drafts = self._sample_chain(hidden_BD, positions_KB, extensions, sampling)
+        return _without_surplus(drafts, [ask.num_drafts for ask in asks])
+
+    def _sample_chain(
+        self,
+        hidden_BD: Tensor,
+        positions_KB: Tensor,
+        extensions: Sequence[AttentionMetadata],
+        sampling: SamplingBatch,
+    ) -> ModelDrafts:
+        """Drafts drawn with the requests' parameters, but for those that look back at the text."""
         sampling = replace(sampling, needs_penalties=False, bad_words=None, stops=None)
         ids: list[Tensor] = []
         probs: list[Tensor] = []
-        for step in range(most):
+        for step, positions_B in enumerate(positions_KB):
             if step:
-                extension = extensions[step - 1]
-                hidden_BD = self.model(ids[-1], extension.positions_T, self.cache.layers, extension)
-            chosen_B, probs_BV = self._choose(
-                hidden_BD, positions_KB[step], positions_KB[0], sampling
-            )
+                batch = extensions[step - 1]
+                hidden_BD = self.model(ids[-1], batch.positions_T, self.cache.layers, batch)
+            chosen_B, probs_BV = self._choose(hidden_BD, positions_B, positions_KB[0], sampling)
             ids.append(chosen_B)
-            if probs_BV is not None:
-                probs.append(probs_BV)
+            probs.append(probs_BV)
         token_ids_BK = torch.stack(ids, dim=1)
-        if any(ask.num_drafts < most for ask in asks):
-            counts = np.array([ask.num_drafts for ask in asks])
-            (counts_B,) = to_device([counts], token_ids_BK.device)
-            past_BK = torch.arange(most, device=counts_B.device) >= counts_B[:, None]
-            token_ids_BK = token_ids_BK.masked_fill(past_BK, -1)
-        if not probs:
+        if sampling.all_greedy:
             return ModelDrafts(token_ids_BK)
         return ModelDrafts(
             token_ids_BK, torch.stack(probs, dim=1), ~sampling.is_greedy_B, not sampling.any_greedy
@@ -204,15 +210,13 @@ class DraftModelProposer:
 
     def _choose(
         self, hidden_BD: Tensor, positions_B: Tensor, anchors_B: Tensor, sampling: SamplingBatch
-    ) -> tuple[Tensor, Tensor | None]:
-        """The next draft of each request, and what it was drawn from unless all are greedy."""
+    ) -> tuple[Tensor, Tensor]:
+        """The next draft of each request, and what it was drawn from."""
         logits_BV = self.model.logits(hidden_BD)
-        if sampling.is_plain_greedy or not self._samples:
-            return logits_BV.argmax(dim=-1), None
         requests_B = torch.arange(len(logits_BV), device=logits_BV.device)
         paths = Paths(None, torch.zeros_like(anchors_B), anchors_B, None)
         processed_BV = process_logits(logits_BV, requests_B, paths, sampling)
-        ids_B, probs_BV = sample_with_probs(
+        return sample_with_probs(
             processed_BV,
             sampling.seeds_B,
             positions_B,
@@ -221,4 +225,14 @@ class DraftModelProposer:
             all_greedy=sampling.all_greedy,
             anchors_R=anchors_B if self._purpose is Purpose.DRAFT else None,
         )
-        return ids_B, None if sampling.all_greedy else probs_BV
+
+
+def _without_surplus(drafts: ModelDrafts, num_drafts: Sequence[int]) -> ModelDrafts:
+    """The same drafts, with -1 behind what each request wanted."""
+    most = drafts.token_ids_BK.shape[1]
+    if min(num_drafts) == most:
+        return drafts
+    device = drafts.token_ids_BK.device
+    (counts_B,) = to_device([np.array(num_drafts)], device)
+    past_BK = torch.arange(most, device=device) >= counts_B[:, None]
+    return replace(drafts, token_ids_BK=drafts.token_ids_BK.masked_fill(past_BK, -1))

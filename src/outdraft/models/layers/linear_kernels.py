@@ -9,8 +9,8 @@ and more to compile than the rest together. The inner loops are in linear_simd.p
 A product is cut into units, each some tiles of outputs. Alone, one thread computes them all. With
 a team (linear_team.py), whoever comes first claims a unit. A helper computes into its own memory
 and asks before it stores: the caller never waits for a helper that lost its core, but takes the
-unit back, computes it again, and then goes on alone for a while. What the late helper makes of numbers
-that have changed meanwhile is thrown away.
+unit back, computes it again, and then goes on alone for a while. What the late helper makes of
+numbers that have changed meanwhile is thrown away.
 
 Dimension key: R rows of one block, D inputs, E outputs.
 """
