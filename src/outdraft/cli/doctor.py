@@ -66,10 +66,10 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
         "Embedded pair": embedded,
     }
     if device.type == "cpu" and not _multiplies_bfloat16():
-        missing.append("bfloat16 instructions: float32 is used, which reads twice the bytes")
+        missing.append("bfloat16 instructions: sums are float32, in kernels of our own")
     if device.type == "cpu" and not torch.backends.mkl.is_available():
         missing.append(
-            "MKL in this build of torch: float32 weights are packed by oneDNN, if at all"
+            "MKL in this build of torch: weights that bfloat16 does not hold are packed by oneDNN"
         )
     return sections, missing
 
@@ -146,8 +146,9 @@ def _used(device: "torch.device") -> Section:
     }
     for dtype in (torch.float32, torch.bfloat16):
         fused = "numba kernels" if cpu_kernels.are_usable(dtype, device) else "torch"
+        packing = best_packing(dtype, device, weights_fit_bfloat16=True)
         rows[str(dtype).removeprefix("torch.")] = (
-            f"weights packed as {best_packing(dtype, device)}, pointwise work by {fused}"
+            f"weights of a bfloat16 checkpoint packed as {packing}, pointwise work by {fused}"
         )
     return rows
 
