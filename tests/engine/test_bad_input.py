@@ -9,7 +9,17 @@ import pytest
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from tests.oracle.engines import VOCAB_SIZE, engine, greedy, ids, pair, prompts_of, run
+from tests.oracle.engines import (
+    VOCAB_SIZE,
+    config,
+    engine,
+    greedy,
+    ids,
+    pair,
+    prompts_of,
+    run,
+    speculation,
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +128,11 @@ def test_a_drafter_with_another_vocabulary_is_refused(tmp_path: Any):
             device="cpu",
             speculative_config={"model": str(tmp_path), "num_speculative_tokens": 2},
         )
+
+
+def test_models_loaded_for_another_configuration_are_refused():
+    loaded = engine("qwen2", "plain").models
+    with pytest.raises(ConfigError, match="attention"):
+        LLM.from_config(config("qwen2", None, attention="reference"), loaded)
+    with pytest.raises(ConfigError, match="draft model"):
+        LLM.from_config(config("qwen2", speculation("qwen2", "perfect", 2)), loaded)

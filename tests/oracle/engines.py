@@ -63,9 +63,12 @@ def tokenizer() -> Tokenizer:
 
 
 @cache
-def models(family: str, drafter: str, dtype: str) -> LoadedModels:
+def models(
+    family: str, drafter: str, dtype: str, device: str, attention: str | None
+) -> LoadedModels:
     """Loaded once per family; `drafter` is "other" or "self"."""
-    return load_models(config(family, _draft_model(family, drafter), dtype=dtype))
+    options = {"dtype": dtype, "device": device, "attention": attention}
+    return load_models(config(family, _draft_model(family, drafter), **options))
 
 
 def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:
@@ -107,7 +110,8 @@ def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM
     if speculative is not None and rule is not None:
         speculative["rejection_sample_method"] = rule
     chosen = config(family, speculative, **options)
-    shared = models(family, "self" if method == "perfect" else "other", chosen.dtype)
+    drafter = "self" if method == "perfect" else "other"
+    shared = models(family, drafter, chosen.dtype, chosen.device, chosen.attention)
     return LLM.from_config(chosen, shared)
 
 

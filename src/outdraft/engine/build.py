@@ -38,8 +38,9 @@ from outdraft.spec.suffix import SuffixProposer
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """Weights and tokenizer; engines of different configurations can share them."""
+    """Weights and tokenizer; engines whose configurations name the same models can share them."""
 
+    config: EngineConfig
     target: CausalLM
     drafter: CausalLM | None
     tokenizer: Tokenizer | None
@@ -63,7 +64,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
         drafter = _load(drafter_path, config.dtype, device, attention)
         check_vocabularies(path, target, drafter_path, drafter)
     tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
-    return LoadedModels(target, drafter, load_tokenizer(tokenizer_path), path, device)
+    return LoadedModels(config, target, drafter, load_tokenizer(tokenizer_path), path, device)
 
 
 def build_engine(
@@ -73,8 +74,7 @@ def build_engine(
     models = models or load_models(config)
     target, drafter = models.target, models.drafter
     speculation = config.speculation
-    if speculation.draft_model is not None and drafter is None:
-        raise ConfigError("the configuration names a draft model, but none was loaded")
+    _check_shared(config, models.config)
     if speculation.draft_model is None:
         drafter = None
     max_model_len = _max_model_len(config.max_model_len, target)
@@ -151,6 +151,19 @@ def check_vocabularies(
             f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
             f"target {target_path} ({sizes[0]:,} ids): choose a drafter with the same tokenizer"
         )
+
+
+def _check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
+    """Raise ConfigError if the configuration asks for other models than those that were loaded."""
+    for name in ("model", "tokenizer", "dtype", "device", "attention"):
+        if getattr(config, name) != getattr(loaded, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but the models were loaded with "
+                f"{getattr(loaded, name)!r}"
+            )
+    drafter, other = config.speculation.draft_model, loaded.speculation.draft_model
+    if drafter is not None and (other is None or other.model != drafter.model):
+        raise ConfigError(f"the draft model {drafter.model!r} was not loaded")
 
 
 def _load(path: Path, dtype: str, device: torch.device, attention: AttentionBackend) -> CausalLM:

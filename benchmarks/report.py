@@ -1,0 +1,48 @@
+"""Writes the README's table from the results, so that nobody edits numbers by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+def main() -> None:
+    parts = [table(json.loads(path.read_text())) for path in sorted(RESULTS.glob("decode-*.json"))]
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split(BEGIN)
+    _, after = rest.split(END)
+    readme.write_text(f"{before}{BEGIN}\n" + "\n".join(parts) + f"{END}{after}")
+
+
+def table(result: dict[str, Any]) -> str:
+    """Markdown of one result of decode.py."""
+    where, options, summary = result["environment"], result["options"], result["summary"]
+    floor_ms = 1e3 * result["weight_bytes"] / (result["read_bandwidth_gb_per_s"] * 1e9)
+    share = floor_ms / summary["plain"]["tpot_ms_median"]
+    lines = [
+        f"{where['processor']}, {where['cores']} cores; {options['dtype']}, temperature "
+        f"{float(options['temperature']):g}, {options['prompts']} held-out prompts of "
+        f"{options['max_tokens']} tokens, batch 1; commit {where['commit'][:9]}. Plain decoding "
+        f"runs at {share:.0%} of what reading {result['weight_bytes'] / 1e6:.0f} MB of weights at "
+        f"{result['read_bandwidth_gb_per_s']:.1f} GB/s would allow.",
+        "",
+        "| | ms a token (median) | against plain | acceptance length | acceptance rate | "
+        "draft / verify / sample / host, us a step |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in summary.items():
+        cells = [name, f"{row['tpot_ms_median']:.2f}", f"{row['speedup_over_plain']:.2f}"]
+        drafts = "acceptance_length" in row and name != "plain"
+        cells.append(f"{row['acceptance_length']:.2f}" if drafts else "")
+        cells.append(f"{row['acceptance_rate']:.2f}" if drafts else "")
+        split = row.get("us_per_step")
+        cells.append(" / ".join(f"{us:.0f}" for us in split.values()) if split else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", ""])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""On a GPU: the same ids as on the CPU, and one host synchronisation a step."""
+
+import pytest
+import torch
+
+from tests.oracle.engines import METHODS, engine, greedy, greedy_oracle, ids, prompts_of, run
+from tests.oracle.test_drafter_invariant import sampled
+
+LENGTHS = (3, 21, 40, 9, 33)
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float32_ids_equal_transformers(method: str):
+    llm = engine("qwen3-window", method, device="cuda")
+    assert ids(run(llm, prompts_of(LENGTHS), greedy(30))) == greedy_oracle(
+        "qwen3-window", LENGTHS, 30
+    )
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model", "combined"])
+def test_seeded_samples_equal_the_cpus(method: str):
+    rule = {"rejection_sample_method": "drafter_invariant"}
+    params = sampled(top_k=20, top_p=0.9, presence_penalty=0.4)
+    on_cpu = run(engine("qwen2", "plain"), prompts_of(LENGTHS), params)
+    on_gpu = run(engine("qwen2", method, device="cuda", **rule), prompts_of(LENGTHS), params)
+    assert ids(on_gpu) == ids(on_cpu)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_launching_a_step_waits_for_nothing(temperature: float):
+    llm = engine("qwen2", "draft_model", device="cuda")
+    runner = llm.engine.executor.runner
+    launch = runner.launch
+
+    def strict_launch(plan):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    params = greedy(12) if temperature == 0 else sampled(max_tokens=12)
+    run(llm, prompts_of([5, 18]), params)  # first calls may allocate and compile
+    runner.launch = strict_launch
+    run(llm, prompts_of([6, 19]), params)
