@@ -40,6 +40,7 @@ def chat(
     if template is None:
         raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
     llm = LLM.from_config(config)
+    typer.echo(f"{llm.memory}\n", err=True)
     tokenizer = llm.models.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{model} brings no tokenizer.json: name one with --tokenizer")

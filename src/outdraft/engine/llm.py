@@ -1,5 +1,6 @@
 """Offline generation: all prompts at once, blocking, with vLLM's calling conventions."""
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.memory import MemoryPlan
 
 Prompt = str | Sequence[int]
+
+_logger = logging.getLogger(__name__)
 
 
 class LLM:
@@ -53,6 +56,7 @@ class LLM:
         self.engine: Engine
         self.memory: MemoryPlan
         self.engine, self.memory = build_engine(config, models)
+        _logger.info("memory of %s:\n%s", config.model, self.memory)
         self._chat_template = ChatTemplate.from_directory(models.path)
         self._num_requests = 0
 

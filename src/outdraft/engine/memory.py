@@ -39,6 +39,12 @@ class MemoryPlan:
             ("total", _mebibytes(total)),
         ]
 
+    def __str__(self) -> str:
+        """The table as lines of text."""
+        rows = self.table()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {size:>14}" for name, size in rows)
+
 
 def free_bytes(device: torch.device) -> int:
     """Memory that could be taken now."""
