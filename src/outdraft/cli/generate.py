@@ -41,6 +41,7 @@ def generate(
     from outdraft.engine.llm import LLM
 
     llm = LLM.from_config(config)
+    llm.engine.check_request(text, params)
     typer.echo(f"{llm.memory}\n", err=True)
     started_s = time.monotonic()
     output = stream(llm.engine, "0", text, params, _show)
