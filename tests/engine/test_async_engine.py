@@ -91,3 +91,40 @@ def test_a_failing_step_is_reported_and_a_second_one_ends_the_engine(num_failure
 
     asyncio.run(main())
     assert core.scheduler.pool.usage == 0
+
+
+def test_a_failing_step_ends_only_what_ran_in_it():
+    core = engine("qwen2", "plain", max_num_seqs=1).engine
+    launch, failures = core.executor.launch, [1]
+
+    def breaking(plan: StepPlan):
+        if failures[0]:
+            failures[0] = 0
+            raise RuntimeError("the device is on fire")
+        return launch(plan)
+
+    core.executor.launch = breaking
+
+    async def main() -> RequestOutput:
+        async with AsyncEngine(core) as streams:
+            first = asyncio.create_task(_last(streams.generate("0", [5], greedy(4))))
+            second = asyncio.create_task(_last(streams.generate("1", [6], greedy(4))))
+            with pytest.raises(EngineDeadError):
+                await first
+            return await second
+
+    assert asyncio.run(main()).finished
+
+
+def test_readers_of_a_stopped_engine_are_told():
+    async def main() -> None:
+        streams = AsyncEngine(engine("qwen2", "plain").engine)
+        streams.start()
+        stream = streams.generate("0", [5], greedy(90))
+        await anext(stream)
+        await streams.stop()
+        with pytest.raises(EngineDeadError, match="stopped"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(main())

@@ -8,6 +8,7 @@ import pytest
 
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import load_tokenizer
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import (
     VOCAB_SIZE,
@@ -19,12 +20,13 @@ from tests.oracle.engines import (
     prompts_of,
     run,
     speculation,
+    tokenizer,
 )
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    return engine("qwen2", "combined")
+    return engine("qwen2", "combined", max_waiting=50)
 
 
 @pytest.mark.parametrize(
@@ -40,6 +42,7 @@ def llm() -> LLM:
         ([2], {"logit_bias": {VOCAB_SIZE: 1.0}}, "logit_bias"),
         ([2], {"bad_words": [""]}, "bad_words"),
         ([2], {"speculation": {"method": "eagle"}}, "speculation"),
+        ([2], {"n": 100}, "n"),
     ],
 )
 def test_a_wrong_request_is_refused_by_name(llm: LLM, prompt: Any, params: dict, field: str):
@@ -107,6 +110,8 @@ def test_a_request_that_never_fits_the_cache_is_refused():
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"method": "draft_model", "model": "/nowhere"}}, "/nowhere"),
         ({"attention": "flash"}, "attention"),
+        ({"dtype": "float64"}, "reference"),
+        ({"device": "gpu"}, "device"),
     ],
 )
 def test_a_wrong_configuration_is_refused_by_name(options: dict, message: str):
@@ -136,3 +141,17 @@ def test_models_loaded_for_another_configuration_are_refused():
         LLM.from_config(config("qwen2", None, attention="reference"), loaded)
     with pytest.raises(ConfigError, match="draft model"):
         LLM.from_config(config("qwen2", speculation("qwen2", "perfect", 2)), loaded)
+
+
+def test_a_tokenizer_that_was_saved_with_truncation_does_not_cut_prompts(tmp_path: Any):
+    words = tokenizer()
+    words.enable_truncation(3)
+    words.enable_padding(length=8)
+    words.save(str(tmp_path / "tokenizer.json"))
+    assert load_tokenizer(tmp_path).encode("w1 w2 w3 w4 w5").ids == [1, 2, 3, 4, 5]
+
+
+def test_a_priority_that_cannot_be_ordered_is_refused(llm: LLM):
+    with pytest.raises(RequestError, match="priority"):
+        llm.engine.add_request("nan", [2], greedy(3), priority=math.nan)
+    llm.engine.check_invariants()

@@ -123,3 +123,14 @@ def test_a_drafter_with_a_short_context_gates_only_the_long_request():
     steps = [output.metrics.speculative_decoding.num_spec_steps for output in outputs]
     assert steps[0] > 0
     assert steps[2] == 0
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-window"])
+def test_a_request_at_the_end_of_its_context_harms_no_other(family: str):
+    """It drafts fewer tokens than its neighbour, whose passes run on behind its last position."""
+    lengths = (91, 5)
+    llm = engine(family, "draft_model", num_drafts=4)
+    outputs = run(llm, prompts_of(lengths), greedy(40))
+    alone = [run(engine(family, "plain"), [p], greedy(40))[0] for p in prompts_of(lengths)]
+    assert ids(outputs) == ids(alone)
+    assert len(outputs[0].outputs[0].token_ids) == 5

@@ -14,7 +14,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu_kernels import Batch, attend, write_rows
 from outdraft.core.errors import ConfigError
 
-_DTYPES = (torch.float32, torch.bfloat16)
+CPU_DTYPES = (torch.float32, torch.bfloat16)
 _WORK_PER_SHARE = 1 << 22  # multiply-adds below which waking a thread costs more than it saves
 NO_WINDOW = 1 << 62
 
@@ -123,7 +123,7 @@ def _address(tensor: Tensor, dtype: torch.dtype) -> int:
 
 
 def _is_bf16(tensor: Tensor) -> bool:
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in CPU_DTYPES:
         raise ConfigError(
             f"cpu attention reads float32 and bfloat16, not {tensor.dtype}: "
             "use the reference attention for other dtypes"

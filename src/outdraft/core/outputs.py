@@ -120,7 +120,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request so far; every step gives a new one while tokens arrive.
+    """A request so far; it grows while tokens arrive.
 
     Attributes:
         prompt_logprobs: per prompt token, None for the first, which nothing precedes.

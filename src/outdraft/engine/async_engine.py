@@ -1,7 +1,7 @@
 """The engine for asyncio: one thread steps, any number of tasks read their streams.
 
-A failing step ends the requests that were in it and is reported to their readers; if the next step
-fails too, the engine is dead and everybody is told.
+A failing step ends the requests that ran in it and is reported to their readers; the others go on.
+If the next step fails too, the engine is dead and everybody is told.
 """
 
 import asyncio
@@ -116,10 +116,29 @@ class AsyncEngine:
             self._engine.abort(request_id)
 
     def _run(self) -> None:
+        """The thread's life. However it ends, nobody is left waiting."""
         cause: Exception = EngineDeadError("the engine was stopped")
+        try:
+            self._step_until_stopped()
+        except Exception as error:
+            cause = error
+        with self._lock:
+            self._dead = cause
+        while self._calls:
+            with suppress(Exception):
+                self._calls.popleft()()
+        for stream in self._streams.values():
+            stream.put(_died(cause))
+        for request_id in list(self._streams):
+            with suppress(Exception):
+                self._engine.abort(request_id)
+        self._streams.clear()
+
+    def _step_until_stopped(self) -> None:
         failed = 0
-        while not self._stopping and failed < MAX_FAILED_STEPS:
-            self._carry_out_calls()
+        while not self._stopping:
+            while self._calls:
+                self._calls.popleft()()
             if not self._engine.has_work:
                 self._wake.wait()
                 self._wake.clear()
@@ -128,17 +147,10 @@ class AsyncEngine:
                 self._step()
                 failed = 0
             except Exception as error:
-                cause = error
                 failed += 1
-                self._fail_all(error)
-        with self._lock:
-            self._dead = cause
-        self._carry_out_calls()
-        self._fail_all(cause)
-
-    def _carry_out_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
+                if failed >= MAX_FAILED_STEPS:
+                    raise
+                self._fail_running(error)
 
     def _step(self) -> None:
         for output in self._engine.step():
@@ -149,13 +161,21 @@ class AsyncEngine:
             if output.finished:
                 del self._streams[output.request_id]
 
-    def _fail_all(self, cause: Exception) -> None:
-        for request_id, stream in list(self._streams.items()):
-            error = EngineDeadError("a step of the engine failed")
-            error.__cause__ = cause
-            stream.put(error)
+    def _fail_running(self, cause: Exception) -> None:
+        for request_id in self._engine.running_requests():
             self._engine.abort(request_id)
-        self._streams.clear()
+            stream = self._streams.pop(request_id, None)
+            if stream is not None:
+                stream.put(_died(cause))
+
+
+def _died(cause: Exception) -> EngineDeadError:
+    """What readers are told."""
+    if isinstance(cause, EngineDeadError):
+        return cause
+    error = EngineDeadError(f"a step of the engine failed: {type(cause).__name__}")
+    error.__cause__ = cause
+    return error
 
 
 class _Stream:
@@ -166,5 +186,5 @@ class _Stream:
         self.queue: asyncio.Queue[RequestOutput | BaseException] = asyncio.Queue()
 
     def put(self, item: RequestOutput | BaseException) -> None:
-        if not self._loop.is_closed():
+        with suppress(RuntimeError):  # the reader's loop is closed: there is nobody to tell
             self._loop.call_soon_threadsafe(self.queue.put_nowait, item)

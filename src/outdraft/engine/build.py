@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outdraft.attention.base import AttentionBackend
+from outdraft.attention.cpu import CPU_DTYPES
 from outdraft.attention.select import attention_backend
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import (
@@ -58,13 +59,20 @@ def load_models(config: EngineConfig) -> LoadedModels:
     attention = attention_backend(config.attention, device)
     path = resolve_model_path(config.model)
     target = _load(path, config.dtype, device, attention)
+    if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
+        raise ConfigError(
+            f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"
+        )
     drafter = None
     if (drafting := config.speculation.draft_model) is not None:
         drafter_path = resolve_model_path(drafting.model)
         drafter = _load(drafter_path, config.dtype, device, attention)
         check_vocabularies(path, target, drafter_path, drafter)
     tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
-    return LoadedModels(config, target, drafter, load_tokenizer(tokenizer_path), path, device)
+    tokenizer = load_tokenizer(tokenizer_path)
+    if config.tokenizer and tokenizer is None:
+        raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
+    return LoadedModels(config, target, drafter, tokenizer, path, device)
 
 
 def build_engine(
@@ -117,7 +125,10 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU")
-    return torch.device(name)
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu or cuda[:N], got {name!r}") from error
 
 
 def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
@@ -134,7 +145,16 @@ def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torc
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The checkpoint's fast tokenizer, None if it has none."""
     file = path / "tokenizer.json"
-    return Tokenizer.from_file(str(file)) if file.exists() else None
+    if not file.exists():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library has no narrower one
+        raise ConfigError(f"{file} is not a readable tokenizer: {error}") from error
+    # Some were saved while they prepared training batches. A prompt is never cut or filled up.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def check_vocabularies(

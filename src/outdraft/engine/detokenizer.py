@@ -3,27 +3,35 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
+
+CONTEXT_TOKENS = 6  # of the prompt: more than a character has bytes
+REPLACEMENT = "\ufffd"  # what incomplete bytes decode to
 
 
 class Detokenizer:
-    """The text of one output. Characters whose bytes are incomplete wait for the next token."""
+    """The text of one output. Characters whose bytes are incomplete wait for the next token.
+
+    A token is decoded together with the few before it, the prompt's last ones at first: how it
+    reads may depend on them (a leading blank, the bytes of one character).
+    """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
         stop_strings: Sequence[str],
         *,
+        prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         include_stop_string: bool = False,
     ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._skip_special_tokens = skip_special_tokens
         self._stop_strings = tuple(stop_strings)
         self._include_stop_string = include_stop_string
-        self._ids: list[int] = []
+        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._context = self._decode(self._ids)  # text of the tokens that are all decoded
+        self._num_context = len(self._ids)
         self._stop: tuple[int, str] | None = None  # found by the newest token, and where
 
     @property
@@ -37,9 +45,13 @@ class Detokenizer:
         """Append a token; the stop string that it completes, the leftmost of several."""
         self._stop = None
         self._ids.append(token_id)
-        piece = self._stream.step(self._tokenizer, token_id)
-        if not piece:
+        both = self._decode(self._ids)
+        piece = both[len(self._context) :]
+        if not piece or both.endswith(REPLACEMENT):
             return None
+        self._ids = self._ids[self._num_context :]
+        self._context = self._decode(self._ids)
+        self._num_context = len(self._ids)
         start = len(self.text)
         self.text += piece
         found = [
@@ -61,9 +73,10 @@ class Detokenizer:
             self.text = self.text[: at + len(stop) if self._include_stop_string else at]
             return
         self._stop = None
-        whole = self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special_tokens)
-        if whole.startswith(self.text):
-            self.text = whole
+        self.text += self._decode(self._ids)[len(self._context) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
 def _overlap(text: str, stop: str) -> int:

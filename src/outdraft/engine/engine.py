@@ -3,6 +3,7 @@
 The life of a step: choose drafts, schedule, launch, collect, commit.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,6 +58,15 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def running_requests(self) -> list[str]:
+        """Ids of the requests with a sequence that runs, or that ended without being told."""
+        waiting = {request.id for request in self.scheduler.waiting}
+        return [
+            request_id
+            for request_id, sequences in self._callers.items()
+            if not waiting.issuperset(sequences)
+        ]
+
     def check_request(self, prompt: str | Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError if such a request could never run; queues nothing."""
         self._sequence_requests("", prompt, params, priority=0)
@@ -84,7 +94,7 @@ class Engine:
             requests[0].token_ids.tolist(),
             self.inputs.tokenizer,
             detokenizers,
-            self.drafting.num_drafts(requests[0]),
+            self.drafting.most_drafts(requests[0]),
         )
         for index, request in enumerate(requests):
             self.scheduler.add(request)
@@ -93,7 +103,10 @@ class Engine:
         self._num_added += 1
 
     def step(self) -> list[RequestOutput]:
-        """Advance everything that runs by at least one token or prompt chunk; what changed."""
+        """Advance everything that runs by at least one token or prompt chunk; what changed.
+
+        An output is the same object from step to step and grows: copy it to keep it.
+        """
         started_s = time.perf_counter()
         choices = self.drafting.choose(
             self.scheduler.drafting_requests(), len(self.scheduler.running)
@@ -131,11 +144,16 @@ class Engine:
         output: RequestOutput | None = None
         for sequence_id in list(self._callers.get(request_id, ())):
             request = self.scheduler.abort(sequence_id)
-            if request is not None:
-                sequence = self._sequences[sequence_id]
+            sequence = self._sequences[sequence_id]
+            if request is None:  # it ended in a step that failed before it was told
+                del self._sequences[sequence_id]
+                self._callers[request_id].remove(sequence_id)
+            else:
                 sequence.builder.finish(sequence.index, FinishReason.ABORT)
                 output = sequence.builder.output
                 self._forget(request, sequence)
+        if not self._callers.get(request_id, [""]):
+            del self._callers[request_id]
         return output
 
     def check_invariants(self) -> None:
@@ -158,12 +176,13 @@ class Engine:
         if self.on_step is not None:
             self.on_step(stats)
 
-    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
         if self.inputs.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
             self.inputs.tokenizer,
             params.stop_strings,
+            prompt_ids=prompt_ids,
             skip_special_tokens=params.skip_special_tokens,
             include_stop_string=params.include_stop_str_in_output,
         )
@@ -176,7 +195,15 @@ class Engine:
         self.inputs.check_params(params)
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)
-        detokenizers = [self._detokenizer(params) for _ in range(params.n)]
+        if params.n > self.scheduler.config.max_waiting:
+            raise RequestError(
+                f"n is {params.n}, but at most max_waiting = {self.scheduler.config.max_waiting} "
+                "sequences are queued",
+                "n",
+            )
+        if not math.isfinite(priority):
+            raise RequestError(f"priority must be a finite number, got {priority}", "priority")
+        detokenizers = [self._detokenizer(prompt_ids, params) for _ in range(params.n)]
         requests = [
             Request(
                 f"{request_id}/{index}",

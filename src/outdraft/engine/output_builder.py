@@ -69,7 +69,9 @@ class OutputBuilder:
         completion.origins.extend(_origins(outcome, drafts)[: len(added)])
         if drafts is not None:
             metrics.speculative_decoding.record(
-                len(outcome.drafted_ids), len(outcome.accepted_rows), drafts.source
+                len(outcome.drafted_ids),
+                min(len(outcome.accepted_rows), len(added)),  # the text may end inside a draft
+                drafts.source,
             )
         if request.params.logprobs is not None:
             self._add_logprobs(completion, outcome.logprobs[: len(added)], request.params.logprobs)

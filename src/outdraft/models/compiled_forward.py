@@ -7,6 +7,7 @@ Dimension key: T rows, D hidden, L layers, F fields of a layer.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -49,16 +50,15 @@ class CompiledForward:
                 fields[place], fields[place + 1] = weights, bias
             fields[kernels.WINDOW] = NO_WINDOW if window is None else window
         self._parts = layers  # keeps the memory alive
-        self._caches: Sequence[LayerCache] = ()
-        self._shape: kernels.Shape | None = None
+        self._bound: dict[tuple[int, ...], _Bound] = {}  # by the caches' addresses
 
     def __call__(
         self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> Tensor:
         """[T, D] float32: hidden states behind the final norm."""
-        rows = self._rows(token_ids_T, caches, metadata)
+        bound, rows = self._bind(caches), _rows(token_ids_T, metadata)
         hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
-        kernels.forward(self._shape, rows, self._layers_LF, hidden_TD)
+        kernels.forward(bound.shape, rows, bound.layers_LF, hidden_TD)
         return torch.from_numpy(hidden_TD)
 
     def greedy_chain(
@@ -69,45 +69,33 @@ class CompiledForward:
         batches: Sequence[AttentionMetadata],
     ) -> Tensor:
         """int64 [K, B]: first_ids, then the best token behind each, len(batches) times."""
-        rows = [self._rows(first_ids_B, caches, metadata) for metadata in batches]
+        bound = self._bind(caches)
+        rows = [_rows(first_ids_B, metadata) for metadata in batches]
         ids_KB = np.empty((1 + len(batches), len(first_ids_B)), dtype=np.int64)
         ids_KB[0] = first_ids_B.numpy()
         kernels.extend_chain(
-            self._shape,
+            bound.shape,
             np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields)),
-            self._layers_LF,
+            bound.layers_LF,
             head.packed_addresses()[0],
             head.num_outputs,
             ids_KB,
         )
         return torch.from_numpy(ids_KB)
 
-    def _rows(
-        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
-    ) -> kernels.Rows:
-        if caches is not self._caches:
-            self._bind(caches)
-        table_BP = metadata.block_table_BP
-        return kernels.Rows(
-            token_ids=_address(token_ids_T, torch.int64),
-            positions=_address(metadata.positions_T, torch.int64),
-            slots=_address(metadata.slots_T, torch.int64),
-            query_start=_address(metadata.query_start_B1, torch.int32),
-            context_lens=_address(metadata.context_lens_B, torch.int32),
-            num_causal=_address(metadata.num_causal_B, torch.int32),
-            ancestors=_address(metadata.ancestors_T, torch.int64),
-            block_table=_address(table_BP, torch.int32),
-            num_rows=len(token_ids_T),
-            num_requests=len(metadata.context_lens_B),
-            table_stride=table_BP.shape[1],
-        )
-
-    def _bind(self, caches: Sequence[LayerCache]) -> None:
+    def _bind(self, caches: Sequence[LayerCache]) -> "_Bound":
+        """Addresses for one engine's caches; engines that share the weights share no state."""
+        block_size = caches[0].k_PSGC.shape[1]
+        key = (block_size, *(cache.k_PSGC.data_ptr() for cache in caches))
+        bound = self._bound.get(key)
+        if bound is not None:
+            return bound
         config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
-        for fields, cache in zip(self._layers_LF, caches, strict=True):
+        layers_LF = self._layers_LF.copy()
+        for fields, cache in zip(layers_LF, caches, strict=True):
             fields[kernels.K_CACHE] = _address(cache.k_PSGC, torch.float32)
             fields[kernels.V_CACHE] = _address(cache.v_PSGC, torch.float32)
-        self._shape = kernels.Shape(
+        shape = kernels.Shape(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_heads,
@@ -119,10 +107,19 @@ class CompiledForward:
             cos_sin=_address(cos_sin_MC, torch.float32),
             num_positions=len(cos_sin_MC),
             final_norm=_address(self._final_norm, torch.float32),
-            block_size=caches[0].k_PSGC.shape[1],
+            block_size=block_size,
             team=0 if self._team is None else self._team.address,
         )
-        self._caches = caches
+        bound = self._bound[key] = _Bound(shape, layers_LF)
+        return bound
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What the kernels need besides the rows."""
+
+    shape: kernels.Shape
+    layers_LF: np.ndarray
 
 
 class LayerParts:
@@ -133,6 +130,23 @@ class LayerParts:
     ) -> None:
         self.norms = norms
         self.linears = linears
+
+
+def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> kernels.Rows:
+    table_BP = metadata.block_table_BP
+    return kernels.Rows(
+        token_ids=_address(token_ids_T, torch.int64),
+        positions=_address(metadata.positions_T, torch.int64),
+        slots=_address(metadata.slots_T, torch.int64),
+        query_start=_address(metadata.query_start_B1, torch.int32),
+        context_lens=_address(metadata.context_lens_B, torch.int32),
+        num_causal=_address(metadata.num_causal_B, torch.int32),
+        ancestors=_address(metadata.ancestors_T, torch.int64),
+        block_table=_address(table_BP, torch.int32),
+        num_rows=len(token_ids_T),
+        num_requests=len(metadata.context_lens_B),
+        table_stride=table_BP.shape[1],
+    )
 
 
 def _address(tensor: Tensor, dtype: torch.dtype) -> int:

@@ -103,7 +103,7 @@ class ModelRunner:
             self._keep(verdict, drafts, target)
             emitted = emitted_logprobs(works, logits_RV, drafts, verdict)
         clock.mark("sample")
-        return PendingStep(plan, to_host(drafts, verdict, emitted, prompt), clock)
+        return PendingStep(plan, to_host(drafts, verdict, emitted, prompt, self.device), clock)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step: the one host synchronisation of a step."""

@@ -63,9 +63,9 @@ class Scheduler:
         if request.id in self._requests:
             raise RequestError(f"request id {request.id!r} is in use", "request_id")
         self.check_fits(request)
+        insort(self.waiting, request, key=self._order)
         self._requests[request.id] = request
         self._tables[request.id] = BlockTable(self.pool, self._block_size)
-        insort(self.waiting, request, key=self._order)
 
     def check_fits(self, request: Request) -> None:
         """Raise RequestError if the request needs more blocks than there are."""

@@ -176,33 +176,32 @@ class DraftModelProposer:
         num_tokens_B = np.array([ask.num_tokens for ask in asks])
         num_drafts_B = np.array([ask.num_drafts for ask in asks])
         positions_KB = num_tokens_B + np.arange(most)[:, None]
-        read_KB = positions_KB[:-1]
         is_kept_KB = np.arange(1, most)[:, None] < num_drafts_B
-        context_KB = np.where(is_kept_KB, read_KB, num_tokens_B - 1)
+        # Who runs along reads its newest token again, which is at a position that exists.
+        read_KB = np.where(is_kept_KB, positions_KB[:-1], num_tokens_B - 1)
         size = self.cache.block_size
         blocks_KB = np.zeros_like(read_KB)
         for b, ask in enumerate(asks):
-            table = np.asarray(ask.block_ids)
-            blocks_KB[:, b] = table[np.minimum(read_KB[:, b] // size, len(table) - 1)]
+            blocks_KB[:, b] = np.asarray(ask.block_ids)[read_KB[:, b] // size]
         slots_KB = np.where(is_kept_KB, blocks_KB * size + read_KB % size, -1)
         device = first.slots_T.device
         starts = np.arange(len(asks) + 1, dtype=np.int32)
         ones, zeros = np.ones(len(asks), dtype=np.int32), np.zeros(len(asks), dtype=np.int64)
         sent = to_device(
-            [positions_KB, context_KB.astype(np.int32), slots_KB, starts, ones, zeros], device
+            [positions_KB, read_KB, read_KB.astype(np.int32), slots_KB, starts, ones, zeros], device
         )
-        positions, contexts, slots, query_start, num_causal, ancestors = sent
+        positions, reads, contexts, slots, query_start, num_causal, ancestors = sent
         batches = [
             AttentionMetadata(
                 query_start_B1=query_start,
                 context_lens_B=contexts[step],
                 num_causal_B=num_causal,
                 ancestors_T=ancestors,
-                positions_T=positions[step],
+                positions_T=reads[step],
                 slots_T=slots[step],
                 block_table_BP=first.block_table_BP,
                 max_rows=1,
-                max_seq_len=int(context_KB[step].max()) + 1,
+                max_seq_len=int(read_KB[step].max()) + 1,
             )
             for step in range(most - 1)
         ]

@@ -105,14 +105,18 @@ class DraftPolicy:
             proposer.finish(request.id, text)
 
     def num_drafts(self, request: Request) -> int:
-        """Most drafts for this request in one step."""
+        """Most drafts for this request in the next step."""
+        return min(self.most_drafts(request), request.max_drafts)
+
+    def most_drafts(self, request: Request) -> int:
+        """Most drafts for this request in any step."""
         wish = request.params.speculation
-        if wish.method == "off":
+        if wish.method == "off" or not self.config.sources:
             return 0
         number = self.config.num_speculative_tokens
         if wish.num_speculative_tokens is not None:
             number = min(number, wish.num_speculative_tokens)
-        return min(number, request.max_drafts)
+        return number
 
     def _best_of_host(self, requests: Sequence[Request]) -> dict[str, tuple[float, DraftChoice]]:
         """Per request the worthiest draft of the host, and the tokens it is expected to bring."""

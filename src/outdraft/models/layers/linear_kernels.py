@@ -52,8 +52,8 @@ MAX_UNITS = 1024
 STOP = -1  # as a job
 _FREE, _CLAIMED, _STORING, _DONE = 0, 1, 2, 3  # a unit's word is 4 * job + one of these
 _SPINS = 2000  # about 0.1 ms: longer than what lies between two products of a step
-_PATIENCE = 64  # spins for a unit of another thread, beside those for its work
-_BACK_OFF = 256  # products to do alone after a helper was late: the cores are busy with others
+_PATIENCE = 2048  # spins for a unit of another thread, beside those for its work
+_BACK_OFF = 64  # products to do alone after a helper was late: the cores are busy with others
 _MIN_SHARED = 1 << 16  # weights, times products of all rows: below, sharing costs what it saves
 
 
@@ -267,7 +267,7 @@ def claim_unit(team, unit, number):
 def _is_done_in_time(team, job, unit, number):
     """Wait for a unit as long as it should take; False: it was taken back from a late helper."""
     word = _unit(team, unit)
-    patience = _PATIENCE + (job.num_rows + 8) * job.num_inputs * job.unit_outputs // 1024
+    patience = _PATIENCE + (job.num_rows + 8) * job.num_inputs * job.unit_outputs // 64
     spins = 0
     while True:
         state = load_word(word)
