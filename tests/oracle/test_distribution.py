@@ -1,7 +1,8 @@
 """End to end, at temperature 1, the engine's texts have the target's own distribution.
 
-All three-token texts over a small vocabulary are counted and compared with their exact
-probabilities by transformers. Deliberately wrong samplers must be caught by the same test.
+All texts of five tokens over a vocabulary of four are counted and compared with their exact
+probabilities by transformers: the first token comes plain, the others in one to four drafted steps.
+Deliberately wrong samplers must be caught by the same test.
 """
 
 from itertools import product
@@ -19,8 +20,9 @@ from outdraft.spec import draft_policy
 from outdraft.spec.draft_model import DraftModelProposer
 from tests.models.checkpoints import llama, randomised, save
 
-VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 6, 3, 6_000
-PROMPT = [2, 3, 4, 3, 4, 3]
+VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 4, 5, 8_000
+PROMPT = [2, 3, 1, 3, 1, 3]
+PENALTY, TOP_K = 0.8, 3
 ALPHA = 1e-6
 
 
@@ -37,14 +39,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, A
     return save(target, folder / "target"), save(drafter, folder / "drafter"), target
 
 
-@pytest.fixture(scope="module")
-def exact(checkpoints: tuple[Path, Path, Any]) -> np.ndarray:
+def exact(checkpoints: tuple[Path, Path, Any], with_parameters: bool = False) -> np.ndarray:
     """Probability of every text, in the order of `product`."""
     texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=NUM_TOKENS)))
     whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
     with torch.no_grad():
-        logits = checkpoints[2](whole).logits.double()
-    logprobs = logits[:, len(PROMPT) - 1 : -1].log_softmax(-1)
+        logits = checkpoints[2](whole).logits.double()[:, len(PROMPT) - 1 : -1]
+    if with_parameters:
+        for place in range(1, NUM_TOKENS):
+            was_there = torch.nn.functional.one_hot(texts[:, :place], VOCAB_SIZE).amax(1)
+            logits[:, place] -= PENALTY * was_there
+        least = logits.topk(TOP_K, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    logprobs = logits.log_softmax(-1)
     return logprobs.gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
 
 
@@ -53,7 +60,9 @@ def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
 
 
-def counts(checkpoints: tuple[Path, Path, Any], speculative: dict[str, Any] | None) -> np.ndarray:
+def counts(
+    checkpoints: tuple[Path, Path, Any], speculative: dict[str, Any] | None, **changes: Any
+) -> np.ndarray:
     if speculative is not None and speculative["method"] in ("draft_model", "combined"):
         speculative = {**speculative, "model": str(checkpoints[1])}
     llm = LLM(
@@ -65,13 +74,15 @@ def counts(checkpoints: tuple[Path, Path, Any], speculative: dict[str, Any] | No
         num_blocks=400,
         seed=17,
     )
-    params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True)
+    params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True, **changes)
     found = np.zeros((VOCAB_SIZE,) * NUM_TOKENS)
     for output in llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False):
         for completion in output.outputs:
             found[tuple(completion.token_ids)] += 1
     if speculative is not None:  # the test would be idle without drafts
-        assert llm.engine.stats.num_draft_tokens > NUM_TEXTS / 2
+        stats = llm.engine.stats
+        assert stats.num_drafts > NUM_TEXTS / 2
+        assert stats.num_draft_tokens > 1.2 * stats.num_drafts
     return found.ravel()
 
 
@@ -84,29 +95,38 @@ def p_value(found: np.ndarray, exact: np.ndarray) -> float:
     return float(chisquare(cells[0][used], cells[1][used]).pvalue)
 
 
-MODEL = {"method": "draft_model", "num_speculative_tokens": 2}
+MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
 CASES = {
     "plain": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1},
-    "suffix": {"method": "suffix", "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
+    "suffix": {"method": "suffix", "suffix_decoding_max_spec_factor": 3.0},
     "block": {**MODEL, "rejection_sample_method": "block"},
     "token": {**MODEL, "rejection_sample_method": "token"},
     "drafter-invariant": {**MODEL, "rejection_sample_method": "drafter_invariant"},
     "greedy-drafts": {**MODEL, "draft_sample_method": "greedy"},
-    "combined": {"method": "combined", "num_speculative_tokens": 2},
+    "combined": {"method": "combined", "num_speculative_tokens": 3},
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_texts_follow_the_targets_distribution(case: str, checkpoints: Any, exact: np.ndarray):
-    assert p_value(counts(checkpoints, CASES[case]), exact) > ALPHA
+def test_texts_follow_the_targets_distribution(case: str, checkpoints: Any):
+    assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "block", "token", "combined"])
+def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, checkpoints: Any):
+    changes = {"presence_penalty": PENALTY, "top_k": TOP_K}
+    found = counts(checkpoints, CASES[case], **changes)
+    assert p_value(found, exact(checkpoints, with_parameters=True)) > ALPHA
+    assert p_value(found, exact(checkpoints)) < ALPHA
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["block", "token"])
 def test_drafts_from_another_distribution_than_told_are_caught(
-    rule: str, checkpoints: Any, exact: np.ndarray, monkeypatch: pytest.MonkeyPatch
+    rule: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
     choose = DraftModelProposer._choose
 
@@ -116,4 +136,4 @@ def test_drafts_from_another_distribution_than_told_are_caught(
 
     monkeypatch.setattr(DraftModelProposer, "_choose", lying)
     speculative = {**MODEL, "rejection_sample_method": rule}
-    assert p_value(counts(checkpoints, speculative), exact) < ALPHA
+    assert p_value(counts(checkpoints, speculative), exact(checkpoints)) < ALPHA
