@@ -19,6 +19,9 @@ from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
 from outdraft.spec.verify import Verdict
 
 
+PROMPT_ROWS = 256  # whose logits exist at the same time: a long prompt must not take all memory
+
+
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
     """Raw log-probabilities (before any sampling parameter), flat over requests and places.
@@ -50,12 +53,11 @@ def emitted_logprobs(
     path_BN1 = torch.nn.functional.pad(verdict.rows_BN[rows_B] + 1, (1, 0)).clamp_min(0)
     flat_BN1 = row_index_BN1(drafts)[rows_B].gather(1, path_BN1)
     places = token_ids_BN1.shape[1]
-    return _rows(
-        tuple(places if number is not None else 0 for number in wanted),
-        logits_RV[flat_BN1.flatten()],
-        token_ids_BN1.flatten(),
-        max(number for number in wanted if number is not None),
-    )
+    chosen_J = token_ids_BN1.flatten()
+    most = max(number for number in wanted if number is not None)
+    rows = gather_logprobs(logits_RV[flat_BN1.flatten()], chosen_J, most)
+    counts = tuple(places if number is not None else 0 for number in wanted)
+    return LogprobRows(counts, chosen_J, *rows)
 
 
 def prompt_logprobs(
@@ -74,10 +76,16 @@ def prompt_logprobs(
         next_ids.append(work.request.token_ids[first : first + count].astype(np.int64))
         start += work.num_rows
     rows_J, next_J = to_device([np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device)
-    most = max(
-        w.request.params.prompt_logprobs or 0 for w, c in zip(works, counts, strict=True) if c
-    )
-    return _rows(tuple(counts), model.logits(hidden_TD[rows_J]), next_J, most)
+    asking = [work for work, count in zip(works, counts, strict=True) if count]
+    most = max(work.request.params.prompt_logprobs or 0 for work in asking)
+    slices = [
+        gather_logprobs(model.logits(hidden_TD[some_J]), chosen_J, most)
+        for some_J, chosen_J in zip(
+            rows_J.split(PROMPT_ROWS), next_J.split(PROMPT_ROWS), strict=True
+        )
+    ]
+    logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK = map(torch.cat, zip(*slices, strict=True))
+    return LogprobRows(tuple(counts), next_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)
 
 
 def _num_prompt_rows(work: Work) -> int:
@@ -85,10 +93,3 @@ def _num_prompt_rows(work: Work) -> int:
         return 0
     left = work.request.num_prompt - 1 - work.start
     return max(0, min(work.num_new, left))
-
-
-def _rows(
-    counts: tuple[int, ...], logits_JV: Tensor, chosen_J: Tensor, num_top: int
-) -> LogprobRows:
-    logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK = gather_logprobs(logits_JV, chosen_J, num_top)
-    return LogprobRows(counts, chosen_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)
