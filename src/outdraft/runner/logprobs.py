@@ -18,7 +18,6 @@ from outdraft.sampling.logprobs import gather_logprobs
 from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
 from outdraft.spec.verify import Verdict
 
-
 PROMPT_ROWS = 256  # whose logits exist at the same time: a long prompt must not take all memory
 
 
