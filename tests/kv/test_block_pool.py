@@ -89,13 +89,6 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.pool.mark_drafter_filled(block)
         self.filled.add(block)
 
-    @rule()
-    def clear_cache(self) -> None:
-        self.pool.clear_cache()
-        self.names.clear()
-        self.empty.update(self.evictable)
-        self.evictable.clear()
-
     @invariant()
     def books_balance(self) -> None:
         if not hasattr(self, "pool"):

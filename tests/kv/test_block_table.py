@@ -1,6 +1,5 @@
 """Block tables: how many blocks, which slots, and whose they are."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,27 +9,6 @@ from outdraft.kv.block_table import BlockTable
 
 sizes = st.integers(1, 16)
 lengths = st.integers(0, 60)
-
-
-def naive_slots(table: BlockTable, start: int, stop: int) -> list[int]:
-    slots = [block * table.block_size + i for block in table.ids for i in range(table.block_size)]
-    return slots[start:stop]
-
-
-@given(sizes, lengths, lengths, st.data())
-def test_slots_are_the_places_of_the_blocks_one_after_the_other(size, num_tokens, other, data):
-    pool = BlockPool(200)
-    table, neighbour = BlockTable(pool, size), BlockTable(pool, size)
-    for part in (num_tokens // 3, num_tokens // 2, num_tokens):  # grown in turns: scattered blocks
-        assert table.reserve(part)
-        assert neighbour.reserve(other * part // 60)
-    stop = data.draw(st.integers(0, num_tokens))
-    start = data.draw(st.integers(0, stop))
-    slots = table.slots(start, stop)
-    assert slots.dtype == np.int64
-    assert slots.tolist() == naive_slots(table, start, stop)
-    theirs = naive_slots(neighbour, 0, len(neighbour.ids) * size)
-    assert not set(slots.tolist()) & set(theirs)
 
 
 @given(sizes, st.lists(st.tuples(st.booleans(), lengths), max_size=12))

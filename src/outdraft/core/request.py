@@ -75,10 +75,6 @@ class Request:
         return self._ids[: self.num_tokens]
 
     @property
-    def output_ids(self) -> list[int]:
-        return self._ids[self.num_prompt : self.num_tokens].tolist()
-
-    @property
     def num_output(self) -> int:
         return self.num_tokens - self.num_prompt
 

@@ -79,11 +79,6 @@ class BlockPool:
     def mark_drafter_filled(self, block: int) -> None:
         self._drafter_filled[block] = True
 
-    def clear_cache(self) -> None:
-        """Forget every prefix; held blocks stay held."""
-        self._hashes = [None] * self.num_blocks
-        self._blocks.clear()
-
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
         assert all((count == 0) == (b in self._free) for b, count in enumerate(self._counts))

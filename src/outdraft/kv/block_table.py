@@ -1,7 +1,5 @@
 """The blocks of one request, in the order of its text."""
 
-import numpy as np
-
 from outdraft.kv.block_pool import BlockPool
 
 
@@ -41,9 +39,3 @@ class BlockTable:
         keep = -(-num_tokens // self.block_size)
         self._pool.release(self.ids[keep:])
         del self.ids[keep:]
-
-    def slots(self, start: int, stop: int) -> np.ndarray:
-        """int64 [stop - start]: flat cache slots of the cache indices [start, stop)."""
-        index = np.arange(start, stop)
-        blocks = np.asarray(self.ids, dtype=np.int64)[index // self.block_size]
-        return blocks * self.block_size + index % self.block_size

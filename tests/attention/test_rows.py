@@ -1,0 +1,43 @@
+"""The batch that a forward pass reads, against one row at a time."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outdraft.attention.rows import Span, lay_out
+from outdraft.core.draft import ancestor_masks, tree_depths
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 8)), min_size=1, max_size=4
+    ),
+    st.sampled_from([1, 4, 16]),
+    st.integers(0, 1 << 30),
+)
+def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
+    rng = np.random.default_rng(seed)
+    spans = []
+    for context_len, num_causal, num_drafts in shapes:
+        parents = [int(rng.integers(0, row + 1)) for row in range(num_drafts)]
+        num_blocks = -(-(context_len + num_causal + num_drafts) // block_size)
+        blocks = rng.permutation(100)[:num_blocks].tolist()
+        spans.append(Span(context_len, num_causal, parents, blocks))
+    layout = lay_out(spans, block_size)
+    row = 0
+    for b, span in enumerate(spans):
+        assert layout.query_start_B1[b] == row
+        slots = [block * block_size + i for block in span.block_ids for i in range(block_size)]
+        depths, masks = tree_depths(span.parents), ancestor_masks(span.parents)
+        for k in range(span.num_rows):
+            draft = k - span.num_causal
+            root = span.context_len + span.num_causal - 1
+            assert layout.slots_T[row] == slots[span.context_len + k]
+            assert layout.positions_T[row] == (
+                span.context_len + k if draft < 0 else root + depths[draft]
+            )
+            assert layout.ancestors_T[row] == (0 if draft < 0 else masks[draft])
+            row += 1
+    assert layout.query_start_B1[-1] == row == len(layout.slots_T)
+    assert layout.max_rows == max(span.num_rows for span in spans)
+    assert layout.max_seq_len == max(span.context_len + span.num_rows for span in spans)
