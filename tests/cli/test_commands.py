@@ -115,7 +115,7 @@ def test_chat_answers_every_line_and_carries_the_conversation_on(command, pair):
     second = f"{first}{answer}\nuser: left\nassistant: "
     assert answer in result.stdout
     assert expected_text(pair.chatting, second, 6) in result.stdout.replace(answer, "", 1)
-    assert result.stderr.count("6 tokens") == 2
+    assert result.stderr.count("(6 tokens in ") == 2
 
 
 def test_chat_with_a_model_without_a_template_points_to_generate(command, pair):
