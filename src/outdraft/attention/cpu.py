@@ -47,9 +47,9 @@ class CpuAttention:
                 new_TGC.data_ptr(),
                 new_TGC.stride(0),
                 _is_bf16(new_TGC),
-                _address(cached_PSGC, cached_PSGC.dtype),
+                address_of(cached_PSGC, cached_PSGC.dtype),
                 _is_bf16(cached_PSGC),
-                _address(slots_T, torch.int64),
+                address_of(slots_T, torch.int64),
                 new_TGC.shape[0],
                 new_TGC.shape[1] * new_TGC.shape[2],
             )
@@ -75,14 +75,14 @@ class CpuAttention:
         batch = Batch(
             q=q_THC.data_ptr(),
             out=out_THC.data_ptr(),
-            k=_address(cache.k_PSGC, cache.k_PSGC.dtype),
-            v=_address(cache.v_PSGC, cache.k_PSGC.dtype),
-            query_start=_address(metadata.query_start_B1, torch.int32),
-            context_lens=_address(metadata.context_lens_B, torch.int32),
-            num_causal=_address(metadata.num_causal_B, torch.int32),
-            ancestors=_address(metadata.ancestors_T, torch.int64),
-            positions=_address(metadata.positions_T, torch.int64),
-            block_table=_address(table_BP, torch.int32),
+            k=address_of(cache.k_PSGC, cache.k_PSGC.dtype),
+            v=address_of(cache.v_PSGC, cache.k_PSGC.dtype),
+            query_start=address_of(metadata.query_start_B1, torch.int32),
+            context_lens=address_of(metadata.context_lens_B, torch.int32),
+            num_causal=address_of(metadata.num_causal_B, torch.int32),
+            ancestors=address_of(metadata.ancestors_T, torch.int64),
+            positions=address_of(metadata.positions_T, torch.int64),
+            block_table=address_of(table_BP, torch.int32),
             num_requests=metadata.context_lens_B.shape[0],
             num_rows=num_rows,
             num_heads=num_heads,
@@ -114,7 +114,7 @@ def _with_dense_rows(rows_THC: Tensor) -> Tensor:
     return rows_THC.contiguous()
 
 
-def _address(tensor: Tensor, dtype: torch.dtype) -> int:
+def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
     """Where the numbers are, for code that can no longer see what they are."""
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_cpu

@@ -54,6 +54,7 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     import torch
 
     from outdraft.engine.build import choose_device
+    from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 
     device = choose_device("auto")
     embedded, missing = _embedded()
@@ -65,7 +66,7 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
         f"Used on {device}": _used(device),
         "Embedded pair": embedded,
     }
-    if device.type == "cpu" and not _multiplies_bfloat16():
+    if device.type == "cpu" and not cpu_multiplies_bfloat16():
         missing.append("bfloat16 instructions: sums are float32, in kernels of our own")
     if device.type == "cpu" and not torch.backends.mkl.is_available():
         missing.append(
@@ -169,10 +170,3 @@ def _embedded() -> tuple[Section, list[str]]:
             found[name] = "missing"
             missing.append(str(error))
     return found, missing
-
-
-def _multiplies_bfloat16() -> bool:
-    import torch
-
-    has = torch.cpu.get_capabilities()
-    return any(has.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))

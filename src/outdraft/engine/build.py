@@ -23,6 +23,7 @@ from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
+from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.runner.device_state import DeviceState
@@ -137,9 +138,7 @@ def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torc
         return getattr(torch, name)
     if device.type == "cuda":
         return getattr(torch, checkpoint_dtype)
-    capabilities = torch.cpu.get_capabilities()
-    multiplies_bf16 = any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))
-    return torch.bfloat16 if multiplies_bf16 else torch.float32
+    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:

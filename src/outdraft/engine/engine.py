@@ -124,7 +124,8 @@ class Engine:
             if work.drafts is not None:
                 self.drafting.observe(work.drafts, len(outcome.accepted_rows))
             if work.request.finish_reason is not None:
-                self._forget(work.request, sequence)
+                self.drafting.finish(work.request)
+                self._forget(work.request.id, sequence)
             if added:
                 changed[sequence.builder.output.request_id] = sequence.builder.output
         self._record(
@@ -143,17 +144,13 @@ class Engine:
         """End a request early and give back all it holds; None if it is unknown or has ended."""
         output: RequestOutput | None = None
         for sequence_id in list(self._callers.get(request_id, ())):
-            request = self.scheduler.abort(sequence_id)
             sequence = self._sequences[sequence_id]
-            if request is None:  # it ended in a step that failed before it was told
-                del self._sequences[sequence_id]
-                self._callers[request_id].remove(sequence_id)
-            else:
+            request = self.scheduler.abort(sequence_id)
+            if request is not None:  # else it ended in a step that failed before it was told
                 sequence.builder.finish(sequence.index, FinishReason.ABORT)
                 output = sequence.builder.output
-                self._forget(request, sequence)
-        if not self._callers.get(request_id, [""]):
-            del self._callers[request_id]
+                self.drafting.finish(request)
+            self._forget(sequence_id, sequence)
         return output
 
     def check_invariants(self) -> None:
@@ -163,11 +160,10 @@ class Engine:
         assert live == set(self._sequences)
         assert live == {sequence for ids in self._callers.values() for sequence in ids}
 
-    def _forget(self, request: Request, sequence: _Sequence) -> None:
-        self.drafting.finish(request)
-        del self._sequences[request.id]
+    def _forget(self, sequence_id: str, sequence: _Sequence) -> None:
+        del self._sequences[sequence_id]
         caller = sequence.builder.output.request_id
-        self._callers[caller].remove(request.id)
+        self._callers[caller].remove(sequence_id)
         if not self._callers[caller]:
             del self._callers[caller]
 

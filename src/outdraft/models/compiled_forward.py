@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.cpu import NO_WINDOW
+from outdraft.attention.cpu import NO_WINDOW, address_of
 from outdraft.models import forward_kernels as kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
@@ -93,8 +93,8 @@ class CompiledForward:
         config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
         layers_LF = self._layers_LF.copy()
         for fields, cache in zip(layers_LF, caches, strict=True):
-            fields[kernels.K_CACHE] = _address(cache.k_PSGC, torch.float32)
-            fields[kernels.V_CACHE] = _address(cache.v_PSGC, torch.float32)
+            fields[kernels.K_CACHE] = address_of(cache.k_PSGC, torch.float32)
+            fields[kernels.V_CACHE] = address_of(cache.v_PSGC, torch.float32)
         shape = kernels.Shape(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
@@ -103,10 +103,10 @@ class CompiledForward:
             head_size=config.head_size,
             eps=config.rms_norm_eps,
             scale=config.head_size**-0.5,
-            embedding=_address(self._embedding_VD, torch.float32),
-            cos_sin=_address(cos_sin_MC, torch.float32),
+            embedding=address_of(self._embedding_VD, torch.float32),
+            cos_sin=address_of(cos_sin_MC, torch.float32),
             num_positions=len(cos_sin_MC),
-            final_norm=_address(self._final_norm, torch.float32),
+            final_norm=address_of(self._final_norm, torch.float32),
             block_size=block_size,
             team=0 if self._team is None else self._team.address,
         )
@@ -135,23 +135,15 @@ class LayerParts:
 def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> kernels.Rows:
     table_BP = metadata.block_table_BP
     return kernels.Rows(
-        token_ids=_address(token_ids_T, torch.int64),
-        positions=_address(metadata.positions_T, torch.int64),
-        slots=_address(metadata.slots_T, torch.int64),
-        query_start=_address(metadata.query_start_B1, torch.int32),
-        context_lens=_address(metadata.context_lens_B, torch.int32),
-        num_causal=_address(metadata.num_causal_B, torch.int32),
-        ancestors=_address(metadata.ancestors_T, torch.int64),
-        block_table=_address(table_BP, torch.int32),
+        token_ids=address_of(token_ids_T, torch.int64),
+        positions=address_of(metadata.positions_T, torch.int64),
+        slots=address_of(metadata.slots_T, torch.int64),
+        query_start=address_of(metadata.query_start_B1, torch.int32),
+        context_lens=address_of(metadata.context_lens_B, torch.int32),
+        num_causal=address_of(metadata.num_causal_B, torch.int32),
+        ancestors=address_of(metadata.ancestors_T, torch.int64),
+        block_table=address_of(table_BP, torch.int32),
         num_rows=len(token_ids_T),
         num_requests=len(metadata.context_lens_B),
         table_stride=table_BP.shape[1],
     )
-
-
-def _address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Where the numbers are, for code that can no longer see what they are."""
-    assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
-    assert tensor.is_cpu
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()

@@ -11,12 +11,10 @@ import torch
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
-from outdraft.core.plan import Work
+from outdraft.core.plan import NO_DRAFT, Work
 from outdraft.runner.device_state import state_row
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
-
-NO_DRAFT = Draft()
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:

@@ -31,6 +31,12 @@ class Packing(StrEnum):
     ONEDNN = "onednn"  # bfloat16 on a CPU that multiplies bfloat16, float32 without MKL
 
 
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for it; without them libraries emulate bfloat16."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+
+
 def best_packing(
     dtype: torch.dtype, device: torch.device, *, weights_fit_bfloat16: bool = False
 ) -> Packing:
@@ -48,9 +54,7 @@ def best_packing(
     if dtype is torch.float32 and torch.backends.mkldnn.is_available():
         return Packing.ONEDNN
     if dtype is torch.bfloat16:
-        native = torch.cpu.get_capabilities()
-        is_native = any(native.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
-        has_packing = is_native and torch.backends.mkldnn.is_available()
+        has_packing = cpu_multiplies_bfloat16() and torch.backends.mkldnn.is_available()
         return Packing.ONEDNN if has_packing else Packing.BF16
     return Packing.PLAIN
 
