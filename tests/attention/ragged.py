@@ -54,7 +54,7 @@ def models() -> st.SearchStrategy[Model]:
     return st.builds(
         lambda heads, size, block: Model(*heads, size, block),
         heads,
-        st.sampled_from([4, 8, 20, 64]),
+        st.sampled_from([4, 8, 16, 20, 64, 80]),
         st.sampled_from([1, 4, 16]),
     )
 

@@ -7,10 +7,10 @@ Everything arrives as addresses and numbers in one `Batch`, because unpacking a 
 more than a short attention. bfloat16 is read as int16, whose bits are the upper half of a float32.
 
 A tile is the query rows of one request that one kv head serves together; every (row, query head)
-pair of it is a lane. Keys and values are brought to float32 some dozens at a time and meet all
-lanes at once, so both products are small matrix products with lanes along the SIMD registers.
-The softmax runs online over these pieces, in base 2: log2(e) is part of the scale. The three
-inner loops are in cpu_simd.py.
+pair of it is a lane. Keys and values are read where they lie, unless they have to be widened or
+padded, and meet all lanes some dozens at a time. The softmax runs online over these pieces, in
+base 2: log2(e) is part of the scale. A lane's sums are taken in the same order whatever lanes are
+beside it. The inner loops are in cpu_simd.py.
 
 Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S slots per block.
 """
@@ -22,18 +22,18 @@ from numba import carray, njit
 
 from outdraft.attention.cpu_simd import (
     COPY_WIDTH,
-    PRODUCT_ROWS,
-    add_products_8,
-    add_products_16,
+    KEYS,
+    LANES,
+    WIDTH,
+    accumulate_1,
+    accumulate_4,
     copy_f32,
+    dots,
     pointer,
-    weigh_8,
-    weigh_16,
+    weigh,
     widen_bf16,
 )
 
-# No "nnan" and "ninf": a NaN of the model must stay one. "reassoc" lets sums become SIMD.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
 _PIECE = 64  # keys of one piece
 _MAX_LANES = 64  # lanes of one tile
 _HIDDEN = -1e30  # start value of a score that is not to be seen; finite, so that x - x is 0
@@ -82,16 +82,21 @@ class _Tile(NamedTuple):
 
 
 class _Scratch(NamedTuple):
-    """Float32 working memory of one thread; L lanes of the tile at hand."""
+    """Working memory of one thread, addresses of float32 numbers unless it says otherwise.
 
-    q_CL: np.ndarray
-    out_CL: np.ndarray
-    k_KC: np.ndarray
-    v_KC: np.ndarray
-    scores_KL: np.ndarray
-    top_L: np.ndarray  # the highest score so far
-    total_L: np.ndarray  # the sum of the weights so far
-    shrink_L: np.ndarray  # what a rising top does to all that was summed before
+    L lanes of the tile at hand, K keys of a piece, C rounded up to WIDTH.
+    """
+
+    q: int  # [L, C]
+    out: int  # [L, C]
+    k: int  # [K, C]; of keys that cannot be read where they lie
+    v: int
+    scores: int  # [L, K]
+    top: int  # [L]; the highest score so far
+    total: int  # [L]; the sum of the weights so far
+    shrink: int  # [L]; what a rising top does to all that was summed before
+    k_rows: int  # int64 [K] addresses
+    v_rows: int
 
 
 @njit
@@ -167,26 +172,13 @@ def write_rows(new, row_stride, is_bf16_new, cached, is_bf16_cached, slots, num_
                 target_f32[i] = row[i]
 
 
-@njit(nogil=True, cache=True, fastmath=_FAST)
+@njit(nogil=True, cache=True)
 def attend(batch, share, num_shares):
     """Compute the tiles whose number is share modulo num_shares."""
     starts = _ints(batch.query_start, 0, batch.num_requests + 1)
-    heads_per_kv = batch.num_heads // batch.num_kv_heads
-    tile_rows = max(1, _MAX_LANES // heads_per_kv)
-    lanes = _round_up(tile_rows * heads_per_kv, 16)
-    size = _round_up(batch.head_size, 8)
-    scratch = _Scratch(
-        _aligned(size * lanes),
-        _aligned(size * lanes),
-        _aligned(_PIECE * size),
-        _aligned(_PIECE * size),
-        _aligned(_PIECE * lanes),
-        _aligned(lanes),
-        _aligned(lanes),
-        _aligned(lanes),
-    )
-    scratch.k_KC[:] = 0
-    scratch.v_KC[:] = 0
+    tile_rows = max(1, _MAX_LANES // (batch.num_heads // batch.num_kv_heads))
+    memory = np.zeros(_scratch_bytes(batch, tile_rows), np.uint8)
+    scratch = _lay_out(memory.ctypes.data, batch, tile_rows)
     number = 0
     for b in range(batch.num_requests):
         num_rows = starts[b + 1] - starts[b]
@@ -196,14 +188,37 @@ def attend(batch, share, num_shares):
                 if number % num_shares == share:
                     _attend_tile(batch, tile, kv_head, scratch)
                 number += 1
+    return memory[0]  # it has to live until here
 
 
 @njit
-def _aligned(size):
-    """Uninitialised floats from the start of a cache line: no vector lies across two."""
-    floats = np.empty(size + 16, np.float32)
-    start = -(floats.ctypes.data // 4) % 16
-    return floats[start : start + size]
+def _scratch_sizes(batch, tile_rows):
+    """Numbers in a matrix of lanes, in a matrix of keys, in one of scores; lanes."""
+    lanes = _round_up(tile_rows * (batch.num_heads // batch.num_kv_heads), 16)
+    size = _round_up(batch.head_size, WIDTH)
+    return lanes * size, _PIECE * size, lanes * _PIECE, lanes
+
+
+@njit
+def _scratch_bytes(batch, tile_rows):
+    by_lane, by_key, scores, lanes = _scratch_sizes(batch, tile_rows)
+    return 4 * (2 * by_lane + 2 * by_key + scores + 3 * lanes) + 16 * _PIECE + 64
+
+
+@njit
+def _lay_out(memory, batch, tile_rows):
+    """The parts from the start of a cache line on: no vector lies across two."""
+    by_lane, by_key, scores, lanes = _scratch_sizes(batch, tile_rows)
+    q = memory + -memory % 64
+    out = q + 4 * by_lane
+    k = out + 4 * by_lane
+    v = k + 4 * by_key
+    start = v + 4 * by_key
+    top = start + 4 * scores
+    k_rows = top + 12 * lanes
+    return _Scratch(
+        q, out, k, v, start, top, top + 4 * lanes, top + 8 * lanes, k_rows, k_rows + 8 * _PIECE
+    )
 
 
 @njit
@@ -233,101 +248,100 @@ def _make_tile(batch, request, first_row, end_row):
     )
 
 
-@njit(fastmath=_FAST)
+@njit
 def _attend_tile(batch, tile, kv_head, scratch):
-    heads_per_kv = batch.num_heads // batch.num_kv_heads
-    num_lanes = (tile.end_row - tile.first_row) * heads_per_kv
-    lanes = 8 if num_lanes <= 8 else _round_up(num_lanes, 16)
-    size = _round_up(batch.head_size, 8)
-    _load_queries(batch, tile, kv_head, lanes, scratch.q_CL)
-    scratch.out_CL[: size * lanes] = 0
-    scratch.top_L[:lanes] = np.float32(_HIDDEN)
-    scratch.total_L[:lanes] = 0
+    num_lanes = (tile.end_row - tile.first_row) * (batch.num_heads // batch.num_kv_heads)
+    lanes = _round_up(num_lanes, LANES)
+    size = _round_up(batch.head_size, WIDTH)
+    _load_queries(batch, tile, kv_head, size, scratch.q)
+    _floats(scratch.q, num_lanes * size, (lanes - num_lanes) * size)[:] = 0
+    _floats(scratch.out, 0, lanes * size)[:] = 0
+    _floats(scratch.top, 0, lanes)[:] = np.float32(_HIDDEN)
+    _floats(scratch.total, 0, lanes)[:] = 0
     for first_key in range(tile.first_key, tile.end_key, _PIECE):
         end_key = min(first_key + _PIECE, tile.end_key)
-        num_keys = _round_up(end_key - first_key, 8)
-        _load_keys(batch, tile, kv_head, first_key, end_key, size, scratch)
-        _start_scores(batch, tile, first_key, end_key, lanes, scratch.scores_KL)
-        q, scores = scratch.q_CL.ctypes.data, scratch.scores_KL.ctypes.data
-        _multiply(scores, num_keys, scratch.k_KC.ctypes.data, size, 1, q, size, lanes)
-        _weigh(num_keys, size, lanes, scratch)
-        out, v = scratch.out_CL.ctypes.data, scratch.v_KC.ctypes.data
-        _multiply(out, size, v, 1, size, scores, num_keys, lanes)
-    _store(batch, tile, kv_head, lanes, scratch)
+        offset = _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch)
+        _score(end_key - first_key, size, lanes, offset, scratch)
+        if first_key < tile.first_common or tile.end_common < end_key:
+            _hide(batch, tile, first_key, end_key, scratch.scores)
+        _sum_values(end_key - first_key, size, lanes, offset, scratch)
+    _store(batch, tile, kv_head, size, scratch)
 
 
 @njit
-def _multiply(dst, num_rows, a, a_row, a_column, x, count, lanes):
-    """dst[i, l] += sum over t of a[i, t] * x[t, l], for i < num_rows, a multiple of 8."""
-    for i in range(0, num_rows, PRODUCT_ROWS):
-        if lanes == 8:
-            add_products_8(dst + 4 * i * 8, 8, a + 4 * i * a_row, a_row, a_column, x, 8, count)
-            continue
-        for lane in range(0, lanes, 16):
-            add_products_16(
-                dst + 4 * (i * lanes + lane),
-                lanes,
-                a + 4 * i * a_row,
-                a_row,
-                a_column,
-                x + 4 * lane,
-                lanes,
-                count,
-            )
-
-
-@njit(fastmath=_FAST)
-def _load_queries(batch, tile, kv_head, lanes, q_CL):
-    """Scaled queries of the tile, transposed; unused lanes are zero."""
+def _load_queries(batch, tile, kv_head, size, q):
+    """Scaled queries of the tile."""
     heads_per_kv = batch.num_heads // batch.num_kv_heads
     scale = np.float32(batch.scale * 1.4426950408889634)  # log2(e)
-    q_CL[: _round_up(batch.head_size, 8) * lanes] = 0
     lane = 0
     for row in range(tile.first_row, tile.end_row):
         for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
             offset = (tile.start + row) * batch.q_stride + head * batch.head_size
+            q_C = _floats(q, lane * size, size)
             if batch.is_bf16_query:
                 halves = _halves(batch.q, offset, batch.head_size)
                 for c in range(batch.head_size):
-                    q_CL[c * lanes + lane] = _from_bf16(halves[c]) * scale
+                    q_C[c] = _from_bf16(halves[c]) * scale
             else:
                 floats = _floats(batch.q, offset, batch.head_size)
                 for c in range(batch.head_size):
-                    q_CL[c * lanes + lane] = floats[c] * scale
+                    q_C[c] = floats[c] * scale
+            q_C[batch.head_size :] = 0
             lane += 1
 
 
 @njit
-def _load_keys(batch, tile, kv_head, first_key, end_key, size, scratch):
-    """Keys and values of [first_key, end_key), and zeros up to a multiple of 8 of them."""
+def _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch):
+    """Addresses of the keys and values of a piece, and how far behind them this head's are."""
     table = _ints(batch.block_table, tile.request * batch.table_stride, batch.table_stride)
     step = batch.num_kv_heads * batch.head_size
-    k, v = scratch.k_KC.ctypes.data, scratch.v_KC.ctypes.data
+    is_in_place = size == batch.head_size and not batch.is_bf16_cache
+    k_rows, v_rows = _longs(scratch.k_rows, 0, _PIECE), _longs(scratch.v_rows, 0, _PIECE)
     key = first_key
     while key < end_key:
         block = key // batch.block_size
-        offset = key - block * batch.block_size
         end_of_run = min(end_key, (block + 1) * batch.block_size)
-        source = (table[block] * batch.block_size + offset) * step + kv_head * batch.head_size
-        for target in range(key - first_key, end_of_run - first_key):
-            row = 4 * target * size
-            _copy_row(k + row, batch.k, source, batch.head_size, batch.is_bf16_cache)
-            _copy_row(v + row, batch.v, source, batch.head_size, batch.is_bf16_cache)
+        source = (np.int64(table[block]) * batch.block_size + key - block * batch.block_size) * step
+        for place in range(key - first_key, end_of_run - first_key):
+            if is_in_place:
+                k_rows[place] = batch.k + 4 * source
+                v_rows[place] = batch.v + 4 * source
+            else:
+                row, at = 4 * place * size, source + kv_head * batch.head_size
+                _copy_row(scratch.k + row, batch.k, at, batch.head_size, batch.is_bf16_cache)
+                _copy_row(scratch.v + row, batch.v, at, batch.head_size, batch.is_bf16_cache)
+                k_rows[place] = scratch.k + row
+                v_rows[place] = scratch.v + row
             source += step
         key = end_of_run
     num_keys = end_key - first_key
-    scratch.k_KC[num_keys * size : _round_up(num_keys, 8) * size] = 0
-    scratch.v_KC[num_keys * size : _round_up(num_keys, 8) * size] = 0
+    k_rows[num_keys : _round_up(num_keys, KEYS)] = k_rows[num_keys - 1]
+    return 4 * kv_head * batch.head_size if is_in_place else 0
 
 
 @njit
-def _start_scores(batch, tile, first_key, end_key, lanes, scores_KL):
-    """0 where a lane sees the key and a very low score elsewhere, for the product to add to."""
-    num_keys = end_key - first_key
-    scores_KL[: num_keys * lanes] = 0
-    scores_KL[num_keys * lanes : _round_up(num_keys, 8) * lanes] = np.float32(_HIDDEN)
-    if tile.first_common <= first_key and end_key <= tile.end_common:
-        return
+def _score(num_keys, size, lanes, offset, scratch):
+    """scores = q . k; the lowest score for what fills the last vector."""
+    for key in range(0, num_keys, KEYS):
+        for lane in range(0, lanes, LANES):
+            dots(
+                scratch.q + 4 * lane * size,
+                size,
+                scratch.k_rows + 8 * key,
+                offset,
+                size // WIDTH,
+                scratch.scores + 4 * (lane * _PIECE + key),
+                _PIECE,
+            )
+    num_filled = _round_up(num_keys, WIDTH) - num_keys
+    if num_filled:
+        for lane in range(lanes):
+            _floats(scratch.scores, lane * _PIECE + num_keys, num_filled)[:] = np.float32(_HIDDEN)
+
+
+@njit
+def _hide(batch, tile, first_key, end_key, scores):
+    """The lowest score for what a row does not see."""
     heads_per_kv = batch.num_heads // batch.num_kv_heads
     ancestors = _longs(batch.ancestors, tile.start, tile.end_row)
     positions = _longs(batch.positions, tile.start, tile.end_row)
@@ -336,6 +350,8 @@ def _start_scores(batch, tile, first_key, end_key, lanes, scores_KL):
         last_seen = tile.context_len + min(row, tile.num_causal - 1)
         bits = ancestors[row] if row >= tile.num_causal else 0
         lowest = positions[row] - batch.window + 1
+        lane = (row - tile.first_row) * heads_per_kv
+        scores_LK = _floats(scores, lane * _PIECE, heads_per_kv * _PIECE)
         for key in range(first_key, end_key):
             if key < first_draft:
                 is_seen = lowest <= key <= last_seen
@@ -343,42 +359,51 @@ def _start_scores(batch, tile, first_key, end_key, lanes, scores_KL):
                 is_seen = (bits >> (key - first_draft)) & 1 == 1
                 is_seen = is_seen and lowest <= positions[key - tile.context_len]
             if not is_seen:
-                lane = (key - first_key) * lanes + (row - tile.first_row) * heads_per_kv
-                scores_KL[lane : lane + heads_per_kv] = np.float32(_HIDDEN)
+                for head in range(heads_per_kv):
+                    scores_LK[head * _PIECE + key - first_key] = np.float32(_HIDDEN)
 
 
-@njit(fastmath=_FAST)
-def _weigh(num_keys, size, lanes, scratch):
-    """Turn scores into weights relative to the new top, and bring older sums down to it."""
-    scores, out = scratch.scores_KL.ctypes.data, scratch.out_CL.ctypes.data
-    top, total = scratch.top_L.ctypes.data, scratch.total_L.ctypes.data
-    shrink = scratch.shrink_L.ctypes.data
-    if lanes == 8:
-        weigh_8(scores, lanes, num_keys, top, total, shrink)
-    else:
-        for lane in range(0, 4 * lanes, 4 * 16):
-            weigh_16(scores + lane, lanes, num_keys, top + lane, total + lane, shrink + lane)
-    factor = _floats(shrink, 0, lanes)
-    for c in range(size):
-        row = _floats(out, c * lanes, lanes)
-        for lane in range(lanes):
-            row[lane] *= factor[lane]
+@njit
+def _sum_values(num_keys, size, lanes, offset, scratch):
+    """Turn scores into weights relative to the new top, and take in the values they weigh."""
+    num_vectors = (num_keys + WIDTH - 1) // WIDTH
+    for lane in range(lanes):
+        at = 4 * lane
+        weigh(
+            scratch.scores + at * _PIECE,
+            num_vectors,
+            scratch.top + at,
+            scratch.total + at,
+            scratch.shrink + at,
+        )
+    for lane in range(0, lanes, LANES):
+        weights, shrink = scratch.scores + 4 * lane * _PIECE, scratch.shrink + 4 * lane
+        c = 0
+        while c < size:
+            out, values = scratch.out + 4 * (lane * size + c), offset + 4 * c
+            if c + 4 * WIDTH <= size:
+                accumulate_4(out, size, weights, _PIECE, shrink, scratch.v_rows, values, num_keys)
+                c += 4 * WIDTH
+            else:
+                accumulate_1(out, size, weights, _PIECE, shrink, scratch.v_rows, values, num_keys)
+                c += WIDTH
 
 
-@njit(fastmath=_FAST)
-def _store(batch, tile, kv_head, lanes, scratch):
+@njit
+def _store(batch, tile, kv_head, size, scratch):
     heads_per_kv = batch.num_heads // batch.num_kv_heads
     lane = 0
     for row in range(tile.first_row, tile.end_row):
         for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
             offset = ((tile.start + row) * batch.num_heads + head) * batch.head_size
-            inverse = np.float32(1) / scratch.total_L[lane]
+            inverse = np.float32(1) / _floats(scratch.total, lane, 1)[0]
+            out_C = _floats(scratch.out, lane * size, size)
             if batch.is_bf16_query:
                 halves = _halves(batch.out, offset, batch.head_size)
                 for c in range(batch.head_size):
-                    halves[c] = _to_bf16(scratch.out_CL[c * lanes + lane] * inverse)
+                    halves[c] = _to_bf16(out_C[c] * inverse)
             else:
                 floats = _floats(batch.out, offset, batch.head_size)
                 for c in range(batch.head_size):
-                    floats[c] = scratch.out_CL[c * lanes + lane] * inverse
+                    floats[c] = out_C[c] * inverse
             lane += 1

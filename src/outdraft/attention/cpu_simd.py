@@ -15,11 +15,13 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-PRODUCT_ROWS = 8  # accumulators of one small matrix product: enough to hide the latency
+WIDTH = 16  # numbers of one vector
+LANES, KEYS = 2, 8  # of one call of `dots`: their sums fill half the registers of AVX-512
 COPY_WIDTH = 8
 
 _FLOAT = ir.FloatType()
-_INT = ir.IntType(32)
+_INT, _LONG = ir.IntType(32), ir.IntType(64)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, WIDTH), ir.VectorType(_INT, WIDTH)
 _EXP2 = (  # 2 ** f for |f| <= 1/2, highest power first: the polynomial of Cephes' exp2f
     1.535336188319500e-4,
     1.339887440266574e-3,
@@ -62,89 +64,185 @@ def _exp2(builder, x, width):
     return builder.fmul(power, builder.bitcast(scale, vector))
 
 
-def _add_products(width):
-    """dst[i, :width] += sum over t < count of a[i, t] * x[t, :width], for PRODUCT_ROWS rows i.
+def _vector_at(builder, address, offset=0):
+    return builder.inttoptr(builder.add(address, _LONG(offset)), _FLOATS.as_pointer())
 
-    dst[i] = dst + i * dst_step, a[i, t] = a + i * a_row + t * a_column, x[t] = x + t * x_step.
+
+def _load_row_address(builder, rows, index, offset):
+    """Address number `index` of an array of addresses, plus an offset."""
+    place = builder.add(rows, builder.mul(index, _LONG(8)))
+    return builder.add(builder.load(builder.inttoptr(place, _LONG.as_pointer())), offset)
+
+
+def _spread(builder, address):
+    """A vector of the one number at an address."""
+    number = builder.load(builder.inttoptr(address, _FLOAT.as_pointer()), align=4)
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    everywhere = ir.Constant(_INTS, [0] * WIDTH)
+    return builder.shuffle_vector(
+        builder.insert_element(undefined, number, _INT(0)), undefined, everywhere
+    )
+
+
+def _sums_of(builder, vectors):
+    """One vector whose number i is the sum of vectors[i]; every sum is taken in the same order."""
+    distance = 1
+    while distance < WIDTH:
+        # Number i of a pair's result comes from the one or the other, as bit `distance` of i says.
+        own = [i + WIDTH * bool(i & distance) for i in range(WIDTH)]
+        other = [(i ^ distance) + WIDTH * bool(i & distance) for i in range(WIDTH)]
+        vectors = [
+            builder.fadd(
+                builder.shuffle_vector(first, second, ir.Constant(_INTS, own)),
+                builder.shuffle_vector(first, second, ir.Constant(_INTS, other)),
+            )
+            for first, second in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        distance *= 2
+    return vectors[0]
+
+
+def _across(builder, vector, combine):
+    """A vector of nothing but the combination of all numbers of one."""
+    distance = 1
+    while distance < WIDTH:
+        turned = ir.Constant(_INTS, [i ^ distance for i in range(WIDTH)])
+        other = builder.shuffle_vector(vector, ir.Constant(_FLOATS, ir.Undefined), turned)
+        vector = combine(vector, other)
+        distance *= 2
+    return vector
+
+
+def _higher(builder, a, b):
+    """The higher numbers; of a NaN and a number the second."""
+    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+@intrinsic
+def dots(typingctx, q, q_step, rows, offset, num_vectors, out, out_step):
+    """out[lane, key] = q[lane] . k[key] for LANES lanes and KEYS keys.
+
+    rows: address of KEYS addresses; a key's numbers begin `offset` bytes behind its address.
+    """
+
+    def codegen(context, builder, signature, args):
+        q, q_step, rows, offset, num_vectors, out, out_step = args
+        lanes = [builder.add(q, builder.mul(q_step, _LONG(4 * i))) for i in range(LANES)]
+        keys = [_load_row_address(builder, rows, _LONG(i), offset) for i in range(KEYS)]
+        zero = ir.Constant(_FLOATS, [0.0] * WIDTH)
+        sums = [[cgutils.alloca_once_value(builder, zero) for _ in keys] for _ in lanes]
+        with cgutils.for_range(builder, num_vectors) as loop:
+            byte = builder.mul(loop.index, _LONG(4 * WIDTH))
+            parts = [
+                builder.load(_vector_at(builder, builder.add(lane, byte)), align=4)
+                for lane in lanes
+            ]
+            for i, key in enumerate(keys):
+                k_part = builder.load(_vector_at(builder, builder.add(key, byte)), align=4)
+                for q_part, totals in zip(parts, sums, strict=True):
+                    total = _fused(builder, q_part, k_part, builder.load(totals[i]))
+                    builder.store(total, totals[i])
+        both = _sums_of(builder, [builder.load(total) for totals in sums for total in totals])
+        half = ir.VectorType(_FLOAT, KEYS)
+        for lane in range(LANES):
+            chosen = ir.Constant(
+                ir.VectorType(_INT, KEYS), [lane * KEYS + key for key in range(KEYS)]
+            )
+            part = builder.shuffle_vector(both, ir.Constant(_FLOATS, ir.Undefined), chosen)
+            at = builder.add(out, builder.mul(out_step, _LONG(4 * lane)))
+            builder.store(part, builder.inttoptr(at, half.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 7), codegen
+
+
+@intrinsic
+def weigh(typingctx, scores, num_vectors, top, total, shrink):
+    """One step of a lane's online softmax, base 2, over num_vectors * WIDTH scores.
+
+    Scores become weights relative to the new top; total takes them in. shrink is what the rise
+    of the top does to everything that was summed under the old one. All but num_vectors are
+    addresses.
+    """
+
+    def codegen(context, builder, signature, args):
+        scores, num_vectors, top, total, shrink = args
+        old_top = _spread(builder, top)
+        highest = cgutils.alloca_once_value(builder, old_top)
+        summed = cgutils.alloca_once_value(builder, ir.Constant(_FLOATS, [0.0] * WIDTH))
+        with cgutils.for_range(builder, num_vectors) as loop:
+            at = builder.add(scores, builder.mul(loop.index, _LONG(4 * WIDTH)))
+            score, high = builder.load(_vector_at(builder, at), align=4), builder.load(highest)
+            builder.store(_higher(builder, score, high), highest)
+        new_top = _across(builder, builder.load(highest), lambda a, b: _higher(builder, a, b))
+        with cgutils.for_range(builder, num_vectors) as loop:
+            at = builder.add(scores, builder.mul(loop.index, _LONG(4 * WIDTH)))
+            score = builder.load(_vector_at(builder, at), align=4)
+            weight = _exp2(builder, builder.fsub(score, new_top), WIDTH)
+            builder.store(weight, _vector_at(builder, at), align=4)
+            builder.store(builder.fadd(builder.load(summed), weight), summed)
+        shrinks = _exp2(builder, builder.fsub(old_top, new_top), WIDTH)
+        factor = builder.extract_element(shrinks, _INT(0))
+        sums = _across(builder, builder.load(summed), builder.fadd)
+        added = builder.extract_element(sums, _INT(0))
+        total_at = builder.inttoptr(total, _FLOAT.as_pointer())
+        before = builder.load(total_at, align=4)
+        builder.store(builder.fadd(builder.fmul(before, factor), added), total_at, align=4)
+        first = builder.extract_element(new_top, _INT(0))
+        builder.store(first, builder.inttoptr(top, _FLOAT.as_pointer()), align=4)
+        builder.store(factor, builder.inttoptr(shrink, _FLOAT.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), codegen
+
+
+def _accumulate(num_vectors):
+    """out[lane] = shrink[lane] * out[lane] + sum over keys of weights[lane, key] * v[key].
+
+    For LANES lanes and num_vectors * WIDTH numbers of each; rows and offset as for `dots`.
     """
 
     @intrinsic
-    def add_products(typingctx, dst, dst_step, a, a_row, a_column, x, x_step, count):
-        vector = ir.VectorType(_FLOAT, width)
-        undefined = ir.Constant(vector, ir.Undefined)
-        everywhere = ir.Constant(ir.VectorType(_INT, width), [0] * width)
-
+    def accumulate(typingctx, out, out_step, weights, weights_step, shrink, rows, offset, num_keys):
         def codegen(context, builder, signature, args):
-            dst, dst_step, a, a_row, a_column, x, x_step, count = args
-            rows = [dst.type(i) for i in range(PRODUCT_ROWS)]
-            targets = [_at(builder, dst, builder.mul(row, dst_step), vector) for row in rows]
-            sums = [cgutils.alloca_once(builder, vector) for _ in rows]
-            for target, total in zip(targets, sums, strict=True):
-                builder.store(builder.load(target, align=4), total)
-            with cgutils.for_range(builder, count) as loop:
-                x_offset = builder.mul(loop.index, x_step)
-                x_t = builder.load(_at(builder, x, x_offset, vector), align=4)
-                column = builder.mul(loop.index, a_column)
-                for row, total in zip(rows, sums, strict=True):
-                    a_offset = builder.add(column, builder.mul(row, a_row))
-                    a_it = builder.load(_at(builder, a, a_offset, _FLOAT), align=4)
-                    first = builder.insert_element(undefined, a_it, _INT(0))
-                    spread = builder.shuffle_vector(first, undefined, everywhere)
-                    builder.store(_fused(builder, spread, x_t, builder.load(total)), total)
-            for target, total in zip(targets, sums, strict=True):
-                builder.store(builder.load(total), target, align=4)
+            out, out_step, weights, weights_step, shrink, rows, offset, num_keys = args
+            targets = [builder.add(out, builder.mul(out_step, _LONG(4 * i))) for i in range(LANES)]
+            columns = [
+                builder.add(weights, builder.mul(weights_step, _LONG(4 * i))) for i in range(LANES)
+            ]
+            sums = []
+            for lane, target in enumerate(targets):
+                factor = _spread(builder, builder.add(shrink, _LONG(4 * lane)))
+                for vector in range(num_vectors):
+                    at = _vector_at(builder, target, 4 * WIDTH * vector)
+                    before = builder.fmul(builder.load(at, align=4), factor)
+                    sums.append(cgutils.alloca_once_value(builder, before))
+            with cgutils.for_range(builder, num_keys) as loop:
+                row = _load_row_address(builder, rows, loop.index, offset)
+                values = [
+                    builder.load(_vector_at(builder, row, 4 * WIDTH * vector), align=4)
+                    for vector in range(num_vectors)
+                ]
+                for lane, column in enumerate(columns):
+                    at = builder.add(column, builder.mul(loop.index, _LONG(4)))
+                    weight = _spread(builder, at)
+                    for vector, value in enumerate(values):
+                        total = sums[lane * num_vectors + vector]
+                        summed = _fused(builder, weight, value, builder.load(total))
+                        builder.store(summed, total)
+            for lane, target in enumerate(targets):
+                for vector in range(num_vectors):
+                    total = builder.load(sums[lane * num_vectors + vector])
+                    at = _vector_at(builder, target, 4 * WIDTH * vector)
+                    builder.store(total, at, align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 8), codegen
 
-    return add_products
+    return accumulate
 
 
-def _weigh(width):
-    """One step of the online softmax, base 2, over a column [count, width] of scores.
-
-    Scores become weights relative to the new top; total takes them in. shrink is what the rise
-    of the top does to everything that was summed under the old one. top, total, shrink: [width].
-    """
-
-    @intrinsic
-    def weigh(typingctx, scores, step, count, top, total, shrink):
-        vector = ir.VectorType(_FLOAT, width)
-
-        def codegen(context, builder, signature, args):
-            scores, step, count, top, total, shrink = args
-            zero = count.type(0)
-            tops = _at(builder, top, zero, vector)
-            totals = _at(builder, total, zero, vector)
-            old_top = builder.load(tops, align=4)
-            highest, summed = (cgutils.alloca_once(builder, vector) for _ in range(2))
-            builder.store(old_top, highest)
-            with cgutils.for_range(builder, count) as loop:
-                score_at = _at(builder, scores, builder.mul(loop.index, step), vector)
-                score, high = builder.load(score_at, align=4), builder.load(highest)
-                is_higher = builder.fcmp_ordered(">", score, high)
-                builder.store(builder.select(is_higher, score, high), highest)
-            new_top = builder.load(highest)
-            shrinks = _exp2(builder, builder.fsub(old_top, new_top), width)
-            builder.store(builder.fmul(builder.load(totals, align=4), shrinks), summed)
-            with cgutils.for_range(builder, count) as loop:
-                score_at = _at(builder, scores, builder.mul(loop.index, step), vector)
-                score = builder.load(score_at, align=4)
-                weight = _exp2(builder, builder.fsub(score, new_top), width)
-                builder.store(weight, score_at, align=4)
-                builder.store(builder.fadd(builder.load(summed), weight), summed)
-            builder.store(new_top, tops, align=4)
-            builder.store(builder.load(summed), totals, align=4)
-            builder.store(shrinks, _at(builder, shrink, zero, vector), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
-
-    return weigh
-
-
-add_products_8, add_products_16 = _add_products(8), _add_products(16)
-weigh_8, weigh_16 = _weigh(8), _weigh(16)
+accumulate_1, accumulate_4 = _accumulate(1), _accumulate(4)
 
 
 @intrinsic
