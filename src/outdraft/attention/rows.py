@@ -1,6 +1,6 @@
 """From the host's view of a step (which request computes which rows) to the attention batch.
 
-Everything is laid out in numpy and travels to the device in one copy.
+Everything is laid out on the host, compiled, and travels to the device in one copy.
 
 Dimension key: B requests, T rows, P blocks.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.core.draft import ancestor_masks, tree_depths
+from outdraft.attention.row_kernels import place_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +54,34 @@ class RowLayout:
 
 def lay_out(spans: Sequence[Span], block_size: int) -> RowLayout:
     """Rows in request order; within a request causal rows first, then the draft's."""
-    counts = [span.num_rows for span in spans]
-    starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    total = int(starts[-1])
-    ancestors_T = np.zeros(total, dtype=np.int64)
+    sizes_B3 = np.array([(s.context_len, s.num_causal, len(s.parents)) for s in spans])
+    context_lens_B, num_causal_B, num_drafts_B = sizes_B3.astype(np.int32).T.copy()
+    parents = np.array([up for s in spans for up in s.parents], dtype=np.int64)
+    block_table_BP = np.zeros((len(spans), max(len(s.block_ids) for s in spans)), dtype=np.int32)
+    for row_P, span in zip(block_table_BP, spans, strict=True):
+        row_P[: len(span.block_ids)] = span.block_ids
+    counts = [s.num_causal + len(s.parents) for s in spans]
+    total = sum(counts)
+    query_start_B1 = np.empty(len(spans) + 1, dtype=np.int32)
+    ancestors_T = np.empty(total, dtype=np.int64)
     positions_T = np.empty(total, dtype=np.int64)
     slots_T = np.empty(total, dtype=np.int64)
-    block_table_BP = np.zeros((len(spans), max(len(s.block_ids) for s in spans)), dtype=np.int32)
-    for b, span in enumerate(spans):
-        block_table_BP[b, : len(span.block_ids)] = span.block_ids
-        first, drafted, stop = starts[b], starts[b] + span.num_causal, starts[b + 1]
-        index = np.arange(span.context_len, span.context_len + counts[b])
-        blocks = block_table_BP[b, index // block_size].astype(np.int64)
-        slots_T[first:stop] = blocks * block_size + index % block_size
-        positions_T[first:drafted] = index[: span.num_causal]
-        if span.parents:
-            root = span.context_len + span.num_causal - 1
-            positions_T[drafted:stop] = root + np.asarray(tree_depths(span.parents))
-            ancestors_T[drafted:stop] = ancestor_masks(span.parents)
+    place_rows(
+        context_lens_B,
+        num_causal_B,
+        num_drafts_B,
+        parents,
+        block_table_BP,
+        block_size,
+        query_start_B1,
+        ancestors_T,
+        positions_T,
+        slots_T,
+    )
     return RowLayout(
-        query_start_B1=starts,
-        context_lens_B=np.array([s.context_len for s in spans], dtype=np.int32),
-        num_causal_B=np.array([s.num_causal for s in spans], dtype=np.int32),
+        query_start_B1=query_start_B1,
+        context_lens_B=context_lens_B,
+        num_causal_B=num_causal_B,
         ancestors_T=ancestors_T,
         positions_T=positions_T,
         slots_T=slots_T,
@@ -122,7 +128,9 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
     packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
-    parts = packed.pin_memory().to(device, non_blocking=True).split([a.size for a in arrays])
+    if device.type == "cuda":
+        packed = packed.pin_memory()
+    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
     return [
         part.view(array.shape).to(torch.from_numpy(array[:0]).dtype)
         for part, array in zip(parts, arrays, strict=True)

@@ -61,6 +61,18 @@ class CompiledForward:
         kernels.forward(bound.shape, rows, bound.layers_LF, hidden_TD)
         return torch.from_numpy(hidden_TD)
 
+    def best_tokens(self, hidden_RD: Tensor, head: Linear) -> Tensor:
+        """int64 [R]: the best token behind each hidden state."""
+        ids_R = np.empty(len(hidden_RD), dtype=np.int64)
+        kernels.best_tokens(
+            0 if self._team is None else self._team.address,
+            head.packed_addresses()[0],
+            head.num_outputs,
+            hidden_RD.contiguous().numpy(),
+            ids_R,
+        )
+        return torch.from_numpy(ids_R)
+
     def greedy_chain(
         self,
         first_ids_B: Tensor,

@@ -133,7 +133,6 @@ def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
     """
     num_rows = ids_KB.shape[1]
     hidden_BD = np.empty((num_rows, shape.hidden), np.float32)
-    logits_BV = np.empty((num_rows, vocab_size), np.float32)
     for k in range(1, ids_KB.shape[0]):
         fields = rows_KF[k - 1]
         rows = Rows(
@@ -150,9 +149,16 @@ def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
             fields[10],
         )
         forward(shape, rows, layers_LF, hidden_BD)
-        _linear(shape.team, head, 0, hidden_BD, logits_BV)
-        for b in range(num_rows):
-            ids_KB[k, b] = logits_BV[b].argmax()
+        best_tokens(shape.team, head, vocab_size, hidden_BD, ids_KB[k])
+
+
+@njit(nogil=True, cache=True)
+def best_tokens(team, head, vocab_size, hidden_RD, ids_R):
+    """ids = the tokens with the highest logits; `head` is the address of the packed head."""
+    logits_RV = np.empty((len(ids_R), vocab_size), np.float32)
+    _linear(team, head, 0, hidden_RD, logits_RV)
+    for r in range(len(ids_R)):
+        ids_R[r] = logits_RV[r].argmax()
 
 
 @njit

@@ -234,6 +234,12 @@ class CausalLM(nn.Module):
         """[R, V] of float32; of float64 for a float64 model."""
         return self.lm_head(hidden_RD).to(torch.promote_types(self.dtype, torch.float32))
 
+    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
+        """int64 [R]: argmax of the logits, without keeping these."""
+        if self._compiled is not None and len(hidden_RD) <= MAX_ROWS:
+            return self._compiled.best_tokens(hidden_RD, self.lm_head)
+        return self.logits(hidden_RD).argmax(dim=-1)
+
     def greedy_chain(
         self,
         first_ids_B: Tensor,
@@ -249,7 +255,7 @@ class CausalLM(nn.Module):
         ids = [first_ids_B]
         for batch in batches:
             hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
-            ids.append(self.logits(hidden_BD).argmax(dim=-1))
+            ids.append(self.best_tokens(hidden_BD))
         return torch.stack(ids)
 
     @property

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.request import Request
+from outdraft.runner.step_kernels import append_token_ids
 
 
 class DeviceState:
@@ -44,6 +45,10 @@ class DeviceState:
 
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
         """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
+        if token_ids_BN.device.type == "cpu":
+            tensors = (self.token_ids_SL, state_rows_B, starts_B, token_ids_BN)
+            append_token_ids(*(tensor.numpy() for tensor in tensors))
+            return
         offsets_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
         columns_BN = starts_B[:, None] + offsets_N
         columns_BN = torch.where(token_ids_BN >= 0, columns_BN, self.row_len - 1)

@@ -3,6 +3,7 @@
 Dimension key: B requests that sample, M of them that the model drafts for, N drafts, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from outdraft.attention.rows import to_device
-from outdraft.core.draft import Draft
+from outdraft.core.draft import MAX_DRAFTS, Draft
 from outdraft.core.plan import NO_DRAFT, Work
 from outdraft.runner.device_state import state_row
 from outdraft.spec.draft_batch import DraftBatch
@@ -19,6 +20,8 @@ from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
     """All drafts of a step; a chain of zeros holds the place of what the model will draft."""
+    if all(work.drafts is None for work in works):
+        return DraftBatch.empty(len(works), device)
     return DraftBatch.from_drafts([_draft_or_place(work) for work in works], device)
 
 
@@ -35,6 +38,8 @@ def draft_ask(work: Work) -> DraftModelAsk:
 
 def with_model_drafts(drafts: DraftBatch, asked: Sequence[int], made: ModelDrafts) -> DraftBatch:
     """`drafts` with the model's in the rows `asked`."""
+    if len(asked) == drafts.num_requests:
+        return _model_drafts(drafts, made)
     (rows_M,) = to_device([np.array(asked)], drafts.device)
     width = made.token_ids_BK.shape[1]
     token_ids_BN = drafts.token_ids_BN.clone()
@@ -51,7 +56,21 @@ def with_model_drafts(drafts: DraftBatch, asked: Sequence[int], made: ModelDraft
         probs_BNV=probs_BNV,
         is_sampled_B=drafts.is_sampled_B.index_copy(0, rows_M, made.is_sampled_B),
         any_sampled=True,
-        all_sampled=made.all_sampled and len(asked) == drafts.num_requests,
+    )
+
+
+def _model_drafts(drafts: DraftBatch, made: ModelDrafts) -> DraftBatch:
+    """`drafts` where all of them are the model's."""
+    if made.probs_BKV is None:
+        return replace(drafts, token_ids_BN=made.token_ids_BK)
+    assert made.is_sampled_B is not None, "probabilities without a mark of who was sampled"
+    return replace(
+        drafts,
+        token_ids_BN=made.token_ids_BK,
+        probs_BNV=made.probs_BKV,
+        is_sampled_B=made.is_sampled_B,
+        any_sampled=True,
+        all_sampled=made.all_sampled,
     )
 
 
@@ -59,5 +78,10 @@ def _draft_or_place(work: Work) -> Draft:
     if work.drafts is None:
         return NO_DRAFT
     if work.drafts.num_model_drafts:
-        return Draft.chain([0] * work.drafts.num_model_drafts)
+        return _place(work.drafts.num_model_drafts)
     return work.drafts.draft
+
+
+@functools.lru_cache(maxsize=MAX_DRAFTS)
+def _place(num_drafts: int) -> Draft:
+    return Draft.chain([0] * num_drafts)

@@ -38,6 +38,11 @@ class LogprobRows:
     top_logprobs_JK: Tensor
 
 
+def wants_logprobs(works: Sequence[Work]) -> bool:
+    """Whether a request asked for those of its output."""
+    return any(work.request.params.logprobs is not None for work in works)
+
+
 def emitted_logprobs(
     works: Sequence[Work], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
 ) -> LogprobRows | None:

@@ -9,6 +9,7 @@ Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with th
 R flat rows, K = N places of a path, V vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import to_device
 from outdraft.core.draft import Draft
 
 
@@ -50,25 +52,33 @@ class DraftBatch:
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
         """No drafts at all: plain decoding."""
-        return cls.from_drafts([Draft()] * num_requests, device)
+        return _no_drafts(num_requests, torch.device(device))
 
     @classmethod
     def from_drafts(cls, drafts: Sequence[Draft], device: torch.device | str) -> "DraftBatch":
         """Deterministic drafts of the host, in one upload."""
         num_requests, width = len(drafts), max((len(draft) for draft in drafts), default=0)
-        packed = np.zeros((num_requests, 2 * width + 1), dtype=np.int64)
-        packed[:, :width] = -1
-        for row, draft in zip(packed, drafts, strict=True):
-            row[: len(draft)] = draft.token_ids
-            row[width : width + len(draft)] = draft.parents
-            row[-1] = len(draft)
-        packed_BC = torch.from_numpy(packed).to(device, non_blocking=True)
+        token_ids_BN = np.full((num_requests, width), -1, dtype=np.int64)
+        parents_BN = np.zeros((num_requests, width), dtype=np.int64)
+        for ids_N, parents_N, draft in zip(token_ids_BN, parents_BN, drafts, strict=True):
+            ids_N[: len(draft)] = draft.token_ids
+            parents_N[: len(draft)] = draft.parents
+        sent = to_device(
+            [
+                token_ids_BN,
+                parents_BN,
+                np.array([len(draft) for draft in drafts], dtype=np.int64),
+                np.zeros(num_requests, dtype=np.bool_),
+            ],
+            torch.device(device),
+        )
+        ids, parents, num_drafts, is_sampled = sent
         return cls(
-            token_ids_BN=packed_BC[:, :width],
-            parents_BN=packed_BC[:, width : 2 * width],
-            num_drafts_B=packed_BC[:, -1],
+            token_ids_BN=ids,
+            parents_BN=parents,
+            num_drafts_B=num_drafts,
             probs_BNV=None,
-            is_sampled_B=torch.zeros(num_requests, dtype=torch.bool, device=device),
+            is_sampled_B=is_sampled,
             is_chain=all(draft.is_chain for draft in drafts),
             any_sampled=False,
         )
@@ -90,6 +100,11 @@ class DraftBatch:
     def is_draft_BN(self) -> Tensor:
         """bool; False in the padding."""
         return torch.arange(self.width, device=self.device) < self.num_drafts_B[:, None]
+
+
+@functools.lru_cache(maxsize=64)
+def _no_drafts(num_requests: int, device: torch.device) -> DraftBatch:
+    return DraftBatch.from_drafts([Draft()] * num_requests, device)
 
 
 def depths_BN1(drafts: DraftBatch) -> Tensor:

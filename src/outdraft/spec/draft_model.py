@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
@@ -91,11 +92,10 @@ class DraftModelProposer:
         asks = self._catch_up(asks, token_ids_SL)
         most = max(ask.num_drafts for ask in asks)
         spans = [Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks]
-        hidden_TD, metadata = self._read(asks, spans, token_ids_SL)
-        hidden_BD = hidden_TD[metadata.query_start_B1[1:].long() - 1]
-        positions_KB, extensions = self._extensions(asks, most, metadata)
+        hidden_BD, metadata, block_table_BP = self._read(asks, spans, token_ids_SL)
+        positions_KB, extensions = self._extensions(asks, most, metadata, block_table_BP)
         if sampling.is_plain_greedy or not self._samples:
-            first_B = self.model.logits(hidden_BD).argmax(dim=-1)
+            first_B = self.model.best_tokens(hidden_BD)
             drafts = ModelDrafts(self.model.greedy_chain(first_B, self.cache.layers, extensions).T)
         else:
             drafts = self._sample_chain(hidden_BD, positions_KB, extensions, sampling)
@@ -155,42 +155,53 @@ class DraftModelProposer:
 
     def _read(
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
-    ) -> tuple[Tensor, AttentionMetadata]:
-        """Hidden states of committed tokens, [T, D], and the batch they were computed in."""
+    ) -> tuple[Tensor, AttentionMetadata, np.ndarray]:
+        """Hidden states of each span's last token, [B, D], and the batch that they were computed
+        in, with its block table on the host."""
         layout = lay_out(spans, self.cache.block_size)
         counts = np.diff(layout.query_start_B1)
         rows_T = np.repeat([ask.state_row for ask in asks], counts)
         flat_T = rows_T * token_ids_SL.shape[1] + layout.positions_T
-        metadata, (flat,) = send(layout, [flat_T], token_ids_SL.device)
+        last_B = layout.query_start_B1[1:].astype(np.int64) - 1
+        metadata, (flat, last) = send(layout, [flat_T, last_B], token_ids_SL.device)
         ids_T = token_ids_SL.view(-1)[flat]
-        return self.model(ids_T, metadata.positions_T, self.cache.layers, metadata), metadata
+        hidden_TD = self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
+        hidden_BD = hidden_TD if len(spans) == len(hidden_TD) else hidden_TD[last]
+        return hidden_BD, metadata, layout.block_table_BP
 
     def _extensions(
-        self, asks: Sequence[DraftModelAsk], most: int, first: AttentionMetadata
+        self,
+        asks: Sequence[DraftModelAsk],
+        most: int,
+        first: AttentionMetadata,
+        block_table_BP: np.ndarray,
     ) -> tuple[Tensor, list[AttentionMetadata]]:
         """Positions of all drafts, [K, B], and the batches that read all drafts but the last.
 
         Laid out for all passes at once and sent in one copy. A request that wants fewer drafts
         runs along: its row is computed, kept nowhere.
         """
-        num_tokens_B = np.array([ask.num_tokens for ask in asks])
-        num_drafts_B = np.array([ask.num_drafts for ask in asks])
-        positions_KB = num_tokens_B + np.arange(most)[:, None]
-        is_kept_KB = np.arange(1, most)[:, None] < num_drafts_B
-        # Who runs along reads its newest token again, which is at a position that exists.
-        read_KB = np.where(is_kept_KB, positions_KB[:-1], num_tokens_B - 1)
-        size = self.cache.block_size
-        blocks_KB = np.zeros_like(read_KB)
-        for b, ask in enumerate(asks):
-            blocks_KB[:, b] = np.asarray(ask.block_ids)[read_KB[:, b] // size]
-        slots_KB = np.where(is_kept_KB, blocks_KB * size + read_KB % size, -1)
-        device = first.slots_T.device
+        lengths_B2 = np.array([(ask.num_tokens, ask.num_drafts) for ask in asks])
+        positions_KB = np.empty((most, len(asks)), dtype=np.int64)
+        read_KB, slots_KB = (np.empty((most - 1, len(asks)), dtype=np.int64) for _ in range(2))
+        context_lens_KB = np.empty((most - 1, len(asks)), dtype=np.int32)
+        place_extensions(
+            lengths_B2,
+            block_table_BP,
+            self.cache.block_size,
+            positions_KB,
+            read_KB,
+            context_lens_KB,
+            slots_KB,
+        )
         starts = np.arange(len(asks) + 1, dtype=np.int32)
         ones, zeros = np.ones(len(asks), dtype=np.int32), np.zeros(len(asks), dtype=np.int64)
         sent = to_device(
-            [positions_KB, read_KB, read_KB.astype(np.int32), slots_KB, starts, ones, zeros], device
+            [positions_KB, read_KB, context_lens_KB, slots_KB, starts, ones, zeros],
+            first.slots_T.device,
         )
         positions, reads, contexts, slots, query_start, num_causal, ancestors = sent
+        longest = max(ask.num_tokens for ask in asks)
         batches = [
             AttentionMetadata(
                 query_start_B1=query_start,
@@ -201,7 +212,7 @@ class DraftModelProposer:
                 slots_T=slots[step],
                 block_table_BP=first.block_table_BP,
                 max_rows=1,
-                max_seq_len=int(read_KB[step].max()) + 1,
+                max_seq_len=longest + step + 1,
             )
             for step in range(most - 1)
         ]

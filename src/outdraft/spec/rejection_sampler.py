@@ -59,7 +59,7 @@ class Verifier:
             committed: the committed text; its `path_ids_RK` is ignored, paths come from `drafts`.
         """
         if sampling.is_plain_greedy:
-            return _match_rows(logits_RV.argmax(1), drafts)
+            return match_choices(logits_RV.argmax(1), drafts)
         request = request_R(drafts, logits_RV.shape[0])
         processed_RV = process_logits(
             logits_RV, request, _with_paths(committed, drafts, request, sampling), sampling
@@ -92,7 +92,7 @@ class Verifier:
             Purpose.SAMPLE,
             all_greedy=sampling.all_greedy,
         )
-        return _match_rows(choices_R, drafts)
+        return match_choices(choices_R, drafts)
 
     def _reject(
         self,
@@ -122,7 +122,8 @@ class Verifier:
         return rule(target_BN1V, drafts, coins_BN, draw)
 
 
-def _match_rows(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+def match_choices(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+    """Walk every draft along the target's own choices; int64 [R], flat rows."""
     if choices_R.device.type == "cpu":
         return match_draft_cpu(choices_R, drafts)
     return match_draft(choices_R[row_index_BN1(drafts)], drafts)
