@@ -1,13 +1,15 @@
 """The batch that a forward pass reads, against one row at a time."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out
 from outdraft.core.draft import ancestor_masks, tree_depths
 
 
+@settings(deadline=None)  # the first example compiles
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(1, 20), st.integers(0, 8)), min_size=1, max_size=4
@@ -41,3 +43,28 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
     assert layout.query_start_B1[-1] == row == len(layout.slots_T)
     assert layout.max_rows == max(span.num_rows for span in spans)
     assert layout.max_seq_len == max(span.context_len + span.num_rows for span in spans)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=4),
+    st.sampled_from([1, 4, 16]),
+)
+def test_passes_of_a_drafter_stand_behind_each_text_as_far_as_it_wants_drafts(texts, block_size):
+    most = max(number for _, number in texts)
+    tables = np.random.default_rng(0).permutation(400).reshape(4, 100)[: len(texts)]
+    positions = np.empty((most, len(texts)), dtype=np.int64)
+    reads, slots = (np.empty((most - 1, len(texts)), dtype=np.int64) for _ in range(2))
+    contexts = np.empty((most - 1, len(texts)), dtype=np.int32)
+    tables = tables.astype(np.int32)
+    place_extensions(np.array(texts), tables, block_size, positions, reads, contexts, slots)
+    for b, (num_tokens, number) in enumerate(texts):
+        assert positions[:, b].tolist() == list(range(num_tokens, num_tokens + most))
+        for k in range(most - 1):
+            at = num_tokens + k
+            if k + 1 < number:  # the draft that this pass reads is wanted, and one behind it
+                slot = tables[b, at // block_size] * block_size + at % block_size
+                assert (reads[k, b], slots[k, b]) == (at, slot)
+            else:
+                assert (reads[k, b], slots[k, b]) == (num_tokens - 1, -1)
+    assert np.array_equal(contexts, reads)

@@ -85,3 +85,12 @@ def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(model: CausalLM):
                 ids.append(model.logits(hidden).argmax(1))
             chains.append(torch.stack(ids))
     assert torch.equal(*chains)
+
+
+def test_the_best_tokens_are_the_argmax_of_the_logits(model: CausalLM):
+    hidden_RD = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        for rows_RD in (hidden_RD, hidden_RD[1:2], hidden_RD[[2, 0]], hidden_RD[::2]):
+            best_R = model.best_tokens(rows_RD)
+            assert torch.equal(best_R, model.logits(rows_RD).argmax(1))
+            assert best_R.dtype == torch.int64

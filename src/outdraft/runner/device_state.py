@@ -48,7 +48,13 @@ class DeviceState:
         if token_ids_BN.device.type == "cpu":
             tensors = (self.token_ids_SL, state_rows_B, starts_B, token_ids_BN)
             append_token_ids(*(tensor.numpy() for tensor in tensors))
-            return
+        else:
+            self.append_on_any_device(state_rows_B, starts_B, token_ids_BN)
+
+    def append_on_any_device(
+        self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+    ) -> None:
+        """As `append`."""
         offsets_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
         columns_BN = starts_B[:, None] + offsets_N
         columns_BN = torch.where(token_ids_BN >= 0, columns_BN, self.row_len - 1)

@@ -44,21 +44,31 @@ class StepRows:
 
     def token_ids(self, token_ids_SL: Tensor, drafts: DraftBatch | None) -> Tensor:
         """int64 [T], from the texts and the drafts."""
+        if drafts is None:
+            drafts = DraftBatch.empty(0, token_ids_SL.device)
         if token_ids_SL.device.type == "cpu":
-            ids_T = np.empty(len(self.state_index_T), dtype=np.int64)
-            read_token_ids(
-                token_ids_SL.numpy(),
-                drafts.token_ids_BN.numpy() if drafts else np.empty((0, 0), dtype=np.int64),
-                self.state_index_T.numpy(),
-                self.draft_index_T.numpy(),
-                ids_T,
-            )
-            return torch.from_numpy(ids_T)
+            return self.token_ids_on_cpu(token_ids_SL, drafts)
+        return self.token_ids_on_any_device(token_ids_SL, drafts)
+
+    def token_ids_on_any_device(self, token_ids_SL: Tensor, drafts: DraftBatch) -> Tensor:
+        """As `token_ids`."""
         ids_T = token_ids_SL.view(-1)[self.state_index_T]
-        if drafts is None or drafts.width == 0:
+        if drafts.width == 0:
             return ids_T
         drafted_T = drafts.token_ids_BN.reshape(-1)[self.draft_index_T.clamp_min(0)]
         return torch.where(self.draft_index_T >= 0, drafted_T, ids_T)
+
+    def token_ids_on_cpu(self, token_ids_SL: Tensor, drafts: DraftBatch) -> Tensor:
+        """As `token_ids`, in one compiled call."""
+        ids_T = np.empty(len(self.state_index_T), dtype=np.int64)
+        read_token_ids(
+            token_ids_SL.numpy(),
+            drafts.token_ids_BN.numpy(),
+            self.state_index_T.numpy(),
+            self.draft_index_T.numpy(),
+            ids_T,
+        )
+        return torch.from_numpy(ids_T)
 
 
 def step_rows(
