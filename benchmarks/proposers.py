@@ -86,6 +86,8 @@ def proposers(rng: np.random.Generator, phrases: list[np.ndarray]) -> dict[str, 
     knowing = SuffixProposer(SuffixConfig())
     for i in range(NUM_FINISHED):
         knowing.finish(str(i), phrases_text(rng, phrases, FINISHED_TOKENS))
+    while knowing.num_to_learn:
+        knowing.propose([])
     return {
         "ngram": NgramProposer(NgramConfig()),
         "suffix": SuffixProposer(SuffixConfig()),

@@ -3,9 +3,10 @@
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.attention.base import LayerCache, causal_metadata
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.attention.reference import MAX_ELEMENTS, ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, trees
 from tests.reference.dense_attention import DenseRequest, attend_row
 
@@ -37,11 +38,15 @@ def dense_rows(
     heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
     block_size=st.sampled_from([1, 4, 16]),
     window=WINDOWS,
+    max_elements=st.sampled_from([1, 100, 1000, MAX_ELEMENTS]),
     seed=st.integers(0, 999),
 )
-def test_reference_equals_rows_computed_one_by_one(requests, heads, block_size, window, seed):
+def test_reference_equals_rows_computed_one_by_one(
+    requests, heads, block_size, window, max_elements, seed
+):
     batch = build_batch(requests, Model(*heads, 3, block_size), torch.float64, seed)
-    got = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, 0.7, window)
+    attention = ReferenceAttention(max_elements)
+    got = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.7, window)
     want = dense_rows(batch, requests, 0.7, window)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -65,6 +70,47 @@ def test_rows_behind_the_last_request_are_zero():
     got = ReferenceAttention().attend(q_THC, batch.cache, batch.metadata, 1.0, None)
     want = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
     assert torch.equal(got, torch.cat([want, torch.zeros_like(padding)]))
+
+
+class _Sizes(TorchDispatchMode):
+    """The largest tensor that is made, and the elements of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        if isinstance(made, torch.Tensor) and func.__name__.split(".")[0] != "expand":
+            self.largest = max(self.largest, made.numel())
+            self.total += made.numel()
+        return made
+
+
+def sizes(requests: list[Shape], model: Model, max_elements: int = MAX_ELEMENTS) -> _Sizes:
+    batch = build_batch(requests, model, torch.float32, seed=0)
+    with _Sizes() as made:
+        ReferenceAttention(max_elements).attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+    return made
+
+
+def test_a_long_prompt_chunk_does_not_make_every_request_as_long():
+    model = Model(4, 2, 8, 16)
+    prompt, others = Shape(0, 256, ()), [Shape(300, 1, (0, 1))] * 32
+    alone, beside = sizes([prompt], model), sizes([*others[:9], prompt, *others[9:]], model)
+    every_row_padded = 33 * 256 * 4 * 303
+    assert beside.largest < 1.3 * 256 * 4 * 303 < every_row_padded / 20
+    assert beside.total < alone.total * 303 / 256 + 3 * sizes(others, model).total
+
+
+def test_no_temporary_is_larger_than_allowed_but_for_one_row_or_one_request():
+    model = Model(4, 2, 8, 16)
+    requests = [Shape(300, 1, (0, 1))] * 20 + [Shape(0, 250, ())] + [Shape(9, 40, ())] * 3
+    keys, scores = 304 * 2 * 8, 303 * 4
+    assert sizes(requests, model).largest > 20_000
+    for max_elements in (20_000, 1):
+        largest = sizes(requests, model, max_elements).largest
+        assert largest <= max(max_elements, keys, scores, 433 * 4 * 8)  # or all queries
 
 
 def test_write_stores_at_slots_and_drops_rows_without_one():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.engine.step_memory import StepMemory
 
 
 def blocks(config: CacheConfig, block_bytes=100, useful_tokens=10**9, buffers=0, free=10_000):
@@ -72,7 +73,7 @@ def test_the_table_adds_up():
     plan = MemoryPlan(
         target_weights=3 * mebi,
         drafter_weights=mebi,
-        buffers=mebi // 2,
+        step=StepMemory(mebi // 8, mebi // 8, 0, mebi // 4, 0),
         block_bytes=mebi // 4,
         num_blocks=10,
         block_size=16,
@@ -80,6 +81,9 @@ def test_the_table_adds_up():
     rows = dict(plan.table())
     assert rows["KV cache: 10 blocks, 160 tokens"] == "2.5 MiB"
     assert rows["total"] == "7.0 MiB"
+    assert rows["activations of a full step"] == "0.1 MiB"
+    assert rows["logits and sampling"] == "0.2 MiB"
+    assert "draft probabilities" not in rows
 
 
 def test_there_is_memory_on_this_machine():

@@ -126,6 +126,7 @@ class Simulation:
             policy=world.policy,
         )
         self.requests: list[Request] = []
+        self.passed: set[str] = set()  # ids of requests that ever let others go first
         self.num_preemptions = 0
 
     def run(self) -> None:
@@ -134,26 +135,30 @@ class Simulation:
                 self._arrive()
             if self.sched.has_work:
                 self._step()
-            elif len(self.requests) == self.world.num_requests:
+            elif len(self.requests) >= self.world.num_requests:
                 break
         assert all(r.status is RequestStatus.FINISHED for r in self.requests)
         assert self.sched.pool.num_free == self.sched.pool.num_blocks
 
     def _arrive(self) -> None:
+        """One request, or several with the same prompt and priority."""
         rng = self.rng
-        one = request(
-            str(len(self.requests)),
-            [
-                rng.randrange(VOCAB_SIZE) if rng.random() < 0.2 else 1
-                for _ in range(rng.randint(1, 25))
-            ],
-            rng.randint(1, 15),
-            stop=frozenset([0]) if rng.random() < 0.3 else frozenset(),
-            priority=rng.randint(0, 3),
-            prompt_logprobs=1 if rng.random() < 0.1 else None,
-        )
-        self.requests.append(one)
-        self.sched.add(one)
+        prompt = [
+            rng.randrange(VOCAB_SIZE) if rng.random() < 0.2 else 1
+            for _ in range(rng.randint(1, 25))
+        ]
+        priority = rng.randint(0, 3)
+        for _ in range(rng.choice([1, 1, 2, 4])):
+            one = request(
+                str(len(self.requests)),
+                prompt,
+                rng.randint(1, 15),
+                stop=frozenset([0]) if rng.random() < 0.3 else frozenset(),
+                priority=priority,
+                prompt_logprobs=1 if rng.random() < 0.1 else None,
+            )
+            self.requests.append(one)
+            self.sched.add(one)
 
     def _step(self) -> None:
         choices = self._choices()
@@ -225,15 +230,42 @@ class Simulation:
             assert 0 < work.num_drafts <= min(len(choice), work.request.max_drafts)
             assert work.drafts == choice.truncated(work.num_drafts)
 
+    def _key(self, one: Request) -> tuple[float, ...]:
+        rank = one.priority if self.world.policy == "priority" else 0
+        return rank, one.arrival_s
+
+    def _gains_by_waiting(self, one: Request) -> bool:
+        """Whether a running request that comes first computes a block of this one's text now."""
+        size = self.world.block_size
+
+        def fills_a_block_for_it(other: Request) -> bool:
+            end = (other.num_computed // size + 1) * size
+            return end < min(one.num_tokens, other.num_tokens) and (
+                one.token_ids[:end].tolist() == other.token_ids[:end].tolist()
+            )
+
+        return (
+            self.world.caching
+            and one.params.prompt_logprobs is None
+            and any(
+                self._key(other) <= self._key(one) and fills_a_block_for_it(other)
+                for other in self.sched.running
+            )
+        )
+
     def _check_order(self, before: list[Request]) -> None:
-        """Whoever comes first is admitted first and preempted last."""
-        running, waiting = self.sched.running, self.sched.waiting
-
-        def key(one: Request) -> tuple[float, ...]:
-            rank = one.priority if self.world.policy == "priority" else 0
-            return rank, one.arrival_s
-
+        """Whoever comes first is admitted first, but for those who gain by waiting, and preempted
+        last."""
+        running, key = self.sched.running, self._key
         admitted = [r for r in running if r not in before]
+        waiting = self.sched.waiting
+        if admitted:
+            newest = max(map(key, admitted))
+            passed = [one for one in waiting if key(one) < newest]
+            assert all(map(self._gains_by_waiting, passed))
+            assert len(passed) <= self.world.max_num_seqs - len(running)  # their slots are kept
+            self.passed |= {one.id for one in passed}
+        waiting = [one for one in waiting if one.id not in self.passed]
         preempted = [r for r in before if r not in running]
         survivors = [r for r in before if r in running]
         self.num_preemptions += len(preempted)
@@ -254,16 +286,18 @@ def test_any_mix_of_requests_drafts_and_aborts_is_computed_in_order_and_leaves_n
 
 def test_the_simulation_reaches_preemption_and_cached_prefixes():
     """A simulation that never gets there would prove nothing about it."""
-    preemptions = cached = drafter_hits = 0
+    preemptions = cached = drafter_hits = passed = 0
     for seed in range(20):
         simulation = Simulation(World(seed, 2, 24, 5, 40, "fcfs", True, 10))
         simulation.run()
         preemptions += simulation.num_preemptions
         cached += sum(r.num_cached for r in simulation.requests)
         drafter_hits += sum(map(simulation.sched.pool.is_drafter_filled, range(24)))
+        passed += len(simulation.passed)
     assert preemptions > 20
     assert cached > 20
     assert drafter_hits > 20
+    assert passed > 5
 
 
 @settings(max_examples=40, deadline=None)
@@ -386,6 +420,106 @@ def test_generated_tokens_are_found_by_a_follow_up_prompt():
     run_plainly(sched, 4)
     sched.add(request("b", [1, 1, 1, 1, 1, 2]))
     assert sched.schedule({}).works[0].start == 4
+
+
+# --- waiting for a prompt that is being computed ------------------------------------------------
+
+
+def rows_of(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {work.request.id: (work.start, work.num_new) for work in plan.works}
+
+
+def copies(sched: Scheduler, names: str, prompt: Sequence[int], **options) -> None:
+    for name in names:
+        sched.add(request(name, prompt, **options))
+
+
+@pytest.mark.parametrize("params", [{}, {"prompt_logprobs": 1}])
+def test_one_of_several_equal_prompts_is_computed_and_the_others_take_its_blocks(params):
+    sched = scheduler(block_size=4)
+    sched.add(request("a", [1] * 18, **params))
+    copies(sched, "bcd", [1] * 18)
+    plan = sched.schedule({})
+    assert rows_of(plan) == {"a": (0, 18)}
+    sched.commit(plan, plain_results(plan))
+    sched.check_invariants()
+    plan = sched.schedule({})
+    assert rows_of(plan) == {"a": (18, 1), "b": (16, 2), "c": (16, 2), "d": (16, 2)}
+    sched.commit(plan, plain_results(plan))
+    sched.check_invariants()
+
+
+def test_a_prompt_in_chunks_is_waited_for_until_the_last_common_block():
+    sched = scheduler(block_size=4, max_num_batched_tokens=8)
+    sched.add(request("a", [1] * 20))
+    sched.add(request("b", [1] * 9 + [2] * 11))
+    plans = []
+    for _ in range(3):
+        plans.append(plan := sched.schedule({}))
+        sched.commit(plan, plain_results(plan))
+    assert [rows_of(plan) for plan in plans] == [
+        {"a": (0, 8)},
+        {"a": (8, 8)},
+        {"a": (16, 4), "b": (8, 4)},
+    ]
+
+
+def test_whoever_has_nothing_to_wait_for_starts_and_the_slots_of_the_others_are_kept():
+    sched = scheduler(block_size=4, max_num_seqs=4)
+    copies(sched, "abc", [1] * 9)
+    copies(sched, "xy", [2] * 3)
+    plan = sched.schedule({})
+    assert list(rows_of(plan)) == ["a", "x"]
+    sched.commit(plan, plain_results(plan))
+    assert list(rows_of(sched.schedule({}))) == ["a", "x", "b", "c"]
+
+
+@pytest.mark.parametrize(("priority", "starts"), [(0, True), (1, False), (2, False)])
+def test_nobody_waits_for_a_request_that_comes_later(priority, starts):
+    sched = scheduler(block_size=4, max_num_batched_tokens=8, policy="priority")
+    sched.add(request("a", [1] * 30, priority=1))
+    run_plainly(sched, 3)
+    sched.add(request("b", [1] * 30, priority=priority))
+    assert rows_of(sched.schedule({})) == {"a": (24, 6)} | ({"b": (24, 2)} if starts else {})
+
+
+@pytest.mark.parametrize(
+    ("caching", "num_prompt", "params"),
+    [(False, 18, {}), (True, 4, {}), (True, 18, {"prompt_logprobs": 1})],
+)
+def test_nobody_waits_for_blocks_that_it_could_not_take(caching, num_prompt, params):
+    sched = scheduler(block_size=4, caching=caching)
+    copies(sched, "ab", [1] * num_prompt, **params)
+    assert rows_of(sched.schedule({})) == {"a": (0, num_prompt), "b": (0, num_prompt)}
+
+
+def test_nobody_waits_for_a_block_that_is_known_already():
+    sched = scheduler(block_size=4, max_num_batched_tokens=16)
+    sched.add(request("a", [1] * 12, 1))
+    run_plainly(sched, 1)
+    sched.add(request("b", [1] * 12, prompt_logprobs=1))  # computes its whole prompt again
+    sched.add(request("c", [1] * 12))
+    assert rows_of(sched.schedule({})) == {"b": (0, 12), "c": (8, 4)}
+
+
+def test_the_drafter_reads_a_prompt_of_several_sequences_once():
+    sched = scheduler(block_size=4)
+    copies(sched, "abc", [1] * 18, max_tokens=20)
+    run_plainly(sched, 1)
+    plan = sched.schedule({"a": model_drafts(1)})  # the drafter reads the prompt for a
+    sched.commit(plan, plain_results(plan))
+    assert [r.num_drafter_computed for r in sched.running] == [19, 0, 0]
+    sched.schedule({"a": model_drafts(1), "b": model_drafts(1), "c": host_drafts(1)})
+    assert [r.num_drafter_computed for r in sched.running] == [19, 16, 0]
+
+
+def test_when_the_one_that_computes_is_aborted_the_next_one_computes():
+    sched = scheduler(block_size=4, max_num_batched_tokens=8)
+    copies(sched, "abc", [1] * 20)
+    plan = sched.schedule({})
+    sched.abort("a")
+    sched.commit(plan, plain_results(plan))
+    assert rows_of(sched.schedule({})) == {"b": (0, 8)}
 
 
 def test_requests_for_prompt_logprobs_compute_their_whole_prompt():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.spec.proposer import HostProposer
-from outdraft.spec.suffix import SuffixProposer
+from outdraft.spec.suffix import LEARNED_PER_CALL, LEARNED_SHARE, SuffixProposer
 from outdraft.spec.suffix_automaton import SuffixAutomaton
 from outdraft.spec.suffix_tree import SuffixTree
 from outdraft.spec.suffix_tree_update import (
@@ -45,6 +45,20 @@ def array(tokens: list[int]) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+def add(tree: SuffixTree, tokens: list[int]) -> None:
+    tree.add(array(tokens))
+    tree.count(len(tokens))
+
+
+def remove_oldest(tree: SuffixTree) -> None:
+    tree.remove_oldest(10**9)
+
+
+def learn_all(ours: SuffixProposer) -> None:
+    while ours.num_to_learn:
+        ours.propose([])
+
+
 def texts(max_token: int, min_size: int = 0, max_size: int = 40):
     return st.lists(st.integers(0, max_token), min_size=min_size, max_size=max_size)
 
@@ -79,9 +93,9 @@ def test_finished_texts_draft_like_counting_in_those_that_are_kept(
     kept: list[list[int]] = []
     for text in finished:
         if len(kept) == 3:
-            tree.remove_oldest()
+            remove_oldest(tree)
             kept.pop(0)
-        tree.add(array(text))
+        add(tree, text)
         kept.append(text)
         tail = context[-(rule[0] - 1) :]
         drafts, lengths, scores = tree.drafts(
@@ -125,17 +139,66 @@ def test_removing_a_text_leaves_the_tree_that_the_others_alone_build(
     tree = SuffixTree(depth)
     for i, text in enumerate(added):
         if len(tree) == capacity:
-            tree.remove_oldest()
-        tree.add(array(text))
+            remove_oldest(tree)
+        add(tree, text)
         fresh = SuffixTree(depth)
         for other in added[max(0, i + 1 - capacity) : i + 1]:
-            fresh.add(array(other))
+            add(fresh, other)
         assert shape(tree) == shape(fresh)
         assert tree.num_nodes == fresh.num_nodes == len(shape(tree))
         assert tree.num_nodes <= 2 * tree.num_tokens + 1
     while len(tree):
-        tree.remove_oldest()
+        remove_oldest(tree)
     assert tree.num_nodes == 1
+
+
+def counts_of(windows: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """Node's string -> windows that begin with it, where a window ends or two of them part."""
+    prefixes = {window[:end] for window in windows for end in range(len(window) + 1)} | {()}
+
+    def is_node(string: tuple[int, ...]) -> bool:
+        following = {w[len(string)] for w in windows if w[: len(string)] == string != w}
+        return string in windows or string == () or len(following) > 1
+
+    return {
+        string: sum(window[: len(string)] == string for window in windows)
+        for string in filter(is_node, prefixes)
+    }
+
+
+@settings(deadline=None)
+@given(
+    st.lists(texts(2, 1, 15), min_size=1, max_size=5),
+    st.integers(2, 6),
+    st.lists(st.integers(1, 9), min_size=1, max_size=6),
+)
+def test_texts_that_come_and_go_in_pieces_are_counted_window_by_window(
+    added: list[list[int]], depth: int, pieces: list[int]
+) -> None:
+    tree = SuffixTree(depth)
+    windows: list[tuple[int, ...]] = []
+    sizes = iter(pieces * 100)
+
+    def check() -> None:
+        found = {string: count for string, (count, _) in shape(tree).items() if string}
+        assert found == {string: n for string, n in counts_of(windows).items() if string}
+
+    for text in added:
+        tree.add(array(text))
+        for start in range(len(text)):
+            windows.append(tuple(text[start : start + depth]))
+        coming = len(text)
+        while coming:
+            coming -= (counted := tree.count(next(sizes)))
+            assert counted > 0
+            kept, windows[:] = list(windows), windows[: len(windows) - coming]
+            check()
+            windows[:] = kept
+        assert tree.count(9) == 0
+        if len(tree) == 2:
+            while len(tree) == 2:
+                del windows[: tree.remove_oldest(next(sizes))]
+                check()
 
 
 def test_memory_stays_bounded_while_texts_come_and_go() -> None:
@@ -143,8 +206,8 @@ def test_memory_stays_bounded_while_texts_come_and_go() -> None:
     tree = SuffixTree(12)
     for i in range(60):
         if len(tree) == 4:
-            tree.remove_oldest()
-        tree.add(rng.integers(0, 1 + i % 7 * 30, 700).astype(np.int32))
+            remove_oldest(tree)
+        add(tree, rng.integers(0, 1 + i % 7 * 30, 700).tolist())
         if i == 30:
             num_bytes = tree.num_bytes
     assert tree.num_bytes <= num_bytes
@@ -198,6 +261,7 @@ def test_a_long_text_of_many_tokens_drafts_like_counting() -> None:
     text = [token for i in rng.integers(0, 10, 60) for token in phrases[i][: rng.integers(3, 30)]]
     ours, other = proposer(), proposer()
     other.finish("a", array(text[:500]))
+    learn_all(other)
     for length in range(3, len(text), 23):
         context = text[:length]
         want = speculate(context, [context], 12, 24, 1.0, 0.1)
@@ -222,6 +286,73 @@ def test_a_request_that_is_not_to_be_shared_teaches_nothing(token_ids: np.ndarra
     ours.propose([ask([1, 2, 3, 4])])
     ours.finish("r", token_ids)
     assert ours.propose([ask([2, 3], request_id="b")]) == [Draft()]
+
+
+def test_a_long_text_is_learned_a_bounded_number_of_tokens_a_call_and_whole() -> None:
+    text = np.random.default_rng(0).integers(0, 30, 20_000).astype(np.int32)
+    ours, at_once = proposer(), SuffixTree(24)
+    ours.finish("a", text)
+    assert ours.num_to_learn == 20_000
+    text_before = text.copy()
+    text[:] = 0  # the caller's own array
+    calls = 0
+    while (left := ours.num_to_learn) > 0:
+        ours.propose([])
+        calls += 1
+        assert 0 < left - ours.num_to_learn <= max(LEARNED_PER_CALL, left // LEARNED_SHARE)
+    assert 20_000 / LEARNED_PER_CALL / 2 < calls <= 20_000 / LEARNED_PER_CALL + 1
+    add(at_once, text_before.tolist())
+    assert shape(ours._finished) == shape(at_once)
+
+
+def test_what_is_learned_of_a_text_is_drafted_from_before_the_rest_is() -> None:
+    ours = proposer()
+    ours.finish("a", np.arange(5000, dtype=np.int32))
+    [draft] = ours.propose([ask([9, 10, 11])])
+    assert draft.token_ids == (12, 13, 14)
+    assert ours.propose([ask([4000, 4001], request_id="b")]) == [Draft()]
+    learn_all(ours)
+    [draft] = ours.propose([ask([4000, 4001], request_id="b")])
+    assert draft.token_ids == (4002, 4003)
+
+
+def test_room_for_a_text_is_made_a_bounded_number_of_tokens_a_call() -> None:
+    ours = SuffixProposer(SuffixConfig(), max_cached_tokens=3000)
+    for name, first in (("a", 0), ("b", 10_000)):
+        ours.finish(name, np.arange(first, first + 3000, dtype=np.int32))
+        calls = 0
+        while ours.num_to_learn:
+            ours.propose([])
+            calls += 1
+            assert ours._finished.num_tokens <= 3000
+        assert calls >= (3000 if name == "a" else 6000) // LEARNED_PER_CALL
+    drafts = ours.propose([ask([t], request_id=str(t)) for t in (2, 10_002)])
+    assert [draft.token_ids for draft in drafts] == [(), (10_003,)]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(1, 900), st.integers(0, 3)), max_size=12))
+def test_of_texts_that_come_faster_than_they_are_learned_the_newest_are_kept(
+    events: list[tuple[int, int]],
+) -> None:
+    ours = SuffixProposer(
+        SuffixConfig(suffix_decoding_max_cached_requests=3), max_cached_tokens=1500
+    )
+    kept: list[list[int]] = []
+    for i, (size, calls) in enumerate(events):
+        text = [1000 * i + at for at in range(size)]
+        ours.finish(str(i), array(text))
+        kept.append(text)
+        assert ours.num_to_learn <= 2 * 1500  # one in the tree, and those that wait
+        for _ in range(calls):
+            ours.propose([])
+    learn_all(ours)
+    while len(kept) > 3 or sum(map(len, kept)) > 1500:
+        kept.pop(0)
+    firsts = [1000 * i for i, _ in enumerate(events)]
+    drafts = ours.propose([ask([first], request_id=str(first)) for first in firsts])
+    known = [text[0] for text in kept if len(text) > 1]
+    assert [first for first, d in zip(firsts, drafts, strict=True) if len(d)] == known
 
 
 def test_no_cached_requests_means_that_nothing_is_learned() -> None:

@@ -34,7 +34,8 @@ class AttentionMetadata:
             causal row, position of the root + depth in the tree for a drafted row.
         slots_T: int64 [T]; flat cache slot (block * block_size + offset) of each row, -1: none.
         block_table_BP: int32 [B, P]; blocks of each request in order; unused places are 0.
-        max_rows: the largest number of rows of one request.
+        max_rows: the largest number of rows of one request, exactly: what is left of T bounds the
+            others', which are on the device.
         max_seq_len: the largest context_len + rows of one request.
     """
 

@@ -1,16 +1,22 @@
 """Paged tree attention in plain PyTorch: the oracle, and the path of devices without a kernel.
 
-It gathers the blocks of each request, builds the whole mask, and masks a dense softmax. No value
-travels to the host.
+It gathers the blocks of a few requests, builds the whole mask, and masks a dense softmax. No value
+travels to the host. How many rows each request has is known on the device only, yet its order by
+the number of rows bounds it: a long prompt chunk does not make every other request as long.
 
-Dimension key: B requests, T rows, M rows of the longest request, K keys of the longest request,
-H heads, G kv heads, R query heads per kv head, C head size, P blocks, S slots per block.
+Dimension key: B requests, T rows, N requests and M rows of each in one piece, K keys of the longest
+request, H heads, G kv heads, R query heads per kv head, C head size, P blocks, S slots per block.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+
+MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
+_MASK_BYTES = 32  # for each row and key: three int64 on the way to the mask, and its bools
 
 
 class ReferenceAttention:
@@ -21,6 +27,31 @@ class ReferenceAttention:
     """
 
     name = "reference"
+
+    def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
+        """`max_elements`: of a temporary tensor, but for one request's keys or one row's scores."""
+        self._max_elements = max_elements
+
+    def temporary_bytes(
+        self,
+        num_requests: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads: int,
+        key_shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> int:
+        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
+
+        `key_shape` is (G, C); `dtype` that of queries and cache.
+        """
+        own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+        key = num_keys * key_shape[0] * key_shape[1]
+        keys = min(num_requests * key, max(self._max_elements, key))
+        score = num_keys * num_heads
+        # The bounds of _pieces pad a piece to twice the rows of the batch at most.
+        scores = min(2 * num_rows * score, max(self._max_elements, score))
+        return keys * (own + 3 * wide) + scores * 3 * wide + scores // num_heads * _MASK_BYTES
 
     def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped."""
@@ -49,61 +80,111 @@ class ReferenceAttention:
         num_rows, num_heads, head_size = q_THC.shape
         num_kv_heads = cache.k_PSGC.shape[2]
         dtype = torch.promote_types(q_THC.dtype, torch.float32)
-        k_BKGC = _gather_blocks(cache.k_PSGC, metadata).to(dtype)
-        v_BKGC = _gather_blocks(cache.v_PSGC, metadata).to(dtype)  # a copy: gathered
-        rows_BM, is_row_BM = _padded_rows(metadata, num_rows)
-        mask_BMK = visible_keys(metadata, rows_BM, k_BKGC.shape[1], window) & is_row_BM[:, :, None]
-        # A weight of zero does not silence a NaN that somebody else left in a reused block.
-        v_BKGC.masked_fill_(~mask_BMK.any(dim=1)[:, :, None, None], 0.0)
-
-        q_BMGRC = q_THC.to(dtype)[rows_BM].unflatten(2, (num_kv_heads, num_heads // num_kv_heads))
-        scores_BGRMK = torch.einsum("bmgrc,bkgc->bgrmk", q_BMGRC, k_BKGC) * scale
-        scores_BGRMK.masked_fill_(~mask_BMK[:, None, None], torch.finfo(dtype).min)
-        weights_BGRMK = scores_BGRMK.softmax(dim=-1)
-        out_BMGRC = torch.einsum("bgrmk,bkgc->bmgrc", weights_BGRMK, v_BKGC)
-        out_BMHC = out_BMGRC.reshape(*rows_BM.shape, num_heads, head_size)
-        # Add rather than assign: the padding of [B, M] all points at row T - 1 and adds zero.
-        out_BMHC = out_BMHC.masked_fill(~is_row_BM[:, :, None, None], 0.0)
+        num_keys = metadata.max_seq_len
+        key_size = num_kv_heads * head_size
+        most_requests = max(1, self._max_elements // (num_keys * max(key_size, num_heads)))
         out_THC = torch.zeros(q_THC.shape, dtype=dtype, device=q_THC.device)
-        out_THC.index_add_(0, rows_BM.flatten(), out_BMHC.flatten(0, 1))
+        for requests_N, longest in _pieces(metadata, num_rows, most_requests):
+            k_NKGC, v_NKGC = _gather(cache, metadata, requests_N, dtype)
+            most_rows = max(1, self._max_elements // (len(requests_N) * num_heads * num_keys))
+            for first in range(0, longest, most_rows):
+                rows_M = torch.arange(first, min(first + most_rows, longest), device=q_THC.device)
+                rows_NM, is_row_NM = _padded_rows(metadata, requests_N, rows_M, num_rows)
+                mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, window)
+                q_NMHC = q_THC[rows_NM].to(dtype)
+                out_NMHC = _softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
+                # Add rather than assign: the padding all points at some row, and adds zero.
+                out_NMHC = out_NMHC.masked_fill(~is_row_NM[:, :, None, None], 0.0)
+                out_THC.index_add_(0, rows_NM.flatten(), out_NMHC.flatten(0, 1))
         return out_THC.to(q_THC.dtype)
 
 
 def visible_keys(
-    metadata: AttentionMetadata, rows_BM: Tensor, num_keys: int, window: int | None
+    metadata: AttentionMetadata,
+    requests_N: Tensor,
+    rows_M: Tensor,
+    rows_NM: Tensor,
+    window: int | None,
 ) -> Tensor:
-    """bool [B, M, K]: whether row rows[b, m] sees the key at cache index k of request b."""
-    device = rows_BM.device
-    context_B11 = metadata.context_lens_B.long()[:, None, None]
-    causal_B11 = metadata.num_causal_B.long()[:, None, None]
-    row_M1 = torch.arange(rows_BM.shape[1], device=device)[:, None]
-    key_K = torch.arange(num_keys, device=device)
+    """bool [N, M, K]: whether a row sees the key at cache index k of its request.
 
-    seen_BMK = key_K <= context_B11 + torch.minimum(row_M1, causal_B11 - 1)
-    draft_B1K = key_K - context_B11 - causal_B11  # which drafted row the key is, if not negative
-    bits_BMK = metadata.ancestors_T[rows_BM][:, :, None] >> draft_B1K.clamp(0, 63)
-    is_ancestor_BMK = (bits_BMK & 1).bool() & (draft_B1K >= 0) & (draft_B1K < 63)
-    seen_BMK = seen_BMK | (is_ancestor_BMK & (row_M1 >= causal_B11))
+    rows_M are places within a request, rows_NM where the rows are in the batch.
+    """
+    context_N11 = metadata.context_lens_B.long()[requests_N, None, None]
+    causal_N11 = metadata.num_causal_B.long()[requests_N, None, None]
+    row_M1 = rows_M[:, None]
+    key_K = torch.arange(metadata.max_seq_len, device=rows_M.device)
+
+    seen_NMK = key_K <= context_N11 + torch.minimum(row_M1, causal_N11 - 1)
+    draft_N1K = key_K - context_N11 - causal_N11  # which drafted row the key is, if not negative
+    bits_NMK = metadata.ancestors_T[rows_NM][:, :, None] >> draft_N1K.clamp(0, 63)
+    is_ancestor_NMK = (bits_NMK & 1).bool() & (draft_N1K >= 0) & (draft_N1K < 63)
+    seen_NMK = seen_NMK | (is_ancestor_NMK & (row_M1 >= causal_N11))
     if window is None:
-        return seen_BMK
+        return seen_NMK
     # The text position of a committed or causal key is its cache index; a draft has its depth.
-    key_row_B1K = metadata.query_start_B1.long()[:-1, None, None] + key_K - context_B11
+    start_N11 = metadata.query_start_B1.long()[requests_N, None, None]
+    key_row_N1K = start_N11 + key_K - context_N11
     last_row = metadata.positions_T.shape[0] - 1
-    draft_position_B1K = metadata.positions_T[key_row_B1K.clamp(0, last_row)]
-    position_B1K = torch.where(draft_B1K >= 0, draft_position_B1K, key_K)
-    return seen_BMK & (position_B1K > metadata.positions_T[rows_BM][:, :, None] - window)
+    draft_position_N1K = metadata.positions_T[key_row_N1K.clamp(0, last_row)]
+    position_N1K = torch.where(draft_N1K >= 0, draft_position_N1K, key_K)
+    return seen_NMK & (position_N1K > metadata.positions_T[rows_NM][:, :, None] - window)
 
 
-def _gather_blocks(cached_PSGC: Tensor, metadata: AttentionMetadata) -> Tensor:
-    """[B, K, G, C]: the cache of each request in the order of its cache index."""
-    block_size = cached_PSGC.shape[1]
-    num_blocks = -(-metadata.max_seq_len // block_size)
-    blocks_BP = metadata.block_table_BP[:, :num_blocks]
-    return cached_PSGC[blocks_BP].flatten(1, 2)[:, : metadata.max_seq_len]
+def _softmax(
+    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGC: Tensor, mask_NMK: Tensor, scale: float
+) -> Tensor:
+    """[N, M, H, C]; rows that see nothing have a finite result that means nothing."""
+    num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
+    q_NMGRC = q_NMHC.unflatten(2, (num_kv_heads, num_heads // num_kv_heads))
+    scores_NGRMK = torch.einsum("nmgrc,nkgc->ngrmk", q_NMGRC, k_NKGC) * scale
+    scores_NGRMK.masked_fill_(~mask_NMK[:, None, None], torch.finfo(scores_NGRMK.dtype).min)
+    weights_NGRMK = scores_NGRMK.softmax(dim=-1)
+    return torch.einsum("ngrmk,nkgc->nmgrc", weights_NGRMK, v_NKGC).flatten(2, 3)
 
 
-def _padded_rows(metadata: AttentionMetadata, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Flat row of the m-th row of request b, [B, M], and whether there is one."""
+def _pieces(
+    metadata: AttentionMetadata, num_rows: int, most_requests: int
+) -> Iterator[tuple[Tensor, int]]:
+    """Requests of about the same number of rows together, and what they have at most.
+
+    Sorted by the number of rows, the first has max_rows. Each of the others has one row at least;
+    of what is left of T, the one at place i has an i-th part at most, as those before it have no
+    less. A new piece begins where the bound has fallen to half.
+    """
+    counts_B = metadata.query_start_B1.diff()
+    order_B = counts_B.argsort(descending=True, stable=True)
+    spare = num_rows - metadata.max_rows - (len(order_B) - 1)
+    bounds = [min(metadata.max_rows, 1 + spare // max(i, 1)) for i in range(len(order_B))]
+    bounds[0] = metadata.max_rows
+    first = 0
+    for i in range(1, len(bounds) + 1):
+        is_full = i - first >= most_requests
+        if i == len(bounds) or is_full or 2 * bounds[i] <= bounds[first]:
+            yield order_B[first:i], bounds[first]
+            first = i
+
+
+def _gather(
+    cache: LayerCache, metadata: AttentionMetadata, requests_N: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Keys and values [N, K, G, C] of some requests in the order of their cache index."""
+    block_size, num_keys = cache.k_PSGC.shape[1], metadata.max_seq_len
+    blocks_NP = metadata.block_table_BP[requests_N, : -(-num_keys // block_size)]
+    k_NKGC = cache.k_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)
+    v_NKGC = cache.v_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)  # a copy: gathered
+    # A weight of zero does not silence a NaN that somebody else left in a reused block.
     starts_B1 = metadata.query_start_B1.long()
-    rows_BM = starts_B1[:-1, None] + torch.arange(metadata.max_rows, device=starts_B1.device)
-    return rows_BM.clamp(max=num_rows - 1), rows_BM < starts_B1[1:, None]
+    seq_lens_B = metadata.context_lens_B + starts_B1.diff()
+    keys_K = torch.arange(num_keys, device=starts_B1.device)
+    is_past_NK = keys_K >= seq_lens_B[requests_N, None]
+    return k_NKGC, v_NKGC.masked_fill_(is_past_NK[:, :, None, None], 0.0)
+
+
+def _padded_rows(
+    metadata: AttentionMetadata, requests_N: Tensor, rows_M: Tensor, num_rows: int
+) -> tuple[Tensor, Tensor]:
+    """Where the m-th row of request n is in the batch, [N, M], and whether there is one."""
+    starts_B1 = metadata.query_start_B1.long()
+    rows_NM = starts_B1[requests_N, None] + rows_M
+    return rows_NM.clamp(max=num_rows - 1), rows_NM < starts_B1[requests_N + 1, None]

@@ -1,5 +1,7 @@
 """From a configuration to an engine that is ready to step."""
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -8,6 +10,7 @@ from tokenizers import Tokenizer
 
 from outdraft.attention.base import AttentionBackend
 from outdraft.attention.cpu import CPU_DTYPES
+from outdraft.attention.reference import ReferenceAttention
 from outdraft.attention.select import attention_backend
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import (
@@ -20,6 +23,14 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.engine.step_memory import (
+    StepMemory,
+    StepShape,
+    activation_bytes,
+    draft_prob_bytes,
+    sampling_bytes,
+    text_bytes,
+)
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
@@ -37,6 +48,8 @@ from outdraft.spec.proposer import HostProposer
 from outdraft.spec.rejection_sampler import Verifier
 from outdraft.spec.suffix import SuffixProposer
 
+_logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
@@ -48,6 +61,7 @@ class LoadedModels:
     tokenizer: Tokenizer | None
     path: Path
     device: torch.device
+    attention: AttentionBackend
 
 
 def load_models(config: EngineConfig) -> LoadedModels:
@@ -73,7 +87,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     tokenizer = load_tokenizer(tokenizer_path)
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
-    return LoadedModels(config, target, drafter, tokenizer, path, device)
+    return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
 
 
 def build_engine(
@@ -87,8 +101,8 @@ def build_engine(
     if speculation.draft_model is None:
         drafter = None
     max_model_len = _max_model_len(config.max_model_len, target)
+    memory = _plan_memory(config, models, drafter, max_model_len)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device)
-    memory = _plan_memory(config, target, drafter, state, max_model_len)
     cache = _cache(target, memory, models.device)
     proposer = None
     if drafter is not None and speculation.draft_model is not None:
@@ -159,12 +173,25 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 def check_vocabularies(
     target_path: Path, target: CausalLM, drafter_path: Path, drafter: CausalLM
 ) -> None:
-    """Raise ConfigError unless the drafter's ids mean what the target's mean."""
+    """Raise ConfigError unless the drafter's ids mean what the target's mean.
+
+    Where one of them has no tokenizer, only the sizes can be compared: then it warns.
+    """
     sizes = target.config.vocab_size, drafter.config.vocab_size
     texts = load_tokenizer(target_path), load_tokenizer(drafter_path)
     same = sizes[0] == sizes[1]
     if same and texts[0] is not None and texts[1] is not None:
         same = texts[0].get_vocab() == texts[1].get_vocab()
+    elif same:
+        without = target_path if texts[0] is None else drafter_path
+        _logger.warning(
+            "%s has no tokenizer.json: of the vocabularies of target and draft model only the "
+            "sizes were compared (%d ids). If the ids of %s mean other tokens, hardly any draft "
+            "will be accepted.",
+            without,
+            sizes[0],
+            drafter_path,
+        )
     if not same:
         raise ConfigError(
             f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
@@ -224,13 +251,11 @@ def _cache(model: CausalLM, memory: MemoryPlan, device: torch.device) -> KVCache
 
 
 def _plan_memory(
-    config: EngineConfig,
-    target: CausalLM,
-    drafter: CausalLM | None,
-    state: DeviceState,
-    max_model_len: int,
+    config: EngineConfig, models: LoadedModels, drafter: CausalLM | None, max_model_len: int
 ) -> MemoryPlan:
-    size = config.cache.block_size
+    """Before anything but the weights is allocated: what is free then is what there is."""
+    target, size = models.target, config.cache.block_size
+    used = [model for model in (target, drafter) if model is not None]
     block_bytes = sum(
         KVCache.bytes_per_block(
             model.config.num_layers,
@@ -239,22 +264,54 @@ def _plan_memory(
             model.config.head_size,
             model.dtype,
         )
-        for model in (target, drafter)
-        if model is not None
+        for model in used
     )
-    seqs, drafts = config.scheduler.max_num_seqs, config.speculation.num_speculative_tokens
-    logits = seqs * (1 + drafts) * target.config.vocab_size * 4
-    draft_probs = seqs * drafts * target.config.vocab_size * 4 if drafter is not None else 0
-    buffers = state.num_bytes + logits + draft_probs
+    step = _step_memory(config, models, used, max_model_len)
     count = num_blocks(
         config.cache,
         block_bytes=block_bytes,
-        useful_tokens=seqs * max_model_len,
-        buffers=buffers,
-        free=free_bytes(state.token_ids_SL.device),
+        useful_tokens=config.scheduler.max_num_seqs * max_model_len,
+        buffers=step.total,
+        free=free_bytes(models.device),
     )
     drafter_weights = drafter.memory_bytes if drafter is not None else 0
-    return MemoryPlan(target.memory_bytes, drafter_weights, buffers, block_bytes, count, size)
+    return MemoryPlan(target.memory_bytes, drafter_weights, step, block_bytes, count, size)
+
+
+def _step_memory(
+    config: EngineConfig, models: LoadedModels, used: Sequence[CausalLM], max_model_len: int
+) -> StepMemory:
+    """`used`: the target, and the drafter if this engine has one."""
+    speculation, vocab_size = config.speculation, models.target.config.vocab_size
+    drafting = speculation.draft_model
+    shape = StepShape(
+        config.scheduler,
+        max_model_len,
+        num_drafts=speculation.num_speculative_tokens if speculation.sources else 0,
+        samples_drafts=drafting is not None and drafting.draft_sample_method == "probabilistic",
+        dtype=models.target.dtype,
+        device=models.device,
+    )
+    attention = 0
+    if isinstance(models.attention, ReferenceAttention):
+        attention = max(
+            models.attention.temporary_bytes(
+                config.scheduler.max_num_seqs,
+                shape.num_rows,
+                max_model_len,
+                model.config.num_heads,
+                (model.config.num_kv_heads, model.config.head_size),
+                model.dtype,
+            )
+            for model in used
+        )
+    return StepMemory(
+        texts=text_bytes(shape),
+        activations=activation_bytes(shape, [model.config for model in used]),
+        attention=attention,
+        sampling=sampling_bytes(shape, vocab_size),
+        draft_probs=draft_prob_bytes(shape, vocab_size),
+    )
 
 
 def _host_proposers(sources: tuple[SourceConfig, ...]) -> list[HostProposer]:

@@ -5,16 +5,16 @@ The life of a step: choose drafts, schedule, launch, collect, commit.
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
-from outdraft.core.request import FinishReason, Request
+from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.output_builder import OutputBuilder
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.executor import Executor
@@ -22,12 +22,18 @@ from outdraft.scheduling.scheduler import Scheduler
 from outdraft.spec.draft_policy import DraftPolicy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Sequence:
-    """One of a caller's n sequences, as the scheduler knows it."""
+    """One of a caller's n sequences: what the scheduler runs, and where its tokens go.
 
+    Attributes:
+        may_draft: the proposers have not been told yet that it ended.
+    """
+
+    request: Request
     builder: OutputBuilder
     index: int
+    may_draft: bool = True
 
 
 class Engine:
@@ -67,14 +73,20 @@ class Engine:
             if not waiting.issuperset(sequences)
         ]
 
-    def check_request(self, prompt: str | Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError if such a request could never run; queues nothing."""
-        self._sequence_requests("", prompt, params, priority=0)
+    def check_request(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
+        """The prompt as `add_request` takes it too, without making ids of it again.
+
+        Raises:
+            RequestError: such a request could never run. Nothing is queued either way.
+        """
+        encoded = self.inputs.encoded(prompt)
+        self._sequence_requests("", encoded, params, priority=0)
+        return encoded
 
     def add_request(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int = 0,
     ) -> None:
@@ -87,18 +99,19 @@ class Engine:
         if request_id in self._callers:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         self.scheduler.check_room(params.n)
-        requests, detokenizers = self._sequence_requests(request_id, prompt, params, priority)
+        encoded = self.inputs.encoded(prompt)
+        requests, detokenizers = self._sequence_requests(request_id, encoded, params, priority)
         builder = OutputBuilder(
             request_id,
-            prompt if isinstance(prompt, str) else None,
-            requests[0].token_ids.tolist(),
+            encoded.text,
+            encoded.token_ids.tolist(),
             self.inputs.tokenizer,
             detokenizers,
             self.drafting.most_drafts(requests[0]),
         )
         for index, request in enumerate(requests):
             self.scheduler.add(request)
-            self._sequences[request.id] = _Sequence(builder, index)
+            self._sequences[request.id] = _Sequence(request, builder, index)
         self._callers[request_id] = [request.id for request in requests]
         self._num_added += 1
 
@@ -117,6 +130,7 @@ class Engine:
         result = self.executor.collect(self.executor.launch(plan))
         booked = self.scheduler.commit(plan, result)
         changed: dict[str, RequestOutput] = {}
+        ended: list[_Sequence] = []
         for work, outcome, added in booked:
             sequence = self._sequences[work.request.id]
             sequence.builder.start(work.request)
@@ -124,8 +138,8 @@ class Engine:
             if work.drafts is not None:
                 self.drafting.observe(work.drafts, len(outcome.accepted_rows))
             if work.request.finish_reason is not None:
-                self.drafting.finish(work.request)
-                self._forget(work.request.id, sequence)
+                self._end_drafting(sequence)
+                ended.append(sequence)
             if added:
                 changed[sequence.builder.output.request_id] = sequence.builder.output
         self._record(
@@ -138,32 +152,42 @@ class Engine:
                 kv_usage=self.scheduler.pool.usage,
             )
         )
+        for sequence in ended:  # last: had the step failed, whoever is not told could be aborted
+            self._forget(sequence)
         return list(changed.values())
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request early and give back all it holds; None if it is unknown or has ended."""
-        output: RequestOutput | None = None
-        for sequence_id in list(self._callers.get(request_id, ())):
-            sequence = self._sequences[sequence_id]
-            request = self.scheduler.abort(sequence_id)
-            if request is not None:  # else it ended in a step that failed before it was told
-                sequence.builder.finish(sequence.index, FinishReason.ABORT)
-                output = sequence.builder.output
-                self.drafting.finish(request)
-            self._forget(sequence_id, sequence)
-        return output
+        """End a request early and give back all it holds; None if it is unknown or has ended.
+
+        After a step that failed: also one that ended in it, of which nobody was told.
+        """
+        sequences = [self._sequences[one] for one in self._callers.get(request_id, ())]
+        for sequence in sequences:
+            self.scheduler.abort(sequence.request.id)
+            self._forget(sequence)
+            self._end_drafting(sequence)
+        for sequence in sequences:
+            sequence.builder.abort(sequence.index)
+        return sequences[0].builder.output if sequences else None
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
         self.scheduler.check_invariants()
         live = {request.id for request in (*self.scheduler.running, *self.scheduler.waiting)}
         assert live == set(self._sequences)
+        assert all(sequence.may_draft for sequence in self._sequences.values())
         assert live == {sequence for ids in self._callers.values() for sequence in ids}
 
-    def _forget(self, sequence_id: str, sequence: _Sequence) -> None:
-        del self._sequences[sequence_id]
+    def _end_drafting(self, sequence: _Sequence) -> None:
+        """Tell the proposers that a sequence ended, once."""
+        if sequence.may_draft:
+            sequence.may_draft = False
+            self.drafting.finish(sequence.request)
+
+    def _forget(self, sequence: _Sequence) -> None:
+        del self._sequences[sequence.request.id]
         caller = sequence.builder.output.request_id
-        self._callers[caller].remove(sequence_id)
+        self._callers[caller].remove(sequence.request.id)
         if not self._callers[caller]:
             del self._callers[caller]
 
@@ -172,7 +196,7 @@ class Engine:
         if self.on_step is not None:
             self.on_step(stats)
 
-    def _detokenizer(self, prompt_ids: Sequence[int], params: SamplingParams) -> Detokenizer | None:
+    def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer | None:
         if self.inputs.tokenizer is None or not params.detokenize:
             return None
         return Detokenizer(
@@ -184,10 +208,9 @@ class Engine:
         )
 
     def _sequence_requests(
-        self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, priority: int
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
     ) -> tuple[list[Request], list[Detokenizer | None]]:
         """The n sequences of a request, checked, and what makes text of them."""
-        prompt_ids = self.inputs.prompt_ids(prompt)
         self.inputs.check_params(params)
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)
@@ -199,12 +222,14 @@ class Engine:
             )
         if not math.isfinite(priority):
             raise RequestError(f"priority must be a finite number, got {priority}", "priority")
+        prompt_ids: list[int] = prompt.token_ids.tolist()
         detokenizers = [self._detokenizer(prompt_ids, params) for _ in range(params.n)]
+        others = replace(params, prompt_logprobs=None)  # they would be the same n times
         requests = [
             Request(
                 f"{request_id}/{index}",
                 prompt_ids,
-                params,
+                params if index == 0 else others,
                 seed=self.inputs.seed(params, self._num_added, index),
                 max_model_len=self.inputs.max_model_len,
                 stop_token_ids=stop_token_ids,

@@ -4,12 +4,28 @@ Everything that could make a request fail later is checked here, before any work
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 
+import numpy as np
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import MAX_SEED, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt that was checked and made ids of; `text` is None if it came as ids.
+
+    token_ids: int32 [num_tokens].
+    """
+
+    text: str | None
+    token_ids: np.ndarray
+
+
+Prompt = str | Sequence[int] | EncodedPrompt
 
 
 class InputProcessor:
@@ -29,6 +45,17 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
+
+    def encoded(self, prompt: Prompt) -> EncodedPrompt:
+        """The prompt with its ids; as it is, if it has them already.
+
+        Raises:
+            RequestError: as `prompt_ids`.
+        """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
+        text = prompt if isinstance(prompt, str) else None
+        return EncodedPrompt(text, np.array(self.prompt_ids(prompt), dtype=np.int32))
 
     def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
         """Token ids of a prompt.

@@ -14,9 +14,11 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import LoadedModels, build_engine, load_models
 from outdraft.engine.chat import ChatTemplate, Message
 from outdraft.engine.engine import Engine
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.engine.memory import MemoryPlan
 
 Prompt = str | Sequence[int]
+_Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Engine.add_request
 
 _logger = logging.getLogger(__name__)
 
@@ -80,12 +82,14 @@ class LLM:
             raise RequestError(
                 f"priority has {len(ranks)} entries for {len(several)} prompts", "priority"
             )
-        for prompt, one in zip(several, params, strict=True):
+        encoded = [
             self.engine.check_request(prompt, one)
+            for prompt, one in zip(several, params, strict=True)
+        ]
         first = self._num_requests
         self._num_requests += len(several)
         ids = [str(first + i) for i in range(len(several))]
-        queue = deque(zip(ids, several, params, ranks, strict=True))
+        queue = deque(zip(ids, encoded, params, ranks, strict=True))
         try:
             finished = self._run(queue, use_tqdm)
         except BaseException:
@@ -113,9 +117,7 @@ class LLM:
         prompts = [self.engine.inputs.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _run(
-        self, queue: deque[tuple[str, Prompt, SamplingParams, int]], use_tqdm: bool
-    ) -> dict[str, RequestOutput]:
+    def _run(self, queue: deque[_Queued], use_tqdm: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         with tqdm(total=len(queue), desc="requests", unit="req", disable=not use_tqdm) as bar:
             while queue or self.engine.has_work:
@@ -128,7 +130,7 @@ class LLM:
                 bar.set_postfix_str(f"acceptance length {total.acceptance_length:.2f}")
         return finished
 
-    def _feed(self, queue: deque[tuple[str, Prompt, SamplingParams, int]]) -> None:
+    def _feed(self, queue: deque[_Queued]) -> None:
         """Move requests to the engine for as long as it has room for them."""
         while queue:
             try:

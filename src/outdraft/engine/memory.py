@@ -7,6 +7,7 @@ import torch
 
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
+from outdraft.engine.step_memory import StepMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +16,13 @@ class MemoryPlan:
 
     Attributes:
         target_weights, drafter_weights: as loaded, packed copies included.
-        buffers: device state, logits of one step, probabilities of its drafts.
+        step: what the largest step takes.
         block_bytes: of one block, the target's and the drafter's layers together.
     """
 
     target_weights: int
     drafter_weights: int
-    buffers: int
+    step: StepMemory
     block_bytes: int
     num_blocks: int
     block_size: int
@@ -30,14 +31,19 @@ class MemoryPlan:
         """Rows for people."""
         cache_bytes = self.block_bytes * self.num_blocks
         tokens = self.num_blocks * self.block_size
-        total = self.target_weights + self.drafter_weights + self.buffers + cache_bytes
-        return [
-            ("target weights", _mebibytes(self.target_weights)),
-            ("drafter weights", _mebibytes(self.drafter_weights)),
-            ("state, logits, draft probabilities", _mebibytes(self.buffers)),
-            (f"KV cache: {self.num_blocks} blocks, {tokens} tokens", _mebibytes(cache_bytes)),
-            ("total", _mebibytes(total)),
-        ]
+        parts = {
+            "target weights": self.target_weights,
+            "drafter weights": self.drafter_weights,
+            "texts on the device": self.step.texts,
+            "activations of a full step": self.step.activations,
+            "attention's temporaries": self.step.attention,
+            "logits and sampling": self.step.sampling,
+            "draft probabilities": self.step.draft_probs,
+            f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,
+        }
+        rows = {name: size for name, size in parts.items() if size > 0}
+        rows["total"] = sum(parts.values())
+        return [(name, _mebibytes(size)) for name, size in rows.items()]
 
     def __str__(self) -> str:
         """The table as lines of text."""
@@ -73,8 +79,8 @@ def num_blocks(
     if wanted + buffers > free:
         raise ConfigError(
             f"the KV cache asks for {_mebibytes(wanted)} beside {_mebibytes(buffers)} of buffers, "
-            f"but {_mebibytes(free)} are free: lower kv_cache_memory_bytes, num_blocks or "
-            "max_num_seqs"
+            f"but {_mebibytes(free)} are free: lower kv_cache_memory_bytes, num_blocks, "
+            "max_num_seqs or max_num_batched_tokens"
         )
     count = wanted // block_bytes
     if count < 1:

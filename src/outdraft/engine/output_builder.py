@@ -58,7 +58,7 @@ class OutputBuilder:
         request, drafts = work.request, work.drafts
         metrics = self.output.metrics
         metrics.num_preemptions = max(metrics.num_preemptions, request.num_preemptions)
-        if request.params.prompt_logprobs is not None and index == 0:
+        if request.params.prompt_logprobs is not None:  # the first sequence's only
             self._add_prompt_logprobs(work.start, outcome, request.params.prompt_logprobs)
         if not added:
             return
@@ -80,6 +80,11 @@ class OutputBuilder:
             completion.text = detokenizer.settled_text
         if request.finish_reason is not None:
             self.finish(index, request.finish_reason, request.stop_reason)
+
+    def abort(self, index: int) -> None:
+        """The index-th sequence was ended early; nothing happens if it had ended by itself."""
+        if self.output.outputs[index].finish_reason is None:
+            self.finish(index, FinishReason.ABORT)
 
     def finish(
         self, index: int, reason: FinishReason, stop_reason: int | str | None = None

@@ -90,6 +90,10 @@ class Scheduler:
 
         `choices` maps request ids to what they would like to verify; a choice is cut to what the
         budget and the pool allow, never the other way round: drafts preempt nobody.
+
+        A waiting request whose next block is just being computed for another one is passed over,
+        and takes that block from the prefix cache when it is there. Others may start before it,
+        but the slot it needs is kept.
         """
         num_running = len(self.running)
         rows = self._reserve_rows()
@@ -101,8 +105,15 @@ class Scheduler:
             budget -= work.num_drafts
         # Whoever was preempted now would only be preempted again.
         may_admit = len(self.running) == num_running
-        while may_admit and self.waiting and budget > 0 and self._free_slots:
-            work = self._admit(self.waiting[0], budget)
+        num_passed = 0
+        while (
+            may_admit and budget > 0 and num_passed < min(len(self.waiting), len(self._free_slots))
+        ):
+            request = self.waiting[num_passed]
+            if self._gains_by_waiting(request):
+                num_passed += 1
+                continue
+            work = self._admit(request, budget)
             if work is None:
                 break
             works.append(work)
@@ -207,6 +218,8 @@ class Scheduler:
             choice = None
         if choice is not None:
             table.reserve(request.num_tokens + len(choice))
+            if choice.num_model_drafts:
+                self._skip_drafter_filled(request)
         return Work(request, request.num_computed, num_new, table.ids, samples, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
@@ -219,24 +232,52 @@ class Scheduler:
         if not table.reserve(cached + num_new):
             table.truncate(0)
             return None
-        self.waiting.pop(0)
+        self.waiting.remove(request)
         insort(self.running, request, key=self._order)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = cached
-        filled = [self.pool.is_drafter_filled(block) for block in known]
-        leading = filled.index(False) if False in filled else len(filled)
-        request.num_drafter_computed = leading * self._block_size
+        self._skip_drafter_filled(request)
         if request.num_preemptions == 0:
             request.num_cached = cached
         return Work(request, cached, num_new, table.ids, num_new == request.num_uncomputed)
 
+    def _gains_by_waiting(self, request: Request) -> bool:
+        """Whether a running request that comes first computes a block that this one lacks.
+
+        Sequences of one request and prompts with a common beginning do. Who comes first has its
+        rows first, so waiting for it is no later than computing the same again behind it.
+        """
+        if not self._takes_cached(request):
+            return False
+        self._name_blocks(request)
+        for other in self.running:
+            block = other.num_computed // self._block_size  # the one that it fills next
+            if block >= min(len(request.block_hashes), len(other.block_hashes)):
+                continue
+            prefix_hash = request.block_hashes[block]
+            is_shared = other.block_hashes[block] == prefix_hash
+            comes_first = self._order(other) <= self._order(request)
+            if is_shared and comes_first and self.pool.find(prefix_hash) is None:
+                return True
+        return False
+
+    def _takes_cached(self, request: Request) -> bool:
+        return self._prefix_caching and request.params.prompt_logprobs is None
+
+    def _name_blocks(self, request: Request) -> None:
+        """Hash the blocks that could be taken from the cache: one token is left to compute."""
+        extend_hashes(
+            request.block_hashes, request.token_ids, self._block_size, request.num_tokens - 1
+        )
+
     def _cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest known prefix; at least one token is left to compute."""
-        if not self._prefix_caching or request.params.prompt_logprobs is not None:
+        if self._prefix_caching:
+            self._name_blocks(request)  # also of one that takes none: others wait for its blocks
+        if not self._takes_cached(request):
             return []
         last = request.num_tokens - 1
-        extend_hashes(request.block_hashes, request.token_ids, self._block_size, last)
         blocks: list[int] = []
         for prefix_hash in request.block_hashes[: last // self._block_size]:
             block = self.pool.find(prefix_hash)
@@ -244,6 +285,16 @@ class Scheduler:
                 break
             blocks.append(block)
         return blocks
+
+    def _skip_drafter_filled(self, request: Request) -> None:
+        """Count for the drafter what it has read for another request, in blocks that both hold."""
+        blocks = self.table(request).ids
+        block = request.num_drafter_computed // self._block_size
+        num_full = request.num_computed // self._block_size
+        while block < num_full and self.pool.is_drafter_filled(blocks[block]):
+            block += 1
+        filled = block * self._block_size
+        request.num_drafter_computed = max(request.num_drafter_computed, filled)
 
     def _preempt(self, request: Request) -> None:
         """Take a running request's memory; it will be computed again from its tokens."""

@@ -8,6 +8,7 @@ microseconds.
 Dimension key: T tokens, B requests, D max_tree_depth - 1, K drafted tokens.
 """
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -21,12 +22,21 @@ _Guess = tuple[list[int], float]  # a chain and its score
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
 
+# A finished text is learned a few tokens at a time, some microseconds each, or a long one would
+# hold up every request. The share of what is waiting keeps pace with requests that end faster.
+LEARNED_PER_CALL = 256
+LEARNED_SHARE = 64
+
 
 class SuffixProposer:
     """Drafts from one automaton per live request and one tree of finished ones.
 
     The draft of the better score is taken, the request's own one among equals. A score is the sum
     of the probabilities along the draft: the expected number of accepted tokens.
+
+    Finished texts are taken up in order, at each call of `propose` a bounded number of tokens; what
+    is counted already is drafted from. Those waiting, and those learned, are at most
+    suffix_decoding_max_cached_requests texts and max_cached_tokens tokens each; the oldest go.
     """
 
     source = DraftSource.SUFFIX
@@ -36,9 +46,17 @@ class SuffixProposer:
         self._max_cached_tokens = max_cached_tokens
         self._texts: dict[str, _LiveText] = {}
         self._finished = SuffixTree(config.suffix_decoding_max_tree_depth)
+        self._waiting: deque[np.ndarray] = deque()  # finished, not in the tree yet
+        self._num_waiting = 0  # their tokens
+
+    @property
+    def num_to_learn(self) -> int:
+        """Tokens of finished requests that are still to be learned."""
+        return self._num_waiting + self._finished.num_coming
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask; see HostProposer."""
+        self._learn(max(LEARNED_PER_CALL, self.num_to_learn // LEARNED_SHARE))
         guesses = [self._from_own_text(ask) for ask in asks]
         if len(self._finished) > 0:
             pairs = zip(guesses, self._from_finished(asks), strict=True)
@@ -46,9 +64,9 @@ class SuffixProposer:
         return [Draft.chain(token_ids, score) for token_ids, score in guesses]
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
-        """Forget the request, and learn from its text: some microseconds a token.
+        """Forget the request; its text is learned by and by.
 
-        The oldest texts make room. A text of more than max_cached_tokens is not learned.
+        A text of more than max_cached_tokens is not learned.
         """
         self._texts.pop(request_id, None)
         max_requests = self._config.suffix_decoding_max_cached_requests
@@ -56,11 +74,29 @@ class SuffixProposer:
             return
         if not 0 < len(token_ids) <= self._max_cached_tokens:
             return
-        while len(self._finished) >= max_requests or (
-            self._finished.num_tokens + len(token_ids) > self._max_cached_tokens
+        while len(self._waiting) >= max_requests or (
+            self._num_waiting + len(token_ids) > self._max_cached_tokens
         ):
-            self._finished.remove_oldest()
-        self._finished.add(token_ids)
+            self._num_waiting -= len(self._waiting.popleft())  # newer ones would drive it out
+        self._waiting.append(token_ids.copy())
+        self._num_waiting += len(token_ids)
+
+    def _learn(self, budget: int) -> None:
+        """Go on with the oldest text that waits; removing a token costs as much as adding one."""
+        max_requests = self._config.suffix_decoding_max_cached_requests
+        while budget > 0 and self.num_to_learn > 0:
+            if self._finished.num_coming > 0:
+                budget -= self._finished.count(budget)
+                continue
+            is_full = len(self._finished) >= max_requests or (
+                self._finished.num_tokens + len(self._waiting[0]) > self._max_cached_tokens
+            )
+            if is_full:
+                budget -= self._finished.remove_oldest(budget)
+            else:
+                text = self._waiting.popleft()
+                self._num_waiting -= len(text)
+                self._finished.add(text)
 
     def _from_own_text(self, ask: DraftAsk) -> _Guess:
         text = self._texts.get(ask.request_id)

@@ -9,6 +9,9 @@ the order they came, so a node that still counts something never points into a t
 Removing a text walks its windows again and takes back what adding it did, down to the shape: after
 each removal the trie is the one that the remaining texts alone would have built.
 
+Windows come and go one by one, so both can be done a few tokens at a time: a long text need not
+hold up everybody else.
+
 Dimension key: T tokens, C places of the ring of texts, S places of the table, M fields,
 B requests, D max_depth - 1, K drafted tokens.
 """
@@ -45,6 +48,8 @@ class SuffixTree:
         self._max_depth = max_depth
         self._ring_C = np.empty(1024, np.int32)
         self._texts: deque[tuple[int, int]] = deque()  # [start, stop) in tokens ever added
+        self._num_removed = 0  # windows of the oldest text that were taken back
+        self._num_coming = 0
         self._nodes = np.full((1, NODE_COLUMNS), NONE, np.int32)
         self._label_starts = np.zeros(1, np.int64)  # of each node, in tokens ever added
         self._table_S = table_for(0)
@@ -67,19 +72,57 @@ class SuffixTree:
         arrays = (self._ring_C, self._nodes, self._label_starts, self._table_S)
         return sum(array.nbytes for array in arrays)
 
+    @property
+    def num_coming(self) -> int:
+        """Tokens of the newest text whose substrings are not counted yet."""
+        return self._num_coming
+
     def add(self, token_ids_T: np.ndarray) -> None:
-        """Count the substrings of a text, int32 [T], T >= 1: some microseconds a token."""
+        """Keep a text, int32 [T], T >= 1; `count` counts its substrings.
+
+        The text before must be counted whole.
+        """
+        assert self._num_coming == 0
         start = self._texts[-1][1] if self._texts else 0
         stop = start + len(token_ids_T)
-        self._reserve(len(token_ids_T))
+        tokens = self.num_tokens + len(token_ids_T)
+        if tokens > len(self._ring_C):
+            self._grow_ring(tokens)
         self._texts.append((start, stop))
+        self._num_coming = len(token_ids_T)
         self._ring_C[np.arange(start, stop) & (len(self._ring_C) - 1)] = token_ids_T
-        add_windows(start, stop, self._max_depth, *self._arrays(), self._fields_M)
 
-    def remove_oldest(self) -> None:
-        """Take back the oldest text."""
-        start, stop = self._texts.popleft()
-        remove_windows(start, stop, self._max_depth, *self._arrays(), self._fields_M)
+    def count(self, max_tokens: int) -> int:
+        """Count substrings of the newest text: those that start at its next tokens.
+
+        Returns how many tokens these were, 0 if the text is counted whole; some microseconds each.
+        """
+        count = min(max_tokens, self._num_coming)
+        if count > 0:
+            self._reserve(count)
+            stop = self._texts[-1][1]
+            start = stop - self._num_coming
+            windows = start, start + count, stop, self._max_depth
+            add_windows(*windows, *self._arrays(), self._fields_M)
+            self._num_coming -= count
+        return count
+
+    def remove_oldest(self, max_tokens: int) -> int:
+        """Take back substrings of the oldest text, at last the text itself, as `count` adds them.
+
+        The newest text must be counted whole.
+        """
+        assert self._num_coming == 0
+        start, stop = self._texts[0]
+        start += self._num_removed
+        end = min(start + max_tokens, stop)
+        windows = start, end, stop, self._max_depth
+        remove_windows(*windows, *self._arrays(), self._fields_M)
+        self._num_removed += end - start
+        if end == stop:
+            self._texts.popleft()
+            self._num_removed = 0
+        return end - start
 
     def drafts(
         self,
@@ -119,17 +162,12 @@ class SuffixTree:
         return self._ring_C, self._nodes, self._label_starts, self._table_S
 
     def _reserve(self, num_tokens: int) -> None:
-        """Room for a text: a window adds a leaf, and splits one label at most."""
-        tokens = self.num_tokens + num_tokens
-        if tokens > len(self._ring_C):
-            self._grow_ring(tokens)
+        """Nodes for some windows: each adds a leaf, and splits one label at most."""
         nodes = self.num_nodes + 2 * num_tokens
         if nodes > len(self._nodes):
             grown = max(nodes, len(self._nodes) * 3 // 2)
-            old = len(self._nodes)
-            self._nodes = np.resize(self._nodes, (grown, NODE_COLUMNS))
-            self._nodes[old:] = NONE
-            self._label_starts = np.resize(self._label_starts, grown)
+            self._nodes = _grown(self._nodes, grown)
+            self._label_starts = _grown(self._label_starts, grown)
         if 3 * nodes > 2 * len(self._table_S):
             self._table_S = table_for(nodes)
             put_all(self._table_S, self._nodes, ROOT + 1, int(self._fields_M[NUM_ROWS]))
@@ -143,6 +181,13 @@ class SuffixTree:
             live = np.arange(self._texts[0][0], self._texts[-1][1])
             ring_C[live & (places - 1)] = self._ring_C[live & (len(self._ring_C) - 1)]
         self._ring_C = ring_C
+
+
+def _grown(rows: np.ndarray, num_rows: int) -> np.ndarray:
+    # Rows are written before they are read: untouched pages of the reserve cost no memory.
+    grown = np.empty((num_rows, *rows.shape[1:]), rows.dtype)
+    grown[: len(rows)] = rows
+    return grown
 
 
 @njit(cache=True)

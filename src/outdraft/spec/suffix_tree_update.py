@@ -33,6 +33,7 @@ NUM_FIELDS = 3
 @njit(cache=True)
 def add_windows(
     start: int,
+    end: int,
     stop: int,
     max_depth: int,
     ring_C: np.ndarray,
@@ -41,9 +42,9 @@ def add_windows(
     table_S: np.ndarray,
     fields_M: np.ndarray,
 ) -> None:
-    """Count the windows that start in [start, stop), a whole text of the ring."""
+    """Count the windows that start in [start, end) of a text of the ring that stops at `stop`."""
     mask = len(ring_C) - 1
-    for first in range(start, stop):
+    for first in range(start, end):
         window_stop = min(first + max_depth, stop)
         node, at = ROOT, first
         while at < window_stop:
@@ -154,6 +155,7 @@ def _split(
 @njit(cache=True)
 def remove_windows(
     start: int,
+    end: int,
     stop: int,
     max_depth: int,
     ring_C: np.ndarray,
@@ -162,9 +164,9 @@ def remove_windows(
     table_S: np.ndarray,
     fields_M: np.ndarray,
 ) -> None:
-    """Take back the windows that start in [start, stop), the oldest text of the ring."""
+    """Take back the oldest windows: [start, end) of the oldest text, which stops at `stop`."""
     mask = len(ring_C) - 1
-    for first in range(start, stop):
+    for first in range(start, end):
         window_stop = min(first + max_depth, stop)
         node, at = ROOT, first
         while at < window_stop:

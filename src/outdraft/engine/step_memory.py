@@ -1,0 +1,112 @@
+"""What a step takes beside weights and KV cache, at its largest, from shapes alone.
+
+Bytes are counted where most tensors live at the same time, in plain PyTorch; compiled paths take
+less. The parts are not all needed at once, but an allocator keeps what it once had.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outdraft.config.engine import SchedulerConfig
+from outdraft.models.config import ModelConfig
+from outdraft.runner.logprobs import PROMPT_ROWS
+
+NOISE_BYTES = 90  # for each logit where noise is not compiled: eleven int64 and float64 tensors
+# Tensors of logits where every sampling parameter is in use at the same time.
+PROCESSING_TENSORS = 10
+DRAFT_TENSORS = 3  # of probabilities: of each draft, stacked, and among the drafts of the host
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The largest step of an engine.
+
+    Attributes:
+        num_drafts: most drafts of one request; 0 without speculation.
+        samples_drafts: the draft model draws from its distribution, which is then kept.
+    """
+
+    scheduler: SchedulerConfig
+    max_model_len: int
+    num_drafts: int
+    samples_drafts: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_rows(self) -> int:
+        return self.scheduler.max_num_batched_tokens
+
+    @property
+    def num_logit_rows(self) -> int:
+        return min(self.scheduler.max_num_seqs * (1 + self.num_drafts), self.num_rows)
+
+    @property
+    def logit_dtype(self) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Bytes.
+
+    Attributes:
+        texts: token ids of the running requests on the device.
+        activations: of a pass of most rows through the widest layer.
+        attention: what the attention takes in it.
+        sampling: logits, their processed copies, probabilities, noise.
+        draft_probs: of the draft model's sampled drafts.
+    """
+
+    texts: int
+    activations: int
+    attention: int
+    sampling: int
+    draft_probs: int
+
+    @property
+    def total(self) -> int:
+        return self.texts + self.activations + self.attention + self.sampling + self.draft_probs
+
+
+def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
+    """Of the model whose layers are the widest; one runs after the other."""
+    return shape.num_rows * max(_row_bytes(model, shape.dtype) for model in models)
+
+
+def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
+    """Of logits on their way to ids; or of a slice of a prompt's log-probabilities."""
+    width, own = shape.logit_dtype.itemsize, shape.dtype.itemsize
+    noise = width if shape.device.type == "cpu" else NOISE_BYTES
+    per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
+    sampled = shape.num_logit_rows * vocab_size * per_logit
+    prompt = min(PROMPT_ROWS, shape.num_rows) * vocab_size * (own + 4 * width)
+    return max(sampled, prompt)
+
+
+def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
+    """float32, whatever the model's dtype."""
+    if not shape.samples_drafts:
+        return 0
+    num_drafts = min(shape.scheduler.max_num_seqs * shape.num_drafts, shape.num_rows)
+    return DRAFT_TENSORS * num_drafts * vocab_size * 4
+
+
+def text_bytes(shape: StepShape) -> int:
+    """int64, with the column that DeviceState has behind the longest text."""
+    return shape.scheduler.max_num_seqs * (shape.max_model_len + 1) * 8
+
+
+def _row_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+    """Of one row in the middle of a layer, its residual included."""
+    own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    hidden = model.hidden_size
+    queries = model.num_heads * model.head_size
+    qkv = queries + 2 * model.num_kv_heads * model.head_size
+    norm = 3 * hidden * own + 3 * hidden * wide
+    rotary = (2 * hidden + qkv) * own + 4 * queries * wide
+    attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
+    feed_forward = (2 * hidden + 4 * model.intermediate_size) * own
+    return model.head_size * wide + max(norm, rotary, attention, feed_forward)  # angles: all along

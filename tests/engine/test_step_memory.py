@@ -1,0 +1,231 @@
+"""What a step is said to take, against what PyTorch allocates."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outdraft.attention.reference import ReferenceAttention
+from outdraft.config.engine import SchedulerConfig
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine import build
+from outdraft.engine.build import build_engine
+from outdraft.engine.step_memory import (
+    StepShape,
+    activation_bytes,
+    draft_prob_bytes,
+    sampling_bytes,
+    text_bytes,
+)
+from outdraft.models.config import ModelConfig, RopeConfig
+from outdraft.models.llama import CausalLM
+from outdraft.runner.device_state import DeviceState
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.sampler import choose
+from tests.attention.ragged import Model, Shape, build_batch
+from tests.engine.measured_memory import peak_bytes
+from tests.oracle.engines import config, engine, greedy, models, prompts_of, run, speculation
+
+CPU = torch.device("cpu")
+
+
+def step_shape(
+    num_drafts: int = 0,
+    samples_drafts: bool = False,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device = CPU,
+    **scheduler: int,
+) -> StepShape:
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64} | scheduler
+    return StepShape(SchedulerConfig(**sizes), 100, num_drafts, samples_drafts, dtype, device)
+
+
+class NoAttention:
+    """Takes no memory."""
+
+    name = "none"
+
+    def write(self, *args) -> None: ...
+
+    def attend(self, q_THC, cache, metadata, scale, window):
+        return q_THC
+
+
+def model_config(hidden: int, intermediate: int, heads: int, kv_heads: int) -> ModelConfig:
+    return ModelConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=7,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=64,
+        max_model_len=300,
+        rope=RopeConfig(),
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        qkv_bias=False,
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=True,
+        windows=(None, None),
+        bos_token_id=None,
+        eos_token_ids=(),
+        torch_dtype=None,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 512, 2, 1), (512, 64, 2, 1), (64, 64, 12, 2)])
+def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
+    own = model_config(*sizes)
+    model = CausalLM(own, NoAttention(), dtype)
+    for weight in model.parameters():
+        weight.fill_(0.01)
+    ids_T, metadata = torch.zeros(256, dtype=torch.int64), SimpleNamespace(slots_T=None)
+    positions_T = torch.arange(256)
+    with torch.inference_mode():
+        taken = peak_bytes(
+            lambda: model.forward_by_layers(ids_T, positions_T, [None] * 2, metadata)
+        )
+    shape = step_shape(dtype=dtype, max_num_batched_tokens=256)
+    small = model_config(64, 64, 1, 1)
+    planned = activation_bytes(shape, [own, small])
+    assert planned == activation_bytes(shape, [small, own])  # the drafter's may be the widest
+    assert 0.6 * planned <= taken <= planned
+
+
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    presence_penalty=0.2,
+    frequency_penalty=0.2,
+    repetition_penalty=1.1,
+    min_tokens=3,
+    logit_bias={3: 1.0},
+    allowed_token_ids=list(range(2000)),
+    stop_token_ids=[5],
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_sampling_is_what_all_parameters_at_once_take(dtype):
+    num_rows, vocab_size = 16, 4096
+    sampling = SamplingBatch.from_requests(
+        [EVERYTHING] * num_rows,
+        seeds=range(num_rows),
+        vocab_size=vocab_size,
+        device="cpu",
+        bad_words=[[[4, 5]]] * num_rows,
+        stop_ids=[[5]] * num_rows,
+    )
+    rows_R = torch.arange(num_rows)
+    lengths_R = torch.full((num_rows,), 6)
+    paths = Paths(torch.randint(0, 9, (num_rows, 6)), lengths_R - 2, lengths_R, None)
+
+    def sample():
+        logits_RV = torch.randn(num_rows, vocab_size, dtype=dtype)
+        processed_RV = process_logits(logits_RV, rows_R, paths, sampling)
+        choose(
+            processed_RV,
+            sampling.seeds_B,
+            lengths_R,
+            sampling.is_greedy_B,
+            Purpose.SAMPLE,
+            all_greedy=False,
+        )
+        return logits_RV, processed_RV.softmax(1)
+
+    sample()
+    shape = step_shape(dtype=dtype, max_num_seqs=num_rows, max_num_batched_tokens=num_rows)
+    planned = sampling_bytes(shape, vocab_size)
+    assert 0.5 * planned <= peak_bytes(sample) <= planned
+
+
+def test_noise_that_is_not_compiled_is_counted_on_a_gpu():
+    rows_R = torch.arange(16)
+    taken = peak_bytes(lambda: noise.gumbel_reference(rows_R, rows_R, Purpose.SAMPLE, 4096))
+    sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
+    on_gpu = step_shape(device=torch.device("cuda"), **sizes)
+    on_cpu = replace(on_gpu, device=CPU)
+    logits = 2 * 16 * 4096 * 4
+    assert 0.9 * taken <= sampling_bytes(on_gpu, 4096) - logits <= 1.2 * taken
+    assert sampling_bytes(on_cpu, 4096) < sampling_bytes(on_gpu, 4096) / 2
+
+
+def test_logits_are_counted_for_the_rows_that_can_be_sampled():
+    # Many rows, so that it is not the log-probabilities of a prompt that count.
+    sizes = {"max_num_seqs": 400, "max_num_batched_tokens": 2048}
+    plain = sampling_bytes(step_shape(**sizes), 1000)
+    assert sampling_bytes(step_shape(4, **sizes), 1000) == 5 * plain
+    assert sampling_bytes(step_shape(63, **sizes), 1000) == plain * 2048 // 400
+
+
+def test_only_sampled_drafts_have_probabilities():
+    assert draft_prob_bytes(step_shape(3, samples_drafts=True), 1000) == 3 * 4 * 3 * 1000 * 4
+    assert draft_prob_bytes(step_shape(3), 1000) == 0
+
+
+def test_texts_are_what_the_device_state_takes():
+    assert text_bytes(step_shape()) == DeviceState(4, 100, CPU).num_bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+@pytest.mark.parametrize("max_elements", [1 << 26, 200_000, 1])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        [Shape(500, 1, (0, 1, 2))] * 12,
+        [Shape(0, 200, ())] + [Shape(500, 1, ())] * 8,
+        [Shape(300, rows, ()) for rows in (64, 40, 30, 20, 16, 9, 5, 3, 1, 1)],
+    ],
+)
+def test_the_reference_attention_takes_no_more_than_it_says(requests, max_elements, dtype):
+    model = Model(8, 4, 32, 16)
+    batch = build_batch(requests, model, dtype, seed=0)
+    attention = ReferenceAttention(max_elements)
+    taken = peak_bytes(lambda: attention.attend(batch.q_THC, batch.cache, batch.metadata, 1.0, 100))
+    said = attention.temporary_bytes(
+        len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8, (4, 32), dtype
+    )
+    queries = len(batch.q_THC) * 8 * 32 * 8 * 4
+    assert taken <= said + queries
+    assert said < 12 * taken or max_elements == 1
+
+
+def test_an_engine_without_speculation_pays_for_no_drafts():
+    plain, drafting = (engine("qwen2", method).memory.step for method in ("plain", "ngram"))
+    assert plain.sampling < drafting.sampling
+    assert plain.draft_probs == drafting.draft_probs == 0
+    assert engine("qwen2", "draft_model").memory.step.draft_probs > 0
+
+
+def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
+    order: list[str] = []
+    free = build.free_bytes
+    monkeypatch.setattr(build, "free_bytes", lambda device: (order.append("free"), free(device))[1])
+    monkeypatch.setattr(
+        build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
+    )
+    chosen = config("qwen2", speculation("qwen2", "plain", 3))
+    build_engine(chosen, models("qwen2", "other", "float32", "cpu", None))
+    assert order == ["free", "texts"]
+
+
+def test_a_step_takes_no_more_than_the_plan_says():
+    llm = engine("qwen2", "ngram", attention="reference", dtype="float64", max_num_seqs=8)
+    prompts = prompts_of([60, 9, 9, 9, 9, 9, 9, 9])
+    params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=9, presence_penalty=0.3)
+    run(llm, prompts[:2], greedy(2))  # first calls compile
+
+    def generate():
+        return run(llm, prompts, params)
+
+    assert peak_bytes(generate) <= llm.memory.step.total
