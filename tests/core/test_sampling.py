@@ -95,6 +95,11 @@ def test_flags_are_true_or_false(name):
         ("speculation", {"num_speculative_tokens": 2.5}),
         ("speculation", {"num_speculative_tokens": "2"}),
         ("speculation", {"number": 2}),
+        ("speculation", {"enabled": "no"}),
+        ("speculation", {"trace": 1}),
+        ("speculation", {"method": 3}),
+        ("prediction", 3),
+        ("prediction", [1, "a"]),
     ],
 )
 def test_wrong_lists_and_mappings_are_refused(name, value):
@@ -120,9 +125,9 @@ def test_the_fewest_tokens_must_not_exceed_the_most():
 
 
 def test_a_mapping_gives_the_same_parameters_and_unknown_names_get_a_hint():
-    values = {"temperature": 0.5, "speculation": {"method": "off"}}
+    values = {"temperature": 0.5, "speculation": {"enabled": False}}
     params = SamplingParams.from_mapping(values)
-    expected = SpeculationParams(method="off")
+    expected = SpeculationParams(enabled=False)
     assert params == SamplingParams(temperature=0.5, speculation=expected)
     with pytest.raises(RequestError, match="did you mean 'temperature'") as caught:
         SamplingParams.from_mapping({"temprature": 0.5})

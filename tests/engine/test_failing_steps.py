@@ -37,7 +37,7 @@ class CountingProposer:
 def counted() -> tuple[LLM, CountingProposer]:
     llm = engine("qwen2", "ngram", max_num_seqs=3)
     proposer = CountingProposer()
-    llm.engine.drafting = DraftPolicy(llm.config.speculation, [proposer], None)
+    llm.engine.drafting = DraftPolicy(llm.config.speculation, [proposer], None, 8)
     return llm, proposer
 
 

@@ -34,14 +34,14 @@ CPU = torch.device("cpu")
 
 
 def step_shape(
-    num_drafts: int = 0,
+    num_draft_rows: int = 0,
     samples_drafts: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     **scheduler: int,
 ) -> StepShape:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64} | scheduler
-    return StepShape(SchedulerConfig(**sizes), 100, num_drafts, samples_drafts, dtype, device)
+    return StepShape(SchedulerConfig(**sizes), 100, num_draft_rows, samples_drafts, dtype, device)
 
 
 class NoAttention:
@@ -164,13 +164,13 @@ def test_logits_are_counted_for_the_rows_that_can_be_sampled():
     # Many rows, so that it is not the log-probabilities of a prompt that count.
     sizes = {"max_num_seqs": 400, "max_num_batched_tokens": 2048}
     plain = sampling_bytes(step_shape(**sizes), 1000)
-    assert sampling_bytes(step_shape(4, **sizes), 1000) == 5 * plain
-    assert sampling_bytes(step_shape(63, **sizes), 1000) == plain * 2048 // 400
+    assert sampling_bytes(step_shape(4 * 400, **sizes), 1000) == 5 * plain
+    assert sampling_bytes(step_shape(63 * 400, **sizes), 1000) == plain * 2048 // 400
 
 
 def test_only_sampled_drafts_have_probabilities():
-    assert draft_prob_bytes(step_shape(3, samples_drafts=True), 1000) == 3 * 4 * 3 * 1000 * 4
-    assert draft_prob_bytes(step_shape(3), 1000) == 0
+    assert draft_prob_bytes(step_shape(3 * 4, samples_drafts=True), 1000) == 3 * 4 * 3 * 1000 * 4
+    assert draft_prob_bytes(step_shape(3 * 4), 1000) == 0
 
 
 def test_texts_are_what_the_device_state_takes():

@@ -172,7 +172,7 @@ class NoisePolicy(DraftPolicy):
     """Drafts random trees, right now and then, whatever the request says."""
 
     def __init__(self, llm: LLM, right: dict[str, list[int]], seed: int) -> None:
-        super().__init__(llm.config.speculation, [], None)
+        super().__init__(llm.config.speculation, [], None, 8)
         self._right = right
         self._rng = np.random.default_rng(seed)
 

@@ -106,12 +106,33 @@ def test_random_trees_change_nothing(seed: int, block_size: int):
 
 def test_a_request_may_turn_speculation_off_or_down():
     llm = engine("qwen2", "perfect", num_drafts=4)
-    wishes = [{}, {"method": "off"}, {"num_speculative_tokens": 2}, {"method": "draft_model"}, {}]
+    wishes = [{}, {"enabled": False}, {"num_speculative_tokens": 2}, {"method": "draft_model"}, {}]
     params = [greedy(NUM_TOKENS, speculation=wish) for wish in wishes]
     outputs = run(llm, prompts_of(LENGTHS), params)
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
     drafted = [max(o.metrics.speculative_decoding.per_step_drafted, default=0) for o in outputs]
     assert drafted == [4, 0, 2, 4, 4]
+
+
+@pytest.mark.parametrize("method", ["suffix", "combined"])
+def test_predictions_right_and_wrong_change_nothing_but_the_number_of_steps(method: str):
+    right = greedy_oracle("mistral-window", LENGTHS, NUM_TOKENS)
+    llm = engine("mistral-window", method)
+    predictions = [
+        right[0],
+        None,
+        [*right[2][:5], 1, 2, *right[2][6:]],
+        right[0],
+        [],
+    ]
+    params = [greedy(NUM_TOKENS, prediction=prediction) for prediction in predictions]
+    outputs = run(llm, prompts_of(LENGTHS), params)
+    assert ids(outputs) == right
+    by_source = [o.metrics.speculative_decoding.accepted_by_source for o in outputs]
+    accepted = [sources.get("prediction", 0) for sources in by_source]
+    assert accepted[0] > 0.6 * NUM_TOKENS
+    assert accepted[2] > 0
+    assert accepted[1] == accepted[4] == 0
 
 
 def test_a_drafter_with_a_short_context_gates_only_the_long_request():

@@ -126,19 +126,50 @@ def test_purposes_and_anchors_are_independent_streams():
             assert stats.chisquare(table).pvalue > 1e-6
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 30), st.booleans())
-def test_the_fused_sample_is_the_argmax_of_logits_and_noise(seed, vocab_size, scale, is_cut):
+def noisy_logits(seed, vocab_size, scale, is_cut):
     generator = torch.Generator().manual_seed(seed)
     logits_RV = scale * torch.randn(3, vocab_size, generator=generator)
     if is_cut:
         logits_RV[:, vocab_size // 3 + 1 :] = -torch.inf
     key = (torch.arange(3) + seed, torch.arange(3))
-    noise_RV = noise.gumbel_reference(*key, Purpose.SAMPLE, vocab_size)
-    got_R = noise.sample_gumbel(logits_RV, *key, Purpose.SAMPLE)
-    assert torch.equal(got_R, (logits_RV + noise_RV).argmax(1))
+    return logits_RV, key, noise.gumbel_reference(*key, Purpose.SAMPLE, vocab_size)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 30), st.booleans())
+def test_the_fused_sample_is_the_argmax_of_logits_and_noise(seed, vocab_size, scale, is_cut):
+    logits_RV, key, noise_RV = noisy_logits(seed, vocab_size, scale, is_cut)
+    for row, want in enumerate((logits_RV + noise_RV).argmax(1).tolist()):
+        got = noise_cpu.sample_logits(
+            logits_RV[row].numpy(), seed + row, row, 0, int(Purpose.SAMPLE)
+        )
+        assert got == want
     generic_R = noise.sample_gumbel(logits_RV.double(), *key, Purpose.SAMPLE)
     assert torch.equal(generic_R, (logits_RV.double() + noise_RV).argmax(1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 5000), st.floats(0, 30), st.booleans())
+def test_a_sample_of_weights_is_the_argmax_of_their_logarithms_and_noise(
+    seed, vocab_size, scale, is_cut
+):
+    logits_RV, _, noise_RV = noisy_logits(seed, vocab_size, scale, is_cut)
+    weights_RV = logits_RV.softmax(1) * 10 ** -(seed % 7)
+    for row in range(3):
+        got = noise_cpu.sample_weights(
+            weights_RV[row].numpy(), seed + row, row, 0, int(Purpose.SAMPLE)
+        )
+        keys_V = weights_RV[row].double().log() + noise_RV[row]
+        # Only keys that float32 cannot tell apart may change places.
+        assert keys_V[got] > keys_V.max() - 1e-5
+
+
+@pytest.mark.parametrize("purpose", [Purpose.ACCEPT, Purpose.DRAFT])
+def test_both_twins_give_the_same_coins(purpose):
+    many = torch.arange(500)
+    want = noise.uniform_scalar(many * 10**15, many * 3, purpose, many)
+    got = [noise_cpu.uniform_scalar(k * 10**15, k * 3, k, int(purpose)) for k in range(500)]
+    assert want.tolist() == got
 
 
 def test_no_noise_exceeds_the_ceiling_of_its_leading_bits():

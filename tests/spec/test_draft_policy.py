@@ -16,7 +16,12 @@ from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.spec.draft_policy import REFUSALS_PER_TRIAL, DrafterLimits, DraftPolicy
+from outdraft.spec.draft_policy import (
+    REFUSALS_PER_TRIAL,
+    DrafterLimits,
+    DraftPolicy,
+    most_draft_rows,
+)
 
 
 class ScriptedProposer:
@@ -36,13 +41,20 @@ class ScriptedProposer:
         self.finished.append((request_id, None if token_ids is None else token_ids.tolist()))
 
 
-def request(request_id: str = "a", num_prompt: int = 3, max_tokens: int = 50, **speculation):
+def request(
+    request_id: str = "a",
+    num_prompt: int = 3,
+    max_tokens: int = 50,
+    prediction: Sequence[int] = (),
+    **speculation,
+) -> Request:
     return Request(
         request_id,
         [1] * num_prompt,
         SamplingParams(max_tokens=max_tokens, speculation=speculation),
         seed=0,
         max_model_len=1000,
+        prediction_ids=prediction,
     )
 
 
@@ -70,7 +82,7 @@ def policy(
         sources.append(DraftModelConfig(model="m"))
     config = SpeculationConfig(sources=tuple(sources), **options)
     limits = DrafterLimits(drafter_max_len, drafter_cost) if drafter_max_len is not None else None
-    return DraftPolicy(config, proposers, limits)
+    return DraftPolicy(config, proposers, limits, max_num_seqs=8)
 
 
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
@@ -168,7 +180,7 @@ def test_no_drafts_while_more_requests_run_than_allowed(num_running, drafts):
 
 def test_switching_off_concerns_the_request_that_did():
     ours = policy(proposer := ngram(), drafter_max_len=100)
-    choices = ours.choose([request("a", method="off"), request("b")], 2)
+    choices = ours.choose([request("a", enabled=False), request("b")], 2)
     assert choices == {"b": MODEL}
     assert proposer.asked == [("b", 4)]
 
@@ -210,7 +222,7 @@ def test_what_some_requests_do_changes_no_other_choice():
     drafts = {"b": draft(3, 3.0)}
     alone = policy(ngram(**drafts), drafter_max_len=20).choose([request("b"), request("c")], 2)
     company = [
-        request("off", method="off"),
+        request("off", enabled=False),
         request("b"),
         request("long", num_prompt=100),
         request("c"),
@@ -223,10 +235,10 @@ def test_what_some_requests_do_changes_no_other_choice():
 @pytest.mark.parametrize("method", ["suffix", "draft_model", "combined", "nonsense"])
 def test_a_source_that_is_not_configured_is_refused(method):
     ours = policy(ngram())
-    with pytest.raises(RequestError, match="off, ngram") as caught:
+    with pytest.raises(RequestError, match="prediction, ngram") as caught:
         ours.check(request(method=method))
     assert caught.value.field == "speculation"
-    for fine in (None, "off", "ngram"):
+    for fine in (None, "prediction", "ngram"):
         ours.check(request(method=fine))
 
 
@@ -248,3 +260,46 @@ def test_a_proposer_that_forgets_a_request_is_caught():
 
     with pytest.raises(ValueError, match="zip"):
         policy(Forgetful(DraftSource.NGRAM, {})).choose([request()], 1)
+
+
+def test_what_the_client_predicted_goes_before_every_other_source():
+    everyone = {"a": draft(4, 4.0), "b": draft(4, 4.0)}
+    ours = policy(proposer := suffix(**everyone), drafter_max_len=100)
+    predicted = request("a", max_tokens=200, prediction=list(range(100)))
+    choices = ours.choose([predicted, request("b")], 2)
+    assert choices["a"].source is DraftSource.PREDICTION
+    assert len(choices["a"]) > ours.config.num_speculative_tokens
+    assert choices["b"].source is DraftSource.SUFFIX
+    assert [asked for asked, _ in proposer.asked] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "source"),
+    [
+        ({}, DraftSource.PREDICTION),
+        ({"method": "prediction"}, DraftSource.PREDICTION),
+        ({"method": "ngram"}, DraftSource.NGRAM),
+        ({"enabled": False}, None),
+    ],
+)
+def test_a_request_chooses_whether_its_prediction_is_used(wish, source):
+    ours = policy(ngram(a=draft(4, 4.0)))
+    choices = ours.choose([request("a", prediction=[1, 2, 3], **wish)], 1)
+    assert [choice.source for choice in choices.values()] == ([source] if source else [])
+
+
+def test_predictions_are_cut_to_what_was_asked_for_and_to_a_share_of_the_step():
+    long = {"max_tokens": 200, "prediction": list(range(100))}
+    ours = policy(ngram(), num_speculative_tokens=4)
+    assert len(ours.choose([request("a", num_speculative_tokens=2, **long)], 1)["a"]) == 2
+    crowd = [request(str(i), **long) for i in range(8)]
+    drafted = sum(len(choice) for choice in ours.choose(crowd, 8).values())
+    assert drafted <= most_draft_rows(ours.config, 8) == 63
+
+
+def test_an_engine_without_speculation_ignores_predictions():
+    ours = DraftPolicy(SpeculationConfig(), [], None, max_num_seqs=8)
+    assert ours.choose([request("a", prediction=[1, 2, 3])], 1) == {}
+    assert most_draft_rows(ours.config, 8) == 0
+    with pytest.raises(RequestError, match="without speculation"):
+        ours.check(request(method="prediction"))

@@ -227,14 +227,8 @@ def test_output_fits_the_target_with(method, draft, params):
     assert p_value(ids_BL, exact_joint(params)) > ALPHA
 
 
-def test_noise_of_rejected_drafts_used_again_would_be_seen(monkeypatch):
+def test_noise_of_rejected_drafts_used_again_would_be_seen():
     """Without anchors a step drafts with noise that block verification has already judged."""
-    true_scalar = noise.uniform_scalar
-    monkeypatch.setattr(
-        noise,
-        "uniform_scalar",
-        lambda seeds, positions, purpose, _: true_scalar(seeds, positions, purpose),
-    )
     ids_BL = Decoding(PLAIN, 40_000, "block", anchored=False).run(chains_of(3))
     assert p_value(ids_BL, exact_joint(PLAIN)) < ALPHA
 

@@ -351,8 +351,11 @@ def test_of_texts_that_come_faster_than_they_are_learned_the_newest_are_kept(
         kept.pop(0)
     firsts = [1000 * i for i, _ in enumerate(events)]
     drafts = ours.propose([ask([first], request_id=str(first)) for first in firsts])
-    known = [text[0] for text in kept if len(text) > 1]
-    assert [first for first, d in zip(firsts, drafts, strict=True) if len(d)] == known
+    newest = {text[0] for text in kept if len(text) > 1}
+    known = {first for first, d in zip(firsts, drafts, strict=True) if len(d)}
+    assert newest <= known  # an older one may have its place still where one between was too long
+    assert len(known) <= 3
+    assert sum(size for i, (size, _) in enumerate(events) if 1000 * i in known) <= 1500
 
 
 def test_no_cached_requests_means_that_nothing_is_learned() -> None:

@@ -1,14 +1,23 @@
-"""The compiled walk agrees with the tensor one on any batch of trees."""
+"""The compiled walks and rules agree with the tensor ones on any batch."""
+
+from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import Draft
-from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
+from outdraft.core.sampling import SamplingParams
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+from outdraft.spec.draft_batch import DraftBatch, request_R, row_index_BN1
+from outdraft.spec.rejection_sampler import Verifier
 from outdraft.spec.verify import match_draft
-from outdraft.spec.verify_cpu import match_draft_cpu
+from outdraft.spec.verify_cpu import match_draft_cpu, request_R_cpu
 
 
 @settings(max_examples=200, deadline=None)
@@ -27,3 +36,160 @@ def test_walks_agree(sizes: list[int], chains: bool, seed: int):
     assert torch.equal(fast.token_ids_BN1, slow.token_ids_BN1)
     assert torch.equal(fast.num_emitted_B, slow.num_emitted_B)
     assert torch.equal(fast.rows_BN, slow.rows_BN)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 3))
+def test_rows_belong_to_the_same_requests(sizes: list[int], num_padding: int):
+    drafts = DraftBatch.from_drafts([Draft.chain(range(n)) for n in sizes], "cpu")
+    num_rows = sum(sizes) + len(sizes) + num_padding
+    assert torch.equal(request_R_cpu(drafts, num_rows), request_R(drafts, num_rows))
+
+
+class Step:
+    """A random step: chains and trees, sampled or not, of sampled and greedy requests."""
+
+    def __init__(self, rng, num_requests, most, vocab_size, num_padding=0):
+        self.rng, self.vocab_size = rng, vocab_size
+        sizes = rng.integers(0, most + 1, num_requests)
+        is_sampled_B = rng.random(num_requests) < 0.7
+        trees = [self._tree(n, chain) for n, chain in zip(sizes, is_sampled_B, strict=True)]
+        drafts = DraftBatch.from_drafts(trees, "cpu")
+        self.logits_RV = self._logits(len(sizes) + sizes.sum() + num_padding)
+        probs_BNV = self._probs(drafts)
+        shares_BN1 = torch.from_numpy(rng.random((num_requests, drafts.width, 1)))
+        drawn_BN = (probs_BNV.cumsum(2) < shares_BN1).sum(2).clamp(max=vocab_size - 1)
+        # Impossible drafts come too, but not where only rounding tells the rows apart.
+        target_BNV = self._target(drafts).softmax(2)
+        is_drawn_BN = (target_BNV - probs_BNV).abs().sum(2) < 1e-3
+        is_drawn_BN |= torch.from_numpy(rng.random(drawn_BN.shape) < 0.8)
+        is_drawn_BN &= drafts.is_draft_BN & torch.from_numpy(is_sampled_B)[:, None]
+        self.drafts = replace(
+            drafts,
+            token_ids_BN=torch.where(is_drawn_BN, drawn_BN, drafts.token_ids_BN),
+            # What nobody may read: the padding, and what belongs to deterministic drafts.
+            probs_BNV=probs_BNV.masked_fill(
+                ~(drafts.is_draft_BN & torch.from_numpy(is_sampled_B)[:, None])[:, :, None],
+                torch.nan,
+            ),
+            is_sampled_B=torch.from_numpy(is_sampled_B),
+            any_sampled=drafts.width > 0 and bool(is_sampled_B.any()),
+        )
+        self.sampling = SamplingBatch.from_requests(
+            [
+                SamplingParams(temperature=0.0 if rng.random() < 0.2 else 1.0, top_k=top_k)
+                for top_k in rng.choice([0, 3], num_requests).tolist()
+            ],
+            seeds=rng.integers(0, 2**62, num_requests).tolist(),
+            vocab_size=vocab_size,
+            device="cpu",
+        )
+        num_tokens_B = torch.from_numpy(rng.integers(1, 5000, num_requests))
+        self.committed = Paths(None, num_tokens_B, num_tokens_B, None)
+
+    def _tree(self, size, is_chain):
+        tokens = tuple(self.rng.integers(0, self.vocab_size, size).tolist())
+        parents = [row if is_chain else int(self.rng.integers(0, row + 1)) for row in range(size)]
+        return Draft(tokens, tuple(parents))
+
+    def _logits(self, num_rows):
+        """With masked tokens, ties and one-hot rows among them."""
+        x_RV = 1.5 * self.rng.normal(size=(num_rows, self.vocab_size))
+        x_RV[self.rng.random(x_RV.shape) < 0.1] = -np.inf
+        x_RV[np.arange(num_rows), self.rng.integers(0, self.vocab_size, num_rows)] = 1.0
+        x_RV[self.rng.random(num_rows) < 0.1] *= 10
+        return torch.from_numpy(np.where(np.isnan(x_RV), -np.inf, x_RV)).float()
+
+    def _target(self, drafts):
+        """Raw logits of the rows that the drafts come after."""
+        return self.logits_RV[row_index_BN1(drafts)][:, :-1]
+
+    def _probs(self, drafts):
+        """Like the target's, some the same; zeros among them."""
+        target_BNV = self._target(drafts)
+        noise_BNV = torch.from_numpy(self.rng.normal(size=target_BNV.shape)).float()
+        is_same_B11 = torch.from_numpy(self.rng.random(len(target_BNV)) < 0.2)[:, None, None]
+        is_zero_BNV = torch.from_numpy(self.rng.random(target_BNV.shape) < 0.1)
+        is_zero_BNV &= target_BNV < target_BNV.amax(2, keepdim=True)
+        other_BNV = (target_BNV + noise_BNV).masked_fill(is_zero_BNV, -torch.inf)
+        return torch.where(is_same_B11, target_BNV, other_BNV).softmax(2)
+
+    def verdicts(self, method, dtype):
+        """Per request: the emitted ids and the accepted rows."""
+        logits_RV = self.logits_RV.to(dtype)
+        verdict = Verifier(method).verify(logits_RV, self.drafts, self.sampling, self.committed)
+        ids, rows = verdict.token_ids_BN1.tolist(), verdict.rows_BN.tolist()
+        counts = verdict.num_emitted_B.tolist()
+        return list(zip(map(tuple, ids), map(tuple, rows), counts, strict=True))
+
+    def allowed(self, method):
+        """Per request all verdicts of the tensor twin in float64, within rounding of float32."""
+        found = [set() for _ in range(self.drafts.num_requests)]
+        for shift in (-ROUNDING, 0.0, ROUNDING):
+            for takes_second in (False, True):
+                with (
+                    patch.object(noise, "uniform_scalar", shifted(shift)),
+                    patch.object(noise, "sample_gumbel", nearly_best(takes_second)),
+                ):
+                    for one, verdict in zip(
+                        found, self.verdicts(method, torch.float64), strict=True
+                    ):
+                        one.add(verdict)
+        return found
+
+
+ROUNDING = 1e-5
+true_scalar = noise.uniform_scalar
+
+
+def shifted(shift):
+    return lambda *key: true_scalar(*key).double() + shift
+
+
+def nearly_best(takes_second):
+    """Sampling that may take the second best where float32 hardly tells it from the best."""
+
+    def sample(logits_RV, seeds_R, positions_R, purpose, anchors_R=None):
+        keys_RV = logits_RV + noise.gumbel(
+            seeds_R, positions_R, purpose, logits_RV.shape[1], anchors_R
+        )
+        best_R2, ids_R2 = keys_RV.topk(2, dim=1)
+        is_close_R = best_R2[:, 0] - best_R2[:, 1] < ROUNDING
+        return torch.where(is_close_R & takes_second, ids_R2[:, 1], ids_R2[:, 0])
+
+    return sample
+
+
+methods = pytest.mark.parametrize("method", ["block", "token", "drafter_invariant"])
+
+
+@methods
+@pytest.mark.parametrize("vocab_size", [2, 9, 600])
+def test_verdicts_of_many_requests_are_those_of_the_tensor_rules(method, vocab_size):
+    num_requests = 3000 if vocab_size < 100 else 200
+    step = Step(np.random.default_rng(vocab_size), num_requests, 5, vocab_size, num_padding=2)
+    got, allowed = step.verdicts(method, torch.float32), step.allowed(method)
+    wrong = [b for b, verdict in enumerate(got) if verdict not in allowed[b]]
+    assert wrong == []
+    assert sum(len(one) > 1 for one in allowed) < 0.005 * num_requests
+
+
+@methods
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 5), st.integers(2, 40), st.integers(0, 2**32))
+def test_verdicts_of_small_batches_are_those_of_the_tensor_rules(
+    method, num_requests, most, vocab_size, seed
+):
+    step = Step(np.random.default_rng(seed), num_requests, most, vocab_size, num_padding=seed % 3)
+    got = step.verdicts(method, torch.float32)
+    assert all(one in allowed for one, allowed in zip(got, step.allowed(method), strict=True))
+
+
+@methods
+def test_a_wrong_coin_would_be_seen(method):
+    """A negative control: noise of other keys gives verdicts that the comparison refuses."""
+    step = Step(np.random.default_rng(1), 300, 4, 9)
+    got = step.verdicts(method, torch.float32)
+    step.committed = replace(step.committed, num_tokens_B=step.committed.num_tokens_B + 1)
+    allowed = step.allowed(method)
+    assert sum(one not in ones for one, ones in zip(got, allowed, strict=True)) > 30

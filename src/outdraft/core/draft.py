@@ -74,11 +74,15 @@ class DraftAsk:
         token_ids: int32 [num_tokens], prompt and output so far, newest last; a view, not to be
             kept across calls.
         max_tokens: rows that the scheduler can afford, at least 1.
+        num_prompt: how many of the tokens are the prompt.
+        prediction: int32 [num_tokens], what the client expects the output to be; None: nothing.
     """
 
     request_id: str
     token_ids: np.ndarray
     max_tokens: int
+    num_prompt: int = 0
+    prediction: np.ndarray | None = None
 
 
 def tree_depths(parents: Sequence[int]) -> list[int]:

@@ -25,6 +25,25 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class DraftTrace:
+    """One step of a sequence: what was drafted, and what became of it.
+
+    Attributes:
+        source: of the draft; None: nothing was drafted.
+        drafted_ids: in the order of the draft's rows.
+        parents: as in core.draft.Draft.
+        accepted_rows: rows of the draft, from the root down.
+        num_emitted: tokens of the output that the step brought.
+    """
+
+    source: str | None
+    drafted_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted_rows: tuple[int, ...]
+    num_emitted: int
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n sequences.
@@ -34,6 +53,7 @@ class CompletionOutput:
         logprobs: per token, token id -> Logprob: the chosen token and the most likely ones.
         finish_reason: "stop", "length", "abort", or None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
+        trace: its steps, if the request asked for them.
     """
 
     index: int
@@ -44,6 +64,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    trace: list[DraftTrace] | None = None
 
 
 @dataclass(slots=True)
@@ -56,11 +77,15 @@ class SpeculationMetrics:
     num_spec_tokens: int  # most drafts a step, as configured
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
+    per_step_source: list[str] = field(default_factory=list)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
     def record(self, drafted: int, accepted: int, source: str) -> None:
         self.per_step_drafted.append(drafted)
         self.per_step_accepted.append(accepted)
+        self.per_step_source.append(source)
+        self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + drafted
         self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + accepted
 
     @property

@@ -130,6 +130,7 @@ class StepStats:
         accepted_at: how many requests accepted a draft at depth i + 1.
         drafted_by_source, accepted_by_source: tokens.
         host_s: the step's time outside the device's phases.
+        draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
     """
 
     num_requests: int
@@ -145,3 +146,4 @@ class StepStats:
     kv_usage: float
     times: PhaseTimes
     host_s: float
+    draft_lengths: tuple[int, ...] = ()

@@ -30,6 +30,7 @@ class Request:
         num_drafter_computed: the same for the drafter's layers; may lag behind.
         slot: row of the device-resident state while running, else None.
         seed: the noise key of every choice of this request.
+        prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Request:
         max_model_len: int,
         stop_token_ids: frozenset[int] = frozenset(),
         bad_words_ids: Sequence[Sequence[int]] = (),
+        prediction_ids: Sequence[int] = (),
         find_stop_string: Callable[[int], str | None] | None = None,
         priority: int = 0,
     ) -> None:
@@ -51,6 +53,7 @@ class Request:
         self.priority = priority
         self.stop_token_ids = stop_token_ids
         self.bad_words_ids = bad_words_ids
+        self.prediction_ids = np.array(prediction_ids, dtype=np.int32)
         self.num_prompt = len(prompt_ids)
         self.max_total = max_model_len
         if params.max_tokens is not None:

@@ -15,15 +15,26 @@ class SpeculationParams:
     """What one request asks of speculation; the engine's configuration is the upper bound.
 
     Attributes:
-        method: None for the engine's own choice, "off" for plain decoding, or the name of one
-            source that the engine was configured with.
+        enabled: False for plain decoding.
+        method: None for the engine's own choice, or the name of one source that the engine was
+            configured with.
         num_speculative_tokens: drafts a step, None for the engine's number.
+        trace: tell what was drafted in every step.
     """
 
+    enabled: bool = True
     method: str | None = None
     num_speculative_tokens: int | None = None
+    trace: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("enabled", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} of speculation must be true or false", "speculation")
+        if self.method is not None and not isinstance(self.method, str):
+            raise RequestError(
+                f"method of speculation must be a text, got {self.method!r}", "speculation"
+            )
         number = self.num_speculative_tokens
         if number is None:
             return
@@ -84,6 +95,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    prediction: str | Sequence[int] | None = None  # what the output is expected to be
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -156,6 +168,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be true or false", name)
         if self.stop is not None and not isinstance(self.stop, str):
             _check_list("stop", self.stop, str)
+        if self.prediction is not None and not isinstance(self.prediction, str):
+            _check_list("prediction", self.prediction, int)
         for name, kind in _LISTS:
             if getattr(self, name) is not None:
                 _check_list(name, getattr(self, name), kind)

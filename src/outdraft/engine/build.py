@@ -31,6 +31,7 @@ from outdraft.engine.step_memory import (
     sampling_bytes,
     text_bytes,
 )
+from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
@@ -42,7 +43,7 @@ from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.spec.draft_model import DraftModelProposer
-from outdraft.spec.draft_policy import DrafterLimits, DraftPolicy
+from outdraft.spec.draft_policy import DrafterLimits, DraftPolicy, most_draft_rows
 from outdraft.spec.ngram import NgramProposer
 from outdraft.spec.proposer import HostProposer
 from outdraft.spec.rejection_sampler import Verifier
@@ -130,6 +131,7 @@ def build_engine(
         speculation,
         _host_proposers(speculation.sources),
         _drafter_limits(speculation.draft_model, target, drafter),
+        config.scheduler.max_num_seqs,
     )
     return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
 
@@ -153,21 +155,6 @@ def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torc
     if device.type == "cuda":
         return getattr(torch, checkpoint_dtype)
     return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
-
-
-def load_tokenizer(path: Path) -> Tokenizer | None:
-    """The checkpoint's fast tokenizer, None if it has none."""
-    file = path / "tokenizer.json"
-    if not file.exists():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library has no narrower one
-        raise ConfigError(f"{file} is not a readable tokenizer: {error}") from error
-    # Some were saved while they prepared training batches. A prompt is never cut or filled up.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def check_vocabularies(
@@ -287,7 +274,7 @@ def _step_memory(
     shape = StepShape(
         config.scheduler,
         max_model_len,
-        num_drafts=speculation.num_speculative_tokens if speculation.sources else 0,
+        num_draft_rows=most_draft_rows(speculation, config.scheduler.max_num_seqs),
         samples_drafts=drafting is not None and drafting.draft_sample_method == "probabilistic",
         dtype=models.target.dtype,
         device=models.device,

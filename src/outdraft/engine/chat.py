@@ -49,8 +49,14 @@ class ChatTemplate:
         }
         return cls(source, special)
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation.
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The prompt of a conversation; `tools` are functions that the model may call.
 
         Raises:
             RequestError: a message has no role or content, or the template refuses it.
@@ -63,7 +69,8 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=list(messages),
-                tools=None,  # templates tell "no tools" from a name they do not know
+                # Templates tell "no tools" (None) from a name that they do not know.
+                tools=list(tools) if tools is not None else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,

@@ -64,6 +64,10 @@ class Engine:
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
+    def is_live(self, request_id: str) -> bool:
+        """Whether a sequence of the request waits or runs."""
+        return request_id in self._callers
+
     def running_requests(self) -> list[str]:
         """Ids of the requests with a sequence that runs, or that ended without being told."""
         waiting = {request.id for request in self.scheduler.waiting}
@@ -105,7 +109,7 @@ class Engine:
             request_id,
             encoded.text,
             encoded.token_ids.tolist(),
-            self.inputs.tokenizer,
+            self.inputs.tokenizer if params.detokenize else None,
             detokenizers,
             self.drafting.most_drafts(requests[0]),
         )
@@ -162,13 +166,14 @@ class Engine:
         After a step that failed: also one that ended in it, of which nobody was told.
         """
         sequences = [self._sequences[one] for one in self._callers.get(request_id, ())]
-        for sequence in sequences:
-            self.scheduler.abort(sequence.request.id)
-            self._forget(sequence)
-            self._end_drafting(sequence)
-        for sequence in sequences:
-            sequence.builder.abort(sequence.index)
+        self._abort(sequences)
         return sequences[0].builder.output if sequences else None
+
+    def abort_sequence(self, request_id: str, index: int) -> None:
+        """End one of a request's sequences early; an unknown one is ignored."""
+        sequence = self._sequences.get(_sequence_id(request_id, index))
+        if sequence is not None:
+            self._abort([sequence])
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -177,6 +182,14 @@ class Engine:
         assert live == set(self._sequences)
         assert all(sequence.may_draft for sequence in self._sequences.values())
         assert live == {sequence for ids in self._callers.values() for sequence in ids}
+
+    def _abort(self, sequences: list[_Sequence]) -> None:
+        for sequence in sequences:
+            self.scheduler.abort(sequence.request.id)
+            self._forget(sequence)
+            self._end_drafting(sequence)
+        for sequence in sequences:
+            sequence.builder.abort(sequence.index)
 
     def _end_drafting(self, sequence: _Sequence) -> None:
         """Tell the proposers that a sequence ended, once."""
@@ -214,6 +227,7 @@ class Engine:
         self.inputs.check_params(params)
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)
+        prediction_ids = self.inputs.prediction_ids(params)
         if params.n > self.scheduler.config.max_waiting:
             raise RequestError(
                 f"n is {params.n}, but at most max_waiting = {self.scheduler.config.max_waiting} "
@@ -227,13 +241,14 @@ class Engine:
         others = replace(params, prompt_logprobs=None)  # they would be the same n times
         requests = [
             Request(
-                f"{request_id}/{index}",
+                _sequence_id(request_id, index),
                 prompt_ids,
                 params if index == 0 else others,
                 seed=self.inputs.seed(params, self._num_added, index),
                 max_model_len=self.inputs.max_model_len,
                 stop_token_ids=stop_token_ids,
                 bad_words_ids=bad_words_ids,
+                prediction_ids=prediction_ids,
                 find_stop_string=detokenizer.push if detokenizer is not None else None,
                 priority=priority,
             )
@@ -242,3 +257,7 @@ class Engine:
         self.drafting.check(requests[0])
         self.scheduler.check_fits(requests[0])
         return requests, detokenizers
+
+
+def _sequence_id(request_id: str, index: int) -> str:
+    return f"{request_id}/{index}"

@@ -75,20 +75,22 @@ class InputProcessor:
         self._check_ids(ids, "prompt")
         return ids
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text; `field` is the parameter that it came as.
 
         Raises:
             RequestError: there is no tokenizer, or the text is not valid Unicode.
         """
         if self.tokenizer is None:
             raise RequestError(
-                "the model came without a tokenizer: give token ids instead of text", "prompt"
+                "the model came without a tokenizer: give token ids instead of text", field
             )
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except TypeError as error:  # half of a surrogate pair
-            raise RequestError("prompt is not valid Unicode text", "prompt") from error
+            raise RequestError(f"{field} is not valid Unicode text", field) from error
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError if a parameter names tokens that do not exist."""
@@ -121,6 +123,15 @@ class InputProcessor:
             if spaced[-len(bare) :] != bare:  # else the bare form bans it too
                 words.append(spaced)
         return tuple(words)
+
+    def prediction_ids(self, params: SamplingParams) -> list[int]:
+        """Token ids of what the output is expected to be; none if nothing is."""
+        if params.prediction is None:
+            return []
+        if isinstance(params.prediction, str):
+            return self.encode(params.prediction, add_special_tokens=False, field="prediction")
+        self._check_ids(params.prediction, "prediction")
+        return list(params.prediction)
 
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
         """The noise key of a request's index-th sequence.

@@ -6,6 +6,7 @@ from tokenizers import Tokenizer
 
 from outdraft.core.outputs import (
     CompletionOutput,
+    DraftTrace,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -73,6 +74,9 @@ class OutputBuilder:
                 min(len(outcome.accepted_rows), len(added)),  # the text may end inside a draft
                 drafts.source,
             )
+        if request.params.speculation.trace:
+            completion.trace = completion.trace or []
+            completion.trace.append(_trace(outcome, drafts, len(added)))
         if request.params.logprobs is not None:
             self._add_logprobs(completion, outcome.logprobs[: len(added)], request.params.logprobs)
         detokenizer = self._detokenizers[index]
@@ -137,6 +141,15 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> list[TokenOrigi
     is_leaf = not outcome.accepted_rows or _is_leaf(outcome.accepted_rows[-1], drafts)
     rejected = not outcome.accepted_rows or not is_leaf
     return [*accepted, TokenOrigin.RECOVERED if rejected else TokenOrigin.BONUS]
+
+
+def _trace(outcome: WorkResult, drafts: DraftChoice | None, num_emitted: int) -> DraftTrace:
+    if drafts is None:
+        return DraftTrace(None, (), (), (), num_emitted)
+    parents = drafts.draft.parents or tuple(range(len(outcome.drafted_ids)))
+    return DraftTrace(
+        str(drafts.source), outcome.drafted_ids, parents, outcome.accepted_rows, num_emitted
+    )
 
 
 def _is_leaf(row: int, drafts: DraftChoice) -> bool:

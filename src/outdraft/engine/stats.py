@@ -39,6 +39,9 @@ def step_stats(
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
+        draft_lengths=tuple(
+            len(outcome.drafted_ids) for work, outcome, _ in booked if work.samples
+        ),
     )
 
 

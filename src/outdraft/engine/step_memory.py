@@ -24,13 +24,13 @@ class StepShape:
     """The largest step of an engine.
 
     Attributes:
-        num_drafts: most drafts of one request; 0 without speculation.
+        num_draft_rows: most drafts of all requests; 0 without speculation.
         samples_drafts: the draft model draws from its distribution, which is then kept.
     """
 
     scheduler: SchedulerConfig
     max_model_len: int
-    num_drafts: int
+    num_draft_rows: int
     samples_drafts: bool
     dtype: torch.dtype
     device: torch.device
@@ -41,7 +41,7 @@ class StepShape:
 
     @property
     def num_logit_rows(self) -> int:
-        return min(self.scheduler.max_num_seqs * (1 + self.num_drafts), self.num_rows)
+        return min(self.scheduler.max_num_seqs + self.num_draft_rows, self.num_rows)
 
     @property
     def logit_dtype(self) -> torch.dtype:
@@ -90,7 +90,7 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     """float32, whatever the model's dtype."""
     if not shape.samples_drafts:
         return 0
-    num_drafts = min(shape.scheduler.max_num_seqs * shape.num_drafts, shape.num_rows)
+    num_drafts = min(shape.num_draft_rows, shape.num_rows)
     return DRAFT_TENSORS * num_drafts * vocab_size * 4
 
 

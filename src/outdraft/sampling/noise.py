@@ -170,11 +170,6 @@ def sample_gumbel(
     anchors_R: Tensor | None = None,
 ) -> Tensor:
     """int64 [R]: argmax(logits + gumbel), a sample of softmax(logits); the lowest id of a tie."""
-    if logits_RV.device.type == "cpu" and logits_RV.dtype == torch.float32:
-        ids_R = torch.empty(len(seeds_R), dtype=torch.int64)
-        keys = _key_arrays(seeds_R, positions_R, purpose, anchors_R)
-        noise_cpu.sample_gumbel(logits_RV.contiguous().numpy(), *keys, ids_R.numpy())
-        return ids_R
     noise_RV = gumbel(seeds_R, positions_R, purpose, logits_RV.shape[1], anchors_R)
     return (logits_RV + noise_RV).argmax(1)
 

@@ -2,6 +2,9 @@
 
 Compiled without fast-math and without fused multiply-adds, so every operation rounds as the
 tensor version's does.
+
+NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
+files that import it too.
 """
 
 import numpy as np
@@ -24,6 +27,9 @@ _TWO52, _TWO52_BITS = 2.0**52, np.int64((1023 + 52) << 52)  # a double whose low
 # No Gumbel noise whose bits begin with these 12 is larger; the slack covers the logarithm's error.
 _CEILING_SHIFT = np.uint32(20)
 _CEILINGS = (-np.log(-np.log((np.arange(1, 4097) - 2.0**-21) / 4096)) + 1e-6).astype(np.float32)
+_EXP_CEILINGS = np.exp(_CEILINGS.astype(np.float64)).astype(np.float32)
+_BOUND_SLACK = 1 - 1e-5  # covers the rounding of exp(key), of which the key has 24 bits
+_UNIT_SHIFT = np.uint64(9)  # 23 bits and a half fit into float32's 24
 _CHUNK = 1024  # numbers whose scratch stays in the nearest cache
 
 
@@ -49,30 +55,67 @@ def _log_in_place(
         x_V[at] = exponent * LN2 + s * series
 
 
+@njit(inline="always")
+def _round(  # noqa: ANN202
+    number: int,
+    x0: np.uint64,
+    x1: np.uint64,
+    x2: np.uint64,
+    x3: np.uint64,
+    k0: np.uint64,
+    k1: np.uint64,
+):
+    n = np.uint64(number)
+    product0, product1 = x0 * _M0, x2 * _M1
+    return (
+        (product1 >> _SHIFT32) ^ x1 ^ ((k0 + n * _W0) & _MASK),
+        product1 & _MASK,
+        (product0 >> _SHIFT32) ^ x3 ^ ((k1 + n * _W1) & _MASK),
+        product0 & _MASK,
+    )
+
+
+@njit(inline="always")
+def _philox(  # noqa: ANN202
+    block: int, seed: int, c1: int, c2: int, c3: int
+):
+    """Four words of noise, uint64 below 2**32. Rounds are written out so that loops vectorise."""
+    x0, x1 = np.uint64(block), np.uint64(c1) & _MASK
+    x2, x3 = np.uint64(c2) & _MASK, np.uint64(c3) & _MASK
+    k0, k1 = np.uint64(seed) & _MASK, np.uint64(seed) >> _SHIFT32
+    x0, x1, x2, x3 = _round(0, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(1, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(2, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(3, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(4, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(5, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(6, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(7, x0, x1, x2, x3, k0, k1)
+    x0, x1, x2, x3 = _round(8, x0, x1, x2, x3, k0, k1)
+    return _round(9, x0, x1, x2, x3, k0, k1)
+
+
 @njit(cache=True)
-def _fill_bits(seed: np.int64, c1: np.int64, c2: np.int64, c3: np.int64, out_V: np.ndarray) -> None:
+def _fill_bits(seed: int, c1: int, c2: int, c3: int, out_V: np.ndarray) -> None:
     size = out_V.shape[0]
-    for block in range((size + 3) // 4):
-        x0, x1 = np.uint64(block), np.uint64(c1) & _MASK
-        x2, x3 = np.uint64(c2) & _MASK, np.uint64(c3) & _MASK
-        k0, k1 = np.uint64(seed) & _MASK, np.uint64(seed) >> _SHIFT32
-        for _ in range(10):
-            product0, product1 = x0 * _M0, x2 * _M1
-            x0 = (product1 >> _SHIFT32) ^ x1 ^ k0
-            x1 = product1 & _MASK
-            x2 = (product0 >> _SHIFT32) ^ x3 ^ k1
-            x3 = product0 & _MASK
-            k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-        first = 4 * block
-        if first + 4 <= size:
-            out_V[first] = x0
-            out_V[first + 1] = x1
-            out_V[first + 2] = x2
-            out_V[first + 3] = x3
-        else:
-            words = (x0, x1, x2, x3)
-            for at in range(size - first):
-                out_V[first + at] = words[at]
+    words_4W = np.empty((4, (size + 3) // 4), dtype=np.uint32)
+    w0_W, w1_W, w2_W, w3_W = words_4W[0], words_4W[1], words_4W[2], words_4W[3]
+    for block in range(w0_W.shape[0]):
+        w0_W[block], w1_W[block], w2_W[block], w3_W[block] = _philox(block, seed, c1, c2, c3)
+    for block in range(size // 4):
+        out_V[4 * block] = w0_W[block]
+        out_V[4 * block + 1] = w1_W[block]
+        out_V[4 * block + 2] = w2_W[block]
+        out_V[4 * block + 3] = w3_W[block]
+    for at in range(size // 4 * 4, size):
+        out_V[at] = words_4W[at % 4, at // 4]
+
+
+@njit(cache=True)
+def uniform_scalar(seed: int, c1: int, c2: int, c3: int) -> np.float32:
+    """float32 in (0, 1): vocabulary id 0 of position c1, anchor c2 and purpose c3."""
+    word = _philox(0, seed, c1, c2, c3)[0]
+    return np.float32((np.float64(word >> _UNIT_SHIFT) + 0.5) * 2.0**-23)
 
 
 @njit(cache=True, nogil=True)
@@ -102,34 +145,58 @@ def fill_gumbel(
                 noise_RV[row, start + at] = np.float32(-x[at])
 
 
-@njit(cache=True, nogil=True)
-def sample_gumbel(
-    logits_RV: np.ndarray,
-    seeds_R: np.ndarray,
-    positions_R: np.ndarray,
-    anchors_R: np.ndarray,
-    purposes_R: np.ndarray,
-    ids_R: np.ndarray,
-) -> None:
-    """ids = argmax(logits + the noise of `fill_gumbel`), float32, the lowest id of a tie.
+@njit(cache=True)
+def _gumbel_of(
+    bits: np.uint32,
+    x: np.ndarray,
+    x_bits: np.ndarray,
+    exponent: np.ndarray,
+    exponent_bits: np.ndarray,
+) -> np.float32:
+    """The noise of one word; the arrays are scratch of one number, as in `_log_in_place`."""
+    x[0] = (np.float64(bits) + 0.5) * 2.0**-32
+    _log_in_place(x, x_bits, exponent, exponent_bits)
+    x[0] = -x[0]
+    _log_in_place(x, x_bits, exponent, exponent_bits)
+    return np.float32(-x[0])
 
-    Takes logarithms only where the leading bits of the noise leave a chance to win, which is a
-    handful of tokens a row.
+
+@njit(cache=True, nogil=True)
+def sample_logits(logits_V: np.ndarray, seed: int, c1: int, c2: int, c3: int) -> int:
+    """argmax(logits + the noise of `fill_gumbel`) of one row, float32, the lowest id of a tie.
+
+    c1, c2, c3 are position, anchor and purpose. Takes logarithms only where the leading bits of
+    the noise leave a chance to win, which is a handful of tokens.
     """
-    size = logits_RV.shape[1]
-    bits_V = np.empty(size, dtype=np.uint32)
+    bits_V = np.empty(logits_V.shape[0], dtype=np.uint32)
     x, exponent = np.empty(1), np.empty(1)
     x_bits, exponent_bits = x.view(np.int64), exponent.view(np.int64)
-    for row in range(logits_RV.shape[0]):
-        _fill_bits(seeds_R[row], positions_R[row], anchors_R[row], purposes_R[row], bits_V)
-        best, best_id = np.float32(-np.inf), 0
-        for at in range(size):
-            if logits_RV[row, at] + _CEILINGS[bits_V[at] >> _CEILING_SHIFT] > best:
-                x[0] = (np.float64(bits_V[at]) + 0.5) * 2.0**-32
-                _log_in_place(x, x_bits, exponent, exponent_bits)
-                x[0] = -x[0]
-                _log_in_place(x, x_bits, exponent, exponent_bits)
-                key = logits_RV[row, at] + np.float32(-x[0])
-                if key > best:
-                    best, best_id = key, at
-        ids_R[row] = best_id
+    _fill_bits(seed, c1, c2, c3, bits_V)
+    best, best_id = np.float32(-np.inf), 0
+    for at in range(logits_V.shape[0]):
+        if logits_V[at] + _CEILINGS[bits_V[at] >> _CEILING_SHIFT] > best:
+            key = logits_V[at] + _gumbel_of(bits_V[at], x, x_bits, exponent, exponent_bits)
+            if key > best:
+                best, best_id = key, at
+    return best_id
+
+
+@njit(cache=True, nogil=True)
+def sample_weights(weights_V: np.ndarray, seed: int, c1: int, c2: int, c3: int) -> int:
+    """`sample_logits` of log(weights), weights of at least 0 and at most 1, one of them above 0.
+
+    Compares exponentials first, so that logarithms of weights too are taken for a handful only.
+    """
+    bits_V = np.empty(weights_V.shape[0], dtype=np.uint32)
+    x, exponent = np.empty(1), np.empty(1)
+    x_bits, exponent_bits = x.view(np.int64), exponent.view(np.int64)
+    _fill_bits(seed, c1, c2, c3, bits_V)
+    best, best_id, bound = np.float32(-np.inf), 0, np.float32(0.0)
+    for at in range(weights_V.shape[0]):
+        if weights_V[at] * _EXP_CEILINGS[bits_V[at] >> _CEILING_SHIFT] > bound:
+            noise = _gumbel_of(bits_V[at], x, x_bits, exponent, exponent_bits)
+            key = np.float32(np.log(np.float64(weights_V[at]))) + noise
+            if key > best:
+                best, best_id = key, at
+                bound = np.float32(np.exp(np.float64(best)) * _BOUND_SLACK)
+    return best_id

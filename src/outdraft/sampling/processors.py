@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from outdraft.sampling.batch import ANY_TOKEN, BadWords, SamplingBatch, TokenSets
+from outdraft.sampling.processors_cpu import process_rows
+from outdraft.sampling.row_kernels import is_compiled_for
 
 _MASKED = -torch.inf
 
@@ -71,10 +73,34 @@ def process_logits(
         logits_RV = apply_penalties(logits_RV, request_R, paths, sampling)
     if sampling.all_greedy:
         return logits_RV
+    if is_compiled_for(logits_RV):
+        return _scale_and_cut_cpu(logits_RV, request_R, sampling)
+    return scale_and_cut(logits_RV, request_R, sampling)
+
+
+def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The stages that look at the logits alone: temperature, min_p, top_k and top_p."""
     logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
     if sampling.needs_min_p:
         logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])
     return apply_top_k_top_p(logits_RV, request_R, sampling)
+
+
+def _scale_and_cut_cpu(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
+    """`scale_and_cut` of float32 on the CPU."""
+    processed_RV = np.empty(logits_RV.shape, dtype=np.float32)
+    min_p_B = sampling.min_p_B
+    process_rows(
+        logits_RV.contiguous().numpy(),
+        request_R.numpy(),
+        sampling.temperature_B.numpy(),
+        (min_p_B.log() if sampling.needs_min_p else min_p_B).numpy(),
+        sampling.top_k_B.numpy(),
+        sampling.top_p_B.numpy(),
+        sampling.needs_min_p,
+        processed_RV,
+    )
+    return torch.from_numpy(processed_RV)
 
 
 def apply_allowed(logits_RV: Tensor, request_R: Tensor, allowed: TokenSets) -> Tensor:

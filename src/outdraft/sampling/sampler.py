@@ -6,11 +6,13 @@ key: the same token in any batch.
 Dimension key: R rows, V vocabulary.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.sampling import noise
+from outdraft.sampling import noise, sampler_cpu
 from outdraft.sampling.noise import Purpose
+from outdraft.sampling.row_kernels import is_compiled_for
 
 
 def choose(
@@ -30,11 +32,15 @@ def choose(
         all_greedy: known on the host: no noise is needed.
         anchors_R: committed tokens when the step began; required for Purpose.DRAFT.
     """
-    best_R = processed_RV.argmax(1)
     if all_greedy:
-        return best_R
-    if purpose in (Purpose.DRAFT, Purpose.ACCEPT) and anchors_R is None:
-        raise ValueError(f"noise of purpose {purpose.name} needs anchors")
+        return processed_RV.argmax(1)
+    _check(purpose, anchors_R)
+    if is_compiled_for(processed_RV):
+        ids_R = np.empty(len(processed_RV), dtype=np.int64)
+        keys = _keys_cpu(processed_RV, seeds_R, positions_R, is_greedy_R, purpose, anchors_R)
+        sampler_cpu.choose_rows(*keys, ids_R)
+        return torch.from_numpy(ids_R)
+    best_R = processed_RV.argmax(1)
     sampled_R = noise.sample_gumbel(processed_RV, seeds_R, positions_R, purpose, anchors_R)
     return torch.where(is_greedy_R, best_R, sampled_R)
 
@@ -54,7 +60,14 @@ def sample_with_probs(
     For a proposer. The probabilities of greedy rows are not one-hot: their drafts are
     deterministic, and verification does not read these rows.
     """
-    ids_R = choose(
+    if is_compiled_for(processed_RV) and not all_greedy:
+        _check(purpose, anchors_R)
+        ids_R = np.empty(len(processed_RV), dtype=np.int64)
+        probs_RV = np.empty(processed_RV.shape, dtype=np.float32)
+        keys = _keys_cpu(processed_RV, seeds_R, positions_R, is_greedy_R, purpose, anchors_R)
+        sampler_cpu.choose_rows_with_probs(*keys, ids_R, probs_RV)
+        return torch.from_numpy(ids_R), torch.from_numpy(probs_RV)
+    chosen_R = choose(
         processed_RV,
         seeds_R,
         positions_R,
@@ -63,4 +76,30 @@ def sample_with_probs(
         all_greedy=all_greedy,
         anchors_R=anchors_R,
     )
-    return ids_R, torch.softmax(processed_RV, dim=1, dtype=torch.float32)
+    return chosen_R, torch.softmax(processed_RV, dim=1, dtype=torch.float32)
+
+
+def _check(purpose: Purpose, anchors_R: Tensor | None) -> None:
+    if anchors_R is None and purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+        raise ValueError(f"noise of purpose {purpose.name} needs anchors")
+
+
+def _keys_cpu(
+    processed_RV: Tensor,
+    seeds_R: Tensor,
+    positions_R: Tensor,
+    is_greedy_R: Tensor,
+    purpose: Purpose,
+    anchors_R: Tensor | None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Logits, seeds, positions, anchors, is_greedy and purpose for the kernels."""
+    return (
+        processed_RV.contiguous().numpy(),
+        np.ascontiguousarray(seeds_R.numpy()),
+        np.ascontiguousarray(positions_R.numpy()),
+        np.zeros(len(seeds_R), np.int64)
+        if anchors_R is None
+        else np.ascontiguousarray(anchors_R.numpy()),
+        np.ascontiguousarray(is_greedy_R.numpy()),
+        int(purpose),
+    )

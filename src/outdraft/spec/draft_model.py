@@ -110,13 +110,18 @@ class DraftModelProposer:
     ) -> ModelDrafts:
         """Drafts drawn with the requests' parameters, but for those that look back at the text."""
         sampling = replace(sampling, needs_penalties=False, bad_words=None, stops=None)
+        requests_B = torch.arange(len(hidden_BD), device=hidden_BD.device)
+        num_tokens_B = positions_KB[0]
+        paths = Paths(None, torch.zeros_like(num_tokens_B), num_tokens_B, None)
         ids: list[Tensor] = []
         probs: list[Tensor] = []
         for step, positions_B in enumerate(positions_KB):
             if step:
                 batch = extensions[step - 1]
                 hidden_BD = self.model(ids[-1], batch.positions_T, self.cache.layers, batch)
-            chosen_B, probs_BV = self._choose(hidden_BD, positions_B, positions_KB[0], sampling)
+            logits_BV = self.model.logits(hidden_BD)
+            processed_BV = process_logits(logits_BV, requests_B, paths, sampling)
+            chosen_B, probs_BV = self._choose(processed_BV, positions_B, num_tokens_B, sampling)
             ids.append(chosen_B)
             probs.append(probs_BV)
         token_ids_BK = torch.stack(ids, dim=1)
@@ -219,13 +224,9 @@ class DraftModelProposer:
         return positions, batches
 
     def _choose(
-        self, hidden_BD: Tensor, positions_B: Tensor, anchors_B: Tensor, sampling: SamplingBatch
+        self, processed_BV: Tensor, positions_B: Tensor, anchors_B: Tensor, sampling: SamplingBatch
     ) -> tuple[Tensor, Tensor]:
         """The next draft of each request, and what it was drawn from."""
-        logits_BV = self.model.logits(hidden_BD)
-        requests_B = torch.arange(len(logits_BV), device=logits_BV.device)
-        paths = Paths(None, torch.zeros_like(anchors_B), anchors_B, None)
-        processed_BV = process_logits(logits_BV, requests_B, paths, sampling)
         return sample_with_probs(
             processed_BV,
             sampling.seeds_B,

@@ -1,6 +1,7 @@
 """Who drafts for which request in this step, and how much.
 
-The sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
+What the client predicted goes first: it knows best, and checking it costs rows only. Else the
+sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
 best of them is taken when it promises more tokens per time than the draft model has lately
 delivered; else the model drafts, on the device. Promises are corrected by measured success, source
 by source. A source that is refused again and again is tried once in a while, or it could never
@@ -11,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.core.draft import DraftAsk, DraftSource
+from outdraft.core.draft import MAX_DRAFTS, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import FinishReason, Request
+from outdraft.spec.prediction import PredictionProposer
 from outdraft.spec.proposer import HostProposer
 
 FORGETTING = 0.95  # weight of the past in the running averages, per draft
@@ -66,20 +68,32 @@ class DraftPolicy:
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
         drafter: DrafterLimits | None,
+        max_num_seqs: int,
     ) -> None:
         self.config = config
+        self._prediction = PredictionProposer()
         self._proposers = list(proposers)
         self._drafter = drafter
+        self._draft_rows = most_draft_rows(config, max_num_seqs)
         first = config.num_speculative_tokens / 2
         self._records = {source: SourceRecord(first, first) for source in DraftSource}
+
+    @property
+    def sources(self) -> tuple[DraftSource, ...]:
+        """Who may draft, the preferred one first; empty without speculation."""
+        if not self.config.sources:
+            return ()
+        return DraftSource.PREDICTION, *self.config.methods
 
     def check(self, request: Request) -> None:
         """Raise RequestError if the request asks for a source that the engine does not have."""
         method = request.params.speculation.method
-        allowed = ["off", *(str(source) for source in self.config.methods)]
+        allowed = [str(source) for source in self.sources]
         if method is not None and method not in allowed:
             raise RequestError(
-                f"speculation method must be one of {', '.join(allowed)}, got {method!r}",
+                f"method of speculation must be one of {', '.join(allowed)}, got {method!r}"
+                if allowed
+                else "the engine was started without speculation, so that it has no method",
                 "speculation",
             )
 
@@ -88,10 +102,15 @@ class DraftPolicy:
         limit = self.config.disable_by_batch_size
         if limit is not None and num_running > limit:
             return {}
-        wanting = {r.id: r for r in requests if self.num_drafts(r) > 0}
-        best = self._best_of_host(list(wanting.values()))
-        picked = {r.id: self._pick(r, best.get(r.id)) for r in wanting.values()}
-        return {request_id: choice for request_id, choice in picked.items() if choice is not None}
+        wanting = [r for r in requests if self._may_draft(r)]
+        chosen = self._predicted(wanting, num_running)
+        others = [request for request in wanting if request.id not in chosen]
+        best = self._best_of_host(others)
+        for request in others:
+            choice = self._pick(request, best.get(request.id))
+            if choice is not None:
+                chosen[request.id] = choice
+        return chosen
 
     def observe(self, choice: DraftChoice, num_accepted: int) -> None:
         """Learn how a verified draft fared."""
@@ -101,22 +120,53 @@ class DraftPolicy:
     def finish(self, request: Request) -> None:
         """A request ended: the proposers drop its state, and learn from its text if it is whole."""
         text = None if request.finish_reason is FinishReason.ABORT else request.token_ids
-        for proposer in self._proposers:
+        for proposer in (self._prediction, *self._proposers):
             proposer.finish(request.id, text)
 
     def num_drafts(self, request: Request) -> int:
-        """Most drafts for this request in the next step."""
-        return min(self.most_drafts(request), request.max_drafts)
+        """Most drafts of any source but a prediction for this request in the next step."""
+        number = self.config.num_speculative_tokens
+        wish = request.params.speculation.num_speculative_tokens
+        return min(number if wish is None else min(number, wish), request.max_drafts)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
         wish = request.params.speculation
-        if wish.method == "off" or not self.config.sources:
+        if not self.config.sources or not wish.enabled:
             return 0
         number = self.config.num_speculative_tokens
+        if _has_prediction(request):
+            number = MAX_DRAFTS
         if wish.num_speculative_tokens is not None:
             number = min(number, wish.num_speculative_tokens)
         return number
+
+    def _may_draft(self, request: Request) -> bool:
+        return min(self.most_drafts(request), request.max_drafts) > 0
+
+    def _predicted(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
+        """Drafts of the requests whose clients have told what they expect, and still are right."""
+        asks = [
+            DraftAsk(
+                request.id,
+                request.token_ids,
+                min(
+                    self.most_drafts(request),
+                    request.max_drafts,
+                    max(self.config.num_speculative_tokens, self._draft_rows // num_running),
+                ),
+                request.num_prompt,
+                request.prediction_ids,
+            )
+            for request in requests
+            if _has_prediction(request)
+        ]
+        drafts = self._prediction.propose(asks) if asks else []
+        return {
+            ask.request_id: DraftChoice(DraftSource.PREDICTION, draft)
+            for ask, draft in zip(asks, drafts, strict=True)
+            if len(draft)
+        }
 
     def _best_of_host(self, requests: Sequence[Request]) -> dict[str, tuple[float, DraftChoice]]:
         """Per request the worthiest draft of the host, and the tokens it is expected to bring."""
@@ -157,6 +207,21 @@ class DraftPolicy:
         if self._drafter is None or not _may_use(request, DraftSource.MODEL):
             return False
         return request.num_tokens + self.num_drafts(request) <= self._drafter.max_len
+
+
+def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
+    """Most drafts of all requests in one step.
+
+    Predictions reach further than other drafts, but together no further than all requests could
+    draft without them, or one request on its own.
+    """
+    if not config.sources:
+        return 0
+    return max(MAX_DRAFTS, config.num_speculative_tokens * max_num_seqs)
+
+
+def _has_prediction(request: Request) -> bool:
+    return len(request.prediction_ids) > 0 and _may_use(request, DraftSource.PREDICTION)
 
 
 def _may_use(request: Request, source: DraftSource) -> bool:

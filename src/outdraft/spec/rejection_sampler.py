@@ -19,6 +19,7 @@ from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.row_kernels import is_compiled_for
 from outdraft.sampling.sampler import choose
 from outdraft.spec.draft_batch import (
     DraftBatch,
@@ -29,9 +30,10 @@ from outdraft.spec.draft_batch import (
     row_index_BN1,
 )
 from outdraft.spec.verify import Verdict, block_verify, match_draft, rejection_sample
-from outdraft.spec.verify_cpu import match_draft_cpu
+from outdraft.spec.verify_cpu import Rule, match_draft_cpu, request_R_cpu, verify_cpu
 
 VerifyMethod = Literal["block", "token", "drafter_invariant"]
+_RULES = {"block": Rule.BLOCK, "token": Rule.TOKEN, "drafter_invariant": Rule.MATCH}
 
 
 class Verifier:
@@ -60,10 +62,14 @@ class Verifier:
         """
         if sampling.is_plain_greedy:
             return match_choices(logits_RV.argmax(1), drafts)
-        request = request_R(drafts, logits_RV.shape[0])
+        of_rows = request_R_cpu if logits_RV.device.type == "cpu" else request_R
+        request = of_rows(drafts, logits_RV.shape[0])
         processed_RV = process_logits(
             logits_RV, request, _with_paths(committed, drafts, request, sampling), sampling
         )
+        if is_compiled_for(processed_RV):
+            rule = _RULES[self.method] if drafts.any_sampled else Rule.MATCH
+            return verify_cpu(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
         rejects = (
             drafts.any_sampled and not sampling.all_greedy and self.method != "drafter_invariant"
         )
