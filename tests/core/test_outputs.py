@@ -1,8 +1,18 @@
 """Speculation metrics against an example that was worked out by hand."""
 
+import copy
+
 import pytest
 
-from outdraft.core.outputs import RequestMetrics, SpeculationMetrics
+from outdraft.core.outputs import (
+    CompletionOutput,
+    DraftTrace,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenOrigin,
+)
 
 
 def example() -> SpeculationMetrics:
@@ -44,3 +54,27 @@ def test_time_to_first_token_is_unknown_before_it():
     assert metrics.ttft_s is None
     metrics.first_token_s = 12.5
     assert metrics.ttft_s == 2.5
+
+
+def test_a_snapshot_does_not_grow_with_its_output():
+    metrics = RequestMetrics(0.0, SpeculationMetrics(4))
+    metrics.speculative_decoding.record(4, 2, "ngram")
+    completion = CompletionOutput(
+        0, "ab", [1, 2], [TokenOrigin.NGRAM, TokenOrigin.BONUS], logprobs=[{1: Logprob(-1.0, 1)}]
+    )
+    completion.trace = [DraftTrace(None, (), (), (), 1)]
+    output = RequestOutput("a", "p", [7], [completion], False, metrics, [None])
+    kept = output.snapshot()
+    before = copy.deepcopy(output)
+    assert kept == before
+    for grows in (
+        completion.token_ids,
+        completion.origins,
+        completion.logprobs,
+        completion.trace,
+        output.prompt_logprobs,
+    ):
+        grows.append(grows[-1])
+    metrics.speculative_decoding.record(3, 1, "ngram")
+    completion.text, output.finished, metrics.num_preemptions = "abc", True, 1
+    assert kept == before

@@ -1,7 +1,10 @@
 """What a request gives back, with vLLM's names, and how every token came about."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 
 class TokenOrigin(StrEnum):
@@ -88,6 +91,17 @@ class SpeculationMetrics:
         self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + drafted
         self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + accepted
 
+    def snapshot(self) -> "SpeculationMetrics":
+        """A copy that does not grow."""
+        return replace(
+            self,
+            per_step_drafted=self.per_step_drafted.copy(),
+            per_step_accepted=self.per_step_accepted.copy(),
+            per_step_source=self.per_step_source.copy(),
+            drafted_by_source=self.drafted_by_source.copy(),
+            accepted_by_source=self.accepted_by_source.copy(),
+        )
+
     @property
     def num_spec_steps(self) -> int:
         return len(self.per_step_drafted)
@@ -160,6 +174,28 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+    def snapshot(self) -> "RequestOutput":
+        """A copy that does not grow; what never changes again is shared."""
+        outputs = [
+            replace(
+                output,
+                token_ids=output.token_ids.copy(),
+                origins=output.origins.copy(),
+                logprobs=_copied(output.logprobs),
+                trace=_copied(output.trace),
+            )
+            for output in self.outputs
+        ]
+        metrics = replace(
+            self.metrics, speculative_decoding=self.metrics.speculative_decoding.snapshot()
+        )
+        prompt_logprobs = _copied(self.prompt_logprobs)
+        return replace(self, outputs=outputs, metrics=metrics, prompt_logprobs=prompt_logprobs)
+
+
+def _copied(items: list[Item] | None) -> list[Item] | None:
+    return None if items is None else items.copy()
 
 
 def _histogram(values: list[int], highest: int) -> list[int]:

@@ -5,7 +5,6 @@ If the next step fails too, the engine is dead and everybody is told.
 """
 
 import asyncio
-import copy
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,6 +15,7 @@ from outdraft.core.errors import EngineDeadError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
+from outdraft.engine.inputs import EncodedPrompt
 
 MAX_FAILED_STEPS = 2
 
@@ -73,9 +73,10 @@ class AsyncEngine:
             RequestError, CapacityError: it was not accepted.
             EngineDeadError: a step failed while it ran.
         """
-        loop = asyncio.get_running_loop()
-        stream = _Stream(loop)
-        self._post(lambda: self._add(request_id, prompt, params, priority, stream))
+        # Off the engine's thread: a long text takes as long to encode as many steps.
+        encoded = await asyncio.to_thread(self._engine.inputs.encoded, prompt)
+        stream = _Stream(asyncio.get_running_loop())
+        self._post(lambda: self._add(request_id, encoded, params, priority, stream))
         try:
             while True:
                 item = await stream.queue.get()
@@ -98,7 +99,7 @@ class AsyncEngine:
     def _add(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: EncodedPrompt,
         params: SamplingParams,
         priority: int,
         stream: "_Stream",
@@ -157,7 +158,7 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.put(copy.deepcopy(output))
+            stream.put(output.snapshot())
             if output.finished:
                 del self._streams[output.request_id]
 
