@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         SuffixConfig,
     )
     from outdraft.core.outputs import CompletionOutput, RequestOutput
-    from outdraft.core.sampling import SamplingParams, SpeculationParams
+    from outdraft.core.sampling import SamplingParams, SpeculationParams, StructuredOutput
     from outdraft.engine.async_engine import AsyncEngine
     from outdraft.engine.llm import LLM
 
@@ -33,6 +33,7 @@ __all__ = [
     "SchedulerConfig",
     "SpeculationConfig",
     "SpeculationParams",
+    "StructuredOutput",
     "SuffixConfig",
 ]
 
@@ -40,7 +41,7 @@ _HOMES = {
     "config.engine": ("CacheConfig", "EngineConfig", "SchedulerConfig"),
     "config.speculation": ("DraftModelConfig", "NgramConfig", "SpeculationConfig", "SuffixConfig"),
     "core.outputs": ("CompletionOutput", "RequestOutput"),
-    "core.sampling": ("SamplingParams", "SpeculationParams"),
+    "core.sampling": ("SamplingParams", "SpeculationParams", "StructuredOutput"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.llm": ("LLM",),
 }

@@ -35,6 +35,13 @@ def test_transformers_renders_the_same():
     assert template(source).render(HELLO) == expected
 
 
+def test_functions_that_may_be_called_reach_the_template():
+    source = "{% if tools is not none %}{{ tools | tojson }}{% else %}no tools{% endif %}"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert json.loads(template(source).render(HELLO, tools=tools)) == tools
+    assert template(source).render(HELLO) == "no tools"
+
+
 def test_a_template_may_refuse_a_conversation():
     source = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(RequestError, match="roles must alternate") as caught:

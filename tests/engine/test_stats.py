@@ -39,6 +39,7 @@ def test_a_step_in_numbers():
     assert (step.num_emitted, step.num_drafts) == (5, 2)
     assert (step.num_draft_tokens, step.num_accepted_tokens) == (5, 2)
     assert step.accepted_at == (1, 1)
+    assert step.draft_lengths == (3, 2, 0)
     assert step.drafted_by_source == {DraftSource.MODEL: 3, DraftSource.NGRAM: 2}
     assert step.accepted_by_source == {DraftSource.MODEL: 2, DraftSource.NGRAM: 0}
     assert step.host_s == pytest.approx(0.2)

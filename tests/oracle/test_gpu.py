@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.oracle import forms
 from tests.oracle.engines import METHODS, engine, greedy, greedy_oracle, ids, prompts_of, run
 from tests.oracle.test_drafter_invariant import sampled
 
@@ -24,6 +25,15 @@ def test_seeded_samples_equal_the_cpus(method: str):
     params = sampled(top_k=20, top_p=0.9, presence_penalty=0.4)
     on_cpu = run(engine("qwen2", "plain"), prompts_of(LENGTHS), params)
     on_gpu = run(engine("qwen2", method, device="cuda", **rule), prompts_of(LENGTHS), params)
+    assert ids(on_gpu) == ids(on_cpu)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_outputs_of_a_form_equal_the_cpus(method: str, temperature: float):
+    params = forms.asking(forms.regex(forms.REGEXES[0]), temperature=temperature)
+    on_cpu = run(forms.engine("plain"), forms.PROMPTS, params)
+    on_gpu = run(forms.engine(method, "drafter_invariant", device="cuda"), forms.PROMPTS, params)
     assert ids(on_gpu) == ids(on_cpu)
 
 

@@ -6,10 +6,12 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
+from outdraft.cli.bench import bench
 from outdraft.cli.chat import chat
 from outdraft.cli.demo import demo
 from outdraft.cli.doctor import doctor, installed_version
 from outdraft.cli.generate import generate
+from outdraft.cli.serve import serve
 from outdraft.core.errors import ConfigError, OutdraftError, RequestError
 
 
@@ -56,5 +58,6 @@ def _options(
     """LLM inference in which speculative decoding is the normal way to execute."""
 
 
-for _command in (generate, chat, demo, doctor):
+for _command in (generate, chat, serve, demo, doctor):
     app.command()(_command)
+app.add_typer(bench, name="bench")

@@ -6,7 +6,7 @@ Flags that are not given are not passed on, so every default has one home, the d
 import functools
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
-from outdraft.config.engine import DTYPES, EngineConfig
+from outdraft.config.engine import DTYPES, POLICIES, EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 
@@ -54,8 +54,29 @@ class EngineOptions:
         str | None,
         typer.Option(
             help="JSON with vLLM's keys, or null for plain decoding. Default: with the embedded "
-            "model, its drafter combined with suffix and n-gram lookup; else plain decoding."
+            "model, its drafter combined with suffix and n-gram lookup; else plain decoding, or "
+            "suffix lookup in a server."
         ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOptions:
+    """How requests share the engine; names as in vLLM where it has one."""
+
+    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run together.")] = None
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(help="Rows of one step: prompts, newest tokens and drafts.")
+    ] = None
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Requests that may queue; more are refused with 429.")
+    ] = None
+    policy: Annotated[
+        str | None,
+        typer.Option("--scheduling-policy", help=f"One of {', '.join(POLICIES)}."),
+    ] = None
+    speculative_disable_queue_size: Annotated[
+        int | None, typer.Option(help="No drafts while more requests than this run.")
     ] = None
 
 
@@ -114,24 +135,26 @@ def engine_config(model: str | None, options: EngineOptions) -> EngineConfig:
     Raises:
         ConfigError: a value is wrong, or there is no embedded pair.
     """
-    given = _given(options)
-    if (size := given.get("kv_cache_memory_bytes")) is not None:
-        given["kv_cache_memory_bytes"] = parse_bytes(size)
-    speculative_config = None
-    if (text := given.pop("speculative_config", None)) is not None:
-        speculative_config = parse_json_object(text)
-    if model is None:
-        model = str(assets.target_path())
-        if options.speculative_config is None:
-            speculative_config = {"method": "combined"}
-        if speculative_config is not None and speculative_config.get("method") in (
-            "draft_model",
-            "combined",
-        ):
-            speculative_config = {"model": str(assets.drafter_path()), **speculative_config}
-    return EngineConfig.from_options(
-        model=model, speculative_config=speculative_config, max_num_seqs=1, **given
-    )
+    speculative_config = _speculative_config(model, options, without_flag=None)
+    return _config(model, options, speculative_config, {"max_num_seqs": 1})
+
+
+def serving_config(
+    model: str | None, options: EngineOptions, scheduling: SchedulerOptions
+) -> EngineConfig:
+    """The configuration of a server; no model means the embedded pair.
+
+    Raises:
+        ConfigError: as `engine_config`.
+    """
+    speculative_config = _speculative_config(model, options, without_flag={"method": "suffix"})
+    given = _given(scheduling)
+    queue_size = given.pop("speculative_disable_queue_size", None)
+    if queue_size is not None:
+        if speculative_config is None:
+            raise ConfigError("--speculative-disable-queue-size has no meaning without speculation")
+        speculative_config = speculative_config | {"disable_by_batch_size": queue_size}
+    return _config(model, options, speculative_config, given)
 
 
 def sampling_params(options: SamplingOptions) -> SamplingParams:
@@ -160,6 +183,38 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     return value
 
 
+def _speculative_config(
+    model: str | None, options: EngineOptions, without_flag: dict[str, Any] | None
+) -> dict[str, Any] | None:
+    """What the flag says; the embedded model brings a drafter for the methods that take one."""
+    if options.speculative_config is not None:
+        chosen = parse_json_object(options.speculative_config)
+    else:
+        chosen = {"method": "combined"} if model is None else without_flag
+    takes_drafter = chosen is not None and chosen.get("method") in ("draft_model", "combined")
+    if model is None and chosen is not None and takes_drafter:
+        return {"model": str(assets.drafter_path()), **chosen}
+    return chosen
+
+
+def _config(
+    model: str | None,
+    options: EngineOptions,
+    speculative_config: dict[str, Any] | None,
+    scheduling: Mapping[str, Any],
+) -> EngineConfig:
+    given = _given(options)
+    given.pop("speculative_config", None)
+    if (size := given.get("kv_cache_memory_bytes")) is not None:
+        given["kv_cache_memory_bytes"] = parse_bytes(size)
+    return EngineConfig.from_options(
+        model=str(assets.target_path()) if model is None else model,
+        speculative_config=speculative_config,
+        **scheduling,
+        **given,
+    )
+
+
 def _in_panel(annotation: Any, group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group."""
     option = copy(annotation.__metadata__[0])
@@ -167,6 +222,6 @@ def _in_panel(annotation: Any, group: type) -> Any:
     return Annotated[annotation.__origin__, option]
 
 
-def _given(options: EngineOptions | SamplingOptions) -> dict[str, Any]:
+def _given(options: EngineOptions | SchedulerOptions | SamplingOptions) -> dict[str, Any]:
     values = {f.name: getattr(options, f.name) for f in fields(options)}
     return {name: value for name, value in values.items() if value not in (None, [])}

@@ -17,6 +17,17 @@ def prepare_openmp(environ: MutableMapping[str, str]) -> None:
         environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
+def engine_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of an engine process: as many threads as cores, which spin a little.
+
+    The process that serves HTTP runs on the same cores, so this is the contended case.
+    """
+    chosen = dict(environ)
+    prepare_openmp(chosen)
+    chosen.setdefault("OMP_NUM_THREADS", str(num_physical_cores()))
+    return chosen
+
+
 def use_physical_cores(environ: Mapping[str, str]) -> int:
     """Let torch use every core that this process may run on, unless OMP_NUM_THREADS says how many.
 

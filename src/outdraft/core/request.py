@@ -6,6 +6,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from outdraft.core.grammar import GrammarMatcher
 from outdraft.core.sampling import SamplingParams
 
 
@@ -31,6 +32,7 @@ class Request:
         slot: row of the device-resident state while running, else None.
         seed: the noise key of every choice of this request.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
+        grammar: what the output must keep to; None: to nothing.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         bad_words_ids: Sequence[Sequence[int]] = (),
         prediction_ids: Sequence[int] = (),
+        grammar: GrammarMatcher | None = None,
         find_stop_string: Callable[[int], str | None] | None = None,
         priority: int = 0,
     ) -> None:
@@ -54,6 +57,7 @@ class Request:
         self.stop_token_ids = stop_token_ids
         self.bad_words_ids = bad_words_ids
         self.prediction_ids = np.array(prediction_ids, dtype=np.int32)
+        self.grammar = grammar
         self.num_prompt = len(prompt_ids)
         self.max_total = max_model_len
         if params.max_tokens is not None:
@@ -102,5 +106,11 @@ class Request:
                 return FinishReason.STOP
             if stop_string is not None:
                 self.stop_reason = stop_string
+                return FinishReason.STOP
+        if self.grammar is not None:
+            self.grammar.advance(token_id)
+            if self.grammar.has_failed:
+                return FinishReason.ABORT
+            if self.grammar.is_finished:  # also before min_tokens: nothing can follow
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None

@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Literal, get_args
 
 from outdraft.core.errors import RequestError, did_you_mean
 
 MAX_SEED = 2**63 - 1
+MAX_STRUCTURED_CHARS = 2**18
+
+StructuredKind = Literal["json_object", "json_schema", "regex", "grammar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,12 +65,67 @@ class SpeculationParams:
         return cls(**values)
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """The form that an output must have.
+
+    Attributes:
+        kind: "json_object" for any JSON object; else what `text` is: a JSON schema, a regular
+            expression that the whole output matches, or a grammar in Lark's or GBNF's notation.
+    """
+
+    kind: StructuredKind
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        kinds = get_args(StructuredKind)
+        if self.kind not in kinds:
+            raise RequestError(
+                f"kind of structured must be one of {', '.join(kinds)}, got {self.kind!r}",
+                "structured",
+            )
+        if not isinstance(self.text, str):
+            raise RequestError(
+                f"text of structured must be a text, got {type(self.text).__name__}", "structured"
+            )
+        if (self.kind == "json_object") == bool(self.text):
+            word = "no" if self.kind == "json_object" else "a"
+            raise RequestError(f"structured of kind {self.kind} takes {word} text", "structured")
+        if len(self.text) > MAX_STRUCTURED_CHARS:
+            raise RequestError(
+                f"text of structured has {len(self.text):,} characters, more than "
+                f"{MAX_STRUCTURED_CHARS:,}",
+                "structured",
+            )
+        if not self.text.isascii() and any("\ud800" <= char <= "\udfff" for char in self.text):
+            raise RequestError("text of structured is not valid Unicode text", "structured")
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutput":
+        """From JSON-like values.
+
+        Raises:
+            RequestError: an unknown name or a wrong value.
+        """
+        known = {f.name for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise RequestError(
+                    f"unknown name {name!r} in structured: {did_you_mean(name, known)}",
+                    "structured",
+                )
+        if "kind" not in values:
+            raise RequestError("structured needs a kind", "structured")
+        return cls(**values)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request. Validates itself.
 
-    The processed distribution of a row is: allowed_token_ids, bad_words, min_tokens, logit_bias,
-    penalties, then temperature, min_p, top_k, top_p, in this order (as in vLLM).
+    The processed distribution of a row is: structured, allowed_token_ids, bad_words, min_tokens,
+    logit_bias, penalties, then temperature, min_p, top_k, top_p, in this order (as in vLLM).
+    Where nothing would be left, an output of a given form keeps to its form.
 
     Raises:
         RequestError: a value is out of its range; `field` names it.
@@ -96,12 +154,16 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     prediction: str | Sequence[int] | None = None  # what the output is expected to be
+    structured: StructuredOutput | None = None
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
         if isinstance(self.speculation, Mapping):
             speculation = SpeculationParams.from_mapping(self.speculation)
             object.__setattr__(self, "speculation", speculation)
+        if isinstance(self.structured, Mapping):
+            structured = StructuredOutput.from_mapping(self.structured)
+            object.__setattr__(self, "structured", structured)
         self._check_types()
         if self.repetition_penalty <= 0:
             raise RequestError(
@@ -179,6 +241,8 @@ class SamplingParams:
             _check_range("logit_bias", bias, -100, 100)
         if not isinstance(self.speculation, SpeculationParams):
             raise RequestError("speculation must be SpeculationParams or a mapping", "speculation")
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError("structured must be StructuredOutput or a mapping", "structured")
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -73,8 +73,11 @@ class AsyncEngine:
             RequestError, CapacityError: it was not accepted.
             EngineDeadError: a step failed while it ran.
         """
-        # Off the engine's thread: a long text takes as long to encode as many steps.
+        # Off the engine's thread: a long text takes as long to encode as many steps, and so does a
+        # grammar to compile.
         encoded = await asyncio.to_thread(self._engine.inputs.encoded, prompt)
+        if params.structured is not None:
+            await asyncio.to_thread(self._engine.prepare, params)
         stream = _Stream(asyncio.get_running_loop())
         self._post(lambda: self._add(request_id, encoded, params, priority, stream))
         try:

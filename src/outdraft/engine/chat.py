@@ -33,8 +33,7 @@ class ChatTemplate:
     @classmethod
     def from_directory(cls, path: Path) -> "ChatTemplate | None":
         """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any."""
-        file = path / "tokenizer_config.json"
-        config: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        config = _tokenizer_config(path)
         separate = path / "chat_template.jinja"
         source = separate.read_text("utf-8") if separate.exists() else config.get("chat_template")
         if isinstance(source, list):  # several named templates
@@ -42,12 +41,7 @@ class ChatTemplate:
             source = named.get("default")
         if source is None:
             return None
-        special = {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in config.items()
-            if name.endswith("_token") and value is not None and not isinstance(value, bool)
-        }
-        return cls(source, special)
+        return cls(source, special_tokens(path))
 
     def render(
         self,
@@ -79,6 +73,20 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
+
+
+def special_tokens(path: Path) -> dict[str, str]:
+    """What a checkpoint's templates may write: bos_token, eos_token, ..."""
+    return {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in _tokenizer_config(path).items()
+        if name.endswith("_token") and value is not None and not isinstance(value, bool)
+    }
+
+
+def _tokenizer_config(path: Path) -> dict[str, Any]:
+    file = path / "tokenizer_config.json"
+    return json.loads(file.read_text("utf-8")) if file.exists() else {}
 
 
 def _raise(message: str) -> None:

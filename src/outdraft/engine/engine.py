@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
-from outdraft.core.request import Request
+from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
@@ -76,6 +76,15 @@ class Engine:
             for request_id, sequences in self._callers.items()
             if not waiting.issuperset(sequences)
         ]
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Do beforehand what of `add_request` may take seconds. Safe to use from any thread.
+
+        Raises:
+            RequestError: the parameters are wrong.
+        """
+        self.inputs.check_params(params)
+        self.inputs.grammar(params)
 
     def check_request(self, prompt: Prompt, params: SamplingParams) -> EncodedPrompt:
         """The prompt as `add_request` takes it too, without making ids of it again.
@@ -166,14 +175,27 @@ class Engine:
         After a step that failed: also one that ended in it, of which nobody was told.
         """
         sequences = [self._sequences[one] for one in self._callers.get(request_id, ())]
-        self._abort(sequences)
+        for sequence in sequences:
+            self.scheduler.abort(sequence.request.id)
+            self._forget(sequence)
+            self._end_drafting(sequence)
+        for sequence in sequences:
+            sequence.builder.abort(sequence.index)
         return sequences[0].builder.output if sequences else None
 
-    def abort_sequence(self, request_id: str, index: int) -> None:
-        """End one of a request's sequences early; an unknown one is ignored."""
+    def stop_sequence(self, request_id: str, index: int) -> None:
+        """End one of a request's sequences because its reader found a stop string.
+
+        Unlike an aborted one it is a whole text, which the proposers learn. Unknown ones are
+        ignored.
+        """
         sequence = self._sequences.get(_sequence_id(request_id, index))
-        if sequence is not None:
-            self._abort([sequence])
+        if sequence is None:
+            return
+        self.scheduler.finish(sequence.request, FinishReason.STOP)
+        self._end_drafting(sequence)
+        self._forget(sequence)
+        sequence.builder.finish(index, FinishReason.STOP)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -182,14 +204,6 @@ class Engine:
         assert live == set(self._sequences)
         assert all(sequence.may_draft for sequence in self._sequences.values())
         assert live == {sequence for ids in self._callers.values() for sequence in ids}
-
-    def _abort(self, sequences: list[_Sequence]) -> None:
-        for sequence in sequences:
-            self.scheduler.abort(sequence.request.id)
-            self._forget(sequence)
-            self._end_drafting(sequence)
-        for sequence in sequences:
-            sequence.builder.abort(sequence.index)
 
     def _end_drafting(self, sequence: _Sequence) -> None:
         """Tell the proposers that a sequence ended, once."""
@@ -228,6 +242,7 @@ class Engine:
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)
         prediction_ids = self.inputs.prediction_ids(params)
+        grammar = self.inputs.grammar(params)
         if params.n > self.scheduler.config.max_waiting:
             raise RequestError(
                 f"n is {params.n}, but at most max_waiting = {self.scheduler.config.max_waiting} "
@@ -249,6 +264,7 @@ class Engine:
                 stop_token_ids=stop_token_ids,
                 bad_words_ids=bad_words_ids,
                 prediction_ids=prediction_ids,
+                grammar=grammar.matcher(stop_token_ids) if grammar is not None else None,
                 find_stop_string=detokenizer.push if detokenizer is not None else None,
                 priority=priority,
             )

@@ -2,10 +2,10 @@
 
 `launch` issues everything and waits for nothing: sampled ids go from the verifier into the device
 state, from where the next step's drafter and target read them. `collect` is the only place where
-the host waits, once a step.
+the host waits, once a step. (One exception: a grammar must know what the draft model drafted.)
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
-R rows whose logits are needed, D hidden, V vocabulary, L tokens.
+R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, with_model_drafts
+from outdraft.runner.grammar_masks import copy_of_drafted, grammar_masks
 from outdraft.runner.logprobs import (
     LogprobRows,
     emitted_logprobs,
@@ -81,12 +82,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Issue a whole step and the copy of its results; waits for nothing."""
+        """Issue a whole step and the copy of its results.
+
+        It waits for nothing, but for the draft model where one of its requests has a grammar.
+        """
         clock = PhaseClock(self.device)
         self.state.admit([work.request for work in plan.works])
         works = [work for work in plan.works if work.samples]
         sampling = self._sampling_batch([work.request for work in works]) if works else None
         drafts = self._drafts(works, sampling) if sampling else None
+        drafted = copy_of_drafted(works, drafts) if drafts else None
         clock.mark("draft")
         target = self._forward(plan.works, drafts)
         prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
@@ -94,7 +99,10 @@ class ModelRunner:
         verdict: Verdict | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
-            verdict, emitted = self._verify(works, target, drafts, sampling)
+            vocab_size = self.model.config.vocab_size
+            grammar_RW = grammar_masks(works, drafted, vocab_size, self.device)
+            paths = self._paths(works, target.rows, sampling, grammar_RW)
+            verdict, emitted = self._verify(works, target, drafts, sampling, paths)
             self._keep(verdict, drafts, target.rows)
         clock.mark("sample")
         return PendingStep(plan, to_host(drafts, verdict, emitted, prompt, self.device), clock)
@@ -152,16 +160,22 @@ class ModelRunner:
         target: TargetPass,
         drafts: DraftBatch,
         sampling: SamplingBatch,
+        paths: Paths,
     ) -> tuple[Verdict, LogprobRows | None]:
         if sampling.is_plain_greedy and not wants_logprobs(works):
             best_R = self.model.best_tokens(target.logit_hidden_RD)
             return match_choices(best_R, drafts), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
-        paths = self._paths(works, target.rows, sampling)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
         return verdict, emitted_logprobs(works, logits_RV, drafts, verdict)
 
-    def _paths(self, works: Sequence[Work], rows: StepRows, sampling: SamplingBatch) -> Paths:
+    def _paths(
+        self,
+        works: Sequence[Work],
+        rows: StepRows,
+        sampling: SamplingBatch,
+        grammar_RW: Tensor | None,
+    ) -> Paths:
         history_BL = None
         if sampling.needs_history:
             longest = max(work.request.num_tokens for work in works)
@@ -169,7 +183,7 @@ class ModelRunner:
             places_L = torch.arange(longest, device=self.device)
             past_BL = places_L >= rows.num_tokens_B[:, None]
             history_BL = history_BL.masked_fill(past_BL, -1)
-        return Paths(history_BL, rows.prompt_lens_B, rows.num_tokens_B, None)
+        return Paths(history_BL, rows.prompt_lens_B, rows.num_tokens_B, None, grammar_RW)
 
     def _keep(self, verdict: Verdict, drafts: DraftBatch, rows: StepRows) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""

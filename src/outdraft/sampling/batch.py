@@ -69,6 +69,7 @@ class SamplingBatch:
         repetition_B, presence_B, frequency_B: float32 penalties; 1, 0 and 0: off.
         min_tokens_B: int64.
         stops: the tokens that min_tokens forbids.
+        has_grammar: some request's output keeps to a grammar: what it allows comes with each step.
         max_top_k: largest top_k in use, 0 when no sampled request has one.
     """
 
@@ -89,6 +90,7 @@ class SamplingBatch:
     bias: TokenValues | None
     all_greedy: bool
     any_greedy: bool
+    has_grammar: bool
     needs_penalties: bool
     needs_min_p: bool
     needs_top_p: bool
@@ -140,6 +142,7 @@ class SamplingBatch:
             bias=_token_values([one.logit_bias or {} for one in params], device),
             all_greedy=not sampled,
             any_greedy=len(sampled) < len(params),
+            has_grammar=any(one.structured is not None for one in params),
             needs_penalties=any(one.has_penalties for one in params),
             needs_min_p=any(one.min_p > 0 for one in sampled),
             needs_top_p=any(one.top_p < 1 for one in sampled),
@@ -164,7 +167,10 @@ class SamplingBatch:
     def is_plain_greedy(self) -> bool:
         """Every request wants the argmax of the raw logits."""
         return self.all_greedy and not (
-            self.needs_paths or self.allowed is not None or self.bias is not None
+            self.needs_paths
+            or self.has_grammar
+            or self.allowed is not None
+            or self.bias is not None
         )
 
 

@@ -1,14 +1,14 @@
 """From raw logits to the processed distribution of each row, with the row's own path.
 
-The order is vLLM's: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, temperature,
-min_p, top_k, top_p. A row of a draft sees the committed text of its request and the drafts on
-the path from the root to itself, exactly as if that path had been generated: else speculation
-would change the output.
+The order is vLLM's: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties,
+temperature, min_p, top_k, top_p. A row of a draft sees the committed text of its request and the
+drafts on the path from the root to itself, exactly as if that path had been generated: else
+speculation would change the output.
 
 Every stage is pure; stages that no request of the batch needs do not run.
 
 Dimension key: B requests, R rows, L committed tokens, K places of a path, V vocabulary,
-E ids of a request's list, W bad words.
+E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,15 @@ class Paths:
         num_tokens_B: int64; committed tokens, the root included.
         path_ids_RK: int64; drafted ids from the root (excluded) to the row (included), padded
             with -1; None when all rows are roots.
+        grammar_RW: int32; what the row's grammar allows behind its text: bit v % 32 of word
+            v // 32 stands for token v. No row is all zeros. None when no request has a grammar.
     """
 
     history_BL: Tensor | None
     prompt_lens_B: Tensor
     num_tokens_B: Tensor
     path_ids_RK: Tensor | None
+    grammar_RW: Tensor | None = None
 
 
 def process_logits(
@@ -49,7 +52,8 @@ def process_logits(
     """float32 [R, V]: logits of each row's processed distribution, -inf where it has no mass.
 
     Greedy rows keep their scale: temperature 0 divides nothing. float64 logits stay float64.
-    A row whose tokens are all forbidden keeps the best of its allowed tokens.
+    A row whose tokens are all forbidden keeps the best of its allowed tokens; one of a grammar the
+    best of those that the grammar allows.
 
     Args:
         logits_RV: raw logits of any float type; not written to.
@@ -57,8 +61,12 @@ def process_logits(
     """
     if logits_RV.dtype != torch.float64:
         logits_RV = logits_RV.float()
+    if paths.grammar_RW is not None:
+        logits_RV = apply_grammar(logits_RV, paths.grammar_RW)
     if sampling.allowed is not None:
-        logits_RV = apply_allowed(logits_RV, request_R, sampling.allowed)
+        among_RV, logits_RV = logits_RV, apply_allowed(logits_RV, request_R, sampling.allowed)
+        if paths.grammar_RW is not None:
+            logits_RV = _keep_one(logits_RV, among_RV)
     allowed_RV = logits_RV
     if sampling.bad_words is not None:
         logits_RV = apply_bad_words(logits_RV, request_R, paths, sampling.bad_words)
@@ -101,6 +109,23 @@ def _scale_and_cut_cpu(logits_RV: Tensor, request_R: Tensor, sampling: SamplingB
         processed_RV,
     )
     return torch.from_numpy(processed_RV)
+
+
+def apply_grammar(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+    """Mask the tokens whose bits are 0."""
+    size = logits_RV.shape[1]
+    if logits_RV.device.type == "cpu":
+        bytes_RX = grammar_RW.contiguous().numpy().view(np.uint8)  # of a little-endian machine
+        is_allowed = np.unpackbits(bytes_RX, axis=1, count=size, bitorder="little")
+        return logits_RV.masked_fill(torch.from_numpy(is_allowed) == 0, _MASKED)
+    return apply_grammar_on_any_device(logits_RV, grammar_RW)
+
+
+def apply_grammar_on_any_device(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+    """As `apply_grammar`."""
+    bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
+    is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
+    return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
 
 
 def apply_allowed(logits_RV: Tensor, request_R: Tensor, allowed: TokenSets) -> Tensor:

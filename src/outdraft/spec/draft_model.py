@@ -94,6 +94,10 @@ class DraftModelProposer:
         spans = [Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks]
         hidden_BD, metadata, block_table_BP = self._read(asks, spans, token_ids_SL)
         positions_KB, extensions = self._extensions(asks, most, metadata, block_table_BP)
+        # Parameters that look back at the text are left to verification.
+        sampling = replace(
+            sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False
+        )
         if sampling.is_plain_greedy or not self._samples:
             first_B = self.model.best_tokens(hidden_BD)
             drafts = ModelDrafts(self.model.greedy_chain(first_B, self.cache.layers, extensions).T)
@@ -108,8 +112,7 @@ class DraftModelProposer:
         extensions: Sequence[AttentionMetadata],
         sampling: SamplingBatch,
     ) -> ModelDrafts:
-        """Drafts drawn with the requests' parameters, but for those that look back at the text."""
-        sampling = replace(sampling, needs_penalties=False, bad_words=None, stops=None)
+        """Drafts drawn with the requests' parameters."""
         requests_B = torch.arange(len(hidden_BD), device=hidden_BD.device)
         num_tokens_B = positions_KB[0]
         paths = Paths(None, torch.zeros_like(num_tokens_B), num_tokens_B, None)

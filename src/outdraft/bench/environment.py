@@ -1,0 +1,64 @@
+"""Where a benchmark ran: what a reader needs to judge or repeat a number."""
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("outdraft", "torch", "numba", "tokenizers", "httpx")
+GIT_TIMEOUT_S = 10
+
+
+def environment() -> dict[str, Any]:
+    """Commit and whether the tree differs from it, None outside of a checkout; host and versions.
+
+    Of the machine that measures: a server may run elsewhere.
+    """
+    status = _git("status", "--porcelain")
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "is_dirty": None if status is None else bool(status),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Output of git in the package's folder, if it is tracked there; else None.
+
+    An installed package may lie in a checkout of something else, in which git ignores it.
+    """
+    folder = Path(__file__).parent
+    for command in (("ls-files", "--error-unmatch", "../__init__.py"), arguments):
+        try:
+            done = subprocess.run(
+                ["git", *command], cwd=folder, capture_output=True, text=True, timeout=GIT_TIMEOUT_S
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        if done.returncode != 0:
+            return None
+    return done.stdout.strip()
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

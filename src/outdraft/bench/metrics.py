@@ -1,0 +1,238 @@
+"""From the samples of a load test to its numbers, with vLLM's names and formulas. Pure functions.
+
+Every latency counts from when the request was due. In a test at a given rate that is the scheduled
+arrival, however late the client came to send it: counting from the sending would omit just the
+requests that a stalled server held up (coordinated omission).
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+BUNCHED_S = 0.0005  # no step of an engine is that short: such chunks were held up together
+METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
+
+_COUNTER = re.compile(
+    r"^(?:outdraft|vllm):spec_decode_(?P<name>num_[a-z_]+?)(?:_total)?"
+    r"(?:\{(?P<labels>.*)\})?\s+(?P<value>[-+0-9.eE]+)(?:\s+-?\d+)?$"
+)
+_POSITION = re.compile(r'(?:^|,)position="(\d+)"')
+
+
+@dataclass(slots=True)
+class RequestSample:
+    """One request, in seconds since the start of the test.
+
+    Attributes:
+        due_s: when it was to be sent.
+        sent_s: None if it never was.
+        chunk_times_s: of the chunks that brought text.
+        ended_s: of the last chunk that brought a choice, or of the failure.
+        prompt_tokens, completion_tokens: from the response's usage, None without.
+        error: None if it was answered to its end.
+    """
+
+    due_s: float
+    sent_s: float | None = None
+    chunk_times_s: list[float] = field(default_factory=list[float])
+    ended_s: float | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    text: str = ""
+    finish_reason: str | None = None
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to the first text."""
+        return self.chunk_times_s[0] - self.due_s if self.chunk_times_s else None
+
+    @property
+    def e2el_s(self) -> float:
+        assert self.ended_s is not None
+        return self.ended_s - self.due_s
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens, or without usage chunks, which may hold several tokens each."""
+        if self.completion_tokens is None:
+            return len(self.chunk_times_s)
+        return self.completion_tokens
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token behind the first."""
+        if self.num_output_tokens < 2 or self.ttft_s is None:
+            return None
+        return (self.e2el_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Times between chunks with text."""
+        return np.diff(self.chunk_times_s).tolist()
+
+
+@dataclass(frozen=True, slots=True)
+class SpecCounters:
+    """A server's counters of speculation; subtracting two readings gives what lay between."""
+
+    num_drafts: float
+    num_draft_tokens: float
+    num_accepted_tokens: float
+    accepted_per_pos: Mapping[int, float]
+
+    def __sub__(self, earlier: "SpecCounters") -> "SpecCounters":
+        before = earlier.accepted_per_pos
+        return SpecCounters(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            {at: value - before.get(at, 0.0) for at, value in self.accepted_per_pos.items()},
+        )
+
+
+def parse_spec_counters(exposition: str) -> SpecCounters | None:
+    """The counters in Prometheus' text format, summed over engines; None if there are none."""
+    sums: dict[str, float] = defaultdict(float)
+    per_pos: dict[int, float] = defaultdict(float)
+    for line in exposition.splitlines():
+        match = _COUNTER.match(line.strip())
+        if match is None:
+            continue
+        value = float(match["value"])
+        if match["name"] != "num_accepted_tokens_per_pos":
+            sums[match["name"]] += value
+        elif (position := _POSITION.search(match["labels"] or "")) is not None:
+            per_pos[int(position[1])] += value
+    if "num_drafts" not in sums:
+        return None
+    return SpecCounters(
+        sums["num_drafts"],
+        sums["num_draft_tokens"],
+        sums["num_accepted_tokens"],
+        dict(sorted(per_pos.items())),
+    )
+
+
+def acceptance_report(counters: SpecCounters) -> dict[str, Any]:
+    """vLLM's fields; a position's rate is per draft, whether or not the draft reached it.
+
+    The positions end with the last that any draft was accepted at.
+    """
+    drafts, drafted = counters.num_drafts, counters.num_draft_tokens
+    accepted = counters.num_accepted_tokens
+    last = max((at for at, count in counters.accepted_per_pos.items() if count), default=-1)
+    places = [counters.accepted_per_pos.get(at, 0.0) for at in range(last + 1)]
+    return {
+        "spec_decode_acceptance_rate": 100 * accepted / drafted if drafted else None,
+        "spec_decode_acceptance_length": 1 + accepted / drafts if drafts else None,
+        "spec_decode_num_drafts": int(drafts),
+        "spec_decode_draft_tokens": int(drafted),
+        "spec_decode_accepted_tokens": int(accepted),
+        "spec_decode_per_position_acceptance_rates": [
+            count / drafts if drafts else 0.0 for count in places
+        ],
+    }
+
+
+def load_report(
+    samples: Sequence[RequestSample],
+    duration_s: float,
+    metrics: Sequence[str],
+    percentiles: Sequence[float],
+) -> dict[str, Any]:
+    """Counts, throughput and latencies; a latency that no request has is None.
+
+    Failed requests are counted, by what went wrong, and add nothing to the other numbers.
+    """
+    good = [sample for sample in samples if sample.error is None]
+    total_input = sum(sample.prompt_tokens or 0 for sample in good)
+    total_output = sum(sample.num_output_tokens for sample in good)
+    num_chunks = sum(len(sample.chunk_times_s) for sample in good)
+    failures = Counter(sample.error for sample in samples if sample.error is not None)
+    result: dict[str, Any] = {
+        "duration": duration_s,
+        "completed": len(good),
+        "failed": len(samples) - len(good),
+        "failures": dict(failures.most_common()),
+        "total_input_tokens": total_input,
+        "total_output_tokens": total_output,
+        "num_missing_usage": sum(sample.completion_tokens is None for sample in good),
+        "request_throughput": per_second(len(good), duration_s),
+        "output_throughput": per_second(total_output, duration_s),
+        "total_token_throughput": per_second(total_input + total_output, duration_s),
+        "max_concurrent_requests": most_at_once(samples),
+        "num_chunks": num_chunks,
+        "num_bunched_chunks": sum(gap < BUNCHED_S for one in good for gap in one.itls_s),
+        "tokens_per_chunk": total_output / num_chunks if num_chunks else None,
+    }
+    for name in metrics:
+        result |= describe(name, _values(name, good), percentiles)
+    return result
+
+
+def describe(name: str, values_s: Sequence[float], percentiles: Sequence[float]) -> dict[str, Any]:
+    """mean_, median_, std_ and pNN_ of some times, in milliseconds; None without any.
+
+    The deviation is that of the population, percentiles are interpolated: numpy's defaults.
+    """
+    values_ms = np.array(values_s) * 1e3
+    words = {f"p{percentile:g}": percentile for percentile in percentiles}
+    if not len(values_ms):
+        return {f"{word}_{name}_ms": None for word in ("mean", "median", "std", *words)}
+    numbers = {"mean": np.mean(values_ms), "median": np.median(values_ms), "std": np.std(values_ms)}
+    numbers |= {word: np.percentile(values_ms, percentile) for word, percentile in words.items()}
+    return {f"{word}_{name}_ms": float(number) for word, number in numbers.items()}
+
+
+def most_at_once(samples: Sequence[RequestSample]) -> int:
+    """The most requests that were under way at one time; one that ends makes room for the next."""
+    events = [
+        event
+        for sample in samples
+        if sample.sent_s is not None and sample.ended_s is not None
+        for event in ((sample.sent_s, 1), (sample.ended_s, -1))
+    ]
+    running, most = 0, 0
+    for _, change in sorted(events):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def detailed_report(samples: Sequence[RequestSample]) -> dict[str, list[Any]]:
+    """The raw samples, one entry per request, in order; times in seconds."""
+    return {
+        "input_lens": [sample.prompt_tokens for sample in samples],
+        "output_lens": [sample.num_output_tokens for sample in samples],
+        "due_times": [sample.due_s for sample in samples],
+        "start_times": [sample.sent_s for sample in samples],
+        "ttfts": [sample.ttft_s for sample in samples],
+        "itls": [sample.itls_s for sample in samples],
+        "latencies": [None if sample.ended_s is None else sample.e2el_s for sample in samples],
+        "generated_texts": [sample.text for sample in samples],
+        "finish_reasons": [sample.finish_reason for sample in samples],
+        "errors": [sample.error for sample in samples],
+    }
+
+
+def _values(name: str, samples: Sequence[RequestSample]) -> list[float]:
+    if name == "ttft":
+        return [sample.ttft_s for sample in samples if sample.ttft_s is not None]
+    if name == "tpot":
+        return [sample.tpot_s for sample in samples if sample.tpot_s is not None]
+    if name == "itl":
+        return [gap for sample in samples for gap in sample.itls_s]
+    if name == "e2el":
+        return [sample.e2el_s for sample in samples]
+    assert name == "client_queue_time"
+    return [sample.sent_s - sample.due_s for sample in samples if sample.sent_s is not None]
+
+
+def per_second(count: int, duration_s: float) -> float:
+    """A rate; 0 where nothing was given any time."""
+    return count / duration_s if duration_s else 0.0

@@ -1,0 +1,182 @@
+"""Results for people and for files: a table, JSON, and the plots of a sweep."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outdraft.core.errors import ConfigError
+
+WIDTH = 60  # of tables, in letters
+PLOT_SIZE = (72, 14)  # in the terminal, in letters
+
+_TITLES = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+    "client_queue_time": "Client-side Queueing",
+}
+_COUNTS = {
+    "completed": "Successful requests",
+    "failed": "Failed requests",
+    "max_concurrency": "Maximum request concurrency",
+    "request_rate": "Request rate configured (RPS)",
+    "duration": "Benchmark duration (s)",
+    "elapsed_time": "Benchmark duration (s)",
+    "num_requests": "Finished requests",
+    "batch_size": "Batch size",
+    "num_iters": "Iterations",
+    "avg_latency": "Avg latency (s)",
+    "std_latency": "Std latency (s)",
+    "total_input_tokens": "Total input tokens",
+    "total_output_tokens": "Total generated tokens",
+    "request_throughput": "Request throughput (req/s)",
+    "requests_per_second": "Request throughput (req/s)",
+    "output_throughput": "Output token throughput (tok/s)",
+    "total_token_throughput": "Total token throughput (tok/s)",
+    "tokens_per_second": "Total token throughput (tok/s)",
+    "max_concurrent_requests": "Peak concurrent requests",
+    "tokens_per_chunk": "Tokens per chunk",
+}
+_ACCEPTANCE = {
+    "spec_decode_acceptance_rate": "Acceptance rate (%)",
+    "spec_decode_acceptance_length": "Acceptance length",
+    "spec_decode_num_drafts": "Drafts",
+    "spec_decode_draft_tokens": "Draft tokens",
+    "spec_decode_accepted_tokens": "Accepted tokens",
+}
+_SWEEP_COLUMNS = (
+    ("max_concurrency", "concurrency"),
+    ("output_throughput", "tok/s"),
+    ("median_ttft_ms", "TTFT ms"),
+    ("median_tpot_ms", "TPOT ms"),
+    ("median_e2el_ms", "E2EL ms"),
+    ("spec_decode_acceptance_length", "acceptance"),
+    ("failed", "failed"),
+)
+_PANELS = (
+    ("output_throughput", "output tokens/s"),
+    ("median_tpot_ms", "median time per output token, ms"),
+    ("median_ttft_ms", "median time to first token, ms"),
+)
+
+
+def as_table(title: str, result: dict[str, Any]) -> str:
+    """A result for the terminal, in vLLM's order; what a result does not have is left out."""
+    lines = [f" {title} ".center(WIDTH, "=")]
+    lines += _rows(result, _COUNTS)
+    for percentage, value in result.get("percentiles", {}).items():
+        lines.append(_row(f"P{percentage} latency (s)", value))
+    for name, heading in _TITLES.items():
+        if f"mean_{name}_ms" in result:
+            lines += [f" {heading} ".center(WIDTH, "-"), *_latency_rows(name, result)]
+    if "phase_seconds" in result:
+        lines.append(" Seconds by phase ".center(WIDTH, "-"))
+        lines += [_row(f"  {phase}", value) for phase, value in result["phase_seconds"].items()]
+    if "spec_decode_num_drafts" in result:
+        lines.append(" Speculative Decoding ".center(WIDTH, "-"))
+        lines += _rows(result, _ACCEPTANCE)
+        lines.append("Per-position acceptance (%):")
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        lines += [_row(f"  Position {at}", 100 * rate) for at, rate in enumerate(rates)]
+    if result.get("failures"):
+        lines.append(" Failures ".center(WIDTH, "-"))
+        lines += [f"{count} x {error}" for error, count in result["failures"].items()]
+    lines.append("=" * WIDTH)
+    return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+
+
+def sweep_table(results: Sequence[dict[str, Any]]) -> str:
+    """One line per concurrency."""
+    lines = ["".join(f"{heading:>12}" for _, heading in _SWEEP_COLUMNS)]
+    for result in results:
+        cells = [_number(result.get(name)) for name, _ in _SWEEP_COLUMNS]
+        lines.append("".join(f"{cell:>12}" for cell in cells))
+    return "\n".join(lines)
+
+
+def write_json(path: Path, result: dict[str, Any]) -> None:
+    """Strict JSON: a number that is none is an error, not NaN."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def check_installed(*packages: str) -> None:
+    """Raise ConfigError that names the extra, if one of them is missing."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise ConfigError(f"this needs {', '.join(missing)}: pip install 'outdraft[bench]'")
+
+
+def sweep_picture(results: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG: throughput and latencies over concurrency."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.5 * len(_PANELS), 3.6), layout="constrained")
+    for place, (name, heading) in enumerate(_PANELS, start=1):
+        axes = figure.add_subplot(1, len(_PANELS), place)
+        xs, ys = _curve(results, name)
+        axes.plot(xs, ys, marker="o")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, labels=[str(x) for x in xs])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("concurrent requests")
+        axes.set_title(heading, fontsize=10)
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def sweep_plot(results: Sequence[dict[str, Any]]) -> str:
+    """Throughput over concurrency in letters."""
+    import plotext
+
+    name, heading = _PANELS[0]
+    xs, ys = _curve(results, name)
+    if not xs:
+        return ""
+    figure = plotext.figure
+    figure.clear()
+    figure.plot_size(*PLOT_SIZE)
+    figure.title(f"{heading} over concurrent requests")
+    figure.draw(figure.signal(xs, ys).lines())
+    figure.ruler("x").ticks(xs)
+    text = plotext.uncolorize(str(figure.build()))
+    figure.clear()
+    return str(text)
+
+
+def _curve(results: Sequence[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """A metric over concurrency, where there is one."""
+    points = [
+        (result["max_concurrency"], result[name])
+        for result in results
+        if result.get(name) is not None
+    ]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _rows(result: dict[str, Any], labels: dict[str, str]) -> list[str]:
+    return [
+        _row(label, result[name]) for name, label in labels.items() if result.get(name) is not None
+    ]
+
+
+def _latency_rows(name: str, result: dict[str, Any]) -> list[str]:
+    short = name.upper() if len(name) < 5 else "queue time"
+    words = [key.removesuffix(f"_{name}_ms") for key in result if key.endswith(f"_{name}_ms")]
+    return [
+        _row(f"{word.capitalize()} {short} (ms)", result[f"{word}_{name}_ms"]) for word in words
+    ]
+
+
+def _row(label: str, value: object) -> str:
+    return f"{label + ':':<44}{_number(value):>{WIDTH - 44}}"
+
+
+def _number(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,212 @@
+"""What a benchmark sends, and when.
+
+Prompts are drawn without repetition for as long as the data lasts: one that comes again is found in
+the prefix cache and in the memory of the suffix proposer, which would flatter both.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from outdraft import assets
+from outdraft.core.errors import ConfigError
+
+DATASETS = ("embedded", "custom", "sharegpt", "random")
+DEFAULT_OUTPUT_LEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRequest:
+    """One prompt, as text or as token ids, and what is asked for.
+
+    Attributes:
+        prediction: sent as the expected output.
+    """
+
+    prompt: str | tuple[int, ...]
+    max_tokens: int
+    prediction: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Where prompts come from; names as in vLLM, `embedded` is the held-out code of the package.
+
+    Attributes:
+        path: of "custom", one JSON object a line with prompt and maybe max_tokens and prediction;
+            of "sharegpt", a JSON list of conversations.
+        input_len: tokens of a random prompt.
+        output_len: tokens to generate; None: what the data say, else 128.
+        range_ratio: random lengths are even over [len * (1 - r), len * (1 + r)].
+    """
+
+    name: str = "embedded"
+    path: Path | None = None
+    input_len: int = 1024
+    output_len: int | None = None
+    range_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in DATASETS:
+            raise ConfigError(
+                f"dataset_name must be one of {', '.join(DATASETS)}, got {self.name!r}"
+            )
+        needs_path = self.name in ("custom", "sharegpt")
+        if needs_path != (self.path is not None):
+            need = "needs" if needs_path else "takes no"
+            raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
+        if self.input_len < 1 or (self.output_len is not None and self.output_len < 1):
+            raise ConfigError("input_len and output_len must be at least 1")
+
+
+def load_requests(
+    dataset: Dataset, count: int, seed: int, tokenizer: Tokenizer | None = None
+) -> list[BenchRequest]:
+    """`count` requests in an order that the seed decides; they repeat only when all were used.
+
+    Args:
+        tokenizer: the model's; random prompts need its vocabulary, ShareGPT the lengths of answers.
+
+    Raises:
+        ConfigError: the data cannot be read, or a tokenizer is missing.
+    """
+    rng = np.random.default_rng(seed)
+    if dataset.name == "random":
+        return _random_requests(dataset, count, rng, tokenizer)
+    if dataset.name == "embedded":
+        length = dataset.output_len or DEFAULT_OUTPUT_LEN
+        found = [BenchRequest(prompt.text, length) for prompt in assets.prompts()]
+    else:
+        assert dataset.path is not None
+        text = _read(dataset.path)
+        if dataset.name == "custom":
+            found = list(_custom(text, dataset))
+        else:
+            found = list(_sharegpt(text, dataset, tokenizer))
+    if not found:
+        raise ConfigError(f"dataset {dataset.path or dataset.name} holds no prompts")
+    order = rng.permutation(len(found)).tolist()
+    return [found[order[i % len(order)]] for i in range(count)]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """From a directory, or by its name on the hub.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(name) / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(name)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ConfigError(f"tokenizer {name!r} cannot be loaded: {error}") from None
+
+
+def num_distinct_prompts(requests: Iterable[BenchRequest]) -> int:
+    """How many of the prompts differ."""
+    return len({request.prompt for request in requests})
+
+
+def arrival_times(
+    count: int, request_rate: float, burstiness: float, rng: np.random.Generator
+) -> list[float]:
+    """When each request is due, in seconds from the start, ascending.
+
+    Gaps are gamma distributed with shape `burstiness` and mean 1 / rate: a Poisson process for 1,
+    bursts below, even gaps in the limit of infinity. They are scaled, as in vLLM, so that the last
+    request is due at count / rate whatever the seed. An infinite rate is everything at once.
+    """
+    if not request_rate > 0 or not burstiness > 0:
+        raise ConfigError(
+            f"request_rate and burstiness must be above 0, got {request_rate} and {burstiness}"
+        )
+    if math.isinf(request_rate):
+        return [0.0] * count
+    gaps = np.ones(count) if math.isinf(burstiness) else rng.gamma(burstiness, size=count)
+    times = np.cumsum(gaps)
+    if times[-1] == 0:  # tiny shapes underflow: no gap is left to scale
+        return [count / request_rate] * count
+    return (times * (count / request_rate / times[-1])).tolist()
+
+
+def _random_requests(
+    dataset: Dataset, count: int, rng: np.random.Generator, tokenizer: Tokenizer | None
+) -> list[BenchRequest]:
+    """Ids that are even over the vocabulary without its special tokens."""
+    if tokenizer is None:
+        raise ConfigError("random prompts need --tokenizer: it says which token ids exist")
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token_id for token_id, token in added.items() if token.special}
+    ids = np.array([i for i in range(tokenizer.get_vocab_size()) if i not in special])
+
+    def length(mean: int) -> int:
+        low, high = mean * (1 - dataset.range_ratio), mean * (1 + dataset.range_ratio)
+        return int(rng.integers(max(1, math.floor(low)), math.ceil(high), endpoint=True))
+
+    output_len = dataset.output_len or DEFAULT_OUTPUT_LEN
+    return [
+        BenchRequest(tuple(rng.choice(ids, length(dataset.input_len)).tolist()), length(output_len))
+        for _ in range(count)
+    ]
+
+
+def _custom(text: str, dataset: Dataset) -> Iterator[BenchRequest]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        where = f"{dataset.path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where}: not valid JSON: {error}") from None
+        prompt = entry.get("prompt") if isinstance(entry, dict) else None
+        if not isinstance(prompt, str):
+            raise ConfigError(f"{where}: wanted an object with a text named prompt")
+        max_tokens = dataset.output_len or entry.get("max_tokens", DEFAULT_OUTPUT_LEN)
+        prediction = entry.get("prediction")
+        if not isinstance(max_tokens, int) or max_tokens < 1:
+            raise ConfigError(f"{where}: max_tokens must be a whole number above 0")
+        if prediction is not None and not isinstance(prediction, str):
+            raise ConfigError(f"{where}: prediction must be a text")
+        yield BenchRequest(prompt, max_tokens, prediction)
+
+
+def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[BenchRequest]:
+    """The first message of each conversation, and as many tokens as its recorded answer has."""
+    if dataset.output_len is None and tokenizer is None:
+        raise ConfigError(
+            "sharegpt needs --output-len, or --tokenizer to measure the recorded answers"
+        )
+    try:
+        conversations = json.loads(text)
+        pairs = [_first_pair(entry["conversations"]) for entry in conversations]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{dataset.path}: no list of ShareGPT conversations: {error!r}") from None
+    for pair in pairs:
+        if pair is None:
+            continue
+        length = dataset.output_len
+        if length is None:
+            assert tokenizer is not None
+            length = len(tokenizer.encode(pair[1], add_special_tokens=False).ids)
+        yield BenchRequest(pair[0], max(1, length))
+
+
+def _first_pair(messages: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
+    """A conversation's first message and its answer; None if it has fewer than two."""
+    return (messages[0]["value"], messages[1]["value"]) if len(messages) > 1 else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the dataset {path}: {error}") from None

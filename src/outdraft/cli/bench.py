@@ -1,0 +1,269 @@
+"""`outdraft bench`: load tests of servers, and of the engine in this process."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from outdraft.cli.bench_options import (
+    DatasetOptions,
+    ResultOptions,
+    ServerOptions,
+    TrafficOptions,
+    dataset_of,
+    endpoint_of,
+    numbers,
+    traffics_of,
+)
+from outdraft.cli.options import EngineOptions, engine_config, takes_options
+from outdraft.cli.threads import use_physical_cores
+from outdraft.config.engine import EngineConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from outdraft.bench.in_process import Generation
+    from outdraft.engine.llm import LLM
+
+bench = typer.Typer(help="Measure a server under load, or the engine alone.", no_args_is_help=True)
+
+MaxSeconds = Annotated[
+    float, typer.Option(min=1, help="Of the whole measurement; what is not done then has failed.")
+]
+
+
+@bench.command()
+@takes_options
+def serve(
+    *,
+    server: ServerOptions,
+    dataset: DatasetOptions,
+    traffic: TrafficOptions,
+    result: ResultOptions,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Of the served model; random and sharegpt need it.")
+    ] = None,
+    max_seconds: MaxSeconds = 600,
+) -> None:
+    """Load test of any OpenAI-compatible server.
+
+    With --request-rate latencies count from the scheduled arrival, so a server that stalls cannot
+    hide it. With --max-concurrency alone they count from the sending.
+    """
+    from outdraft.bench.report import as_table, check_installed
+
+    check_installed("httpx", *(("matplotlib", "plotext") if traffic.sweep is not None else ()))
+    from outdraft.bench.serve import Reporting, run_load, serve_report, with_model
+    from outdraft.bench.workloads import load_requests, load_tokenizer
+
+    reporting = Reporting(
+        metrics=tuple(result.percentile_metrics.split(",")),
+        percentiles=tuple(numbers(result.metric_percentiles, "--metric-percentiles", float)),
+        is_detailed=result.save_detailed,
+    )
+    endpoint = endpoint_of(server, ignores_eos=dataset.dataset_name == "random")
+    runs = traffics_of(traffic)
+    each = traffic.num_warmups + traffic.num_prompts
+    vocabulary = load_tokenizer(tokenizer) if tokenizer is not None else None
+    requests = load_requests(dataset_of(dataset), each * len(runs), traffic.seed, vocabulary)
+    deadline_s = time.monotonic() + max_seconds
+    endpoint = asyncio.run(with_model(endpoint))
+    results: list[dict[str, Any]] = []
+    for place, one in enumerate(runs):
+        part = requests[place * each : (place + 1) * each]
+        with tqdm(total=traffic.num_prompts, desc="requests", unit="req", leave=False) as bar:
+            run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
+        results.append(serve_report(run, part, one, reporting))
+        typer.echo(as_table("Serving Benchmark Result", results[-1]))
+    where = {
+        "base_url": endpoint.base_url,
+        "endpoint": endpoint.path,
+        "model_id": endpoint.model,
+        "dataset_name": dataset.dataset_name,
+    }
+    _keep(where, results, traffic, result)
+    if not any(one["completed"] for one in results):
+        raise typer.Exit(1)
+
+
+@bench.command()
+@takes_options
+def latency(
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
+    ] = None,
+    *,
+    batch_size: Annotated[int, typer.Option(min=1)] = 1,
+    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2,
+    num_iters: Annotated[int, typer.Option(min=1)] = 10,
+    temperature: Annotated[float, typer.Option()] = 0.0,
+    disable_detokenize: Annotated[
+        bool, typer.Option("--disable-detokenize", help="Make no text of the tokens.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace one more batch with torch's profiler.")
+    ] = False,
+    output_json: Annotated[Path | None, typer.Option(help="File for the result.")] = None,
+    max_seconds: MaxSeconds = 600,
+    dataset: DatasetOptions,
+    engine: EngineOptions,
+) -> None:
+    """Time batches of a fixed size, one after the other, without a server.
+
+    Every request generates its full number of tokens. Prompts are not cached unless asked for.
+    """
+    from outdraft.bench.latency import LatencyPlan, measure_latency
+    from outdraft.bench.workloads import load_requests
+
+    plan = LatencyPlan(
+        batch_size=batch_size, num_iters_warmup=num_iters_warmup, num_iters=num_iters
+    )
+    source = dataset_of(dataset)
+    llm = _llm(model, engine, SchedulerConfig(max_num_seqs=batch_size))
+    count = plan.num_requests + batch_size * profile
+    requests = load_requests(source, count, engine.seed or 0, llm.models.tokenizer)
+    generation = _generation(temperature, not disable_detokenize)
+    measured = requests[: plan.num_requests]
+    deadline_s = time.monotonic() + max_seconds
+    with tqdm(total=num_iters, desc="iterations", leave=False) as bar:
+        result = measure_latency(
+            llm.engine, measured, plan, generation, deadline_s, lambda _: bar.update()
+        )
+    _show_in_process("Latency Benchmark Result", result, llm, dataset, output_json)
+    if profile:
+        from outdraft.bench.in_process import run_batch
+        from outdraft.bench.profiler import traced
+
+        trace = (output_json or Path("outdraft-latency.json")).with_suffix(".trace.json")
+        with traced(llm.engine, trace):
+            until_s = time.monotonic() + max_seconds
+            run_batch(llm.engine, requests[plan.num_requests :], generation, until_s)
+        typer.echo(f"trace of one batch, for chrome://tracing or ui.perfetto.dev: {trace}")
+
+
+@bench.command()
+@takes_options
+def throughput(
+    model: Annotated[
+        str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
+    ] = None,
+    *,
+    num_prompts: Annotated[int, typer.Option(min=1)] = 24,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Running requests.")] = None,
+    temperature: Annotated[float, typer.Option()] = 0.0,
+    disable_detokenize: Annotated[
+        bool, typer.Option("--disable-detokenize", help="Make no text of the tokens.")
+    ] = False,
+    output_json: Annotated[Path | None, typer.Option(help="File for the result.")] = None,
+    max_seconds: MaxSeconds = 600,
+    dataset: DatasetOptions,
+    engine: EngineOptions,
+) -> None:
+    """Complete many prompts that are all there at once, without a server.
+
+    Every request generates its full number of tokens. Prompts are not cached unless asked for.
+    """
+    from outdraft.bench.throughput import measure_throughput
+    from outdraft.bench.workloads import load_requests
+
+    source = dataset_of(dataset)
+    scheduler = (
+        SchedulerConfig() if max_num_seqs is None else SchedulerConfig(max_num_seqs=max_num_seqs)
+    )
+    llm = _llm(model, engine, scheduler)
+    requests = load_requests(source, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
+    with tqdm(total=num_prompts, desc="requests", unit="req", leave=False) as bar:
+        result = measure_throughput(
+            llm.engine,
+            requests[0],
+            requests[1:],
+            _generation(temperature, not disable_detokenize),
+            time.monotonic() + max_seconds,
+            lambda _: bar.update(),
+        )
+    _show_in_process("Throughput Benchmark Result", result, llm, dataset, output_json)
+
+
+def _generation(temperature: float, detokenize: bool) -> "Generation":
+    from outdraft.bench.in_process import Generation
+
+    return Generation(temperature=temperature, ignore_eos=True, detokenize=detokenize)
+
+
+def _keep(
+    where: dict[str, Any],
+    results: list[dict[str, Any]],
+    traffic: TrafficOptions,
+    options: ResultOptions,
+) -> None:
+    """Write what was asked for; a sweep is one file, and has its plots."""
+    from outdraft.bench.environment import environment
+    from outdraft.bench.report import sweep_picture, sweep_plot, sweep_table, write_json
+
+    now = datetime.now().strftime("%Y%m%d-%H%M%S")
+    whole = {"date": now, "backend": "openai", **where}
+    whole |= results[0] if traffic.sweep is None else {"sweep": results}
+    name = options.result_filename
+    if name is None:
+        arrivals = "sweep" if traffic.sweep is not None else f"{traffic.request_rate:g}qps"
+        if traffic.max_concurrency is not None:
+            arrivals += f"-concurrency{traffic.max_concurrency}"
+        name = f"openai-{arrivals}-{Path(where['model_id']).name}-{now}.json"
+    path = options.result_dir / name
+    if traffic.sweep is not None:
+        picture = path.with_suffix(".png")
+        sweep_picture(results, picture)
+        typer.echo(f"{sweep_table(results)}\n\n{sweep_plot(results)}\nplot: {picture}")
+    if options.save_result:
+        write_json(path, whole | {"environment": environment()})
+        typer.echo(f"result: {path}")
+
+
+def _llm(model: str | None, options: EngineOptions, scheduler: SchedulerConfig) -> "LLM":
+    """An engine for batches; as in vLLM's benchmarks, prompts are not cached unless asked for."""
+    config = _batched(engine_config(model, options), options, scheduler)
+    use_physical_cores(os.environ)
+    from outdraft.engine.llm import LLM
+
+    return LLM.from_config(config)
+
+
+def _batched(
+    config: EngineConfig, options: EngineOptions, scheduler: SchedulerConfig
+) -> EngineConfig:
+    cache = config.cache
+    if options.enable_prefix_caching is None:
+        cache = replace(cache, enable_prefix_caching=False)
+    return replace(config, scheduler=scheduler, cache=cache)
+
+
+def _show_in_process(
+    title: str,
+    result: dict[str, Any],
+    llm: "LLM",
+    dataset: DatasetOptions,
+    output_json: Path | None,
+) -> None:
+    import torch
+
+    from outdraft.bench.environment import environment
+    from outdraft.bench.report import as_table, write_json
+
+    typer.echo(as_table(title, result))
+    if output_json is None:
+        return
+    target = llm.models.target
+    where = {
+        "model_id": llm.config.model,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "device": str(llm.models.device),
+        "threads": torch.get_num_threads(),
+        "speculation_methods": [str(method) for method in llm.config.speculation.methods],
+        "dataset_name": dataset.dataset_name,
+    }
+    write_json(output_json, where | result | {"environment": environment()})
+    typer.echo(f"result: {output_json}")

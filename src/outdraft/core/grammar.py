@@ -1,0 +1,38 @@
+"""What a request knows of the grammar that its output follows.
+
+Dimension key: R rows of a draft with its root, W int32 words of a mask of one bit per token.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+
+class GrammarMatcher(Protocol):
+    """Where one sequence stands in its grammar. It depends on the sequence's output alone."""
+
+    @property
+    def is_finished(self) -> bool:
+        """The output is complete, and nothing can follow."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """The grammar has become too complex to follow, or offers no token: there is no promise
+        about the newest token."""
+        ...
+
+    def advance(self, token_id: int) -> None:
+        """The next token of the output."""
+        ...
+
+    def fill_masks(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> None:
+        """Write which tokens may follow the root and every row of a draft, int32 [1 + N, W].
+
+        `token_ids` and `parents` are as in Draft. Bit v % 32 of word v // 32 stands for token v.
+        Rows that cannot be reached hold anything but zeros.
+        """
+        ...

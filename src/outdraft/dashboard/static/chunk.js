@@ -1,0 +1,48 @@
+// The one place that knows how a streamed chunk of the API looks.
+
+/**
+ * What one chunk of /v1/completions or /v1/chat/completions says about the first choice.
+ *
+ * A server without a trace sends text only; its tokens have no origin (null).
+ *
+ * @returns {{
+ *   text: string,
+ *   tokens: {text: string, origin: string | null}[],
+ *   steps: {source: string | null, drafted: string[], parents: number[], accepted: Set<number>,
+ *           numEmitted: number, seconds: number}[],
+ *   finishReason: string | null,
+ *   usage: object | null,
+ *   error: string | null,
+ * }}
+ */
+export function decodeChunk(chunk) {
+  const choice = chunk.choices?.find(({ index }) => (index ?? 0) === 0) ?? {};
+  const text = choice.delta?.content ?? choice.text ?? "";
+  const trace = choice.outdraft ?? {};
+  const untraced = text ? [{ text, origin: null }] : [];
+  return {
+    text,
+    tokens: trace.tokens ?? untraced,
+    steps: (trace.steps ?? []).map(decodeStep),
+    finishReason: choice.finish_reason ?? null,
+    usage: chunk.usage ?? null,
+    error: chunk.error ? (chunk.error.message ?? "the stream ended with an error") : null,
+  };
+}
+
+/**
+ * A row is the number of a drafted token plus one: row 0 is the last token before the draft.
+ * Parents are rows, accepted_rows are numbers of drafted tokens; a chain may leave parents out.
+ */
+function decodeStep(step) {
+  const drafted = (step.drafted ?? []).map(({ text }) => text);
+  const chain = drafted.map((_, row) => row);
+  return {
+    source: step.source ?? null,
+    drafted,
+    parents: step.parents?.length ? step.parents : chain,
+    accepted: new Set((step.accepted_rows ?? []).map((drafted) => drafted + 1)),
+    numEmitted: step.num_emitted,
+    seconds: step.seconds,
+  };
+}

@@ -1,0 +1,63 @@
+"""The web application: all routes, one shape of errors."""
+
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+
+from fastapi import APIRouter, FastAPI
+from fastapi.middleware.cors import CORSMiddleware
+
+from outdraft.engine.chat import ChatTemplate
+from outdraft.engine.inputs import InputProcessor
+from outdraft.server.api.chat import chat_router
+from outdraft.server.api.completions import completions_router
+from outdraft.server.api.errors import install_error_handlers
+from outdraft.server.api.plain_routes import health_router, models_router, tokens_router
+from outdraft.server.api.responses import responses_router
+from outdraft.server.api.settings import ApiContext, ApiSettings
+from outdraft.server.client import EngineClient
+
+
+def create_app(
+    client: EngineClient,
+    inputs: InputProcessor,
+    chat_template: ChatTemplate | None,
+    settings: ApiSettings,
+    routers: Iterable[APIRouter] = (),
+    is_draining: Callable[[], bool] = lambda: False,
+) -> FastAPI:
+    """The application that serves one engine.
+
+    Attributes:
+        inputs: of the same model; its tokenizer encodes prompts, in threads.
+        chat_template: None: conversations are refused.
+        routers: more routes. They are not guarded by the API key.
+        is_draining: asked for every request; while it says yes, new ones get a 503.
+    """
+    context = ApiContext(client, inputs, chat_template, settings, is_draining)
+    app = FastAPI(
+        title="outdraft",
+        version=version("outdraft"),
+        docs_url=None,  # those pages load their scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    install_error_handlers(app, settings.retry_after_s)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    for router in (
+        chat_router(context),
+        completions_router(context),
+        responses_router(context),
+        models_router(context, int(time.time())),
+        tokens_router(context),
+        health_router(context),
+        *routers,
+    ):
+        app.include_router(router)
+    return app

@@ -1,0 +1,158 @@
+"""/v1/chat/completions."""
+
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Response
+
+from outdraft.core.errors import RequestError
+from outdraft.core.outputs import CompletionOutput, RequestOutput
+from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.generation import new_generation
+from outdraft.server.api.guard import guarded_router
+from outdraft.server.api.logprobs import Row, chat_logprobs, prompt_logprobs
+from outdraft.server.api.params import sampling_params
+from outdraft.server.api.prompts import chat_messages, encode_chat, model_name
+from outdraft.server.api.reports import trace
+from outdraft.server.api.settings import ApiContext, ToolCallFormat
+from outdraft.server.api.tool_choice import active_tools, call_format
+from outdraft.server.api.tools import ParsedCall, Piece, ToolCallParser, tool_call_parser
+from outdraft.server.client import TextDelta
+
+
+def chat_router(context: ApiContext) -> APIRouter:
+    router = guarded_router(context)
+
+    @router.post("/v1/chat/completions", operation_id="create_chat_completion")
+    async def create(body: ChatRequest) -> Response:
+        """Continue a conversation."""
+        model = model_name(context, body.model)
+        check_stream_options(body)
+        params = sampling_params(
+            body,
+            context.settings,
+            max_tokens=body.max_completion_tokens or body.max_tokens,
+            logprobs=_num_logprobs(body),
+        )
+        tools = active_tools(body)
+        shape = ChatShape(context, body, call_format(body, tools, context.settings))
+        prompt = await encode_chat(context, chat_messages(body.messages), "messages", tools)
+        generation = new_generation(context, "chatcmpl-", [prompt], params, body)
+        return Answer(context, body, generation, model, shape).reply()
+
+    return router
+
+
+def _num_logprobs(body: ChatRequest) -> int | None:
+    for name in ("max_tokens", "max_completion_tokens"):
+        if getattr(body, name) == 0:
+            raise RequestError(f"{name} must be at least 1", name)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
+
+
+class ChatShape:
+    """A choice is a message."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def __init__(
+        self, context: ApiContext, body: ChatRequest, calls: ToolCallFormat | None
+    ) -> None:
+        self._tokenizer = context.inputs.tokenizer
+        self._body = body
+        self._format: ToolCallFormat | None = calls
+        self._parsers: dict[int, ToolCallParser] = {}  # of the choices that stream
+        self._num_calls: dict[int, int] = {}
+
+    def head(self, output: RequestOutput) -> Json:
+        result: Json = {}
+        if self._body.prompt_logprobs is not None:
+            result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._body.return_token_ids:
+            result["prompt_token_ids"] = output.prompt_token_ids
+        return result
+
+    def choices(self, number: int, output: RequestOutput) -> list[Json]:
+        return [self._choice(one) for one in output.outputs]
+
+    def opening(self, number: int, output: RequestOutput) -> list[Json]:
+        delta = {"role": "assistant", "content": ""}
+        return [
+            {"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None}
+            for one in output.outputs
+        ]
+
+    def pieces(self, number: int, delta: TextDelta) -> list[Json]:
+        messages = [self._message_delta(delta.index, piece) for piece in self._parsed(delta)]
+        details: Json = {}
+        if self._body.return_token_ids:
+            details["token_ids"] = delta.token_ids
+        traced = trace(delta, self._tokenizer)
+        if traced is not None:
+            details["outdraft"] = traced
+        logprobs = self._logprobs(delta.logprobs)
+        if not messages and (details or logprobs or delta.finish_reason):
+            messages = [{}]
+        choices: list[Json] = [
+            {"index": delta.index, "delta": message, "logprobs": None, "finish_reason": None}
+            for message in messages
+        ]
+        if choices:
+            choices[0] |= {"logprobs": logprobs} | details
+            if delta.finish_reason is not None:
+                has_calls = delta.index in self._num_calls
+                choices[-1] |= _finish(delta.finish_reason, delta.stop_reason, has_calls)
+        return choices
+
+    def _choice(self, one: CompletionOutput) -> Json:
+        parser = tool_call_parser(self._format) if self._format else None
+        pieces = [*parser.push(one.text), *parser.finish()] if parser else [one.text]
+        calls = [_tool_call(piece) for piece in pieces if isinstance(piece, ParsedCall)]
+        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": calls}
+        result: Json = {
+            "index": one.index,
+            "message": message,
+            "logprobs": self._logprobs(one.logprobs),
+        }
+        if self._body.return_token_ids:
+            result["token_ids"] = one.token_ids
+        return result | _finish(one.finish_reason, one.stop_reason, bool(calls))
+
+    def _parsed(self, delta: TextDelta) -> list[Piece]:
+        if self._format is None:
+            return [delta.text] if delta.text else []
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = tool_call_parser(self._format)
+        pieces = parser.push(delta.text)
+        return pieces if delta.finish_reason is None else [*pieces, *parser.finish()]
+
+    def _message_delta(self, index: int, piece: Piece) -> Json:
+        if isinstance(piece, str):
+            return {"content": piece}
+        number = self._num_calls.get(index, 0)
+        self._num_calls[index] = number + 1
+        return {"tool_calls": [{"index": number} | _tool_call(piece)]}
+
+    def _logprobs(self, rows: list[Row] | None) -> Json | None:
+        if not self._body.logprobs or not rows:
+            return None
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(rows, self._body.top_logprobs or 0, as_ids=as_ids)
+
+
+def _finish(reason: str | None, stop_reason: Any, has_calls: bool) -> Json:
+    is_call = has_calls and reason == "stop"
+    return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason}
+
+
+def _tool_call(call: ParsedCall) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}

@@ -1,0 +1,52 @@
+"""The bodies of /v1/completions, /tokenize and /detokenize."""
+
+from pydantic import Field
+
+from outdraft.server.api.chat_types import ChatMessage, Tool
+from outdraft.server.api.fields import Body, ChoiceFields, Int64, TokenId
+
+
+class CompletionRequest(ChoiceFields):
+    """A text, or several, to continue."""
+
+    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    max_tokens: Int64 | None = Field(None, description="Absent: 16.")
+    logprobs: Int64 | None = None
+    echo: bool | None = None
+
+
+class TokenizeTextRequest(Body):
+    """A text to make token ids of."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(Body):
+    """A conversation to make token ids of."""
+
+    messages: list[ChatMessage]
+    model: str | None = None
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Body):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Token ids to make a text of."""
+
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+class DetokenizeResponse(Body):
+    prompt: str

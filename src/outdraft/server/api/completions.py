@@ -1,0 +1,164 @@
+"""/v1/completions."""
+
+from fastapi import APIRouter, Response
+
+from outdraft.core.errors import RequestError
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.inputs import EncodedPrompt
+from outdraft.server.api.answers import Answer, Json, check_stream_options
+from outdraft.server.api.completion_types import CompletionRequest
+from outdraft.server.api.generation import new_generation
+from outdraft.server.api.guard import guarded_router
+from outdraft.server.api.logprobs import CompletionLogprobs, Row, prompt_logprobs
+from outdraft.server.api.params import sampling_params
+from outdraft.server.api.prompts import encode_prompts, model_name
+from outdraft.server.api.reports import trace
+from outdraft.server.api.settings import ApiContext
+from outdraft.server.client import TextDelta
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def completions_router(context: ApiContext) -> APIRouter:
+    router = guarded_router(context)
+
+    @router.post("/v1/completions", operation_id="create_completion")
+    async def create(body: CompletionRequest) -> Response:
+        """Continue a text, or several."""
+        model = model_name(context, body.model)
+        check_stream_options(body)
+        params = _params(body, context)
+        prompts = await encode_prompts(context, body.prompt)
+        generation = new_generation(context, "cmpl-", prompts, params, body)
+        shape = CompletionShape(context, body, prompts)
+        counts = not is_echo_only(body)
+        return Answer(context, body, generation, model, shape, counts_output=counts).reply()
+
+    return router
+
+
+def is_echo_only(body: CompletionRequest) -> bool:
+    """Whether only the prompt is wanted: for its log-probabilities. The engine makes one token."""
+    return bool(body.echo) and body.max_tokens == 0
+
+
+def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    prompt_rows = body.prompt_logprobs
+    if body.echo and body.logprobs is not None:
+        if prompt_rows is not None and prompt_rows != body.logprobs:
+            raise RequestError("with echo, prompt_logprobs must be as logprobs", "prompt_logprobs")
+        prompt_rows = body.logprobs
+    return sampling_params(
+        body,
+        context.settings,
+        max_tokens=1 if is_echo_only(body) else max_tokens,
+        logprobs=body.logprobs,
+        prompt_logprobs=prompt_rows,
+    )
+
+
+class CompletionShape:
+    """A choice is a text."""
+
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(
+        self, context: ApiContext, body: CompletionRequest, prompts: list[EncodedPrompt]
+    ) -> None:
+        self._tokenizer = context.inputs.tokenizer
+        self._body = body
+        self._prompts = prompts
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
+
+    def head(self, output: RequestOutput) -> Json:
+        return {}
+
+    def choices(self, number: int, output: RequestOutput) -> list[Json]:
+        results: list[Json] = []
+        for one in output.outputs:
+            index = self._index(number, one.index)
+            result = self._prompt_choice(number, index, output)
+            result |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
+            if is_echo_only(self._body):
+                result |= {"finish_reason": "length", "stop_reason": None}
+            else:
+                result["text"] += one.text
+                following = self._take(index, one.logprobs)
+                result["logprobs"] = _joined(result["logprobs"], following)
+                if self._body.return_token_ids:
+                    result["token_ids"] = one.token_ids
+            if self._body.prompt_logprobs is not None:
+                result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+            results.append(result)
+        return results
+
+    def opening(self, number: int, output: RequestOutput) -> list[Json]:
+        if not self._body.echo and not self._body.return_token_ids:
+            return []
+        return [
+            self._prompt_choice(number, self._index(number, one.index), output)
+            for one in output.outputs
+        ]
+
+    def pieces(self, number: int, delta: TextDelta) -> list[Json]:
+        index = self._index(number, delta.index)
+        result = _choice(index)
+        if delta.finish_reason is not None:
+            result |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+        if is_echo_only(self._body):
+            done = {"finish_reason": "length", "stop_reason": None}
+            return [result | done] if delta.finish_reason is not None else []
+        result |= {"text": delta.text, "logprobs": self._take(index, delta.logprobs)}
+        if self._body.return_token_ids:
+            result["token_ids"] = delta.token_ids
+        traced = trace(delta, self._tokenizer)
+        if traced is not None:
+            result["outdraft"] = traced
+        is_empty = not delta.text and result["logprobs"] is None and delta.finish_reason is None
+        return [] if is_empty and not traced and "token_ids" not in result else [result]
+
+    def _index(self, number: int, index: int) -> int:
+        return number * (self._body.n or 1) + index
+
+    def _prompt_choice(self, number: int, index: int, output: RequestOutput) -> Json:
+        """A choice with nothing of the output yet."""
+        result = _choice(index)
+        if self._body.echo:
+            result["text"] = self._prompt_text(number)
+            result["logprobs"] = self._take(index, output.prompt_logprobs, output.prompt_token_ids)
+        if self._body.return_token_ids:
+            result["prompt_token_ids"] = output.prompt_token_ids
+        return result
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self._prompts[number]
+        if prompt.text is not None:
+            return prompt.text
+        if self._tokenizer is None:
+            raise RequestError("echo needs a tokenizer, and the model came without one", "echo")
+        return self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+
+    def _take(
+        self, index: int, rows: list[Row | None] | list[Row] | None, ids: list[int] | None = None
+    ) -> Json | None:
+        if self._body.logprobs is None or rows is None:
+            return None
+        writer = self._logprobs.get(index)
+        if writer is None:
+            as_ids = bool(self._body.return_tokens_as_token_ids)
+            writer = self._logprobs[index] = CompletionLogprobs(self._body.logprobs, as_ids)
+        first = self._tokenizer.decode(ids[:1], False) if ids and self._tokenizer else ""
+        return writer.take(rows, first)
+
+
+def _choice(index: int) -> Json:
+    return {"index": index, "text": "", "logprobs": None, "finish_reason": None}
+
+
+def _joined(first: Json | None, second: Json | None) -> Json | None:
+    if first is None or second is None:
+        return first or second
+    return {name: first[name] + second[name] for name in first}

@@ -1,0 +1,174 @@
+"""Errors as OpenAI writes them: {"error": {"message", "type", "param", "code"}}.
+
+No stack, no path and no value of any request is ever part of one, except what core.errors says of
+the request's own parameters.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
+
+
+class ErrorBody(BaseModel):
+    """What is wrong, for programs and for people."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorReply(BaseModel):
+    """The body of every reply that is not a success."""
+
+    error: ErrorBody
+
+
+class ApiError(OutdraftError):
+    """A reply that is not a success."""
+
+    def __init__(
+        self, status: int, body: ErrorBody, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(body.message)
+        self.status = status
+        self.body = body
+        self.headers = headers
+
+
+def invalid_request(
+    message: str, param: str | None = None, code: str | None = None, status: int = 400
+) -> ApiError:
+    """An error whose cause is the request."""
+    kind = "invalid_request_error"
+    return ApiError(status, ErrorBody(message=message, type=kind, param=param, code=code))
+
+
+def wrong_key() -> ApiError:
+    error = invalid_request("the API key is missing or wrong", None, "invalid_api_key", 401)
+    error.headers = {"WWW-Authenticate": "Bearer"}
+    return error
+
+
+def unknown_model(name: str) -> ApiError:
+    return invalid_request(
+        f"the model {name!r} does not exist: see /v1/models", "model", "model_not_found", 404
+    )
+
+
+def draining(retry_after_s: int) -> ApiError:
+    body = ErrorBody(
+        message="the server is shutting down and takes no more requests",
+        type="service_unavailable_error",
+        code="draining",
+    )
+    return ApiError(503, body, {"Retry-After": str(retry_after_s)})
+
+
+def engine_dead(status: int = 500) -> ApiError:
+    body = ErrorBody(message="the engine has stopped", type="server_error", code="engine_dead")
+    return ApiError(status, body)
+
+
+def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
+    """The reply to any exception; one that nobody expected says nothing about itself."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        return invalid_request(str(error), error.field)
+    if isinstance(error, CapacityError):
+        body = ErrorBody(message=str(error), type="rate_limit_error", code="rate_limit_exceeded")
+        return ApiError(429, body, {"Retry-After": str(retry_after_s)})
+    if isinstance(error, EngineDeadError):
+        return engine_dead()
+    return ApiError(
+        500, ErrorBody(message="internal error", type="server_error", code="internal_error")
+    )
+
+
+def error_json(error: ApiError) -> bytes:
+    """ASCII, so that a name that is not valid Unicode can be quoted."""
+    return json.dumps(ErrorReply(error=error.body).model_dump()).encode("ascii")
+
+
+def error_response(error: ApiError) -> Response:
+    return Response(
+        error_json(error), error.status, headers=error.headers, media_type="application/json"
+    )
+
+
+def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
+    """Give every reply of the application that is not a success its shape."""
+
+    async def on_error(_request: Request, error: Exception) -> Response:
+        return error_response(as_api_error(error, retry_after_s))
+
+    async def on_invalid(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error))
+
+    async def on_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        return error_response(_http_error(request, error))
+
+    app.add_exception_handler(OutdraftError, on_error)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+    app.add_exception_handler(Exception, on_error)
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    message, code = error.detail, None
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message, code = f"unknown path: {request.method} {request.url.path}", "unknown_url"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.method} is not allowed on {request.url.path}"
+        code = "method_not_supported"
+    elif error.status_code == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
+        code = "request_too_large"
+    result = invalid_request(message, None, code, error.status_code)
+    result.headers = error.headers
+    return result
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    """The most specific of what pydantic found: of a union it lists the errors of every member."""
+    details: Sequence[Any] = error.errors()
+    paths = [_path(detail, error.body) for detail in details]
+    depth, index = max((len(path), -index) for index, path in enumerate(paths))
+    path, detail = paths[-index], details[-index]
+    if depth == 0:
+        return invalid_request("the body must be a JSON object, sent as application/json")
+    name = _written(path)
+    if detail["type"] == "extra_forbidden":
+        return invalid_request(f"{name}: this field is unknown or not supported", name)
+    return invalid_request(f"{name}: {detail['msg']}", name)
+
+
+def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:
+    """Where an error is, without the names that pydantic gives to the members of a union."""
+    path: list[str | int] = []
+    location = detail["loc"][1:]  # the first says "body", "path" or "query"
+    value = body if detail["loc"][0] == "body" else dict.fromkeys(location)
+    for position, part in enumerate(location):
+        is_last = position == len(location) - 1
+        if isinstance(value, dict) and (part in value or (is_last and detail["type"] == "missing")):
+            path.append(part)
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            path.append(part)
+            value = value[part]
+    return path
+
+
+def _written(path: Sequence[str | int]) -> str:
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    return "".join(parts).removeprefix(".")

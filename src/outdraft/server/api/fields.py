@@ -1,0 +1,155 @@
+"""What the bodies of several routes have in common.
+
+A field that no class here or in *_types.py names is refused: silence would change the output.
+null means the same as an absent field, everywhere: clients send it for what they leave alone.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_INT64 = 2**63 - 1
+Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT64)]
+TokenIdKey = Annotated[int, Field(ge=0, le=MAX_INT64, strict=False)]  # JSON's keys are texts
+
+
+class Body(BaseModel):
+    """A JSON object without unknown fields, in which "1" is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class HarmlessExtras(Body):
+    """Fields that real OpenAI clients send and that are accepted and ignored.
+
+    Only what cannot change a token of the output may stand here, each with its reason.
+    """
+
+    user: Any = Field(None, description="Who asks: nothing is kept by user.")
+    safety_identifier: Any = Field(None, description="The same, under its newer name.")
+    metadata: Any = Field(None, description="Labels of a stored answer: no answer is stored.")
+    store: Any = Field(None, description="Whether to keep the answer: none is ever kept.")
+    service_tier: Any = Field(None, description="A price class: there is one. See `priority`.")
+    prompt_cache_key: Any = Field(None, description="Routing hint: prefixes are found by content.")
+    prompt_cache_retention: Any = Field(None, description="Prefixes stay while there is room.")
+    prompt_cache_options: Any = Field(None, description="The same, under its newer name.")
+    parallel_tool_calls: Any = Field(
+        None, description="What the model may do: here it writes as many calls as it likes."
+    )
+    spaces_between_special_tokens: Any = Field(
+        None, description="A setting of vLLM's slow tokenizers, which are not used here."
+    )
+
+
+class StreamOptions(Body):
+    """What a stream tells besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Any = Field(
+        None, description="Ignored: padding of OpenAI's own service against eavesdroppers."
+    )
+
+
+class TextPart(Body):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(Body):
+    """The text that the output is expected to be, more or less."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+
+class Speculation(Body):
+    """How drafts are made for this request, within what the server was started with."""
+
+    enabled: bool | None = None
+    method: str | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=MAX_INT64)] | None = None
+    trace: bool | None = None
+
+
+class JsonSchemaSpec(Body):
+    """A named JSON schema."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Body):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(Body):
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaSpec
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+
+
+class StructuredOutputs(Body):
+    """What the output must match; exactly one of them. Names are vLLM's."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class SamplingFields(HarmlessExtras):
+    """Of all routes that generate: how tokens are chosen. See core.sampling.SamplingParams."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int64 | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenIdKey, float] | None = None
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Int64 | None = None
+    skip_special_tokens: bool | None = None
+    prediction: Prediction | None = None
+    speculation: Speculation | None = None
+    structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None
+    grammar: str | None = None
+    stream: bool | None = None
+    priority: Int64 | None = Field(None, description="Lower is earlier.")
+    include_metrics: bool | None = Field(
+        None, description="Tell how speculation fared, as metrics.speculative_decoding."
+    )
+
+
+class ChoiceFields(SamplingFields):
+    """Of the routes that give several choices."""
+
+    n: Int64 | None = None
+    response_format: ResponseFormat | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Int64 | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None

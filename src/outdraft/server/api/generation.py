@@ -1,0 +1,139 @@
+"""One HTTP request's generation: as many engine requests as it has prompts, streamed as one."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from uuid import uuid4
+
+from outdraft.core.errors import RequestError
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.inputs import EncodedPrompt
+from outdraft.server.api.fields import SamplingFields
+from outdraft.server.api.params import form_field
+from outdraft.server.api.settings import ApiContext
+from outdraft.server.client import Update
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """What the engine is asked for.
+
+    Attributes:
+        params: of every prompt.
+        form_field: the body's field that asks for a form of the output, if one does.
+    """
+
+    request_id: str
+    prompts: Sequence[EncodedPrompt]
+    params: SamplingParams
+    priority: int
+    form_field: str
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.params.n
+
+
+def new_generation(
+    context: ApiContext,
+    prefix: str,
+    prompts: Sequence[EncodedPrompt],
+    params: SamplingParams,
+    body: SamplingFields,
+) -> Generation:
+    """A generation with a new id.
+
+    Raises:
+        RequestError: there would be too many choices.
+    """
+    request_id = f"{prefix}{uuid4().hex}"
+    result = Generation(request_id, prompts, params, body.priority or 0, form_field(body))
+    if result.num_choices > context.settings.max_choices:
+        raise RequestError(
+            f"{len(prompts)} prompts with n={params.n} make {result.num_choices} choices, at most "
+            f"{context.settings.max_choices} are allowed",
+            "n",
+        )
+    return result
+
+
+async def updates(
+    context: ApiContext, generation: Generation
+) -> AsyncGenerator[tuple[int, Update], None]:
+    """Every update with the number of its prompt. Closing it early aborts all that runs.
+
+    Raises:
+        RequestError, CapacityError, EngineDeadError: as EngineClient.generate.
+    """
+    async with AsyncExitStack() as stack:
+        streams: list[AsyncIterator[Update]] = []
+        for number, prompt in enumerate(generation.prompts):
+            stream = context.client.generate(
+                f"{generation.request_id}-{number}",
+                prompt,
+                generation.params,
+                generation.priority,
+            )
+            streams.append(await stack.enter_async_context(_closing(stream)))
+        try:
+            if len(streams) == 1:
+                async for update in streams[0]:
+                    yield 0, update
+                return
+            async with aclosing(_merged(streams)) as merged:
+                async for pair in merged:
+                    yield pair
+        except RequestError as error:
+            if error.field != "structured":
+                raise
+            raise RequestError(str(error), generation.form_field) from error
+
+
+async def outputs(context: ApiContext, generation: Generation) -> list[RequestOutput]:
+    """The finished outputs, one a prompt.
+
+    Raises:
+        RequestError, CapacityError, EngineDeadError: as EngineClient.generate.
+    """
+    last: dict[int, RequestOutput] = {}
+    async with aclosing(updates(context, generation)) as stream:
+        async for number, update in stream:
+            last[number] = update.output
+    return [last[number] for number in range(len(generation.prompts))]
+
+
+async def _merged(
+    streams: Sequence[AsyncIterator[Update]],
+) -> AsyncGenerator[tuple[int, Update], None]:
+    waiting = {_next(stream): number for number, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in sorted(done, key=lambda task: waiting[task]):
+                number = waiting.pop(task)
+                update = task.result()
+                if update is not None:
+                    waiting[_next(streams[number])] = number
+                    yield number, update
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+def _next(stream: AsyncIterator[Update]) -> asyncio.Task[Update | None]:
+    async def advance() -> Update | None:
+        return await anext(stream, None)
+
+    return asyncio.ensure_future(advance())
+
+
+@asynccontextmanager
+async def _closing(stream: AsyncIterator[Update]) -> AsyncGenerator[AsyncIterator[Update]]:
+    try:
+        yield stream
+    finally:
+        if isinstance(stream, AsyncGenerator):
+            await stream.aclose()

@@ -1,0 +1,169 @@
+"""From a request's body to SamplingParams."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from outdraft.core.errors import RequestError
+from outdraft.core.sampling import (
+    SamplingParams,
+    SpeculationParams,
+    StructuredKind,
+    StructuredOutput,
+)
+from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.fields import (
+    ChoiceFields,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    JsonSchemaSpec,
+    SamplingFields,
+)
+from outdraft.server.api.responses_types import ResponsesRequest
+from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.tool_choice import call_schema, forced_functions
+
+# Fields that have the same name and meaning on both sides.
+_SAME = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "n",
+    "prompt_logprobs",
+)
+
+
+def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) -> SamplingParams:
+    """The parameters of a body; `values` are those that routes call by different names.
+
+    Raises:
+        RequestError: a value is out of its range, or beyond a limit of the server.
+    """
+    named = {name: getattr(body, name, None) for name in _SAME} | values
+    given = {name: value for name, value in named.items() if value is not None}
+    given["max_tokens"] = values["max_tokens"]  # None: up to the end of the context
+    params = SamplingParams(
+        **given,
+        prediction=prediction_text(body),
+        speculation=speculation_params(body),
+        structured=structured_output(body, settings),
+    )
+    _check_limits(params, settings)
+    return params
+
+
+def prediction_text(body: SamplingFields) -> str | None:
+    """The text that the output is expected to be."""
+    if body.prediction is None:
+        return None
+    content = body.prediction.content
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+def speculation_params(body: SamplingFields) -> SpeculationParams:
+    """How drafts are to be made for this request.
+
+    Raises:
+        RequestError: as SpeculationParams.from_mapping.
+    """
+    if body.speculation is None:
+        return SpeculationParams()
+    return SpeculationParams.from_mapping(body.speculation.model_dump(exclude_none=True))
+
+
+def wants_metrics(body: SamplingFields) -> bool:
+    """Whether the answer is to tell how speculation fared."""
+    return bool(body.include_metrics) or body.speculation is not None
+
+
+def structured_output(body: SamplingFields, settings: ApiSettings) -> StructuredOutput | None:
+    """What the output must match.
+
+    Raises:
+        RequestError: it is too large, or several fields ask for something.
+    """
+    asked = list(_structures(body))
+    if not asked:
+        return None
+    if len(asked) > 1:
+        names = ", ".join(field for field, _, _ in asked)
+        raise RequestError(f"the output cannot follow several of {names} at once", asked[1][0])
+    [(field, kind, text)] = asked
+    if len(text.encode()) > settings.max_schema_bytes:
+        raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
+    try:
+        return StructuredOutput(kind, text)
+    except RequestError as error:  # it speaks of `structured`
+        raise RequestError(f"{field}: {error}", field) from error
+
+
+def form_field(body: SamplingFields) -> str:
+    """The field that says what the output must match; empty if none does."""
+    return next((field for field, _, _ in _structures(body)), "")
+
+
+def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str]]:
+    """Field, kind and text of everything that the output is asked to match."""
+    asked = body.structured_outputs
+    if asked is not None:
+        if asked.json_ is not None:
+            schema = asked.json_ if isinstance(asked.json_, str) else json.dumps(asked.json_)
+            yield "structured_outputs.json", "json_schema", schema
+        if asked.json_object:
+            yield "structured_outputs.json_object", "json_object", ""
+        if asked.regex is not None:
+            yield "structured_outputs.regex", "regex", asked.regex
+        if asked.grammar is not None:
+            yield "structured_outputs.grammar", "grammar", asked.grammar
+    if body.regex is not None:
+        yield "regex", "regex", body.regex
+    if body.grammar is not None:
+        yield "grammar", "grammar", body.grammar
+    if isinstance(body, ChoiceFields):
+        yield from _response_format("response_format", body.response_format)
+    if isinstance(body, ResponsesRequest) and body.text is not None:
+        yield from _response_format("text.format", body.text.format)
+    if isinstance(body, ChatRequest) and body.tools:
+        names = forced_functions(body)
+        if names:
+            yield "tool_choice", "json_schema", json.dumps(call_schema(body.tools, names))
+
+
+def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:
+    if isinstance(asked, JsonObjectFormat):
+        yield field, "json_object", ""
+    spec = asked.json_schema if isinstance(asked, JsonSchemaFormat) else asked
+    if isinstance(spec, JsonSchemaSpec):
+        if spec.schema_ is None:
+            raise RequestError(f"{field} needs a schema", field)
+        yield field, "json_schema", json.dumps(spec.schema_)
+
+
+def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > settings.max_logprobs:
+            raise RequestError(f"{name} must be at most {settings.max_logprobs}", name)
+    if len(params.stop_strings) > settings.max_stop_strings:
+        raise RequestError(
+            f"stop holds {len(params.stop_strings)} strings, at most {settings.max_stop_strings} "
+            "are allowed",
+            "stop",
+        )
+    if any(len(text) > settings.max_stop_length for text in params.stop_strings):
+        raise RequestError(
+            f"a stop string may have at most {settings.max_stop_length} characters", "stop"
+        )

@@ -1,0 +1,115 @@
+"""The routes that generate nothing: models, tokens, health, version."""
+
+import asyncio
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Response
+
+from outdraft.core.errors import RequestError
+from outdraft.server.api.completion_types import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+)
+from outdraft.server.api.errors import draining, engine_dead, unknown_model
+from outdraft.server.api.guard import guarded_router
+from outdraft.server.api.prompts import chat_ids, chat_messages, model_name
+from outdraft.server.api.settings import ApiContext
+
+
+def health_router(context: ApiContext) -> APIRouter:
+    """What anybody may ask, without a key."""
+    router = APIRouter()
+
+    @router.get("/health", operation_id="health")
+    async def health() -> Response:
+        """200 while requests are taken, 503 when the engine is dead or the server ends."""
+        if not context.client.is_alive:
+            raise engine_dead(503)
+        if context.is_draining():
+            raise draining(context.settings.retry_after_s)
+        return Response()
+
+    @router.get("/version", operation_id="version")
+    async def show_version() -> dict[str, str]:
+        return {"version": version("outdraft")}
+
+    return router
+
+
+def models_router(context: ApiContext, created_s: int) -> APIRouter:
+    """`created_s`: when the models were loaded, in seconds since 1970."""
+    router = guarded_router(context)
+    names = context.settings.served_model_names
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": created_s,
+            "owned_by": "outdraft",
+            "root": names[0],
+            "parent": None,
+            "max_model_len": context.inputs.max_model_len,
+        }
+
+    @router.get("/v1/models", operation_id="list_models")
+    async def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [card(name) for name in names]}
+
+    @router.get("/v1/models/{name:path}", operation_id="get_model")
+    async def get_model(name: str) -> dict[str, Any]:
+        if name not in names:
+            raise unknown_model(name)
+        return card(name)
+
+    return router
+
+
+def tokens_router(context: ApiContext) -> APIRouter:
+    router = guarded_router(context)
+
+    def encode(body: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+        if isinstance(body, TokenizeTextRequest):
+            special = body.add_special_tokens
+            ids = context.inputs.encode(body.prompt, add_special_tokens=special)
+        else:
+            ids = chat_ids(
+                context,
+                chat_messages(body.messages),
+                "messages",
+                body.tools,
+                add_generation_prompt=body.add_generation_prompt,
+            )
+        names = None
+        tokenizer = context.inputs.tokenizer
+        if body.return_token_strs and tokenizer is not None:
+            names = [tokenizer.id_to_token(token_id) or "" for token_id in ids]
+        limit = context.inputs.max_model_len
+        return TokenizeResponse(count=len(ids), max_model_len=limit, tokens=ids, token_strs=names)
+
+    def decode(ids: list[int]) -> DetokenizeResponse:
+        tokenizer = context.inputs.tokenizer
+        if tokenizer is None:
+            raise RequestError("the model came without a tokenizer", "tokens")
+        for token_id in ids:
+            if token_id >= context.inputs.vocab_size:
+                raise RequestError(f"tokens holds {token_id}, which does not exist", "tokens")
+        return DetokenizeResponse(prompt=tokenizer.decode(ids, skip_special_tokens=False))
+
+    @router.post("/tokenize", operation_id="tokenize")
+    async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+        """Token ids of a text or a conversation."""
+        model_name(context, body.model)
+        return await asyncio.to_thread(encode, body)
+
+    @router.post("/detokenize", operation_id="detokenize")
+    async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
+        """The text of token ids."""
+        model_name(context, body.model)
+        return await asyncio.to_thread(decode, body.tokens)
+
+    return router

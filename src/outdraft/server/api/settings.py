@@ -1,0 +1,53 @@
+"""What the routes were started with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from outdraft.engine.chat import ChatTemplate
+from outdraft.engine.inputs import InputProcessor
+from outdraft.server.client import EngineClient
+
+ToolCallFormat = Literal["hermes", "llama3_json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSettings:
+    """Names, keys and limits of the API.
+
+    Attributes:
+        served_model_names: what requests may name; the first is what answers say.
+        api_key: None: everybody may ask.
+        tool_call_parser: how the model writes its calls; None: tools are refused.
+        allowed_origins: web pages of other hosts that may ask (CORS).
+        max_choices: answers of one request, n times the number of prompts.
+        max_logprobs: most likely tokens a position.
+    """
+
+    served_model_names: tuple[str, ...]
+    api_key: str | None = None
+    tool_call_parser: ToolCallFormat | None = None
+    allowed_origins: tuple[str, ...] = ()
+    max_body_bytes: int = 8 * 1024 * 1024
+    max_choices: int = 128
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_stop_length: int = 256  # characters of one stop string
+    max_schema_bytes: int = 64 * 1024  # of a JSON schema, regular expression or grammar
+    retry_after_s: int = 1  # what a client that came too early is told to wait
+
+
+@dataclass(frozen=True, slots=True)
+class ApiContext:
+    """What every route works with.
+
+    Attributes:
+        chat_template: None: the model cannot chat.
+        is_draining: whether the server takes no more requests.
+    """
+
+    client: EngineClient
+    inputs: InputProcessor
+    chat_template: ChatTemplate | None
+    settings: ApiSettings
+    is_draining: Callable[[], bool]

@@ -1,0 +1,87 @@
+"""Which functions the model may call, and how it is made to call one."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from outdraft.core.errors import RequestError
+from outdraft.server.api.chat_types import ChatRequest, NamedToolChoice, Tool
+from outdraft.server.api.settings import ApiSettings, ToolCallFormat
+
+_DEFINITIONS = ("$defs", "definitions")
+
+
+def active_tools(body: ChatRequest) -> list[Tool] | None:
+    """The functions that the model is told of.
+
+    Raises:
+        RequestError: it would have to call one, and there is none.
+    """
+    if not body.tools:
+        if body.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", "tool_choice")
+        return None
+    return None if body.tool_choice == "none" else body.tools
+
+
+def call_format(
+    body: ChatRequest, tools: list[Tool] | None, settings: ApiSettings
+) -> ToolCallFormat | None:
+    """How calls will be written: a model that has to call writes bare JSON.
+
+    Raises:
+        RequestError: a call could not be understood.
+    """
+    if tools is None:
+        return None
+    if forced_functions(body):
+        return "llama3_json"
+    if settings.tool_call_parser is None:
+        raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
+    return settings.tool_call_parser
+
+
+def forced_functions(body: ChatRequest) -> list[str]:
+    """Names of the functions one of which must be called; none if the model is free.
+
+    Raises:
+        RequestError: tool_choice names an unknown function.
+    """
+    names = [tool.function.name for tool in body.tools or ()]
+    if body.tool_choice == "required":
+        return names
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        return []
+    name = body.tool_choice.function.name
+    if name not in names:
+        raise RequestError("tool_choice names a function that tools does not", "tool_choice")
+    return [name]
+
+
+def call_schema(tools: Sequence[Tool], names: Sequence[str]) -> dict[str, Any]:
+    """JSON schema of a call of one of the named functions.
+
+    Raises:
+        RequestError: two functions define a part of their schemas differently under one name.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    calls: list[dict[str, Any]] = []
+    for function in (tool.function for tool in tools if tool.function.name in names):
+        parameters = dict(function.parameters or {"type": "object"})
+        for key in _DEFINITIONS:  # references count from the root, so these have to move there
+            found: object = parameters.pop(key, {})
+            if not isinstance(found, dict):
+                raise RequestError(f"{key} of a tool's parameters must be an object", "tools")
+            moved = definitions.setdefault(key, {})
+            for name, value in found.items():
+                if moved.setdefault(name, value) != value:
+                    raise RequestError(f"{key} of two tools differ in {name!r}", "tools")
+        properties = {"name": {"const": function.name}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls} | {key: value for key, value in definitions.items() if value}

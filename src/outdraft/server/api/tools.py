@@ -1,0 +1,173 @@
+"""Tool calls in a model's text, as it streams: how Hermes and Qwen, and how Llama 3 write them.
+
+A parser gives back text and whole calls. However its input is cut into pieces, the text adds up to
+the same, and the calls are the same. What looks like a call and is none remains text.
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from outdraft.server.api.settings import ToolCallFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    """A call; `arguments` is JSON, as text."""
+
+    name: str
+    arguments: str
+
+
+Piece = str | ParsedCall
+
+
+class ToolCallParser(Protocol):
+    """The calls in one answer."""
+
+    def push(self, text: str) -> list[Piece]:
+        """What is certain now that the answer goes on with `text`."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What remains, now that the answer has ended."""
+        ...
+
+
+def tool_call_parser(name: ToolCallFormat) -> ToolCallParser:
+    return HermesParser() if name == "hermes" else Llama3JsonParser()
+
+
+class HermesParser:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number, text around them."""
+
+    START, END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._held = ""  # blanks and what may begin a tag; or a call, from its start tag on
+        self._in_call = False
+        self._blanks = ""  # before the call
+        self._searched = 0  # characters of the call in which no end tag begins
+        self._after_call = False
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        pieces: list[Piece] = []
+        while self._in_call or self.START in self._held:
+            if not self._in_call:
+                before, _, rest = self._held.partition(self.START)
+                self._add_text(pieces, before, is_last=True)
+                self._blanks = self._held
+                self._held, self._in_call, self._searched = self.START + rest, True, 0
+            if not self._end_call(pieces):
+                return pieces
+        self._add_text(pieces, self._held, is_last=False)
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        if not self._in_call:
+            return [self._held] if self._held.strip() or not self._after_call else []
+        call = _hermes_call(self._held.removeprefix(self.START))  # some models leave the end out
+        return [call or self._blanks + self._held]
+
+    def _end_call(self, pieces: list[Piece]) -> bool:
+        """Take the call off, if its end is there."""
+        while (end := self._held.find(self.END, self._searched)) >= 0:
+            call = _hermes_call(self._held[len(self.START) : end])
+            self._searched = end + len(self.END)
+            if call is not None:
+                pieces.append(call)
+                self._held = self._held[self._searched :]
+                self._in_call, self._after_call = False, True
+                return True
+        self._searched = max(self._searched, len(self._held) - len(self.END) + 1)
+        return False
+
+    def _add_text(self, pieces: list[Piece], text: str, *, is_last: bool) -> None:
+        """Give the text that is certain. Blanks beside a call are the format's, not the text's."""
+        if self._after_call:
+            text = text.lstrip()
+        certain = text if is_last else text[: len(text) - _overlap(text, self.START)]
+        certain = certain.rstrip()
+        if certain:
+            pieces.append(certain)
+            self._after_call = False
+        self._held = text[len(certain) :]
+
+
+class Llama3JsonParser:
+    """{"name": ..., "parameters": {...}} and nothing else, or several with `;` between them."""
+
+    TAG = "<|python_tag|>"
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._is_text = False
+
+    def push(self, text: str) -> list[Piece]:
+        if self._is_text:
+            return [text] if text else []
+        self._held += text
+        start = self._held.lstrip()
+        if not start or start[0] == "{" or self.TAG.startswith(start[: len(self.TAG)]):
+            return []
+        self._is_text = True
+        return [self._held]
+
+    def finish(self) -> list[Piece]:
+        if self._is_text:
+            return []
+        calls = _llama_calls(self._held.strip().removeprefix(self.TAG))
+        if calls:
+            return [*calls]
+        return [self._held] if self._held else []
+
+
+def _hermes_call(text: str) -> ParsedCall | None:
+    try:
+        return _call(json.loads(text), ("arguments", "parameters"))
+    except (ValueError, RecursionError):
+        return None
+
+
+def _llama_calls(text: str) -> list[ParsedCall] | None:
+    """All calls of a text, None if it holds anything else."""
+    calls: list[ParsedCall] = []
+    decoder = json.JSONDecoder()
+    position = 0
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return None
+        call = _call(value, ("parameters", "arguments"))
+        if call is None:
+            return None
+        calls.append(call)
+        while position < len(text) and text[position] in "; \t\r\n":
+            position += 1
+    return calls
+
+
+def _call(value: Any, names: tuple[str, str]) -> ParsedCall | None:
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return None
+    arguments = next((value[name] for name in names if name in value), {})
+    if isinstance(arguments, str):  # some models write JSON into a string
+        return ParsedCall(value["name"], arguments)
+    return ParsedCall(value["name"], _dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _dumps(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair, written as an escape
+        return json.dumps(value)
+    return text
+
+
+def _overlap(text: str, tag: str) -> int:
+    """Length of the longest end of `text` that `tag` begins with."""
+    longest = min(len(text), len(tag) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

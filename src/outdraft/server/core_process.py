@@ -1,0 +1,96 @@
+"""The engine process. `python -m outdraft.server.core_process` reads its assignment from stdin.
+
+Stdin stays open for as long as the process is wanted: its end, however it comes, ends the process.
+Signals are for the launcher to judge, so a terminal's Ctrl-C does not reach the engine.
+"""
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from typing import BinaryIO
+
+import zmq
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.server.assignment import Assignment
+from outdraft.server.engine_loop import EngineLoop, send_reports
+from outdraft.server.messages import EngineInfo, Failed, Loading
+
+
+def main() -> int:
+    """Until the engine is told to stop; 0 if nothing went wrong."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    assignment: Assignment = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
+    with zmq.Context() as context:
+        commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket in (commands, reports):
+            socket.set_hwm(0)  # without bound: the other end merges what it has not read
+        commands.bind(assignment.commands)
+        reports.connect(assignment.reports)
+        with commands, reports:
+            return _serve(assignment.config, commands, reports)
+
+
+def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]) -> int:
+    try:
+        loop, info = _start(config, commands, reports)
+    except ConfigError as error:
+        send_reports(reports, [Failed("config", str(error))])
+        return 2
+    except Exception as error:
+        logging.getLogger(__name__).exception("the engine could not start")
+        send_reports(reports, [Failed("engine", f"{type(error).__name__}: {error}")])
+        return 1
+    gc.collect()
+    gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
+    send_reports(reports, [info])
+    return 0 if loop.run() else 1
+
+
+def _start(
+    config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
+) -> tuple[EngineLoop, EngineInfo]:
+    send_reports(reports, [Loading("libraries", 0.0)])
+    # Not before there is somebody to tell how far it is: they take seconds.
+    from outdraft.engine.build import build_engine, load_models, resolve_model_path
+
+    send_reports(reports, [Loading("weights", 0.0)])
+    models = load_models(config)
+    send_reports(reports, [Loading("memory", 0.0)])
+    engine, memory = build_engine(config, models)
+    scheduler, speculation = config.scheduler, config.speculation
+    info = EngineInfo(
+        model=config.model,
+        model_path=str(models.path),
+        dtype=str(models.target.dtype).removeprefix("torch."),
+        device=str(models.device),
+        vocab_size=models.target.config.vocab_size,
+        max_model_len=engine.inputs.max_model_len,
+        eos_token_ids=list(engine.inputs.eos_token_ids),
+        max_num_seqs=scheduler.max_num_seqs,
+        max_waiting=scheduler.max_waiting,
+        speculation_methods=[str(source) for source in engine.drafting.sources],
+        num_speculative_tokens=speculation.num_speculative_tokens if speculation.sources else 0,
+        memory=str(memory),
+        weight_bytes=models.target.weight_bytes,
+        tokenizer_path=str(resolve_model_path(config.tokenizer or config.model)),
+    )
+    return EngineLoop(engine, commands, reports), info
+
+
+def _end_with(stdin: BinaryIO) -> None:
+    """End the process when nobody holds the other end of its stdin any more."""
+    stdin.read()
+    os._exit(1)  # whatever the main thread is doing
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The life of the engine process: take commands, step, report. It never waits for a reader.
+
+A failing step ends the requests that ran in it; the others go on. If the next one fails too, the
+process ends.
+"""
+
+import logging
+import time
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.plan import StepStats
+from outdraft.engine.engine import Engine
+from outdraft.server.messages import (
+    Abort,
+    Add,
+    Command,
+    EndSequence,
+    Failed,
+    Refused,
+    Report,
+    Steps,
+)
+from outdraft.server.progress import ProgressReporter
+
+MAX_FAILED_STEPS = 2
+STATISTICS_INTERVAL_S = 0.1
+
+_logger = logging.getLogger(__name__)
+
+
+class EngineLoop:
+    """Steps an engine for whoever is at the other end of two sockets.
+
+    `commands` is read and `reports` written; writing must never block.
+    """
+
+    def __init__(
+        self, engine: Engine, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
+    ) -> None:
+        self._engine = engine
+        self._commands = commands
+        self._reports = reports
+        self._decoder = msgspec.msgpack.Decoder(Command)
+        self._reporters: dict[str, ProgressReporter] = {}
+        self._steps: list[StepStats] = []
+        self._has_news = False  # of statistics
+        self._told_s = 0.0
+        engine.on_step = self._steps.append
+
+    def run(self) -> bool:
+        """Until told to stop, or until steps fail; whether all went well."""
+        num_failed = 0
+        while self._obey():
+            try:
+                self._step()
+                num_failed = 0
+            except Exception as error:
+                _logger.exception("a step of the engine failed")
+                num_failed += 1
+                if num_failed >= MAX_FAILED_STEPS:
+                    self._send([Failed("engine", _failure(error))])
+                    return False
+                self._fail_running(error)
+            self._report_steps()
+        return True
+
+    def _obey(self) -> bool:
+        """Carry out the commands that are there, or wait for one if there is nothing else to do.
+
+        False: the last one is to stop.
+        """
+        while not self._engine.has_work or self._commands.poll(0):
+            if not self._engine.has_work and not self._commands.poll(0):
+                self._report_steps(is_idle=True)
+            command = self._decoder.decode(self._commands.recv())
+            if isinstance(command, Add):
+                self._add(command)
+            elif isinstance(command, Abort):
+                self._engine.abort(command.request_id)
+            elif isinstance(command, EndSequence):
+                self._engine.stop_sequence(command.request_id, command.index)
+            else:
+                return False
+            if not self._engine.is_live(command.request_id):
+                self._reporters.pop(command.request_id, None)
+            self._has_news = True
+        return True
+
+    def _add(self, command: Add) -> None:
+        request_id = command.request_id
+        try:
+            self._engine.add_request(
+                request_id, command.token_ids, command.params, command.priority
+            )
+        except RequestError as error:
+            self._send([Refused(request_id, "request", str(error), error.field)])
+        except CapacityError as error:
+            self._send([Refused(request_id, "capacity", str(error))])
+        except Exception as error:
+            _logger.exception("a request could not be added")
+            self._send([Refused(request_id, "engine", _failure(error))])
+        else:
+            self._reporters[request_id] = ProgressReporter()
+
+    def _step(self) -> None:
+        started_s = time.perf_counter()
+        outputs = self._engine.step()
+        step_s = time.perf_counter() - started_s
+        self._has_news = True
+        self._send([self._reporters[o.request_id].report(o, step_s) for o in outputs])
+        for output in outputs:
+            if output.finished:
+                del self._reporters[output.request_id]
+
+    def _fail_running(self, error: Exception) -> None:
+        failed = self._engine.running_requests()
+        for request_id in failed:
+            self._engine.abort(request_id)
+            self._reporters.pop(request_id, None)
+        self._send([Refused(request_id, "engine", _failure(error)) for request_id in failed])
+
+    def _report_steps(self, *, is_idle: bool = False) -> None:
+        """Tell what steps were made, if it is time: often enough to watch, seldom enough to pay."""
+        now_s = time.monotonic()
+        if not self._has_news or (now_s < self._told_s + STATISTICS_INTERVAL_S and not is_idle):
+            return
+        scheduler = self._engine.scheduler
+        self._send(
+            [
+                Steps(
+                    self._steps.copy(),
+                    len(scheduler.running),
+                    len(scheduler.waiting),
+                    scheduler.pool.usage,
+                )
+            ]
+        )
+        self._steps.clear()
+        self._has_news = False
+        self._told_s = now_s
+
+    def _send(self, reports: Sequence[Report]) -> None:
+        if reports:
+            send_reports(self._reports, reports)
+
+
+def send_reports(socket: zmq.Socket[bytes], reports: Sequence[Report]) -> None:
+    """As one frame."""
+    socket.send(msgspec.msgpack.encode(reports))
+
+
+def _failure(error: Exception) -> str:
+    """What clients may be told: no text of anybody's request."""
+    return f"a step of the engine failed: {type(error).__name__}"

@@ -1,0 +1,112 @@
+"""Starts the engine process, and knows the way to it and back."""
+
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError, EngineDeadError
+from outdraft.server.assignment import Assignment
+from outdraft.server.messages import Command, EngineInfo, Failed, Loading, Report
+
+DEATH_POLL_S = 0.1
+GOODBYE_S = 0.2  # for reports that were under way when the process ended
+
+OnLoading = Callable[[Loading], None]
+
+
+class EngineProcess:
+    """An engine in a process of its own, and the sockets to it.
+
+    `environ` is the whole environment of the process: OpenMP reads its settings there when the
+    process begins, so they cannot be set later.
+    """
+
+    def __init__(self, config: EngineConfig, environ: Mapping[str, str], log_level: str) -> None:
+        self._folder = TemporaryDirectory(prefix="outdraft-")
+        folder = Path(self._folder.name)
+        commands, reports = f"ipc://{folder}/commands", f"ipc://{folder}/reports"
+        self._context = zmq.asyncio.Context()
+        self._reports = self._context.socket(zmq.PULL)
+        self._commands: zmq.Socket[bytes] = zmq.Socket(self._context, zmq.PUSH)
+        for socket in (self._reports, self._commands):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._reports.bind(reports)
+        self._commands.connect(commands)  # connected, it queues what is sent too early
+        self._decoder = msgspec.msgpack.Decoder(list[Report])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "outdraft.server.core_process"],
+            stdin=subprocess.PIPE,
+            env=dict(environ),
+        )
+        assert self._process.stdin is not None
+        pickle.dump(Assignment(config, commands, reports, log_level), self._process.stdin)
+        self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def started(self, on_loading: OnLoading) -> EngineInfo:
+        """Wait until the engine is ready.
+
+        Raises:
+            ConfigError: its configuration is to blame that it never will be.
+            EngineDeadError: something else is.
+        """
+        info = asyncio.create_task(self._info(on_loading))
+        death = asyncio.create_task(self.death())
+        try:
+            await asyncio.wait({info, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not info.done():
+                raise EngineDeadError("the engine process died while it started")
+            return info.result()
+        finally:
+            info.cancel()
+            death.cancel()
+
+    async def _info(self, on_loading: OnLoading) -> EngineInfo:
+        while True:
+            for report in await self.receive():
+                if isinstance(report, Loading):
+                    on_loading(report)
+                elif isinstance(report, EngineInfo):
+                    self._folder.cleanup()  # both ends are connected
+                    return report
+                elif isinstance(report, Failed):
+                    kind = ConfigError if report.kind == "config" else EngineDeadError
+                    raise kind(report.message)
+
+    async def receive(self) -> list[Report]:
+        """What the engine tells next."""
+        return self._decoder.decode(await self._reports.recv())
+
+    def send(self, command: Command) -> None:
+        """Never waits: the engine reads commands between two steps."""
+        self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+
+    async def death(self) -> None:
+        """Wait for the end of the process, and of what it had to tell."""
+        while self._process.poll() is None:
+            await asyncio.sleep(DEATH_POLL_S)
+        await asyncio.sleep(GOODBYE_S)
+
+    def end(self) -> None:
+        """Kill the process if it still runs, and close everything."""
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._commands.close()
+        self._reports.close()
+        self._context.term()
+        self._folder.cleanup()

@@ -1,0 +1,166 @@
+"""What the server says while it runs: lines for people, or JSON for machines; never any text of a
+request.
+
+Whoever has numbers beside the message passes them as `extra={"fields": {...}}`: JSON lines carry
+them one by one.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any, TextIO
+
+from outdraft.server.metrics import PREFIX, Metrics
+
+LOGGERS = ("outdraft", "uvicorn")
+
+_logger = logging.getLogger(__name__)
+
+
+class LogLevel(StrEnum):
+    """Values of --log-level."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def set_up_logging(level: LogLevel, stream: TextIO, *, as_json: bool = False) -> None:
+    """Send what we and uvicorn log to a stream.
+
+    uvicorn has to be told not to set up its own (`log_config=None`). Other libraries keep the
+    handlers they have: what they log is not ours to promise.
+    """
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(LineFormatter(as_json=as_json))
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(level.upper())
+        logger.propagate = False
+
+
+class LineFormatter(logging.Formatter):
+    """One line a record: time, level, message; or all of it as a JSON object.
+
+    Times are UTC, in ISO 8601. A traceback follows on lines of its own, or as "exception".
+    """
+
+    converter = time.gmtime
+
+    def __init__(self, *, as_json: bool) -> None:
+        super().__init__(
+            "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+        )
+        self._as_json = as_json
+
+    def format(self, record: logging.LogRecord) -> str:
+        if not self._as_json:
+            return super().format(record)
+        entry: dict[str, Any] = {
+            "time": f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields: Mapping[str, Any] = getattr(record, "fields", {})
+        entry.update(fields)
+        if record.exc_info:
+            entry["exception"] = self.formatException(record.exc_info)
+        return json.dumps(entry)
+
+
+class TrafficLog:
+    """A line with rates and acceptance every few seconds, from what the metrics counted."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._before = _read(metrics)
+
+    async def run(self, interval_s: float = 10.0) -> None:
+        """Log until cancelled."""
+        while True:
+            started_s = time.monotonic()
+            await asyncio.sleep(interval_s)
+            self.log(time.monotonic() - started_s)
+
+    def log(self, elapsed_s: float) -> None:
+        """Log the time since the last call, unless nothing happened in it."""
+        now = _read(self._metrics)
+        fields = _traffic(self._before, now, elapsed_s)
+        self._before = now
+        if fields is not None:
+            _logger.info("%s", _sentence(fields), extra={"fields": fields})
+
+
+# Values by name without the prefix and the value of the label beside model_name, "" if none.
+_Values = dict[tuple[str, str], float]
+
+
+def _read(metrics: Metrics) -> _Values:
+    values: _Values = {}
+    for family in metrics.registry.collect():
+        for sample in family.samples:
+            if "le" not in sample.labels:
+                label = next((v for k, v in sample.labels.items() if k != "model_name"), "")
+                values[sample.name.removeprefix(PREFIX), label] = sample.value
+    return values
+
+
+def _traffic(before: _Values, now: _Values, elapsed_s: float) -> dict[str, Any] | None:
+    """The numbers of a line; None if nothing ran and nothing is waiting."""
+
+    def gained(name: str, label: str = "") -> float:
+        return now[name, label] - before.get((name, label), 0.0)
+
+    def share(part: str, whole: str, label: str = "") -> float | None:
+        total = gained(whole, label)
+        return round(gained(part, label) / total, 4) if total else None
+
+    running, waiting = now["num_requests_running", ""], now["num_requests_waiting", ""]
+    generated, prompt = gained("generation_tokens_total"), gained("prompt_tokens_total")
+    if not (running or waiting or generated or prompt):
+        return None
+    accepted, drafted = (
+        "spec_decode_accepted_tokens_by_source_total",
+        "spec_decode_draft_tokens_by_source_total",
+    )
+    behind = share("spec_decode_num_accepted_tokens_total", "spec_decode_num_drafts_total")
+    rates = {
+        source: rate
+        for name, source in now
+        if name == drafted and (rate := share(accepted, drafted, source)) is not None
+    }
+    return {
+        "prompt_tokens_per_s": round(prompt / elapsed_s, 1),
+        "generation_tokens_per_s": round(generated / elapsed_s, 1),
+        "num_running": int(running),
+        "num_waiting": int(waiting),
+        "kv_cache_usage": round(now["kv_cache_usage_perc", ""], 4),
+        "prefix_cache_hit_rate": share("prefix_cache_hits_total", "prefix_cache_queries_total"),
+        "acceptance_length": None if behind is None else round(1 + behind, 4),
+        "acceptance_rate_by_source": rates,
+    }
+
+
+def _sentence(fields: Mapping[str, Any]) -> str:
+    """The numbers for people; what there was none of is left out."""
+    parts = [
+        f"prompt {fields['prompt_tokens_per_s']:.1f} tok/s",
+        f"generation {fields['generation_tokens_per_s']:.1f} tok/s",
+        f"running {fields['num_running']}",
+        f"waiting {fields['num_waiting']}",
+        f"KV {fields['kv_cache_usage']:.1%}",
+    ]
+    if fields["prefix_cache_hit_rate"] is not None:
+        parts.append(f"prefix hits {fields['prefix_cache_hit_rate']:.1%}")
+    if fields["acceptance_length"] is not None:
+        parts.append(f"acceptance length {fields['acceptance_length']:.2f}")
+    rates: Mapping[str, float] = fields["acceptance_rate_by_source"]
+    if rates:
+        parts.append("accepted " + " ".join(f"{name} {rate:.1%}" for name, rate in rates.items()))
+    return ", ".join(parts)

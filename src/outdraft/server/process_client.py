@@ -1,0 +1,159 @@
+"""The engine of another process as an EngineClient.
+
+Texts are made here: the engine knows ids only. Each request has an assembly that grows with every
+report, whether its reader comes for it or not, so a slow reader costs no more than its output.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.server.assembly import RequestAssembly, engine_params
+from outdraft.server.client import Update
+from outdraft.server.engine_process import EngineProcess
+from outdraft.server.messages import (
+    Abort,
+    Add,
+    EndSequence,
+    EngineInfo,
+    Failed,
+    Progress,
+    Refused,
+    Report,
+    Steps,
+)
+
+
+class ProcessClient:
+    """An EngineClient; `run` has to run beside it."""
+
+    def __init__(self, process: EngineProcess, info: EngineInfo, inputs: InputProcessor) -> None:
+        self.info = info
+        self._process = process
+        self._inputs = inputs
+        self._streams: dict[str, _Stream] = {}
+        self._watchers: list[Callable[[Steps], None]] = []
+        self._cause: str | None = None  # why the engine is dead
+        self._num_sent = 0
+
+    @property
+    def is_alive(self) -> bool:
+        return self._cause is None
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self._streams)
+
+    def watch(self, on_steps: Callable[[Steps], None]) -> None:
+        self._watchers.append(on_steps)
+
+    async def run(self) -> None:
+        """Read reports until the engine dies; then everybody who waits is told."""
+        reading = asyncio.create_task(self._read())
+        try:
+            death = asyncio.create_task(self._process.death())
+            await asyncio.wait({reading, death}, return_when=asyncio.FIRST_COMPLETED)
+            death.cancel()
+            if reading.done() and self._cause is None:
+                reading.result()  # a report that cannot be read is no better than none
+        finally:
+            reading.cancel()
+            self.close("the engine process has died")
+
+    def close(self, cause: str) -> None:
+        """End the engine and every stream that is open."""
+        if self._cause is not None:
+            return
+        self._cause = cause
+        self._process.end()
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(self._cause))
+
+    async def generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[Update, None]:
+        self._inputs.check_params(params)
+        prediction = params.prediction
+        if isinstance(prediction, str):
+            prediction = await asyncio.to_thread(self._inputs.prediction_ids, params)
+        if self._cause is not None:
+            raise EngineDeadError(self._cause)
+        # Ids on the wire are used once: reports on an aborted request reach no later one.
+        self._num_sent += 1
+        wire_id = f"{self._num_sent}:{request_id}"
+        assembly = RequestAssembly(request_id, prompt, params, self._inputs.tokenizer)
+        stream = self._streams[wire_id] = _Stream(assembly)
+        sent = engine_params(params, prediction)
+        self._process.send(Add(wire_id, assembly.output.prompt_token_ids, sent, priority))
+        try:
+            is_last = False
+            while not is_last:
+                update = await stream.next()
+                is_last = update.output.finished  # it goes on growing while the reader has it
+                yield update
+        finally:
+            del self._streams[wire_id]
+            if not assembly.output.finished and self._cause is None:
+                self._process.send(Abort(wire_id))
+
+    async def _read(self) -> None:
+        while self.is_alive:
+            for report in await self._process.receive():
+                self._handle(report)
+            await asyncio.sleep(0)  # a report that is there already is received without waiting
+
+    def _handle(self, report: Report) -> None:
+        if isinstance(report, Progress):
+            self._advance(report)
+        elif isinstance(report, Refused):
+            if (stream := self._streams.get(report.request_id)) is not None:
+                stream.fail(_refusal(report))
+        elif isinstance(report, Steps):
+            for on_steps in self._watchers:
+                on_steps(report)
+        elif isinstance(report, Failed):
+            self.close(report.message)
+
+    def _advance(self, progress: Progress) -> None:
+        stream = self._streams.get(progress.request_id)
+        if stream is None or stream.assembly.output.finished:
+            return  # its reader left, or it ended at a stop string
+        stopped = stream.assembly.add(progress)
+        stream.wake()
+        for index in stopped:
+            self._process.send(EndSequence(progress.request_id, index))
+
+
+class _Stream:
+    """Between the reports on one request and its reader."""
+
+    def __init__(self, assembly: RequestAssembly) -> None:
+        self.assembly = assembly
+        self._news = asyncio.Event()
+        self._error: OutdraftError | None = None
+
+    async def next(self) -> Update:
+        """Everything that came since it was asked last."""
+        await self._news.wait()
+        if self._error is not None:
+            raise self._error
+        self._news.clear()
+        return self.assembly.update()
+
+    def wake(self) -> None:
+        self._news.set()
+
+    def fail(self, error: OutdraftError) -> None:
+        if not self.assembly.output.finished:
+            self._error = error
+            self._news.set()
+
+
+def _refusal(report: Refused) -> OutdraftError:
+    if report.kind == "request":
+        return RequestError(report.message, report.field)
+    if report.kind == "capacity":
+        return CapacityError(report.message)
+    return EngineDeadError(report.message)

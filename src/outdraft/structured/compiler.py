@@ -1,0 +1,101 @@
+"""From what a client asks of the output's form to a grammar that sequences can follow.
+
+llguidance does the parsing; a grammar is what it makes of a JSON schema, a regular expression, or
+a grammar in Lark's or GBNF's notation.
+"""
+
+import threading
+from collections import OrderedDict
+
+from llguidance import GrammarFormat, LLMatcher, LLTokenizer
+from tokenizers import Tokenizer
+
+from outdraft.core.errors import RequestError
+from outdraft.core.sampling import StructuredKind, StructuredOutput
+from outdraft.structured.matcher import Grammar
+from outdraft.structured.trial import GrammarError, parser_limits, tried
+
+MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
+_MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
+_END = "<|the output may end here|>"
+_NOTATIONS: dict[StructuredKind, GrammarFormat] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "grammar",
+}
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary and keeps the latest. Safe to use from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._ll_tokenizer: tuple[LLTokenizer, int] | None = None
+        self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
+
+    def compile(self, structured: StructuredOutput) -> Grammar:
+        """The grammar: at once if it is among the latest, else in 0.1 s up to a few seconds.
+
+        Raises:
+            RequestError: it is wrong, too large, or takes too long; or no grammar can be followed
+                with the model's tokenizer. The field is "structured".
+        """
+        with self._lock:
+            known = self._grammars.get(structured)
+            if known is not None:
+                self._grammars.move_to_end(structured)
+                return known
+        try:
+            grammar = self._compiled(structured)
+        except GrammarError as error:
+            kind = structured.kind.replace("_", " ")
+            message = f"the {kind} cannot be used: {str(error)[:_MAX_MESSAGE]}"
+            raise RequestError(message, "structured") from error
+        with self._lock:
+            self._grammars[structured] = grammar
+            if len(self._grammars) > MAX_CACHED:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _compiled(self, structured: StructuredOutput) -> Grammar:
+        if structured.kind == "json_object":
+            source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        else:
+            source = tried(_NOTATIONS[structured.kind], structured.text)
+        tokenizer, end_id = self._tokenizer_and_end()
+        limits = parser_limits()
+
+        def compile_state() -> LLMatcher:
+            return LLMatcher(tokenizer, source, log_level=0, limits=limits)
+
+        grammar = Grammar(compile_state, end_id)
+        if grammar.start.is_error():
+            raise GrammarError(grammar.start.get_error())
+        first = grammar.start.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise GrammarError("no output follows it")
+        return grammar
+
+    def _tokenizer_and_end(self) -> tuple[LLTokenizer, int]:
+        """The library's tokenizer, made once, and its token that stands for the output's end.
+
+        That one is none of the model's: with which of those an output ends depends on the request.
+        """
+        with self._lock:
+            if self._ll_tokenizer is None:
+                own = Tokenizer.from_str(self._tokenizer.to_str())
+                own.add_special_tokens([_END])
+                end_id = own.get_vocab()[_END]
+                size = max(self._vocab_size, end_id + 1)
+                try:
+                    made = LLTokenizer(own.to_str(), n_vocab=size, eos_token=end_id)
+                except ValueError as error:
+                    raise RequestError(
+                        f"structured output does not work with this model's tokenizer: {error}",
+                        "structured",
+                    ) from error
+                self._ll_tokenizer = made, end_id
+            return self._ll_tokenizer

@@ -1,0 +1,163 @@
+"""Follows a grammar along one sequence's output, and along the trees that are drafted behind it.
+
+Dimension key: R rows of a draft with its root, W int32 words of a mask of one bit per token.
+"""
+
+import logging
+from collections.abc import Callable, Sequence, Set
+
+import numpy as np
+from llguidance import LLMatcher
+
+EVERYTHING = -1  # all bits of a word
+
+_logger = logging.getLogger(__name__)
+
+
+class Grammar:
+    """A compiled grammar, which any number of sequences follow.
+
+    All states that were copied from each other share one lexer. What the lexer learns of the
+    grammar makes later masks faster, but there is a limit to it: then it is made anew.
+    """
+
+    def __init__(self, compile_state: Callable[[], LLMatcher], end_id: int) -> None:
+        """`end_id`: the token of the library's tokenizer that stands for the end of the output."""
+        self.end_id = end_id
+        self.start = compile_state()
+        self._compile_state = compile_state
+
+    def matcher(self, stop_ids: Set[int]) -> "SequenceMatcher":
+        """A new sequence's, which ends with one of `stop_ids` exactly where the grammar may end.
+
+        If there are none, it is finished where nothing can follow.
+        """
+        return SequenceMatcher(self, stop_ids)
+
+    def renewed(self, used: LLMatcher) -> LLMatcher:
+        """The state to start with, with another lexer than `used` has."""
+        if self.start is used:
+            self.start = self._compile_state()
+        return self.start
+
+
+class SequenceMatcher:
+    """The GrammarMatcher of one sequence."""
+
+    def __init__(self, grammar: Grammar, stop_ids: Set[int]) -> None:
+        self._grammar = grammar
+        self._stop_ids = sorted(stop_ids)
+        self._output: list[int] = []
+        self._start = grammar.start
+        self._state = grammar.start.deep_copy()
+        self._is_finished = False
+        self._has_failed = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self._is_finished
+
+    @property
+    def has_failed(self) -> bool:
+        return self._has_failed
+
+    def advance(self, token_id: int) -> None:
+        if self._has_failed or self._is_finished:
+            return
+        if token_id in self._stop_ids:
+            self._is_finished = True
+            return
+        self._output.append(token_id)
+        if not self._state.consume_token(token_id) and not self._renew():
+            self._fail()
+        elif not self._stop_ids and self._state.is_accepting():
+            self._is_finished = not self._may_go_on()
+
+    def fill_masks(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> None:
+        masks_RW[:] = EVERYTHING
+        if self._has_failed or self._is_finished:
+            return
+        children: list[list[int]] = [[] for _ in masks_RW]
+        for row, parent in enumerate(parents, start=1):
+            children[parent].append(row)
+        for _ in range(2):
+            if self._fill(0, token_ids, children, masks_RW):
+                return
+            masks_RW[:] = EVERYTHING
+            if not self._renew():
+                break
+        if not self._fill(0, (), [[]], masks_RW[:1]):  # what fails behind a draft may still be far
+            self._fail()
+
+    def _fill(
+        self,
+        row: int,
+        token_ids: Sequence[int],
+        children: Sequence[Sequence[int]],
+        masks_RW: np.ndarray,
+    ) -> bool:
+        """Write the masks of a row and those behind it, and come back; False if one fails."""
+        mask_W = masks_RW[row]
+        if not self._write_mask(mask_W):
+            return False
+        for child in children[row]:
+            token_id = token_ids[child - 1]
+            if token_id in self._stop_ids or not _holds(mask_W, token_id):
+                continue  # nothing behind it is ever emitted
+            if not self._state.consume_token(token_id):
+                return False
+            if not self._fill(child, token_ids, children, masks_RW):
+                return False
+            self._state.rollback(1)
+        return True
+
+    def _write_mask(self, mask_W: np.ndarray) -> bool:
+        """The tokens that may follow the present state; False if it fails to have any."""
+        words_W = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32)
+        if self._state.is_error():
+            return False
+        may_end = _holds(words_W, self._grammar.end_id)
+        mask_W[:] = words_W[: len(mask_W)]
+        _set(mask_W, self._grammar.end_id, False)
+        text_W = mask_W.copy()
+        for stop_id in self._stop_ids:
+            _set(mask_W, stop_id, may_end)
+        if mask_W.any():
+            return True
+        # Either the output is complete, and what follows is dropped; or only a token that the
+        # caller has made a stop token goes on with it: then it may cut the output, as it would
+        # without a grammar.
+        mask_W[:] = EVERYTHING if may_end else text_W
+        return bool(mask_W.any())
+
+    def _may_go_on(self) -> bool:
+        """Whether some token may follow; without stop tokens."""
+        words_W = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32).copy()
+        _set(words_W, self._grammar.end_id, False)
+        return not self._state.is_error() and bool(words_W.any())
+
+    def _renew(self) -> bool:
+        """Come to the same state with another lexer; False if that is not possible."""
+        self._start = self._grammar.renewed(self._start)
+        self._state = self._start.deep_copy()
+        return self._state.consume_tokens(self._output)
+
+    def _fail(self) -> None:
+        reason = self._state.get_error() or "no token can follow"
+        _logger.warning("an output can keep to its grammar no longer: %s", reason)
+        self._has_failed = True
+
+
+def _holds(mask_W: np.ndarray, token_id: int) -> bool:
+    word, bit = divmod(token_id, 32)
+    return word < len(mask_W) and bool(mask_W[word] >> bit & 1)
+
+
+def _set(mask_W: np.ndarray, token_id: int, value: bool) -> None:
+    """Set one bit; nothing happens if the mask does not reach so far."""
+    word, bit = divmod(token_id, 32)
+    if word < len(mask_W):
+        bits = np.uint32(1 << bit).view(np.int32)
+        mask_W[word] = mask_W[word] | bits if value else mask_W[word] & ~bits

@@ -1,0 +1,120 @@
+"""A real browser on the page, served on loopback beside a scripted API."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from playwright.sync_api import Browser, Page, Request, sync_playwright
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.plan import PhaseTimes
+from outdraft.dashboard import EngineFacts, LiveFeed, dashboard_router
+from tests.dashboard.fake_openai import FakeOpenAi
+from tests.dashboard.steps import stats
+
+CHROMIUM = Path("/usr/bin/chromium")
+ARGS = [
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+FACTS = EngineFacts("tiny", "float32", "cpu", ("suffix", "draft_model"), 15)
+
+
+@dataclass
+class Site:
+    """The server under test. `complaints` are what the browser wrote to its console, `hosts` the
+    ones it asked for anything."""
+
+    url: str
+    feed: LiveFeed
+    fake: FakeOpenAi
+    complaints: list[str] = field(default_factory=list)
+    hosts: set[str] = field(default_factory=set)
+
+    def reset(self) -> None:
+        fresh = FakeOpenAi()
+        for each in fields(FakeOpenAi):
+            setattr(self.fake, each.name, getattr(fresh, each.name))
+        self.feed.facts = FACTS
+        self.complaints.clear()
+        self.hosts.clear()
+
+
+@pytest.fixture(scope="module", name="server")
+def _server() -> Iterator[Site]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser: {CHROMIUM} is missing")
+    listener = socket.create_server(("127.0.0.1", 0))
+    feed, fake = _feed_with_history(), FakeOpenAi()
+    app = FastAPI()
+    app.include_router(dashboard_router(feed))
+    app.include_router(fake.router())
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+    thread.start()
+    yield Site(f"http://127.0.0.1:{listener.getsockname()[1]}/", feed, fake)
+    feed.close()
+    server.should_exit = True
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module", name="browser")
+def _browser(server: Site) -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(server: Site) -> Site:
+    server.reset()
+    return server
+
+
+@pytest.fixture
+def page(site: Site, browser: Browser) -> Iterator[Page]:
+    """The page, open. Afterwards nothing may have been asked of another host, or complained of."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
+    page.set_default_timeout(5000)
+    page.on("console", lambda message: site.complaints.append(message.text))
+    page.on("pageerror", lambda error: site.complaints.append(str(error)))
+    page.on("request", lambda request: site.hosts.add(_host(request)))
+    page.goto(site.url)
+    page.wait_for_selector("#link[data-state=open]")
+    yield page
+    page.close()
+    assert site.complaints == []
+    assert site.hosts == {site.url}
+
+
+def _host(request: Request) -> str:
+    return "/".join(request.url.split("/")[:3]) + "/"
+
+
+def _feed_with_history() -> LiveFeed:
+    """Two seconds have passed: one with drafts, one idle."""
+    times = iter([100.0, 100.5])
+    feed = LiveFeed(FACTS, clock=lambda: next(times, 102.0))
+    step = stats(
+        emitted=40,
+        drafts=10,
+        drafted={DraftSource.SUFFIX: 50, DraftSource.MODEL: 10},
+        accepted={DraftSource.SUFFIX: 20, DraftSource.MODEL: 10},
+        times=PhaseTimes(0.1, 0.6, 0.1),
+        host_s=0.2,
+    )
+    feed.record([step], 3, 2, 0.25)
+    return feed

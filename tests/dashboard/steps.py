@@ -1,0 +1,31 @@
+"""Statistics of made-up steps."""
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.plan import PhaseTimes, StepStats
+
+
+def stats(
+    *,
+    emitted: int = 1,
+    drafts: int = 0,
+    drafted: dict[DraftSource, int] | None = None,
+    accepted: dict[DraftSource, int] | None = None,
+    times: PhaseTimes | None = None,
+    host_s: float = 0.0,
+) -> StepStats:
+    drafted, accepted = drafted or {}, accepted or {}
+    return StepStats(
+        num_requests=1,
+        num_waiting=0,
+        num_rows=emitted,
+        num_emitted=emitted,
+        num_drafts=drafts,
+        num_draft_tokens=sum(drafted.values()),
+        num_accepted_tokens=sum(accepted.values()),
+        accepted_at=(),
+        drafted_by_source=drafted,
+        accepted_by_source=accepted,
+        kv_usage=0.0,
+        times=times or PhaseTimes(),
+        host_s=host_s,
+    )

@@ -1,0 +1,180 @@
+"""The feed keeps a bounded window of right sums, however it is read."""
+
+import asyncio
+import json
+from itertools import pairwise
+
+import pytest
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.plan import PhaseTimes, StepStats
+from outdraft.dashboard import EngineFacts, LiveFeed
+from outdraft.dashboard.second import Second
+from tests.dashboard.steps import stats
+
+FACTS = EngineFacts("tiny", "float32", "cpu", ("suffix",), 8)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def record(feed: LiveFeed, *steps: StepStats, running: int = 1, waiting: int = 0) -> None:
+    feed.record(steps, running, waiting, 0.5)
+
+
+def test_a_second_adds_up_all_steps_that_were_recorded_in_it():
+    clock = Clock()
+    feed = LiveFeed(FACTS, clock=clock)
+    both = {DraftSource.SUFFIX: 4, DraftSource.MODEL: 2}
+    kept = {DraftSource.SUFFIX: 3}
+    step = stats(
+        emitted=5,
+        drafts=2,
+        drafted=both,
+        accepted=kept,
+        times=PhaseTimes(0.01, 0.02, 0.003),
+        host_s=0.004,
+    )
+    record(feed, step, stats(emitted=1))
+    clock.now += 0.6
+    record(feed, step, running=7, waiting=2)
+    clock.now += 1
+
+    (second,) = feed.since()
+
+    assert second.num_tokens == 11
+    assert second.num_steps == 3
+    assert second.drafted == {"suffix": 8, "draft_model": 4}
+    assert second.accepted == {"suffix": 6}
+    assert second.mean_draft_length == 12 / 4
+    assert second.acceptance_length == 1 + 6 / 4
+    assert (second.num_running, second.num_waiting, second.kv_usage) == (7, 2, 0.5)
+    assert second.draft_s == pytest.approx(0.02)
+    assert second.verify_s == pytest.approx(0.04)
+    assert second.sample_s == pytest.approx(0.006)
+    assert second.host_s == pytest.approx(0.008)
+
+
+def test_a_second_without_drafts_has_no_lengths():
+    second = Second(0)
+    second.add(stats(emitted=3))
+    assert second.mean_draft_length is None
+    assert second.acceptance_length is None
+    assert second.to_json()["acceptance_length"] is None
+
+
+def test_idle_seconds_are_there_and_keep_the_last_gauges():
+    clock = Clock()
+    feed = LiveFeed(FACTS, clock=clock)
+    record(feed, stats(emitted=4), running=3)
+    clock.now += 4
+
+    seconds = feed.since()
+
+    assert [second.second for second in seconds] == [100, 101, 102, 103]
+    assert [second.num_tokens for second in seconds] == [4, 0, 0, 0]
+    assert all(second.num_running == 3 for second in seconds)
+
+
+def test_the_running_second_is_not_shown_before_it_is_over():
+    clock = Clock()
+    feed = LiveFeed(FACTS, clock=clock)
+    record(feed, stats())
+    clock.now += 0.99
+    assert feed.since() == []
+
+
+@pytest.mark.parametrize("idle_s", [1, 10_000])
+def test_the_history_is_bounded_and_without_gaps(idle_s):
+    clock = Clock()
+    feed = LiveFeed(FACTS, window_s=5, clock=clock)
+    for _ in range(20):
+        record(feed, stats(emitted=1))
+        clock.now += idle_s
+
+    seconds = feed.since()
+
+    assert len(seconds) == 5
+    assert seconds[-1].second == int(clock.now) - 1
+    assert all(right.second == left.second + 1 for left, right in pairwise(seconds))
+
+
+def test_ten_thousand_steps_take_no_more_room_than_one():
+    sizes: list[int] = []
+    for num_steps in (1, 10_000):
+        clock = Clock()
+        feed = LiveFeed(FACTS, clock=clock)
+        record(feed, *[stats(drafts=1, drafted={DraftSource.NGRAM: 1})] * num_steps)
+        clock.now += 1
+        sizes.append(len(json.dumps([second.to_json() for second in feed.since()])))
+    assert sizes[1] <= sizes[0] + 40  # longer numbers, no more of them
+
+
+def test_a_stream_gives_the_history_then_every_second_once():
+    async def read() -> list[list[int]]:
+        clock = Clock()
+        feed = LiveFeed(FACTS, clock=clock)
+        clock.now += 3
+        stream = feed.stream()
+        heard = [await anext(stream)]
+        for passed in (1.0, 1.0, 5.0):
+            clock.now += passed
+            record(feed, stats())  # the ring moves while the browser is not listening
+            heard.append(await anext(stream))
+        return [[second.second for second in seconds] for seconds in heard]
+
+    assert asyncio.run(read()) == [
+        [100, 101, 102],
+        [103],
+        [104],
+        [105, 106, 107, 108, 109],
+    ]
+
+
+def test_a_reader_that_fell_far_behind_loses_what_left_the_window_and_no_more():
+    async def read() -> list[int]:
+        clock = Clock()
+        feed = LiveFeed(FACTS, window_s=4, clock=clock)
+        clock.now += 1
+        stream = feed.stream()
+        await anext(stream)
+        for _ in range(1000):
+            clock.now += 1
+            record(feed, stats())
+        return [second.second for second in await anext(stream)]
+
+    assert asyncio.run(read()) == [1097, 1098, 1099, 1100]
+
+
+def test_every_reader_gets_everything():
+    async def read() -> list[list[int]]:
+        clock = Clock()
+        feed = LiveFeed(FACTS, clock=clock)
+        clock.now += 1
+        streams = [feed.stream() for _ in range(3)]
+        for stream in streams:
+            await anext(stream)
+        clock.now += 2
+        return [[second.second for second in await anext(stream)] for stream in streams]
+
+    assert asyncio.run(read()) == [[101, 102]] * 3
+
+
+def test_closing_the_feed_ends_a_waiting_stream_at_once():
+    async def read() -> list[list[Second]]:
+        feed = LiveFeed(
+            FACTS, clock=Clock()
+        )  # a clock that stands still: nothing else wakes the stream
+        stream = feed.stream()
+        heard = [await anext(stream)]
+        asyncio.get_running_loop().call_soon(feed.close)
+        async with asyncio.timeout(0.5):
+            heard += [seconds async for seconds in stream]
+        return heard
+
+    assert asyncio.run(read()) == [[]]

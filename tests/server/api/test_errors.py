@@ -1,0 +1,199 @@
+"""Whatever goes wrong, the reply has OpenAI's shape and tells nothing that it should not."""
+
+import http.client
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import openai
+import pytest
+
+from outdraft.core.errors import CapacityError, EngineDeadError, RequestError
+from tests.server.api.fake_engine import FakeEngine
+from tests.server.api.serving import MODEL, serve
+
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+
+
+@contextmanager
+def failing(engine: FakeEngine, error: Exception, fail_at: int = 0) -> Iterator[None]:
+    engine.error, engine.fail_at = error, fail_at
+    try:
+        yield
+    finally:
+        engine.error = None
+
+
+def error_of(reply: httpx.Response) -> dict:
+    error = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error["message"], str)
+    return error
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b"\xff",
+        b'{"prompt": "\\ud800"}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": NaN}',
+        b'{"prompt": 1e999}',
+        b'{"prompt":' + b"[" * 100_000,
+        b'{"prompt": ' + b"1" * 5000 + b"}",
+        b"{}",
+    ],
+)
+def test_a_body_that_is_no_request_is_a_bad_request(served, path, content):
+    reply = served.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert reply.status_code == 400
+    assert error_of(reply)["type"] == "invalid_request_error"
+
+
+def test_a_body_of_another_type_is_a_bad_request(served):
+    reply = served.post("/v1/completions", content=b'{"prompt": "a"}')
+    assert reply.status_code == 400
+    assert "application/json" in error_of(reply)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "temperature": "1"}, "temperature"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+        ({"prompt": "a", "top_k": 2**70}, "top_k"),
+        ({"prompt": "a", "priority": 2**63}, "priority"),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop[1]"),
+        ({"prompt": "a", "temprature": 1}, "temprature"),
+        ({"prompt": "a", "stream_options": {"usage": True}}, "stream_options.usage"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x"),
+        ({"prompt": [[1], ["a"]]}, "prompt[1][0]"),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {}}},
+            "response_format.json_schema.name",
+        ),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(served, body, param):
+    reply = served.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert error_of(reply)["param"] == param
+    assert param in error_of(reply)["message"]
+
+
+def test_paths_and_methods_that_do_not_exist_have_the_shape_too(served):
+    reply = served.get("/v1/nothing")
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "unknown_url")
+    reply = served.get("/v1/completions")
+    assert (reply.status_code, error_of(reply)["code"]) == (405, "method_not_supported")
+    assert reply.headers["allow"] == "POST"
+
+
+def test_a_body_that_promises_too_much_is_not_read():
+    with serve(FakeEngine(), max_body_bytes=1000) as served:
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=5)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", "100000")
+        connection.endheaders()
+        reply = connection.getresponse()
+        assert reply.status == 413
+        assert json.loads(reply.read())["error"]["code"] == "request_too_large"
+        connection.close()
+
+
+def test_a_body_that_promises_nothing_is_read_up_to_the_limit():
+    with serve(FakeEngine(), max_body_bytes=1000) as served:
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=5)
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Transfer-Encoding", "chunked")
+        connection.endheaders()
+        for _ in range(3):  # never the last chunk
+            connection.send(b"190\r\n" + b" " * 0x190 + b"\r\n")
+        reply = connection.getresponse()
+        assert reply.status == 413
+        connection.close()
+        fits = json.dumps({"prompt": "a"}).ljust(1000).encode()
+        headers = {"Content-Type": "application/json"}
+        ok = served.post("/v1/completions", content=iter([fits[:500], fits[500:]]), headers=headers)
+        assert ok.status_code == 200
+        too_long = served.post("/v1/completions", content=fits + b" ", headers=headers)
+        assert too_long.status_code == 413
+
+
+FAILURES = [
+    (RequestError("prompt is odd", "prompt"), 400, "invalid_request_error"),
+    (CapacityError("the waiting queue is full"), 429, "rate_limit_error"),
+    (EngineDeadError("a step failed at /secret/path"), 500, "server_error"),
+    (ZeroDivisionError("the prompt was: secret"), 500, "server_error"),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS[:3])
+@pytest.mark.parametrize(("error", "status", "kind"), FAILURES)
+def test_a_request_that_the_engine_refuses_gets_a_status(served, error, status, kind, path, stream):
+    key = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}.get(path, "input")
+    value = [{"role": "user", "content": "a"}] if key == "messages" else "a"
+    with failing(served.engine, error):
+        reply = served.post(path, json={key: value, "stream": stream})
+    assert reply.status_code == status
+    assert error_of(reply)["type"] == kind
+    assert "secret" not in reply.text
+    assert ("retry-after" in reply.headers) == (status == 429)
+
+
+@pytest.mark.parametrize(("error", "status", "kind"), FAILURES[2:])
+def test_a_failure_in_mid_stream_is_the_streams_last_event(served, client, error, status, kind):
+    with failing(served.engine, error, fail_at=2):
+        body = {"prompt": "a", "stream": True}
+        *events, last, done, end = served.post("/v1/completions", json=body).text.split("\n\n")
+        assert len(events) == 2
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == kind
+        assert (done, end) == ("data: [DONE]", "")
+        assert "secret" not in last
+        with pytest.raises(openai.APIError, match=r"engine|internal"):
+            list(client.completions.create(model=MODEL, prompt="a", stream=True))
+
+
+def test_a_failed_responses_stream_ends_with_openais_error_event(served, client):
+    with failing(served.engine, EngineDeadError("x"), fail_at=2):
+        *_, last = client.responses.create(model=MODEL, input="a", stream=True)
+        assert last.type == "error"
+        assert last.code == "engine_dead"
+
+
+def test_a_failure_of_one_prompt_ends_the_others():
+    with serve(FakeEngine(error=EngineDeadError("x"), fail_at=3)) as served:
+        reply = served.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
+        assert reply.status_code == 500
+        assert sorted(served.engine.aborted) == sorted(served.engine.started)
+
+
+def test_a_grammar_that_does_not_compile_is_named_as_the_body_names_it(served):
+    with failing(served.engine, RequestError("this is no regular expression", "structured")):
+        reply = served.post("/v1/completions", json={"prompt": "a", "regex": "("})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "regex")
+
+
+def test_a_dead_engine_is_an_error_at_once():
+    with serve(FakeEngine(is_alive=False)) as served:
+        reply = served.post("/v1/completions", json={"prompt": "a"})
+        assert (reply.status_code, error_of(reply)["code"]) == (500, "engine_dead")
+
+
+def test_a_full_queue_tells_openais_client_to_come_back():
+    with serve(FakeEngine(error=CapacityError("full")), retry_after_s=7) as served:
+        with pytest.raises(openai.RateLimitError) as caught:
+            served.client().completions.create(model=MODEL, prompt="a")
+        assert caught.value.response.headers["retry-after"] == "7"

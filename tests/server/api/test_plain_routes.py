@@ -1,0 +1,107 @@
+"""Models, tokens, health, version; who may ask for what."""
+
+import openai
+import pytest
+
+from tests.engine.byte_level import tokenizer
+from tests.server.api.fake_engine import FakeEngine
+from tests.server.api.serving import MODEL, plain_client, serve
+
+
+def test_models_are_listed_by_their_names(client):
+    assert [model.id for model in client.models.list()] == [MODEL, "alias"]
+    assert client.models.retrieve("alias").model_extra["max_model_len"] == 4096
+
+
+def test_an_unknown_model_is_not_found(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="other", prompt="a")
+    assert caught.value.code == "model_not_found"
+    assert caught.value.param == "model"
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("some/other")
+
+
+def test_answers_name_the_model_that_was_asked_for(served, client):
+    assert client.completions.create(model="alias", prompt="a").model == "alias"
+    assert served.post("/v1/completions", json={"prompt": "a"}).json()["model"] == MODEL
+
+
+def test_texts_become_tokens_and_texts_again(served):
+    reply = served.post("/tokenize", json={"prompt": "the 日", "return_token_strs": True}).json()
+    ids = tokenizer().encode("the 日").ids
+    assert reply["tokens"] == ids
+    assert (reply["count"], reply["max_model_len"]) == (len(ids), 4096)
+    assert len(reply["token_strs"]) == len(ids)
+    assert served.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "the 日"}
+
+
+def test_conversations_become_tokens(served):
+    body = {"messages": [{"role": "user", "content": "a"}], "add_generation_prompt": False}
+    tokens = served.post("/tokenize", json=body).json()["tokens"]
+    assert tokenizer().decode(tokens) == "<user>a"
+
+
+@pytest.mark.parametrize("tokens", [[10**6], [-1], ["a"], 5])
+def test_tokens_that_do_not_exist_have_no_text(served, tokens):
+    assert served.post("/detokenize", json={"tokens": tokens}).status_code == 400
+
+
+def test_the_version_is_the_packages(served):
+    assert served.get("/version").json() == {"version": "0.1.0"}
+
+
+def test_health_tells_death_and_draining():
+    with serve(FakeEngine()) as served:
+        assert served.get("/health").status_code == 200
+        served.is_draining = True
+        reply = served.get("/health")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "draining")
+        served.is_draining = False
+        served.engine.is_alive = False
+        reply = served.get("/health")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
+def test_a_draining_server_takes_no_requests(path):
+    with serve(FakeEngine()) as served:
+        served.is_draining = True
+        reply = served.post(path, json={})
+        assert reply.status_code == 503
+        assert reply.headers["retry-after"] == "1"
+
+
+def test_only_the_right_key_opens():
+    with serve(FakeEngine(), api_key="sécret") as served:
+        assert served.get("/health").status_code == 200
+        assert served.get("/version").status_code == 200
+        for key in ("", "s", "Bearer", "Bearer wrong", "Bearer sécre", "sécret", "Basic sécret"):
+            headers = {"Authorization": key.encode()}
+            reply = served.get("/v1/models", headers=headers)
+            assert reply.status_code == 401
+            assert reply.json()["error"]["code"] == "invalid_api_key"
+            # before the body is looked at
+            assert served.post("/v1/completions", content=b"{", headers=headers).status_code == 401
+        headers = {"Authorization": "Bearer sécret".encode()}
+        assert served.get("/v1/models", headers=headers).status_code == 200
+
+
+def test_openais_client_sends_the_key():
+    with serve(FakeEngine(), api_key="secret") as served:
+        assert served.client().completions.create(model=MODEL, prompt="a").choices
+        stranger = openai.OpenAI(
+            base_url=f"{served.url}/v1", api_key="x", max_retries=0, http_client=plain_client()
+        )
+        with stranger, pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+
+
+def test_other_hosts_pages_may_ask_only_if_allowed(served):
+    headers = {"Origin": "http://else.where"}
+    assert "access-control-allow-origin" not in served.get("/v1/models", headers=headers).headers
+    with serve(FakeEngine(), allowed_origins=("http://else.where",)) as open_server:
+        reply = open_server.get("/v1/models", headers=headers)
+        assert reply.headers["access-control-allow-origin"] == "http://else.where"

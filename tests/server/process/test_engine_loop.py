@@ -1,0 +1,199 @@
+"""The loop of the engine process, without the process."""
+
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+from outdraft.engine.llm import LLM
+from outdraft.server.engine_loop import EngineLoop
+from outdraft.server.messages import (
+    Abort,
+    Add,
+    Command,
+    EndSequence,
+    Failed,
+    Progress,
+    Refused,
+    Report,
+    Steps,
+    Stop,
+)
+from tests.server.process.engines import config, offline
+
+Sockets = tuple[zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes], zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def sockets() -> Iterator[Sockets]:
+    """Both ends of commands, both ends of reports."""
+    with zmq.Context() as context:
+        pairs = []
+        for name in ("commands", "reports"):
+            push, pull = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+            for socket in (push, pull):
+                socket.set_hwm(0)
+                socket.linger = 0
+            push.bind(f"inproc://{name}")
+            pull.connect(f"inproc://{name}")
+            pairs.extend((push, pull))
+        yield tuple(pairs)
+        for socket in pairs:
+            socket.close()
+
+
+def engine(**options) -> Engine:
+    return LLM.from_config(config(**options), offline().models).engine
+
+
+def greedy(num_tokens: int, **changes) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **changes
+    )
+
+
+def live(core: Engine, sockets: Sockets, *commands: Command) -> tuple[bool, list[Report]]:
+    """Run a loop on commands that are all there; how it ended, and what it told."""
+    push, pull, report_push, report_pull = sockets
+    for command in commands:
+        push.send(msgspec.msgpack.encode(command))
+    ended_well = EngineLoop(core, pull, report_push).run()
+    reports: list[Report] = []
+    while report_pull.poll(0):
+        reports.extend(msgspec.msgpack.decode(report_pull.recv(), type=list[Report]))
+    return ended_well, reports
+
+
+class Script:
+    """Sends a command at the end of the n-th step, and Stop at the end of the last one."""
+
+    def __init__(self, core: Engine, sockets: Sockets, commands: dict[int, Command]) -> None:
+        self._step, self._commands, self._push = core.step, commands, sockets[0]
+        self.num_steps = 0
+        self._core = core
+        core.step = self.step
+
+    def step(self):
+        outputs = self._step()
+        self.num_steps += 1
+        if self.num_steps in self._commands:
+            self._push.send(msgspec.msgpack.encode(self._commands[self.num_steps]))
+        if not self._core.has_work:
+            self._push.send(msgspec.msgpack.encode(Stop()))
+        return outputs
+
+
+def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
+    core = engine()
+    Script(core, sockets, {})
+    ended_well, reports = live(core, sockets, Add("0", [5, 6, 7], greedy(9)))
+    progress = [r for r in reports if isinstance(r, Progress)]
+    assert ended_well
+    assert [p.finished for p in progress] == [False] * (len(progress) - 1) + [True]
+    assert sum(len(d.token_ids) for p in progress for d in p.sequences) == 9
+
+
+def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets):
+    core = engine()
+    push, pull, report_push, report_pull = sockets
+    push.send(msgspec.msgpack.encode(Add("0", [5, 6, 7], greedy(30))))
+    loop = threading.Thread(target=EngineLoop(core, pull, report_push).run)
+    loop.start()
+    news: list[Steps] = []
+    while not news or sum(step.num_emitted for each in news for step in each.steps) < 30:
+        assert report_pull.poll(20_000), "no statistics came although the engine is idle"
+        reports = msgspec.msgpack.decode(report_pull.recv(), type=list[Report])
+        news.extend(r for r in reports if isinstance(r, Steps))
+    push.send(msgspec.msgpack.encode(Stop()))
+    loop.join()
+    assert sum(len(each.steps) for each in news) == core.stats.num_steps
+    assert (news[-1].num_running, news[-1].num_waiting, news[-1].kv_usage) == (0, 0, 0.0)
+
+
+def test_an_abort_ends_a_request_before_the_next_step(sockets):
+    core = engine()
+    Script(core, sockets, {3: Abort("0")})
+    _, reports = live(core, sockets, Add("0", [5, 6], greedy(90)), Add("1", [5], greedy(8)))
+    of_0 = [r for r in reports if isinstance(r, Progress) and r.request_id == "0"]
+    assert len(of_0) == 3
+    assert not of_0[-1].finished
+    assert core.scheduler.pool.usage == 0
+    core.check_invariants()
+
+
+def test_one_sequence_can_end_and_the_others_go_on(sockets):
+    core = engine()
+    Script(core, sockets, {2: EndSequence("0", 1)})
+    _, reports = live(core, sockets, Add("0", [5, 6], greedy(40, n=3)))
+    lengths = [0, 0, 0]
+    for report in reports:
+        if isinstance(report, Progress):
+            for delta in report.sequences:
+                lengths[delta.index] += len(delta.token_ids)
+    assert lengths[0] == lengths[2] == 40
+    assert lengths[1] < 20
+    core.check_invariants()
+
+
+def test_requests_that_cannot_run_are_refused_and_harm_no_other(sockets):
+    core = engine(max_waiting=2)
+    Script(core, sockets, {})
+    _, reports = live(
+        core,
+        sockets,
+        Add("long", [5] * 500, greedy(4)),
+        Add("many", [5], greedy(4, n=3)),
+        Add("good", [5], greedy(4, n=2)),
+        Add("late", [5], greedy(4)),
+    )
+    refused = {r.request_id: (r.kind, r.field) for r in reports if isinstance(r, Refused)}
+    assert set(refused) == {"long", "many", "late"}
+    assert refused["late"] == ("capacity", "")
+    assert refused["many"][0] == "capacity"
+    assert reports_finish(reports, "good")
+
+
+def test_a_failing_step_ends_what_ran_in_it_and_a_second_one_the_loop(sockets):
+    core = engine(max_num_seqs=1)
+    launch, failing = core.executor.launch, [True]
+
+    def breaking(plan):
+        if failing.pop():
+            raise RuntimeError("secret text")
+        failing.append(False)
+        return launch(plan)
+
+    core.executor.launch = breaking
+    Script(core, sockets, {})
+    failing.insert(0, False)
+    adds = [Add("0", [5], greedy(4)), Add("1", [6], greedy(4))]
+    ended_well, reports = live(core, sockets, *adds)
+    [refused] = [r for r in reports if isinstance(r, Refused)]
+    assert ended_well
+    assert (refused.request_id, refused.kind) == ("0", "engine")
+    assert "secret" not in refused.message
+    assert reports_finish(reports, "1")
+
+
+def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
+    core = engine()
+
+    def breaking(plan):
+        raise RuntimeError("on fire")
+
+    core.executor.launch = breaking
+    ended_well, reports = live(core, sockets, *(Add(str(i), [5], greedy(4)) for i in range(70)))
+    assert not ended_well
+    assert isinstance(reports[-1], Failed)
+    assert reports[-1].kind == "engine"
+    assert "RuntimeError" in reports[-1].message
+
+
+def reports_finish(reports: list[Report], request_id: str) -> bool:
+    return any(
+        isinstance(r, Progress) and r.request_id == request_id and r.finished for r in reports
+    )
