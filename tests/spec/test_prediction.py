@@ -78,7 +78,7 @@ def test_an_output_that_goes_on_elsewhere_is_found_again(seed):
     output = parts[0] + parts[2]  # the middle was cut out
     steps = decode(output, parts[0] + parts[1] + parts[2])
     assert len(steps) < 40
-    assert steps[-1] > 5
+    assert max(steps[-3:]) > 5
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,6 +97,22 @@ def test_some_wrong_tokens_leave_most_of_the_gain(seed, share, max_tokens):
     right = len(decode(output, output, max_tokens))
     assert sum(steps) == 300
     assert len(steps) <= 2 * right + 2.5 * num_wrong + 5
+
+
+def test_a_text_that_repeats_itself_is_followed_where_it_stands():
+    rng = np.random.default_rng(5)
+    output = text(23, 5) * 15
+    prediction = [999 if rng.random() < 0.05 else token for token in output]
+    num_wrong = prediction.count(999)
+    steps = decode(output, prediction)
+    assert len(steps) <= len(decode(output, output)) + 2.5 * num_wrong
+
+
+def test_a_repetition_that_drifted_to_the_end_of_the_prediction_is_taken_up_again():
+    output = [1, 2] * 150
+    rng = np.random.default_rng(3)
+    prediction = [int(rng.integers(5, 900)) if rng.random() < 0.1 else token for token in output]
+    assert len(decode(output, prediction[:200])) < 90
 
 
 def test_a_wrong_prediction_is_soon_left_alone():
@@ -158,7 +174,7 @@ def test_an_id_that_comes_again_with_a_shorter_text_starts_again():
 
 def brute_end(prediction, output, expected, max_match):
     best = (-1, 0)
-    for place in range(1, len(prediction) + 1):
+    for place in range(1, len(prediction)):
         length = 0
         while length < min(max_match, place, len(output)):
             if prediction[place - 1 - length] != output[-1 - length]:

@@ -18,13 +18,12 @@ from outdraft.spec.prediction_kernels import find_end, num_equal
 
 FIRST_RATE = 0.95  # chance that a token of an untried prediction is right
 FOUND_RATE = 0.8  # the same where the output has come back to the prediction
-FORGETTING = 0.9  # weight of the past in that chance, per token
+FORGETTING = 0.95  # weight of the past in that chance, per token
 MIN_RATE = 0.4  # below it the prediction is left alone until a long match is found
-MIN_REACH = 0.35  # chance to be reached below which a token is not drafted
-MAX_MATCH = 32  # tokens of a match; a longer one is not better
-LONG_MATCH = 8  # tokens that the output has to share with a prediction that was often wrong
-SHORT_MATCH = 3  # tokens that make a found place likelier than the expected one
-BRANCH_TOKENS = 4  # of all branches but the first
+MIN_REACH = 0.5  # chance to be reached below which a token is not drafted
+LONG_MATCH = 8  # tokens that prove a place, also in a prediction that was often wrong
+SHORT_MATCH = 3  # tokens that make a found place likelier than one that was hardly followed
+BRANCH_TOKENS = 2  # of all branches but the first
 SKIP_TOKENS = 8  # how many tokens may have been left out
 
 
@@ -36,12 +35,14 @@ class _Cursor:
         num_read: tokens of the text that are accounted for.
         places: of the next token, the likeliest first; several after the output has left the
             prediction, none when nothing is left to propose.
+        num_followed: tokens in a row that the output has taken from the prediction.
         rate: share of right tokens among those that were tried lately.
     """
 
     prediction: np.ndarray  # int32 [num_tokens]
     num_read: int
     places: list[int]
+    num_followed: int = 0
     rate: float = FIRST_RATE
 
 
@@ -89,6 +90,7 @@ def _follow(cursor: _Cursor, token_ids: np.ndarray, num_prompt: int) -> None:
         num_tried = min(num_right + 1, len(new_ids))
         weight = FORGETTING**num_tried
         cursor.rate = weight * cursor.rate + (1 - weight) * num_right / num_tried
+        cursor.num_followed += num_right
         if num_right == len(new_ids):
             place += num_right
             cursor.places = [place] if place < len(prediction) else []
@@ -96,13 +98,15 @@ def _follow(cursor: _Cursor, token_ids: np.ndarray, num_prompt: int) -> None:
         # Where it goes on if what was wrong merely stands for what was predicted.
         expected = place + len(new_ids)
     _find(cursor, token_ids[num_prompt:], expected)
+    cursor.num_followed = 0
 
 
 def _find(cursor: _Cursor, output: np.ndarray, expected: int | None) -> None:
     """Where the output may go on, the likeliest place first, after it has left the prediction."""
     prediction = cursor.prediction
-    near = len(prediction) if expected is None else expected
-    found, length = find_end(prediction, output, near, MAX_MATCH)
+    # Text that repeats itself matches in many places: then the one where it would stand if nothing
+    # had been put in or left out.
+    found, length = find_end(prediction, output, len(output), LONG_MATCH)
     if length >= LONG_MATCH:
         cursor.rate = max(cursor.rate, FOUND_RATE)
     elif expected is None or cursor.rate < MIN_RATE:
@@ -112,7 +116,8 @@ def _find(cursor: _Cursor, output: np.ndarray, expected: int | None) -> None:
     if expected is not None:
         # The newest token was exchanged, put in, or the ones before it were left out.
         guesses = [expected, expected - 1, _next_place(prediction, int(output[-1]), expected)]
-        places = [found, *guesses] if length >= SHORT_MATCH else [*guesses, found]
+        was_right = cursor.num_followed >= SHORT_MATCH
+        places = [*guesses, found] if was_right or length < SHORT_MATCH else [found, *guesses]
     cursor.places = [p for p in dict.fromkeys(places) if 0 <= p < len(prediction)]
 
 
