@@ -4,7 +4,7 @@ JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.set-up
 TORCH := $(shell grep '^torch==' constraints.txt)
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 .PHONY: setup demo lint check test test-gpu fix bench
 

@@ -61,11 +61,14 @@ def _start(
     send_reports(reports, [Loading("libraries", 0.0)])
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, load_models, resolve_model_path
+    from outdraft.engine.warm_up import warm_up
 
     send_reports(reports, [Loading("weights", 0.0)])
     models = load_models(config)
     send_reports(reports, [Loading("memory", 0.0)])
     engine, memory = build_engine(config, models)
+    send_reports(reports, [Loading("kernels", 0.0)])
+    warm_up(engine)
     scheduler, speculation = config.scheduler, config.speculation
     info = EngineInfo(
         model=config.model,

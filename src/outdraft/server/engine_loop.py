@@ -2,11 +2,16 @@
 
 A failing step ends the requests that ran in it; the others go on. If the next one fails too, the
 process ends.
+
+A grammar may take seconds to compile. That is done by a thread of its own; the request is added
+when it is ready, and later ones pass it.
 """
 
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import msgspec
 import zmq
@@ -23,10 +28,12 @@ from outdraft.server.messages import (
     Refused,
     Report,
     Steps,
+    Stop,
 )
 from outdraft.server.progress import ProgressReporter
 
 MAX_FAILED_STEPS = 2
+MAX_PREPARING = 64  # requests whose grammars are compiled or wait for it
 STATISTICS_INTERVAL_S = 0.1
 
 _logger = logging.getLogger(__name__)
@@ -46,6 +53,10 @@ class EngineLoop:
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._reporters: dict[str, ProgressReporter] = {}
+        self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
+        self._preparing: set[str] = set()
+        self._prepared: SimpleQueue[tuple[Add, Exception | None]] = SimpleQueue()
+        self._wake_address = f"inproc://wake-{id(self)}"
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
         self._told_s = 0.0
@@ -53,8 +64,16 @@ class EngineLoop:
 
     def run(self) -> bool:
         """Until told to stop, or until steps fail; whether all went well."""
+        with self._commands.context.socket(zmq.PULL) as wakes:
+            wakes.bind(self._wake_address)
+            try:
+                return self._run(wakes)
+            finally:
+                self._compiler.shutdown(cancel_futures=True)  # one compilation at most, of seconds
+
+    def _run(self, wakes: zmq.Socket[bytes]) -> bool:
         num_failed = 0
-        while self._obey():
+        while self._obey(wakes):
             try:
                 self._step()
                 num_failed = 0
@@ -68,31 +87,78 @@ class EngineLoop:
             self._report_steps()
         return True
 
-    def _obey(self) -> bool:
+    def _obey(self, wakes: zmq.Socket[bytes]) -> bool:
         """Carry out the commands that are there, or wait for one if there is nothing else to do.
 
         False: the last one is to stop.
         """
-        while not self._engine.has_work or self._commands.poll(0):
-            if not self._engine.has_work and not self._commands.poll(0):
-                self._report_steps(is_idle=True)
-            command = self._decoder.decode(self._commands.recv())
-            if isinstance(command, Add):
-                self._add(command)
-            elif isinstance(command, Abort):
-                self._engine.abort(command.request_id)
-            elif isinstance(command, EndSequence):
-                self._engine.stop_sequence(command.request_id, command.index)
+        while True:
+            self._add_prepared()
+            if self._commands.poll(0):
+                command = self._decoder.decode(self._commands.recv())
+                if isinstance(command, Stop):
+                    return False
+                self._carry_out(command)
+                self._has_news = True
+            elif self._engine.has_work:
+                return True
             else:
-                return False
+                self._report_steps(is_idle=True)
+                zmq.select([self._commands, wakes], [], [])
+                while wakes.poll(0):
+                    wakes.recv()
+
+    def _carry_out(self, command: Add | Abort | EndSequence) -> None:
+        if isinstance(command, Add):
+            if command.params.structured is None:
+                self._add(command)
+            else:
+                self._prepare(command)
+        else:
+            if isinstance(command, Abort):
+                self._preparing.discard(command.request_id)
+                self._engine.abort(command.request_id)
+            else:
+                self._engine.stop_sequence(command.request_id, command.index)
             if not self._engine.is_live(command.request_id):
                 self._reporters.pop(command.request_id, None)
-            self._has_news = True
-        return True
 
-    def _add(self, command: Add) -> None:
+    def _prepare(self, command: Add) -> None:
+        """Have the grammar of a request compiled; it is added later."""
+        if len(self._preparing) >= MAX_PREPARING:
+            message = "too many grammars wait to be compiled"
+            self._send([Refused(command.request_id, "capacity", message)])
+            return
+        self._preparing.add(command.request_id)
+        self._compiler.submit(self._compile, command)
+
+    def _compile(self, command: Add) -> None:
+        """In a thread of its own: a loop that waits for commands is woken."""
+        error: Exception | None = None
+        try:
+            self._engine.prepare(command.params)
+        except Exception as caught:
+            error = caught
+        self._prepared.put((command, error))
+        with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
+            wake.linger = 0
+            wake.connect(self._wake_address)
+            wake.send(b"")
+
+    def _add_prepared(self) -> None:
+        while not self._prepared.empty():
+            command, error = self._prepared.get()
+            if command.request_id not in self._preparing:
+                continue  # aborted meanwhile
+            self._preparing.discard(command.request_id)
+            self._add(command, error)
+
+    def _add(self, command: Add, error: Exception | None = None) -> None:
+        """Queue a request, or say why not; `error`: why it cannot be prepared."""
         request_id = command.request_id
         try:
+            if error is not None:
+                raise error
             self._engine.add_request(
                 request_id, command.token_ids, command.params, command.priority
             )

@@ -10,7 +10,7 @@ import zmq
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
-from outdraft.server.engine_loop import EngineLoop
+from outdraft.server.engine_loop import MAX_PREPARING, EngineLoop
 from outdraft.server.messages import (
     Abort,
     Add,
@@ -197,3 +197,52 @@ def reports_finish(reports: list[Report], request_id: str) -> bool:
     return any(
         isinstance(r, Progress) and r.request_id == request_id and r.finished for r in reports
     )
+
+
+def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(sockets: Sockets):
+    core = engine()
+    prepare, may_go_on = core.prepare, threading.Event()
+
+    def slow(params: SamplingParams) -> None:
+        may_go_on.wait(30)
+        prepare(params)
+
+    core.prepare = slow
+    form = {"kind": "regex", "text": "[ab]{3}"}
+    push, pull, report_push, report_pull = sockets
+    for command in (
+        Add("form", [5, 6, 7], greedy(20, structured=form)),
+        Add("plain", [5, 6, 7], greedy(3)),
+        Add("given up", [5, 6, 7], greedy(20, structured=form)),
+        Add("bad", [5, 6, 7], greedy(20, structured={"kind": "regex", "text": "(("})),
+        Abort("given up"),
+    ):
+        push.send(msgspec.msgpack.encode(command))
+    thread = threading.Thread(target=EngineLoop(core, pull, report_push).run)
+    thread.start()
+    ended: dict[str, Report] = {}
+    while len(ended) < 3:
+        assert report_pull.poll(30_000), ended
+        for report in msgspec.msgpack.decode(report_pull.recv(), type=list[Report]):
+            if isinstance(report, Refused) or (isinstance(report, Progress) and report.finished):
+                ended[report.request_id] = report
+        if "plain" in ended:
+            may_go_on.set()
+    push.send(msgspec.msgpack.encode(Stop()))
+    thread.join(30)
+    assert not thread.is_alive()
+    assert next(iter(ended)) == "plain"
+    assert ended["bad"].field == "structured"
+    assert "given up" not in ended
+    assert isinstance(ended["form"], Progress)
+    core.check_invariants()
+
+
+def test_grammars_that_wait_are_bounded(sockets: Sockets):
+    core = engine()
+    core.prepare = lambda params: threading.Event().wait(0.2)
+    form = greedy(1, structured={"kind": "regex", "text": "a"})
+    commands = [Add(str(i), [5], form) for i in range(MAX_PREPARING + 3)]
+    _, reports = live(core, sockets, *commands, Stop())
+    refused = [report for report in reports if isinstance(report, Refused)]
+    assert [report.kind for report in refused] == ["capacity"] * 3
