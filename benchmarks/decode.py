@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from environment import environment
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
+from outdraft.bench.environment import compute, environment
 from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine, load_models
@@ -47,7 +47,7 @@ def main() -> None:
         for name, variant in variants.items():
             samples[name].append(variant(text))
     result = {
-        "environment": environment(),
+        "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "weight_bytes": weight_bytes,
         "read_bandwidth_gb_per_s": read_bandwidth(weight_bytes),

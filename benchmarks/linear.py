@@ -14,8 +14,8 @@ import time
 from pathlib import Path
 
 import torch
-from environment import environment
 
+from outdraft.bench.environment import compute, environment
 from outdraft.models.layers.linear import Linear, Packing
 
 SHAPES = [(512, 1024), (512, 512), (512, 2560), (1280, 512)] * 4 + [(512, 4096)]
@@ -81,7 +81,7 @@ def main() -> None:
         medians = [statistics.median(r["samples_ms"]) for r in rows if r["layout"] == name]
         print(f"{name:20}" + "".join(f"{ms:9.2f}" for ms in medians))
     if args.json:
-        result = {"environment": environment(), "threads": args.threads, "rows": rows}
+        result = {"environment": environment() | compute(), "threads": args.threads, "rows": rows}
         args.json.write_text(json.dumps(result, indent=2) + "\n")
 
 

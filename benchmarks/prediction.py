@@ -10,9 +10,8 @@ import statistics
 from pathlib import Path
 from random import Random
 
-from environment import environment
-
 from outdraft import assets
+from outdraft.bench.environment import compute, environment
 from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine, load_models
@@ -61,7 +60,7 @@ def main() -> None:
             }
         )
     result = {
-        "environment": environment(),
+        "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "speedup_median": statistics.median(one["speedup"] for one in samples),
         "texts_identical": f"{sum(one['is_identical'] for one in samples)}/{len(samples)}",

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("outdraft", "torch", "numba", "tokenizers", "httpx")
+PACKAGES = ("outdraft", "torch", "numba", "tokenizers", "transformers", "httpx")
 GIT_TIMEOUT_S = 10
 
 
@@ -27,6 +27,17 @@ def environment() -> dict[str, Any]:
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in PACKAGES},
+    }
+
+
+def compute() -> dict[str, Any]:
+    """What this process computes with; to be added where it is the one that is measured."""
+    import torch
+
+    return {
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
     }
 
 

@@ -248,9 +248,7 @@ def _show_in_process(
     dataset: DatasetOptions,
     output_json: Path | None,
 ) -> None:
-    import torch
-
-    from outdraft.bench.environment import environment
+    from outdraft.bench.environment import compute, environment
     from outdraft.bench.report import as_table, write_json
 
     typer.echo(as_table(title, result))
@@ -261,9 +259,8 @@ def _show_in_process(
         "model_id": llm.config.model,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(llm.models.device),
-        "threads": torch.get_num_threads(),
         "speculation_methods": [str(method) for method in llm.config.speculation.methods],
         "dataset_name": dataset.dataset_name,
     }
-    write_json(output_json, where | result | {"environment": environment()})
+    write_json(output_json, where | result | {"environment": environment() | compute()})
     typer.echo(f"result: {output_json}")
