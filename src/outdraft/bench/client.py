@@ -104,8 +104,8 @@ async def first_model(client: httpx.AsyncClient) -> str:
         return response.raise_for_status().json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(
-            f"{client.base_url}v1/models names no model ({type(error).__name__}: {error}); "
-            "is the server up? else give --model"
+            f"{client.base_url.join('/v1/models')} names no model ({type(error).__name__}: "
+            f"{error}); is the server up? does it want a key (--header)? else give --model"
         ) from None
 
 

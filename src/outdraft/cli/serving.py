@@ -59,7 +59,7 @@ def run(
             host, port = listener.getsockname()[:2]
             url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
             console.print(f"\nserving {settings.served_model_names[0]} at {url}", style="bold")
-            feed = _live_feed(supervisor)
+            feed = _live_feed(supervisor, settings.served_model_names[0])
             launcher = Launcher(supervisor, listener, options.drain_timeout, feed.close)
             return await _serve(supervisor, launcher, feed, settings, template)
 
@@ -89,12 +89,12 @@ async def _serve(
         traffic.cancel()
 
 
-def _live_feed(supervisor: Supervisor) -> LiveFeed:
+def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
     """What the page shows, fed by the engine."""
     info = supervisor.info
     feed = LiveFeed(
         EngineFacts(
-            info.model,
+            name,
             info.dtype,
             info.device,
             tuple(info.speculation_methods),
