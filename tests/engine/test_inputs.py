@@ -1,5 +1,8 @@
 """What a caller gives is checked before anything runs."""
 
+import threading
+import time
+
 import pytest
 
 from outdraft.core.errors import RequestError
@@ -138,3 +141,33 @@ def test_without_a_seed_every_sequence_has_its_own_key():
     assert len(keys) == 180
     assert all(0 <= key <= MAX_SEED for key in keys)
     assert inputs(seed=1).seed(params, 4, 2) == inputs(seed=1).seed(params, 4, 2)
+
+
+def test_encoding_a_long_text_does_not_hold_up_other_threads():
+    # `Tokenizer.encode` keeps the interpreter's lock for as long as it takes.
+    text, ours = "the cat sat on the mat " * 20_000, inputs(max_model_len=2**20)
+    longest, done = 0.0, threading.Event()
+
+    def tick() -> None:
+        nonlocal longest
+        last_s = time.perf_counter()
+        while not done.is_set():
+            time.sleep(0.001)
+            now_s = time.perf_counter()
+            longest, last_s = max(longest, now_s - last_s), now_s
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    time.sleep(0.01)
+    started_s = time.perf_counter()
+    ours.encode(text)
+    took_s = time.perf_counter() - started_s
+    done.set()
+    ticking.join()
+    assert longest < took_s / 2
+
+
+@pytest.mark.parametrize("prediction", ["the cat sat on the mat " * 10, [2] * 100])
+def test_a_prediction_is_no_longer_than_an_output_can_be(prediction):
+    ids = inputs(max_model_len=8).prediction_ids(SamplingParams(prediction=prediction))
+    assert len(ids) == 8

@@ -247,3 +247,9 @@ def test_flags_of_a_plain_greedy_batch_switch_everything_off():
     assert (sampling.needs_top_p, sampling.needs_min_p, sampling.max_top_k) == (False, False, 0)
     assert not batch([SamplingParams(temperature=0.0, presence_penalty=1.0)]).is_plain_greedy
     assert not batch([SamplingParams(temperature=0.0), SamplingParams()]).is_plain_greedy
+
+
+def test_repeated_ids_of_a_set_take_no_room():
+    sampling = batch([SamplingParams(allowed_token_ids=[3, 1, 3, *[1] * 1000]), SamplingParams()])
+    assert sampling.allowed is not None
+    assert sampling.allowed.ids_BE.tolist() == [[3, 1], [0, 0]]

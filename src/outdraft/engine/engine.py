@@ -134,8 +134,10 @@ class Engine:
         An output is the same object from step to step and grows: copy it to keep it.
         """
         started_s = time.perf_counter()
+        scheduler = self.scheduler
+        num_live = len(scheduler.running) + len(scheduler.waiting)
         choices = self.drafting.choose(
-            self.scheduler.drafting_requests(), len(self.scheduler.running)
+            scheduler.drafting_requests(), min(num_live, scheduler.config.max_num_seqs)
         )
         plan = self.scheduler.schedule(choices)
         if not plan.works:

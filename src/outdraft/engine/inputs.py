@@ -91,7 +91,9 @@ class InputProcessor:
                 "the model came without a tokenizer: give token ids instead of text", field
             )
         try:
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # As a batch: `encode` keeps the interpreter's lock, and with it every other thread.
+            [encoding] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+            return encoding.ids
         except TypeError as error:  # half of a surrogate pair
             raise RequestError(f"{field} is not valid Unicode text", field) from error
 
@@ -144,13 +146,15 @@ class InputProcessor:
         return self._grammars.compile(params.structured)
 
     def prediction_ids(self, params: SamplingParams) -> list[int]:
-        """Token ids of what the output is expected to be; none if nothing is."""
+        """Token ids of what the output is expected to be, as far as an output can reach; none if
+        nothing is."""
         if params.prediction is None:
             return []
         if isinstance(params.prediction, str):
-            return self.encode(params.prediction, add_special_tokens=False, field="prediction")
+            text_ids = self.encode(params.prediction, add_special_tokens=False, field="prediction")
+            return text_ids[: self.max_model_len]
         self._check_ids(params.prediction, "prediction")
-        return list(params.prediction)
+        return list(params.prediction[: self.max_model_len])
 
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
         """The noise key of a request's index-th sequence.

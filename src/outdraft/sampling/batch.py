@@ -206,10 +206,11 @@ def _columns(
 
 
 def _token_sets(sets: Sequence[Sequence[int]], device: torch.device | str) -> TokenSets | None:
-    width = max(map(len, sets), default=0)
+    distinct = [list(dict.fromkeys(ids)) for ids in sets]  # no wider than the vocabulary
+    width = max(map(len, distinct), default=0)
     if width == 0:
         return None
-    padded = [[*ids, *(ids[:1] or [0]) * (width - len(ids))] for ids in map(list, sets)]
+    padded = [[*ids, *(ids[:1] or [0]) * (width - len(ids))] for ids in distinct]
     return TokenSets(
         ids_BE=torch.tensor(padded, dtype=torch.int64).to(device, non_blocking=True),
         is_set_B=torch.tensor([len(ids) > 0 for ids in sets]).to(device, non_blocking=True),

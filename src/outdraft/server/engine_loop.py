@@ -9,6 +9,7 @@ when it is ready, and later ones pass it.
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
@@ -33,7 +34,7 @@ from outdraft.server.messages import (
 from outdraft.server.progress import ProgressReporter
 
 MAX_FAILED_STEPS = 2
-MAX_PREPARING = 64  # requests whose grammars are compiled or wait for it
+MAX_PREPARING = 64  # requests that wait for their grammars
 STATISTICS_INTERVAL_S = 0.1
 
 _logger = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ class EngineLoop:
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._reporters: dict[str, ProgressReporter] = {}
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
-        self._preparing: set[str] = set()
+        self._preparing: deque[Add] = deque()  # the first one is being compiled
+        self._is_first_wanted = True
         self._prepared: SimpleQueue[tuple[Add, Exception | None]] = SimpleQueue()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._steps: list[StepStats] = []
@@ -116,7 +118,7 @@ class EngineLoop:
                 self._prepare(command)
         else:
             if isinstance(command, Abort):
-                self._preparing.discard(command.request_id)
+                self._give_up_preparing(command.request_id)
                 self._engine.abort(command.request_id)
             else:
                 self._engine.stop_sequence(command.request_id, command.index)
@@ -129,8 +131,19 @@ class EngineLoop:
             message = "too many grammars wait to be compiled"
             self._send([Refused(command.request_id, "capacity", message)])
             return
-        self._preparing.add(command.request_id)
-        self._compiler.submit(self._compile, command)
+        self._preparing.append(command)
+        if len(self._preparing) == 1:
+            self._compiler.submit(self._compile, command)
+
+    def _give_up_preparing(self, request_id: str) -> None:
+        """Forget a request that waits for its grammar, if it does."""
+        for command in self._preparing:
+            if command.request_id == request_id:
+                if command is self._preparing[0]:
+                    self._is_first_wanted = False  # a compilation cannot be interrupted
+                else:
+                    self._preparing.remove(command)
+                return
 
     def _compile(self, command: Add) -> None:
         """In a thread of its own: a loop that waits for commands is woken."""
@@ -148,10 +161,12 @@ class EngineLoop:
     def _add_prepared(self) -> None:
         while not self._prepared.empty():
             command, error = self._prepared.get()
-            if command.request_id not in self._preparing:
-                continue  # aborted meanwhile
-            self._preparing.discard(command.request_id)
-            self._add(command, error)
+            self._preparing.popleft()
+            if self._is_first_wanted:
+                self._add(command, error)
+            self._is_first_wanted = True
+            if self._preparing:
+                self._compiler.submit(self._compile, self._preparing[0])
 
     def _add(self, command: Add, error: Exception | None = None) -> None:
         """Queue a request, or say why not; `error`: why it cannot be prepared."""

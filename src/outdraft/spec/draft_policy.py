@@ -98,7 +98,10 @@ class DraftPolicy:
             )
 
     def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
-        """What each request verifies in the next step; requests without an entry do not draft."""
+        """What each request verifies in the next step; requests without an entry do not draft.
+
+        num_running: those that run, and those that may begin to in this step.
+        """
         limit = self.config.disable_by_batch_size
         if limit is not None and num_running > limit:
             return {}

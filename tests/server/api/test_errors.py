@@ -9,8 +9,11 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
 
 from outdraft.core.errors import CapacityError, EngineDeadError, RequestError
+from outdraft.server.api.completion_types import CompletionRequest
+from outdraft.server.api.fields import MAX_ERRORS
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
 
@@ -197,3 +200,41 @@ def test_a_full_queue_tells_openais_client_to_come_back():
         with pytest.raises(openai.RateLimitError) as caught:
             served.client().completions.create(model=MODEL, prompt="a")
         assert caught.value.response.headers["retry-after"] == "7"
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"prompt": ["a", 1] * MANY}, "prompt"),
+        ({"prompt": [["a"]] * MANY}, "prompt"),
+        ({"prompt": "a", "logit_bias": {f"x{i}": 1 for i in range(MANY)}}, "100 values"),
+        ({"prompt": "a"} | {f"x{i}": 1 for i in range(MANY)}, "100 values"),
+    ],
+)
+def test_a_body_that_is_wrong_in_a_million_places_is_refused_without_listing_them(body, named):
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(body)
+    assert caught.value.error_count() <= MAX_ERRORS
+    with serve(FakeEngine()) as served:
+        reply = served.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert named in error_of(reply)["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": "a", "bad_words": ["a", "b", "c"]}, "bad_words"),
+        ({"prompt": "a", "bad_words": ["abcde"]}, "bad_words"),
+        ({"prompt": ["a"] * 5}, "prompt"),
+    ],
+)
+def test_what_would_keep_the_engine_busy_without_a_token_is_bounded(body, param):
+    fitting = {"prompt": ["a"] * 4, "bad_words": ["abcd", "b"]}
+    with serve(FakeEngine(), max_bad_words=2, max_bad_word_length=4, max_choices=4) as served:
+        assert served.post("/v1/completions", json=fitting).status_code == 200
+        reply = served.post("/v1/completions", json=body)
+    assert (reply.status_code, error_of(reply)["param"]) == (400, param)

@@ -238,6 +238,18 @@ def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(so
     core.check_invariants()
 
 
+def test_grammars_that_nobody_waits_for_are_not_compiled(sockets: Sockets):
+    core, compiled = engine(), []
+    core.prepare = lambda params: compiled.append(params.structured.text)
+    commands: list[Command] = []
+    for i in range(3 * MAX_PREPARING):
+        form = greedy(1, structured={"kind": "regex", "text": f"a{i}"})
+        commands += [Add(str(i), [5], form), Abort(str(i))]
+    _, reports = live(core, sockets, *commands, Stop())
+    assert not any(isinstance(report, Refused | Progress) for report in reports)
+    assert len(compiled) < MAX_PREPARING
+
+
 def test_grammars_that_wait_are_bounded(sockets: Sockets):
     core = engine()
     core.prepare = lambda params: threading.Event().wait(0.2)

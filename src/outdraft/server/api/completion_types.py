@@ -1,15 +1,17 @@
 """The bodies of /v1/completions, /tokenize and /detokenize."""
 
+from typing import Annotated
+
 from pydantic import Field
 
 from outdraft.server.api.chat_types import ChatMessage, Tool
-from outdraft.server.api.fields import Body, ChoiceFields, Int64, TokenId
+from outdraft.server.api.fields import Body, ChoiceFields, Int64, Texts, TokenIds
 
 
 class CompletionRequest(ChoiceFields):
     """A text, or several, to continue."""
 
-    prompt: str | list[TokenId] | list[str] | list[list[TokenId]]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
     max_tokens: Int64 | None = Field(None, description="Absent: 16.")
     logprobs: Int64 | None = None
     echo: bool | None = None
@@ -44,7 +46,7 @@ class TokenizeResponse(Body):
 class DetokenizeRequest(Body):
     """Token ids to make a text of."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
     model: str | None = None
 
 

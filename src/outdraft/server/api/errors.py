@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
+from outdraft.server.api.fields import TOO_MANY_ERRORS
 
 
 class ErrorBody(BaseModel):
@@ -145,6 +146,8 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     paths = [_path(detail, error.body) for detail in details]
     depth, index = max((len(path), -index) for index, path in enumerate(paths))
     path, detail = paths[-index], details[-index]
+    if depth == 0 and detail["type"] == TOO_MANY_ERRORS:
+        return invalid_request(f"the body is not as documented: {detail['msg']}")
     if depth == 0:
         return invalid_request("the body must be a JSON object, sent as application/json")
     name = _written(path)

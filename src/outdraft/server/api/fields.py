@@ -4,20 +4,46 @@ A field that no class here or in *_types.py names is refused: silence would chan
 null means the same as an absent field, everywhere: clients send it for what they leave alone.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 MAX_INT64 = 2**63 - 1
 Int64 = Annotated[int, Field(ge=-MAX_INT64 - 1, le=MAX_INT64)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT64)]
 TokenIdKey = Annotated[int, Field(ge=0, le=MAX_INT64, strict=False)]  # JSON's keys are texts
+# Long lists stop at their first error.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+TokenSet = Annotated[TokenIds, Field(max_length=2**18)]  # no vocabulary has more
+MAX_ERRORS = 100  # of one body that are told apart; each of them takes a kilobyte
+TOO_MANY_ERRORS = "too_many_errors"
 
 
 class Body(BaseModel):
     """A JSON object without unknown fields, in which "1" is no number."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _bounded(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """A body of a megabyte may be wrong in a million places: listing them takes seconds."""
+        try:
+            return handler(value)
+        except ValidationError as error:
+            if error.error_count() <= MAX_ERRORS:
+                raise
+            message = "more than {most} values are wrong or unknown"
+            raise PydanticCustomError(TOO_MANY_ERRORS, message, {"most": MAX_ERRORS}) from None
 
 
 class HarmlessExtras(Body):
@@ -123,11 +149,11 @@ class SamplingFields(HarmlessExtras):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[TokenIdKey, float] | None = None
-    allowed_token_ids: list[TokenId] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: TokenSet | None = None
+    bad_words: Texts | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: TokenSet | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Int64 | None = None

@@ -167,3 +167,13 @@ def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:
         raise RequestError(
             f"a stop string may have at most {settings.max_stop_length} characters", "stop"
         )
+    bad_words = params.bad_words or ()  # the engine encodes them between two steps
+    if len(bad_words) > settings.max_bad_words:
+        raise RequestError(
+            f"bad_words holds {len(bad_words)} texts, at most {settings.max_bad_words} are allowed",
+            "bad_words",
+        )
+    if any(len(text) > settings.max_bad_word_length for text in bad_words):
+        raise RequestError(
+            f"a bad word may have at most {settings.max_bad_word_length} characters", "bad_words"
+        )

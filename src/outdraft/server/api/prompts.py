@@ -33,11 +33,17 @@ async def encode_prompts(context: ApiContext, prompts: AnyPrompts) -> list[Encod
     """Ids of one text or id list, or of several.
 
     Raises:
-        RequestError: a prompt is empty, too long or holds ids outside the vocabulary.
+        RequestError: there are too many, or one is empty, too long or holds ids outside the
+            vocabulary.
     """
     several = _several(prompts)
     if not several:
         raise RequestError("prompt must not be empty", "prompt")
+    most = context.settings.max_choices
+    if len(several) > most:  # before a million of them are encoded
+        raise RequestError(
+            f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
+        )
     return await asyncio.to_thread(lambda: [context.inputs.encoded(one) for one in several])
 
 

@@ -33,6 +33,8 @@ class ApiSettings:
     max_logprobs: int = 20
     max_stop_strings: int = 16
     max_stop_length: int = 256  # characters of one stop string
+    max_bad_words: int = 1024
+    max_bad_word_length: int = 256  # characters of one
     max_schema_bytes: int = 64 * 1024  # of a JSON schema, regular expression or grammar
     retry_after_s: int = 1  # what a client that came too early is told to wait
 
