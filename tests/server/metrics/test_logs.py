@@ -132,7 +132,7 @@ def test_a_traceback_is_part_of_its_json_line(stream):
     try:
         raise ValueError("broken\nin two lines")
     except ValueError:
-        logging.getLogger("uvicorn.error").exception("failed %d times", 2)
+        logging.getLogger("outdraft.anything").exception("failed %d times", 2)
     (line,) = stream.getvalue().splitlines()
     entry = json.loads(line)
     assert (entry["level"], entry["message"]) == ("error", "failed 2 times")
