@@ -92,7 +92,7 @@ def test_the_process_of_an_explosion_ends_itself():
 
 
 def test_a_schema_that_is_too_large_is_refused(compiler):
-    many = {f"p{i}": {"type": "string", "maxLength": 50} for i in range(4000)}
+    many = {f"p{i}": {"const": 1} for i in range(9000)}
     text = json.dumps({"type": "object", "properties": many})
     with pytest.raises(RequestError, match=r"too big|too much time"):
         compiler.compile(StructuredOutput("json_schema", text))
