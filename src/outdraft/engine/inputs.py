@@ -5,15 +5,19 @@ Everything that could make a request fail later is checked here, before any work
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import MAX_SEED, SamplingParams
-from outdraft.structured.compiler import GrammarCompiler
-from outdraft.structured.matcher import Grammar
+
+if TYPE_CHECKING:
+    from outdraft.structured.compiler import GrammarCompiler
+    from outdraft.structured.matcher import Grammar
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,6 @@ class InputProcessor:
         self.max_model_len = max_model_len
         self.eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
-        self._grammars = GrammarCompiler(tokenizer, vocab_size) if tokenizer is not None else None
 
     def encoded(self, prompt: Prompt) -> EncodedPrompt:
         """The prompt with its ids; as it is, if it has them already.
@@ -132,7 +135,15 @@ class InputProcessor:
                 words.append(spaced)
         return tuple(words)
 
-    def grammar(self, params: SamplingParams) -> Grammar | None:
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        # Its library is needed where somebody asks for a form, and nowhere else.
+        from outdraft.structured.compiler import GrammarCompiler
+
+        assert self.tokenizer is not None, "check_params has refused it"
+        return GrammarCompiler(self.tokenizer, self.vocab_size)
+
+    def grammar(self, params: SamplingParams) -> "Grammar | None":
         """What the output must keep to; None: to nothing. Safe to use from any thread.
 
         Compiling takes 0.1 s and more, but not if it was done a short while ago.
@@ -142,7 +153,6 @@ class InputProcessor:
         """
         if params.structured is None:
             return None
-        assert self._grammars is not None, "check_params has refused it"
         return self._grammars.compile(params.structured)
 
     def prediction_ids(self, params: SamplingParams) -> list[int]:
