@@ -39,13 +39,6 @@ def choose_rows_with_probs(
     logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose, ids_R, probs_RV
 ) -> None:
     """`choose_rows`, and the softmax of every row."""
+    choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose, ids_R)
     for row in range(logits_RV.shape[0]):
-        ids_R[row] = choose_row(
-            logits_RV[row],
-            seeds_R[row],
-            positions_R[row],
-            anchors_R[row],
-            is_greedy_R[row],
-            purpose,
-        )
         softmax(logits_RV[row], probs_RV[row])
