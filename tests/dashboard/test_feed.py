@@ -47,17 +47,17 @@ def test_a_second_adds_up_all_steps_that_were_recorded_in_it():
 
     (second,) = feed.since()
 
-    assert second.num_tokens == 11
-    assert second.num_steps == 3
-    assert second.drafted == {"suffix": 8, "draft_model": 4}
-    assert second.accepted == {"suffix": 6}
+    assert second.total.num_emitted == 11
+    assert second.total.num_steps == 3
+    assert second.total.drafted_by_source == {"suffix": 8, "draft_model": 4}
+    assert second.total.accepted_by_source == {"suffix": 6}
     assert second.mean_draft_length == 12 / 4
     assert second.acceptance_length == 1 + 6 / 4
     assert (second.num_running, second.num_waiting, second.kv_usage) == (7, 2, 0.5)
-    assert second.draft_s == pytest.approx(0.02)
-    assert second.verify_s == pytest.approx(0.04)
-    assert second.sample_s == pytest.approx(0.006)
-    assert second.host_s == pytest.approx(0.008)
+    assert second.total.draft_s == pytest.approx(0.02)
+    assert second.total.verify_s == pytest.approx(0.04)
+    assert second.total.sample_s == pytest.approx(0.006)
+    assert second.total.host_s == pytest.approx(0.008)
 
 
 def test_a_second_without_drafts_has_no_lengths():
@@ -77,7 +77,7 @@ def test_idle_seconds_are_there_and_keep_the_last_gauges():
     seconds = feed.since()
 
     assert [second.second for second in seconds] == [100, 101, 102, 103]
-    assert [second.num_tokens for second in seconds] == [4, 0, 0, 0]
+    assert [second.total.num_emitted for second in seconds] == [4, 0, 0, 0]
     assert all(second.num_running == 3 for second in seconds)
 
 
