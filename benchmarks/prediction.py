@@ -14,7 +14,8 @@ from outdraft import assets
 from outdraft.bench.environment import compute, environment
 from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.build import build_engine, load_models
+from outdraft.engine.build import build_engine
+from outdraft.engine.loading import load_models
 
 METHOD = "combined"  # what `outdraft serve` does by default
 

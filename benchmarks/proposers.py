@@ -1,16 +1,20 @@
-"""What does a host-side draft cost? Microseconds a request and step, by context length.
+"""What does a host-side draft cost? Microseconds a request and step, by batch and context length.
 
     python benchmarks/proposers.py [--json out.json]
 
 The text is made of phrases that come again, as with edits and agents: most steps find a match.
 Each step gives every request one to five new tokens and asks for a draft; the first read of the
-prompt is timed apart. `scan` is prompt lookup over a Python list, as engines did it first.
+prompt is timed apart. Proposers take turns, several times, so that a busy neighbour slows all of
+them; numbers are medians over all their steps. `scan` is prompt lookup over a Python list, as
+engines did it first. Before anything is timed, the drafts of small texts are compared with those of
+the brute-force searches in tests/reference.
 """
 
 import argparse
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +28,10 @@ from outdraft.spec.proposer import HostProposer
 from outdraft.spec.suffix import SuffixProposer
 
 CONTEXT_LENS = (1024, 32768)
-NUM_REQUESTS = 8
+BATCH_SIZES = (1, 64)
+BRANCHINGS = (1, 4)
 MAX_TOKENS = 8
+SCAN_STEPS = 4
 NUM_FINISHED = 100
 FINISHED_TOKENS = 1000
 VOCABULARY = 32_000
@@ -34,9 +40,11 @@ VOCABULARY = 32_000
 def phrases_text(rng: np.random.Generator, phrases: list[np.ndarray], length: int) -> np.ndarray:
     """Phrases in random order, cut short at random: int32 [length]."""
     pieces: list[np.ndarray] = []
-    while sum(map(len, pieces)) < length:
+    missing = length
+    while missing > 0:
         phrase = phrases[rng.integers(len(phrases))]
         pieces.append(phrase[: rng.integers(2, len(phrase))])
+        missing -= len(pieces[-1])
     return np.concatenate(pieces)[:length].astype(np.int32)
 
 
@@ -56,12 +64,12 @@ def measure(
     texts: list[np.ndarray],
     context_len: int,
     num_steps: int,
-) -> dict[str, float]:
-    """Medians over steps, and the first step, in microseconds a request."""
+) -> dict[str, list[float]]:
+    """Per step: microseconds a request, and tokens drafted a request; the prompt's first."""
     rng = np.random.default_rng(1)
     lengths = [context_len] * len(texts)
     times_us: list[float] = []
-    drafted = 0
+    drafted: list[float] = []
     for _ in range(num_steps + 1):
         asks = [
             DraftAsk(str(i), text[:length], MAX_TOKENS)
@@ -70,68 +78,134 @@ def measure(
         start_s = time.perf_counter()
         drafts = propose(asks)
         times_us.append((time.perf_counter() - start_s) * 1e6 / len(texts))
-        drafted += sum(map(len, drafts))
+        drafted.append(sum(map(len, drafts)) / len(texts))
         lengths = [length + int(rng.integers(1, 6)) for length in lengths]
-    steps_us = times_us[1:]
+    return {"times_us": times_us, "drafted": drafted}
+
+
+def proposers(
+    rng: np.random.Generator, phrases: list[np.ndarray]
+) -> dict[str, Callable[[], HostProposer]]:
+    """How to make each one; the last ones know finished requests already."""
+    finished = [phrases_text(rng, phrases, FINISHED_TOKENS) for _ in range(NUM_FINISHED)]
+
+    def knowing(branching: int) -> HostProposer:
+        proposer = SuffixProposer(SuffixConfig(branching=branching))
+        for i, text in enumerate(finished):
+            proposer.finish(str(i), text)
+        while proposer.num_to_learn:
+            proposer.propose([])
+        return proposer
+
+    made: dict[str, Callable[[], HostProposer]] = {}
+    for width in BRANCHINGS:
+        made[f"ngram x{width}"] = lambda n=width: NgramProposer(NgramConfig(branching=n))
+        made[f"suffix x{width}"] = lambda n=width: SuffixProposer(SuffixConfig(branching=n))
+        made[f"suffix x{width}, {NUM_FINISHED} finished"] = lambda n=width: knowing(n)
+    return made
+
+
+def check() -> int:
+    """Compare drafts of small texts with brute force; return how many were the same."""
+    sys.path.append(str(Path(__file__).parents[1]))
+    from tests.reference.brute_ngram import BruteNgramTree
+    from tests.reference.brute_suffix import speculate_tree
+
+    rng = np.random.default_rng(2)
+    num_checked = 0
+    for width in BRANCHINGS:
+        for _ in range(5):
+            text = rng.integers(0, 3, 80).astype(np.int32)
+            ngram, suffix = (
+                NgramProposer(NgramConfig(branching=width)),
+                SuffixProposer(SuffixConfig(branching=width)),
+            )
+            brute = BruteNgramTree(2, 5, width)
+            for length in range(2, len(text), 5):
+                ask, tokens = DraftAsk("r", text[:length], MAX_TOKENS), text[:length].tolist()
+                wanted = (
+                    brute.propose(tokens, MAX_TOKENS),
+                    speculate_tree(tokens, [tokens], MAX_TOKENS, 24, 1.0, 0.1, width),
+                )
+                for proposer, want in zip((ngram, suffix), wanted, strict=True):
+                    [draft] = proposer.propose([ask])
+                    got = list(draft.token_ids), list(draft.parents), draft.score
+                    if got != want:
+                        raise SystemExit(f"{proposer.source} drafts {got}, brute force {want}")
+                    num_checked += 1
+    return num_checked
+
+
+def run(num_steps: int, num_repeats: int) -> list[dict[str, object]]:
+    """One row for each proposer, batch size and context length."""
+    rng = np.random.default_rng(0)
+    rows: list[dict[str, object]] = []
+    for context_len in CONTEXT_LENS:
+        phrases = [rng.integers(0, VOCABULARY, 40) for _ in range(max(8, context_len // 200))]
+        makers = proposers(rng, phrases)
+        all_texts = [
+            phrases_text(rng, phrases, context_len + 5 * num_steps + 5)
+            for _ in range(max(BATCH_SIZES))
+        ]
+        for batch_size in BATCH_SIZES:
+            texts = all_texts[:batch_size]
+            runs: dict[str, list[dict[str, list[float]]]] = {}
+            for _ in range(num_repeats):
+                for name, make in makers.items():
+                    result = measure(make().propose, texts, context_len, num_steps)
+                    runs.setdefault(name, []).append(result)
+                if batch_size == 1:  # it costs as much for each request of a batch
+                    scanned = measure(
+                        lambda asks: [scan(ask) for ask in asks], texts, context_len, SCAN_STEPS
+                    )
+                    runs.setdefault("scan", []).append(scanned)
+            for name, results in runs.items():
+                where = {"context_len": context_len, "batch_size": batch_size}
+                rows.append({"proposer": name, **where, **summary(results, context_len)})
+    return rows
+
+
+def summary(results: list[dict[str, list[float]]], context_len: int) -> dict[str, object]:
+    """Medians over the steps of all repetitions, and those of each repetition."""
+    steps_us = [time_us for result in results for time_us in result["times_us"][1:]]
     return {
         "step_us": statistics.median(steps_us),
         "p90_us": statistics.quantiles(steps_us, n=10)[-1],
-        "prompt_us_per_token": times_us[0] / context_len,
-        "drafted_per_step": drafted / len(times_us) / len(texts),
+        "repetitions_us": [statistics.median(result["times_us"][1:]) for result in results],
+        "prompt_us_per_token": statistics.median(r["times_us"][0] for r in results) / context_len,
+        "drafted_per_step": statistics.mean(x for r in results for x in r["drafted"]),
     }
-
-
-def proposers(rng: np.random.Generator, phrases: list[np.ndarray]) -> dict[str, HostProposer]:
-    """Fresh ones; the last knows finished requests already."""
-    knowing = SuffixProposer(SuffixConfig())
-    for i in range(NUM_FINISHED):
-        knowing.finish(str(i), phrases_text(rng, phrases, FINISHED_TOKENS))
-    while knowing.num_to_learn:
-        knowing.propose([])
-    return {
-        "ngram": NgramProposer(NgramConfig()),
-        "suffix": SuffixProposer(SuffixConfig()),
-        f"suffix, {NUM_FINISHED} finished": knowing,
-    }
-
-
-def run(num_steps: int) -> list[dict[str, object]]:
-    """One row for each proposer and context length."""
-    rng = np.random.default_rng(0)
-    rows: list[dict[str, object]] = []
-    for context_len in (64, *CONTEXT_LENS):  # the first one compiles, and is not reported
-        phrases = [rng.integers(0, VOCABULARY, 40) for _ in range(max(8, context_len // 200))]
-        texts = [
-            phrases_text(rng, phrases, context_len + 5 * num_steps + 5) for _ in range(NUM_REQUESTS)
-        ]
-        for name, proposer in proposers(rng, phrases).items():
-            result = measure(proposer.propose, texts, context_len, num_steps)
-            rows.append({"proposer": name, "context_len": context_len, **result})
-        scanned = measure(
-            lambda asks: [scan(ask) for ask in asks], texts, context_len, min(num_steps, 20)
-        )
-        rows.append({"proposer": "scan", "context_len": context_len, **scanned})
-    return [row for row in rows if row["context_len"] in CONTEXT_LENS]
 
 
 def main() -> None:
     """Measure, print a table, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200, help="steps to take the median of")
+    parser.add_argument("--steps", type=int, default=100, help="steps of a repetition")
+    parser.add_argument("--repeats", type=int, default=3, help="repetitions")
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()
-    rows = run(args.steps)
-    print(f"{'proposer':24} context  us/step   p90 us  us/prompt token  drafted")
+    num_checked = check()  # compiles, too
+    print(f"{num_checked} drafts are those of brute force")
+    rows = run(args.steps, args.repeats)
+    print(f"{'proposer':24} context batch  us/request   p90 us  us/prompt token  drafted")
     for row in rows:
         print(
-            f"{row['proposer']:24} {row['context_len']:7} {row['step_us']:8.1f} "
-            f"{row['p90_us']:8.1f} {row['prompt_us_per_token']:16.2f} "
+            f"{row['proposer']:24} {row['context_len']:7} {row['batch_size']:5} "
+            f"{row['step_us']:11.1f} {row['p90_us']:8.1f} {row['prompt_us_per_token']:16.2f} "
             f"{row['drafted_per_step']:8.1f}"
         )
     if args.json:
-        config = {"requests": NUM_REQUESTS, "max_tokens": MAX_TOKENS, "steps": args.steps}
+        config = {"max_tokens": MAX_TOKENS, "steps": args.steps, "repeats": args.repeats}
         host = {"machine": platform.machine(), "python": platform.python_version()}
-        args.json.write_text(json.dumps({"config": config, "host": host, "rows": rows}, indent=2))
+        at_32k = {
+            f"{row['proposer']}, batch {row['batch_size']}": row["step_us"]
+            for row in rows
+            if row["context_len"] == CONTEXT_LENS[-1]
+        }
+        found = {"drafts_equal_to_brute_force": num_checked, "draft_us_per_request_32k": at_32k}
+        args.json.write_text(
+            json.dumps({"config": config, "host": host, **found, "rows": rows}, indent=2)
+        )
 
 
 if __name__ == "__main__":

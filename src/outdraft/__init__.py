@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
     from outdraft.config.speculation import (
-        DraftModelConfig,
+        DraftNetworkConfig,
         NgramConfig,
         SpeculationConfig,
         SuffixConfig,
@@ -25,7 +25,7 @@ __all__ = [
     "AsyncEngine",
     "CacheConfig",
     "CompletionOutput",
-    "DraftModelConfig",
+    "DraftNetworkConfig",
     "EngineConfig",
     "NgramConfig",
     "RequestOutput",
@@ -39,7 +39,12 @@ __all__ = [
 
 _HOMES = {
     "config.engine": ("CacheConfig", "EngineConfig", "SchedulerConfig"),
-    "config.speculation": ("DraftModelConfig", "NgramConfig", "SpeculationConfig", "SuffixConfig"),
+    "config.speculation": (
+        "DraftNetworkConfig",
+        "NgramConfig",
+        "SpeculationConfig",
+        "SuffixConfig",
+    ),
     "core.outputs": ("CompletionOutput", "RequestOutput"),
     "core.sampling": ("SamplingParams", "SpeculationParams", "StructuredOutput"),
     "engine.async_engine": ("AsyncEngine",),

@@ -12,19 +12,42 @@ from outdraft.core.draft import MAX_DRAFTS, ancestor_masks, tree_depths
 
 @dataclass(frozen=True)
 class Shape:
-    """What one request brings to the step."""
+    """What one request brings to a call.
+
+    `drafts` are the drafted tokens that are rows of it, None: all. Keys of other drafted tokens
+    are there if a row sees them.
+    """
 
     context_len: int
     num_causal: int
     parents: tuple[int, ...]
+    drafts: tuple[int, ...] | None = None
+
+    @property
+    def drafted_rows(self) -> tuple[int, ...]:
+        return tuple(range(len(self.parents))) if self.drafts is None else self.drafts
 
     @property
     def num_rows(self) -> int:
-        return self.num_causal + len(self.parents)
+        return self.num_causal + len(self.drafted_rows)
+
+    @property
+    def first_draft(self) -> int:
+        return self.context_len + self.num_causal
 
     @property
     def seq_len(self) -> int:
-        return self.context_len + self.num_rows
+        """Cache indices that the text and the whole draft take."""
+        return self.first_draft + len(self.parents)
+
+    def seen_keys(self) -> list[int]:
+        """Cache indices that any row sees, in order."""
+        masks = ancestor_masks(self.parents)
+        union = 0
+        for draft in self.drafted_rows:
+            union |= masks[draft]
+        drafts = [j for j in range(len(self.parents)) if union >> j & 1]
+        return [*range(self.first_draft), *(self.first_draft + j for j in drafts)]
 
 
 @dataclass(frozen=True)
@@ -45,8 +68,17 @@ def trees(max_drafts: int = MAX_DRAFTS) -> st.SearchStrategy[tuple[int, ...]]:
     return st.one_of(chains, bushes)
 
 
-def shapes(max_drafts: int = MAX_DRAFTS) -> st.SearchStrategy[Shape]:
-    return st.builds(Shape, st.integers(0, 150), st.integers(1, 40), trees(max_drafts))
+@st.composite
+def shapes(
+    draw: st.DrawFn, max_context: int = 150, max_causal: int = 40, max_drafts: int = MAX_DRAFTS
+) -> Shape:
+    """Whole trees, or some rows of one in any order; without causal rows there are drafted ones."""
+    context_len, parents = draw(st.integers(0, max_context)), draw(trees(max_drafts))
+    if not parents or draw(st.booleans()):
+        return Shape(context_len, draw(st.integers(1, max_causal)), parents)
+    drafts = st.lists(st.integers(0, len(parents) - 1), min_size=1, unique=True)
+    num_causal = draw(st.one_of(st.just(0), st.integers(1, max_causal)))
+    return Shape(context_len, num_causal, parents, tuple(draw(drafts)))
 
 
 def models() -> st.SearchStrategy[Model]:
@@ -79,12 +111,14 @@ def build_metadata(requests: list[Shape], block_size: int, seed: int) -> Attenti
     starts, slots, ancestors, positions = [0], [], [], []
     for b, shape in enumerate(requests):
         table_BP[b, : needed[b]] = blocks[sum(needed[:b]) : sum(needed[: b + 1])]
-        keys = torch.arange(shape.context_len, shape.seq_len)
+        drafts = list(shape.drafted_rows)
+        keys = [*range(shape.context_len, shape.first_draft)]
+        keys = torch.tensor([*keys, *(shape.first_draft + j for j in drafts)])
         slots.append(table_BP[b, keys // block_size] * block_size + keys % block_size)
-        ancestors += [0] * shape.num_causal + ancestor_masks(shape.parents)
-        root = shape.context_len + shape.num_causal - 1
-        positions += range(shape.context_len, root + 1)
-        positions += [root + depth for depth in tree_depths(shape.parents)]
+        masks, depths = ancestor_masks(shape.parents), tree_depths(shape.parents)
+        ancestors += [0] * shape.num_causal + [masks[j] for j in drafts]
+        positions += range(shape.context_len, shape.first_draft)
+        positions += [shape.first_draft - 1 + depths[j] for j in drafts]
         starts.append(starts[-1] + shape.num_rows)
     return AttentionMetadata(
         query_start_B1=torch.tensor(starts, dtype=torch.int32),
@@ -95,14 +129,14 @@ def build_metadata(requests: list[Shape], block_size: int, seed: int) -> Attenti
         slots_T=torch.cat(slots).long(),
         block_table_BP=table_BP,
         max_rows=max(s.num_rows for s in requests),
-        max_seq_len=max(s.seq_len for s in requests),
+        max_seq_len=max(s.seen_keys()[-1] + 1 for s in requests),
     )
 
 
 def build_batch(
     requests: list[Shape], model: Model, dtype: torch.dtype, seed: int, unused: float = torch.nan
 ) -> Batch:
-    """Random values; what no request owns in the cache is `unused`, so reading it shows."""
+    """Random values; what no row sees in the cache is `unused`, so reading it shows."""
     metadata = build_metadata(requests, model.block_size, seed)
     rng = torch.Generator().manual_seed(seed)
     num_blocks = sum(-(-s.seq_len // model.block_size) for s in requests) + 2
@@ -115,7 +149,7 @@ def build_batch(
         size = (request.seq_len, model.num_kv_heads, model.head_size)
         keys.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
         values.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
-        for i in range(request.seq_len):
+        for i in request.seen_keys():
             block = metadata.block_table_BP[b, i // model.block_size]
             cache.k_PSGC[block, i % model.block_size] = keys[b][i]
             cache.v_PSGC[block, i % model.block_size] = values[b][i]

@@ -1,16 +1,19 @@
 """The reference attention against rows computed one by one in plain Python."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.attention.base import LayerCache, causal_metadata
+from outdraft.attention.cpu import CpuAttention
 from outdraft.attention.reference import MAX_ELEMENTS, ReferenceAttention
-from tests.attention.ragged import Batch, Model, Shape, build_batch, trees
+from outdraft.core.draft import tree_depths
+from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
 from tests.reference.dense_attention import DenseRequest, attend_row
 
-SMALL = st.builds(Shape, st.integers(0, 9), st.integers(1, 5), trees(max_drafts=7))
+SMALL = shapes(max_context=9, max_causal=5, max_drafts=9)
 WINDOWS = st.one_of(st.none(), st.integers(1, 12))
 
 
@@ -24,6 +27,7 @@ def dense_rows(
             context_len=shape.context_len,
             num_causal=shape.num_causal,
             parents=list(shape.parents),
+            drafts=list(shape.drafted_rows),
             keys=batch.k_by_request[b].tolist(),
             values=batch.v_by_request[b].tolist(),
             queries=batch.q_THC[start : start + shape.num_rows].tolist(),
@@ -61,6 +65,23 @@ def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_
     got = attention.attend(drafted.q_THC, drafted.cache, drafted.metadata, 0.5, window)
     want = attention.attend(plain.q_THC, plain.cache, plain.metadata, 0.5, window)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("attention", [ReferenceAttention(), CpuAttention(1)])
+@pytest.mark.parametrize("window", [None, 3, 11])
+def test_a_tree_read_level_by_level_reads_what_it_reads_at_once(attention, window):
+    parents = (0, 0, 1, 2, 2, 3, 5, 1)
+    model, whole = Model(4, 2, 8, 4), Shape(9, 1, parents)
+    batch = build_batch([whole], model, torch.float32, seed=5)
+    want = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.5, window)
+    depths = tree_depths(parents)
+    for depth in range(1, max(depths) + 1):
+        level = tuple(j for j in reversed(range(len(parents))) if depths[j] == depth)
+        part = build_metadata([Shape(10, 0, parents, level)], model.block_size, seed=5)
+        assert torch.equal(part.block_table_BP, batch.metadata.block_table_BP)
+        rows_L = torch.tensor([1 + j for j in level])
+        got = attention.attend(batch.q_THC[rows_L], batch.cache, part, 0.5, window)
+        torch.testing.assert_close(got, want[rows_L], rtol=1e-6, atol=1e-6)
 
 
 def test_rows_behind_the_last_request_are_zero():

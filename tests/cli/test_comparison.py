@@ -114,7 +114,7 @@ def booked(*steps):
     """An output of ten tokens whose steps were (drafted, accepted)."""
     metrics = SpeculationMetrics(4)
     for drafted, accepted in steps:
-        metrics.record(drafted, accepted, "draft_model")
+        metrics.record({"draft_model": drafted}, {"draft_model": accepted})
     completion = CompletionOutput(0, token_ids=list(range(10)), origins=[TokenOrigin.PLAIN] * 10)
     return RequestOutput("x", None, [1], [completion], True, RequestMetrics(0.0, metrics))
 

@@ -14,7 +14,8 @@ from outdraft.cli.options import (
     sampling_params,
 )
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftModelConfig, parse_speculative_config
+from outdraft.config.speculation import DraftNetworkConfig
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
@@ -106,11 +107,11 @@ def test_the_embedded_model_drafts_with_everything_unless_told_otherwise():
 @pytest.mark.usefixtures("embedded")
 def test_a_draft_model_beside_the_embedded_target_is_the_embedded_one_or_the_one_named(pair):
     chosen = EngineOptions(speculative_config='{"method": "draft_model"}')
-    found = engine_config(None, chosen).speculation.draft_model
-    assert isinstance(found, DraftModelConfig)
+    found = engine_config(None, chosen).speculation.network
+    assert isinstance(found, DraftNetworkConfig)
     assert found.model.endswith("drafter")
     named = EngineOptions(speculative_config='{"method": "draft_model", "model": "other"}')
-    assert engine_config(None, named).speculation.draft_model == DraftModelConfig(model="other")
+    assert engine_config(None, named).speculation.network == DraftNetworkConfig(model="other")
     lookup = EngineOptions(speculative_config='{"method": "ngram"}')
     assert engine_config(None, lookup).speculation.methods == (DraftSource.NGRAM,)
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from outdraft.config.speculation import parse_speculative_config
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
 

@@ -5,12 +5,12 @@ import math
 import pytest
 
 from outdraft.config.speculation import (
-    DraftModelConfig,
+    DraftNetworkConfig,
     NgramConfig,
     SpeculationConfig,
     SuffixConfig,
-    parse_speculative_config,
 )
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 
@@ -19,7 +19,7 @@ def test_no_configuration_is_plain_decoding():
     config = parse_speculative_config(None)
     assert config == SpeculationConfig()
     assert config.sources == ()
-    assert config.draft_model is None
+    assert config.network is None
 
 
 @pytest.mark.parametrize(
@@ -28,11 +28,11 @@ def test_no_configuration_is_plain_decoding():
         ({"method": "ngram"}, (NgramConfig(),), 4),
         ({"method": "suffix"}, (SuffixConfig(),), 24),
         ({"method": "combined"}, (SuffixConfig(), NgramConfig()), 4),
-        ({"method": "draft_model", "model": "m"}, (DraftModelConfig(model="m"),), 4),
-        ({"model": "m"}, (DraftModelConfig(model="m"),), 4),
+        ({"method": "draft_model", "model": "m"}, (DraftNetworkConfig(model="m"),), 4),
+        ({"model": "m"}, (DraftNetworkConfig(model="m"),), 4),
         (
             {"method": "combined", "model": "m"},
-            (SuffixConfig(), NgramConfig(), DraftModelConfig(model="m")),
+            (SuffixConfig(), NgramConfig(), DraftNetworkConfig(model="m")),
             4,
         ),
     ],
@@ -49,8 +49,10 @@ def test_every_key_arrives_where_it_belongs():
             "model": "m",
             "max_model_len": 512,
             "draft_sample_method": "greedy",
+            "min_vocabulary_overlap": 0.25,
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 4,
+            "branching": 3,
             "suffix_decoding_max_tree_depth": 12,
             "suffix_decoding_max_cached_requests": 0,
             "suffix_decoding_max_spec_factor": 2,
@@ -67,16 +69,22 @@ def test_every_key_arrives_where_it_belongs():
                 suffix_decoding_max_cached_requests=0,
                 suffix_decoding_max_spec_factor=2,
                 suffix_decoding_min_token_prob=0.5,
+                branching=3,
             ),
-            NgramConfig(prompt_lookup_min=3, prompt_lookup_max=4),
-            DraftModelConfig(model="m", max_model_len=512, draft_sample_method="greedy"),
+            NgramConfig(prompt_lookup_min=3, prompt_lookup_max=4, branching=3),
+            DraftNetworkConfig(
+                model="m",
+                max_model_len=512,
+                draft_sample_method="greedy",
+                min_vocabulary_overlap=0.25,
+            ),
         ),
         num_speculative_tokens=7,
         rejection_sample_method="token",
         disable_by_batch_size=9,
     )
     assert config.methods == (DraftSource.SUFFIX, DraftSource.NGRAM, DraftSource.MODEL)
-    assert config.draft_model == config.sources[2]
+    assert config.network == config.sources[2]
 
 
 def test_dashes_are_underscores():
@@ -88,6 +96,11 @@ def test_dashes_are_underscores():
 def test_one_lookup_bound_stands_for_both(key):
     [ngram] = parse_speculative_config({"method": "ngram", key: 3}).sources
     assert ngram == NgramConfig(prompt_lookup_min=3, prompt_lookup_max=3)
+
+
+def test_branching_leaves_the_lookup_bounds_as_they_are():
+    [ngram] = parse_speculative_config({"method": "ngram", "branching": 2}).sources
+    assert ngram == NgramConfig(branching=2)
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "combined", None])
@@ -117,6 +130,7 @@ def test_an_unknown_key_gets_a_hint():
         ("suffix", "prompt_lookup_max"),
         ("suffix", "draft_sample_method"),
         ("draft_model", "prompt_lookup_min"),
+        ("draft_model", "branching"),
     ],
 )
 def test_a_key_without_meaning_for_the_method_is_refused(method, key):
@@ -139,6 +153,8 @@ def test_a_key_without_meaning_for_the_method_is_refused(method, key):
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max"),
+        ({"method": "ngram", "branching": 0}, "branching"),
+        ({"method": "suffix", "branching": 64}, "branching"),
         ({"method": "ngram", "rejection_sample_method": "typical"}, "rejection_sample_method"),
         ({"method": "ngram", "disable_by_batch_size": 0}, "disable_by_batch_size"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 1}, "max_tree_depth"),
@@ -149,6 +165,8 @@ def test_a_key_without_meaning_for_the_method_is_refused(method, key):
         ({"method": "suffix", "suffix_decoding_min_token_prob": math.nan}, "min_token_prob"),
         ({"model": "m", "max_model_len": 0}, "max_model_len"),
         ({"model": "m", "draft_sample_method": "beam"}, "draft_sample_method"),
+        ({"model": "m", "min_vocabulary_overlap": 1.5}, "min_vocabulary_overlap"),
+        ({"model": "m", "min_vocabulary_overlap": math.nan}, "min_vocabulary_overlap"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_key(values, named):

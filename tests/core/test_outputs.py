@@ -18,10 +18,10 @@ from outdraft.core.outputs import (
 def example() -> SpeculationMetrics:
     """Four speculative steps: 4 drafts, 4 accepted; 4, 1; 2, 0; 4, 1."""
     metrics = SpeculationMetrics(num_spec_tokens=4)
-    metrics.record(4, 4, "ngram")
-    metrics.record(4, 1, "draft_model")
-    metrics.record(2, 0, "ngram")
-    metrics.record(4, 1, "draft_model")
+    metrics.record({"ngram": 4}, {"ngram": 4})
+    metrics.record({"draft_model": 4}, {"draft_model": 1})
+    metrics.record({"ngram": 2}, {"ngram": 0})
+    metrics.record({"draft_model": 4}, {"draft_model": 1})
     return metrics
 
 
@@ -58,11 +58,11 @@ def test_time_to_first_token_is_unknown_before_it():
 
 def test_a_snapshot_does_not_grow_with_its_output():
     metrics = RequestMetrics(0.0, SpeculationMetrics(4))
-    metrics.speculative_decoding.record(4, 2, "ngram")
+    metrics.speculative_decoding.record({"ngram": 4}, {"ngram": 2})
     completion = CompletionOutput(
         0, "ab", [1, 2], [TokenOrigin.NGRAM, TokenOrigin.BONUS], logprobs=[{1: Logprob(-1.0, 1)}]
     )
-    completion.trace = [DraftTrace(None, (), (), (), 1)]
+    completion.trace = [DraftTrace((), (), (), (), 1)]
     output = RequestOutput("a", "p", [7], [completion], False, metrics, [None])
     kept = output.snapshot()
     before = copy.deepcopy(output)
@@ -75,6 +75,6 @@ def test_a_snapshot_does_not_grow_with_its_output():
         output.prompt_logprobs,
     ):
         grows.append(grows[-1])
-    metrics.speculative_decoding.record(3, 1, "ngram")
+    metrics.speculative_decoding.record({"ngram": 3}, {"ngram": 1})
     completion.text, output.finished, metrics.num_preemptions = "abc", True, 1
     assert kept == before

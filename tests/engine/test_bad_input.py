@@ -8,8 +8,8 @@ import pytest
 
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.build import load_tokenizer
 from outdraft.engine.llm import LLM
+from outdraft.engine.tokenizer import load_tokenizer
 from tests.oracle.engines import (
     VOCAB_SIZE,
     config,

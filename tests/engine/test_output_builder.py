@@ -3,7 +3,7 @@
 import pytest
 
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import TokenOrigin
+from outdraft.core.outputs import SpeculationMetrics, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
@@ -16,6 +16,7 @@ NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
+MIXED = DraftChoice(DraftSource.NGRAM, Draft.chain([1]), num_model_drafts=2)
 
 
 class Caller:
@@ -32,7 +33,9 @@ class Caller:
             max_model_len=100,
             find_stop_string=self.detokenizer.push,
         )
-        self.builder = OutputBuilder("r", "p", [5, 6], tokenizer(), [self.detokenizer], 3)
+        self.builder = OutputBuilder(
+            "r", "p", [5, 6], tokenizer(), [self.detokenizer], SpeculationMetrics(3)
+        )
         self.output = self.builder.output
         self.completion = self.output.outputs[0]
 
@@ -60,12 +63,16 @@ class Caller:
         (TREE, (0, 2), [NGRAM, NGRAM, BONUS]),
         (MODELS, (0, 1), [MODEL, MODEL, RECOVERED]),
         (MODELS, (0, 1, 2), [MODEL, MODEL, MODEL, BONUS]),
+        (MIXED, (0,), [NGRAM, RECOVERED]),
+        (MIXED, (0, 1, 2), [NGRAM, MODEL, MODEL, BONUS]),
     ],
 )
 def test_every_token_says_how_it_came(drafts, rows, origins):
     caller = Caller()
     emitted = tuple(range(10, 11 + len(rows)))
-    caller.step(WorkResult(emitted, rows, (1, 2, 3) if drafts else ()), drafts)
+    parents = () if drafts is None else (0, 0, 1) if drafts is TREE else (0, 1, 2)
+    drafted = (1, 2, 3) if drafts else ()
+    caller.step(WorkResult(emitted, rows, drafted, parents), drafts)
     assert caller.completion.origins == origins
     assert caller.completion.token_ids == list(emitted)
 
@@ -73,7 +80,7 @@ def test_every_token_says_how_it_came(drafts, rows, origins):
 def test_only_steps_with_drafts_count_as_speculative():
     caller = Caller()
     caller.step(WorkResult((10,)))
-    caller.step(WorkResult((10, 11), (0,), (1, 2, 3)), CHAIN)
+    caller.step(WorkResult((10, 11), (0,), (1, 2, 3), (0, 1, 2)), CHAIN)
     metrics = caller.output.metrics.speculative_decoding
     assert (metrics.per_step_drafted, metrics.per_step_accepted) == ([3], [1])
     assert metrics.accepted_by_source == {"ngram": 1}
@@ -87,7 +94,7 @@ def test_text_that_could_become_a_stop_string_waits():
     assert caller.completion.text == "a"
     caller.step(WorkResult((d,)))
     assert caller.completion.text == "abd"
-    caller.step(WorkResult((b, c, d), (0, 1), (b, c)), CHAIN)
+    caller.step(WorkResult((b, c, d), (0, 1), (b, c), (0, 1)), CHAIN)
     assert caller.completion.text == "abd"
     assert (caller.completion.finish_reason, caller.completion.stop_reason) == ("stop", "bc")
     assert caller.completion.token_ids == [a, b, d, b, c]
@@ -111,7 +118,7 @@ def row(token_id: int, logprob: float, top: dict[int, float]) -> TokenLogprobs:
 def test_logprobs_hold_the_chosen_token_and_as_many_others_as_asked_for():
     caller = Caller(logprobs=1)
     logs = (row(10, -3.0, {11: -0.5, 12: -1.0}), row(11, -0.25, {11: -0.25, 12: -4.0}))
-    caller.step(WorkResult((10, 11), (0,), (10, 1, 1), logprobs=logs), CHAIN)
+    caller.step(WorkResult((10, 11), (0,), (10, 1, 1), (0, 1, 2), logprobs=logs), CHAIN)
     first, second = caller.completion.logprobs or []
     assert {k: (v.logprob, v.rank) for k, v in first.items()} == {10: (-3.0, 9), 11: (-0.5, 1)}
     assert {k: (v.logprob, v.rank) for k, v in second.items()} == {11: (-0.25, 9)}
@@ -131,7 +138,7 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
 
 
 def test_a_request_is_finished_when_its_last_sequence_is():
-    builder = OutputBuilder("r", None, [1], None, [None, None], 0)
+    builder = OutputBuilder("r", None, [1], None, [None, None], SpeculationMetrics(0))
     builder.finish(1, FinishReason.LENGTH)
     assert not builder.output.finished
     builder.finish(0, FinishReason.ABORT)

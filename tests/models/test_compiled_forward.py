@@ -43,10 +43,11 @@ def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
         metadata, _ = send(lay_out(spans, 4), [], torch.device("cpu"))
         num_rows = sum(span.num_rows for span in spans)
         ids_T = torch.randint(0, TINY["vocab_size"], (num_rows,), generator=generator)
-        run = model if compiled else model.forward_by_layers
+        run = model.forward_tapped if compiled else model.forward_by_layers
         with torch.inference_mode():
-            hidden.append(run(ids_T, metadata.positions_T, cache.layers, metadata))
-    return torch.cat(hidden), cache
+            states, tapped = run(ids_T, metadata.positions_T, cache.layers, metadata, (2, 0, 1))
+        hidden.append(torch.cat([states[None], tapped]))
+    return torch.cat(hidden, dim=1), cache
 
 
 def test_it_agrees_with_the_layers(model: CausalLM):
@@ -74,14 +75,14 @@ def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(model: CausalLM):
         ]
         ids_T = torch.arange(2, 12)
         with torch.inference_mode():
-            hidden = model.forward_by_layers(ids_T, prompt.positions_T, cache.layers, prompt)
+            hidden = model.forward_by_layers(ids_T, prompt.positions_T, cache.layers, prompt)[0]
             first_B = model.logits(hidden[[4, 9]]).argmax(1)
             if compiled:
                 chains.append(model.greedy_chain(first_B, cache.layers, batches))
                 continue
             ids = [first_B]
             for batch in batches:
-                hidden = model.forward_by_layers(ids[-1], batch.positions_T, cache.layers, batch)
+                hidden = model.forward_by_layers(ids[-1], batch.positions_T, cache.layers, batch)[0]
                 ids.append(model.logits(hidden).argmax(1))
             chains.append(torch.stack(ids))
     assert torch.equal(*chains)

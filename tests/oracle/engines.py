@@ -1,5 +1,7 @@
 """Engines over tiny random checkpoints, and what transformers says they must answer."""
 
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +22,11 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.build import LoadedModels, load_models
 from outdraft.engine.llm import LLM
+from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.spec.draft_policy import DraftPolicy
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
+from tests.oracle.heads import random_head
 
 VOCAB_SIZE = 61
 FAMILIES = ("llama-llama3-rope", "mistral-window", "qwen2", "qwen3-window")
@@ -64,11 +67,16 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def models(
-    family: str, drafter: str, dtype: str, device: str, attention: str | None
+    family: str, network: tuple[str, str] | None, dtype: str, device: str, attention: str | None
 ) -> LoadedModels:
-    """Loaded once per family; `drafter` is "other" or "self"."""
+    """Loaded once per family and network, which is a method and a path."""
     options = {"dtype": dtype, "device": device, "attention": attention}
-    return load_models(config(family, _draft_model(family, drafter), **options))
+    speculative = None
+    if network is not None:
+        speculative = {"method": network[0], "model": network[1]}
+        if network[1].endswith("masked"):
+            speculative |= {"parallel_drafting": True}
+    return load_models(config(family, speculative, **options))
 
 
 def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:
@@ -84,23 +92,70 @@ def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> E
     )
 
 
+TREE = {"tree_levels": [2, 3, 1]}
+TEMPLATE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"}
+# Trees have rows of their own, whatever number of drafts is asked for.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model", "model": "drafter"},
+    "perfect": {"method": "draft_model", "model": "target"},
+    "draft_model-tree": {"method": "draft_model", "model": "drafter", **TREE},
+    "perfect-tree": {"method": "draft_model", "model": "target", **TREE},
+    "draft_model-template": {"method": "draft_model", "model": "drafter", **TEMPLATE},
+    "pard": {"method": "draft_model", "model": "masked", "parallel_drafting": True},
+    "eagle": {"method": "eagle", "model": "eagle"},
+    "eagle-tree": {"method": "eagle", "model": "eagle", **TREE},
+    "eagle3": {"method": "eagle3", "model": "eagle3"},
+    "eagle3-tree": {"method": "eagle3", "model": "eagle3", **TREE},
+    "p-eagle": {"method": "eagle3", "model": "p-eagle-masked", "parallel_drafting": True},
+    "medusa": {"method": "medusa", "model": "medusa"},
+    "medusa-template": {"method": "medusa", "model": "medusa", **TEMPLATE},
+    "mlp_speculator": {"method": "mlp_speculator", "model": "mlp_speculator"},
+    "mlp_speculator-tree": {"method": "mlp_speculator", "model": "mlp_speculator", **TREE},
+}
+HOST: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "suffix": {"method": "suffix"},
+    "ngram-tree": {"method": "ngram", "prompt_lookup_min": 1, "branching": 3},
+    "suffix-tree": {"method": "suffix", "branching": 3},
+}
+COMBINED = ("combined", "combined-eagle3")
+BASIC = ("plain", "ngram", "suffix", "draft_model", "perfect", "combined")
+METHODS = ("plain", *HOST, *NETWORKS, *COMBINED)
+HEADS = ("medusa", "medusa-template", "mlp_speculator", "mlp_speculator-tree")
+
+
 def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | None:
     """vLLM-style configuration of a method by its name in the tests."""
-    common = {"num_speculative_tokens": num_drafts}
     if method == "plain":
         return None
-    if method == "ngram":
-        return {**common, "method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    if method == "suffix":
-        return {**common, "method": "suffix"}
-    drafter = "self" if method == "perfect" else "other"
-    model = _draft_model(family, drafter)["model"]
+    common = {"num_speculative_tokens": num_drafts}
+    if method in HOST:
+        return common | HOST[method]
     if method == "combined":
+        model = str(pair(family).drafter)
         return {**common, "method": "combined", "model": model, "prompt_lookup_min": 1}
-    return {**common, "method": "draft_model", "model": model}
+    if method == "combined-eagle3":
+        network = {"method": "eagle3", "model": str(checkpoint(family, "eagle3"))}
+        ngram = {"method": "ngram", "prompt_lookup_min": 1, "branching": 2}
+        return {**common, "sources": [ngram, {"method": "suffix"}, network]}
+    chosen = NETWORKS[method]
+    chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
+    return chosen if TREE.keys() & chosen or TEMPLATE.keys() & chosen else common | chosen
 
 
-METHODS = ("plain", "ngram", "suffix", "draft_model", "perfect", "combined")
+@cache
+def checkpoint(family: str, name: str) -> Path:
+    """What drafts for a family: made once."""
+    paths = pair(family)
+    if name in ("target", "drafter"):
+        return paths.target if name == "target" else paths.drafter
+    folder = Path(mkdtemp()) / name
+    if name == "masked":
+        shutil.copytree(paths.drafter, folder)
+        written = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(written | {"pard_token": 0}))
+        return folder
+    return random_head(name.removesuffix("-masked"), paths.target, folder)
 
 
 def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM:
@@ -110,8 +165,9 @@ def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM
     if speculative is not None and rule is not None:
         speculative["rejection_sample_method"] = rule
     chosen = config(family, speculative, **options)
-    drafter = "self" if method == "perfect" else "other"
-    shared = models(family, drafter, chosen.dtype, chosen.device, chosen.attention)
+    network = chosen.speculation.network
+    key = None if network is None else (str(network.source), network.model)
+    shared = models(family, key, chosen.dtype, chosen.device, chosen.attention)
     return LLM.from_config(chosen, shared)
 
 
@@ -193,9 +249,3 @@ class NoisePolicy(DraftPolicy):
             for depth in depths[1:]
         ]
         return Draft(tuple(tokens), tuple(parents))
-
-
-def _draft_model(family: str, drafter: str) -> dict[str, Any]:
-    paths = pair(family)
-    path = paths.target if drafter == "self" else paths.drafter
-    return {"method": "draft_model", "model": str(path)}

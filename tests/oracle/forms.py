@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams, StructuredOutput
-from outdraft.engine.build import LoadedModels, load_models
 from outdraft.engine.llm import LLM
+from outdraft.engine.loading import LoadedModels, load_models
 from tests.engine.byte_level import tokenizer
 from tests.models.checkpoints import llama, randomised, save
 

@@ -10,18 +10,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class DenseRequest:
-    """One request: cache [key][kv head][c], then rows; parents of drafts as in core/draft.py."""
+    """One request: cache [key][kv head][c], then rows; parents of drafts as in core/draft.py.
+
+    `drafts` are the drafted tokens that are rows of this call, behind the causal ones.
+    """
 
     context_len: int
     num_causal: int
     parents: list[int]
+    drafts: list[int]
     keys: list[list[list[float]]]
     values: list[list[list[float]]]
     queries: list[list[list[float]]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
-        return self.num_causal + len(self.parents)
+        return self.num_causal + len(self.drafts)
 
 
 def depth(request: DenseRequest, draft: int) -> int:
@@ -38,19 +42,26 @@ def text_position(request: DenseRequest, key: int) -> int:
     return first_draft - 1 + depth(request, key - first_draft)
 
 
+def key_of(request: DenseRequest, row: int) -> int:
+    """Cache index of the row's own key."""
+    if row < request.num_causal:
+        return request.context_len + row
+    return request.context_len + request.num_causal + request.drafts[row - request.num_causal]
+
+
 def seen_keys(request: DenseRequest, row: int, window: int | None) -> list[int]:
     """Cache indices that the row sees."""
     if row < request.num_causal:
         keys = list(range(request.context_len + row + 1))
     else:
         keys = list(range(request.context_len + request.num_causal))
-        draft = row - request.num_causal
+        draft = request.drafts[row - request.num_causal]
         while draft >= 0:
             keys.append(request.context_len + request.num_causal + draft)
             draft = request.parents[draft] - 1
     if window is None:
         return keys
-    position = text_position(request, request.context_len + row)
+    position = text_position(request, key_of(request, row))
     return [key for key in keys if text_position(request, key) > position - window]
 
 

@@ -9,7 +9,10 @@ def processed_logits(logits, params, prompt, output, *, bad_words=(), stop_ids=(
     x = list(map(float, logits))
     vocab = range(len(x))
     if params.allowed_token_ids is not None:
+        among = list(x)
         x = [x[v] if v in params.allowed_token_ids else -math.inf for v in vocab]
+        if max(x) == -math.inf:
+            x[among.index(max(among))] = max(among)
     allowed = list(x)
     for word in bad_words:
         prefix = list(word[:-1])

@@ -52,6 +52,83 @@ def last_distribution(p, q, accepted, weight):
     return residual / residual.sum() if residual.sum() > 0 else p[accepted]
 
 
+def sampled_child(parents, is_sampled, row):
+    """The draft behind `row` that was sampled, None if there is none."""
+    return next((j for j, at in enumerate(parents) if at == row and is_sampled[j]), None)
+
+
+def after_refusal(p, q):
+    """Distribution of the token behind a row whose sampled child was refused."""
+    left = np.maximum(p - q, 0)
+    return left / left.sum() if left.sum() > 0 else p
+
+
+def walk_tree(token_ids, parents, is_sampled, p, q, coins, draw):
+    """(emitted ids, accepted rows): Hu et al. 2025. p has one row more than q.
+
+    `draw(distribution, depth)` draws a token.
+    """
+    row, rows = 0, []
+    while True:
+        x = sampled_child(parents, is_sampled, row)
+        if x is not None and coins[len(rows)] * q[x][token_ids[x]] < p[row][token_ids[x]]:
+            child = x
+        else:
+            y = draw(p[row] if x is None else after_refusal(p[row], q[x]), len(rows))
+            fixed = [
+                j
+                for j, at in enumerate(parents)
+                if at == row and token_ids[j] == y and not is_sampled[j]
+            ]
+            if not fixed:
+                return [*(token_ids[j] for j in rows), y], rows
+            child = fixed[0]
+        rows.append(child)
+        row = child + 1
+
+
+def tree_outcomes(token_ids, parents, is_sampled, p, q):
+    """{emitted ids: probability} of `walk_tree` over all coins and draws."""
+    outcomes = defaultdict(float)
+
+    def go_on(row, ids, weight):
+        x = sampled_child(parents, is_sampled, row)
+        last = p[row]
+        if x is not None:
+            share = min(1.0, p[row][token_ids[x]] / q[x][token_ids[x]])
+            go_on(x + 1, (*ids, token_ids[x]), weight * share)
+            weight, last = weight * (1 - share), after_refusal(p[row], q[x])
+        fixed = {
+            token_ids[j]: j
+            for j, at in reversed(list(enumerate(parents)))
+            if at == row and not is_sampled[j]
+        }
+        for y, share in enumerate(last):
+            if weight * share > 0 and y in fixed:
+                go_on(fixed[y] + 1, (*ids, y), weight * share)
+            elif weight * share > 0:
+                outcomes[(*ids, y)] += weight * share
+
+    go_on(0, (), 1.0)
+    return outcomes
+
+
+def typical_path(token_ids, parents, p, threshold, alpha):
+    """Rows of the longest typical path: Cai et al. 2024. Ties: the likelier, then the first."""
+    paths = {0: ([], 0.0)}  # row: (its path, log-likelihood), of rows that are reached
+    best = (0, 0.0, 0)
+    for j, parent in enumerate(parents):
+        if parent not in paths:
+            continue
+        entropy = -sum(share * np.log(share) for share in p[parent] if share > 0)
+        share = p[parent][token_ids[j]]
+        if share > min(threshold, alpha * np.exp(-entropy)):
+            path, likelihood = paths[parent]
+            paths[j + 1] = ([*path, j], likelihood + np.log(share))
+            best = max(best, (len(path) + 1, paths[j + 1][1], -j - 1))
+    return paths[-best[2]][0]
+
+
 def joint(model, length):
     """{sequence: probability} of plain decoding; `model(prefix)` is the next distribution."""
     sequences = {(): 1.0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outdraft.config.speculation import (
-    DraftModelConfig,
+    DraftNetworkConfig,
     NgramConfig,
     SpeculationConfig,
     SuffixConfig,
@@ -79,7 +79,7 @@ def policy(
     configs = {DraftSource.NGRAM: NgramConfig(), DraftSource.SUFFIX: SuffixConfig()}
     sources = [configs[p.source] for p in proposers]
     if drafter_max_len is not None:
-        sources.append(DraftModelConfig(model="m"))
+        sources.append(DraftNetworkConfig(model="m"))
     config = SpeculationConfig(sources=tuple(sources), **options)
     limits = DrafterLimits(drafter_max_len, drafter_cost) if drafter_max_len is not None else None
     return DraftPolicy(config, proposers, limits, max_num_seqs=8)

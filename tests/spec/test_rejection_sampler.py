@@ -1,9 +1,4 @@
-"""The assembled verifier: real processing, real noise, many steps; seeded goodness of fit.
-
-The target and the proposer are tables of logits by last token, over 8 tokens. Thousands of
-requests that differ in their seed alone decode in lockstep until each has three tokens. Their
-joint counts must fit the exact joint, which the slow twins of the processors give.
-"""
+"""The assembled verifier: real processing, real noise, many steps; seeded goodness of fit."""
 
 from dataclasses import replace
 
@@ -18,166 +13,20 @@ from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import choose, sample_with_probs
+from outdraft.sampling.sampler import choose
 from outdraft.spec.draft_batch import DraftBatch, path_ids_BN1K
 from outdraft.spec.rejection_sampler import Verifier
 from outdraft.spec.verify import rejection_sample
-from tests.reference.processors import probabilities, processed_logits
-from tests.reference.verification import joint
-
-VOCAB, LENGTH, ALPHA = 8, 3, 1e-6
-PROMPT = [5, 1]
-BAD_WORDS, STOP_IDS = [[3, 2], [6]], [7]
-PLAIN = SamplingParams(temperature=1.0)
-ALL = SamplingParams(
-    temperature=0.75,
-    top_k=6,
-    top_p=0.9375,
-    min_p=0.015625,
-    presence_penalty=0.5,
-    frequency_penalty=0.25,
-    repetition_penalty=1.25,
-    logit_bias={0: 0.5, 4: -0.25},
-    allowed_token_ids=[0, 1, 2, 3, 4, 6, 7],
-    min_tokens=2,
+from tests.spec.lockstep import (
+    ALL,
+    ALPHA,
+    PLAIN,
+    TARGET,
+    VOCAB,
+    Decoding,
+    exact_joint,
+    p_value,
 )
-
-
-def tables():
-    """Target and proposer logits [last token, next token]."""
-    rng = np.random.default_rng(8)
-    target = rng.normal(size=(VOCAB, VOCAB)) * 1.2
-    return torch.tensor(target).float(), torch.tensor(
-        target + rng.normal(size=target.shape)
-    ).float()
-
-
-TARGET, PROPOSER = tables()
-
-
-class Decoding:
-    """Requests decoded in lockstep; every step drafts with `draft` and verifies."""
-
-    def __init__(self, params, num_requests, method="block", anchored=True):
-        self.num_requests, self.verifier = num_requests, Verifier(method)
-        self.anchored = anchored
-        self.invariant = method == "drafter_invariant"
-        self.sampling = SamplingBatch.from_requests(
-            [params] * num_requests,
-            seeds=list(range(7, 7 + num_requests)),
-            vocab_size=VOCAB,
-            device="cpu",
-            bad_words=[BAD_WORDS if params is ALL else []] * num_requests,
-            stop_ids=[STOP_IDS] * num_requests,
-        )
-        self.text_BL = torch.full((num_requests, len(PROMPT) + 40), -1)
-        self.text_BL[:, : len(PROMPT)] = torch.tensor(PROMPT)
-        self.num_tokens_B = torch.full((num_requests,), len(PROMPT))
-        self.num_drafts = self.num_accepted = 0
-
-    @property
-    def committed(self):
-        prompt_lens_B = torch.full_like(self.num_tokens_B, len(PROMPT))
-        return Paths(self.text_BL, prompt_lens_B, self.num_tokens_B, None)
-
-    @property
-    def root_B(self):
-        return self.text_BL.gather(1, self.num_tokens_B[:, None] - 1)[:, 0]
-
-    def sampled_chains(self, length):
-        """Drafts drawn from the proposer's processed distribution."""
-        every_B = torch.arange(self.num_requests)
-        path_BK = torch.full((self.num_requests, length), -1)
-        last_B, probs = self.root_B, []
-        for step in range(length):
-            processed_BV = process_logits(
-                PROPOSER[last_B],
-                every_B,
-                replace(self.committed, path_ids_RK=path_BK),
-                self.sampling,
-            )
-            anchors_B = self.num_tokens_B if self.anchored else torch.zeros_like(self.num_tokens_B)
-            last_B, probs_BV = sample_with_probs(
-                processed_BV,
-                self.sampling.seeds_B,
-                self.num_tokens_B + step,
-                self.sampling.is_greedy_B,
-                Purpose.SAMPLE if self.invariant else Purpose.DRAFT,
-                all_greedy=False,
-                anchors_R=None if self.invariant else anchors_B,
-            )
-            path_BK[:, step] = last_B
-            probs.append(probs_BV)
-        chains = DraftBatch.from_drafts([Draft.chain(range(length))] * self.num_requests, "cpu")
-        return replace(
-            chains,
-            token_ids_BN=path_BK,
-            probs_BNV=torch.stack(probs, 1),
-            is_sampled_B=torch.ones(self.num_requests, dtype=torch.bool),
-            any_sampled=True,
-            all_sampled=True,
-        )
-
-    def target_rows(self, drafts):
-        """Raw logits of the flat rows; all requests have the same number of drafts."""
-        last_BN1 = torch.cat([self.root_B[:, None], drafts.token_ids_BN], 1)
-        is_row_BN1 = torch.arange(drafts.width + 1) <= drafts.num_drafts_B[:, None]
-        return TARGET[last_BN1[is_row_BN1]]
-
-    def step(self, drafts):
-        verdict = self.verifier.verify(
-            self.target_rows(drafts), drafts, self.sampling, self.committed
-        )
-        for place in range(drafts.width + 1):
-            is_emitted_B = place < verdict.num_emitted_B
-            at_B1 = (self.num_tokens_B + place)[:, None]
-            old_B1 = self.text_BL.gather(1, at_B1)
-            new_B1 = torch.where(
-                is_emitted_B[:, None], verdict.token_ids_BN1[:, place : place + 1], old_B1
-            )
-            self.text_BL.scatter_(1, at_B1, new_B1)
-        self.num_tokens_B = self.num_tokens_B + verdict.num_emitted_B
-        self.num_drafts += int(drafts.num_drafts_B.sum())
-        self.num_accepted += int((verdict.rows_BN >= 0).sum())
-        return verdict
-
-    def run(self, draft):
-        while int(self.num_tokens_B.min()) < len(PROMPT) + LENGTH:
-            self.step(draft(self))
-        return self.text_BL[:, len(PROMPT) : len(PROMPT) + LENGTH]
-
-
-def exact_joint(params):
-    def model(prefix):
-        last = [*PROMPT, *prefix][-1]
-        return probabilities(
-            processed_logits(
-                TARGET[last].tolist(),
-                params,
-                PROMPT,
-                list(prefix),
-                bad_words=BAD_WORDS if params is ALL else (),
-                stop_ids=STOP_IDS,
-            )
-        )
-
-    return joint(model, LENGTH)
-
-
-def p_value(ids_BL, want):
-    """G-test of joint counts; outcomes expected less than 5 times are one cell."""
-    codes = (ids_BL.numpy() * VOCAB ** np.arange(LENGTH)[::-1]).sum(1)
-    counts = np.bincount(codes, minlength=VOCAB**LENGTH).astype(float)
-    expected = np.zeros(VOCAB**LENGTH)
-    for sequence, share in want.items():
-        expected[int(np.dot(sequence, VOCAB ** np.arange(LENGTH)[::-1]))] = share * len(ids_BL)
-    assert counts[expected == 0].sum() == 0, "a token outside the support"
-    is_rare = expected < 5
-    counts = np.append(counts[~is_rare], counts[is_rare].sum())
-    expected = np.append(expected[~is_rare], expected[is_rare].sum())
-    live = expected > 0
-    observed, expected = counts[live], expected[live] / expected.sum() * counts.sum()
-    return stats.power_divergence(observed, expected, lambda_="log-likelihood").pvalue
 
 
 def chains_of(length):
@@ -203,7 +52,7 @@ def ragged_mixture(decoding):
         chains,
         token_ids_BN=torch.where(is_draft_BN, token_ids_BN, -1),
         num_drafts_B=num_drafts_B,
-        is_sampled_B=is_sampled_B,
+        is_sampled_BN=is_sampled_B[:, None].expand_as(token_ids_BN),
         probs_BNV=torch.where(is_sampled_B[:, None, None], garbage_BNV, torch.nan),
         all_sampled=False,
     )
@@ -251,7 +100,7 @@ def test_recovery_noise_shared_with_the_draft_would_be_seen():
             p_V.expand(num, 2, 4),
             drafts,
             coins_BN,
-            lambda log_BV, _, n=noise_BV: (log_BV + n).argmax(1),
+            lambda log_BV, *_, n=noise_BV: (log_BV + n).argmax(1),
         )
         counts = np.bincount(verdict.token_ids_BN1[:, 0].numpy(), minlength=4)
         p_values.append(stats.chisquare(counts, np.array([0.05, 0.05, 0.4, 0.5]) * num).pvalue)
@@ -312,7 +161,7 @@ def test_a_request_gets_the_same_verdict_in_any_batch():
             parents_BN=drafts.parents_BN[b : b + 1],
             num_drafts_B=drafts.num_drafts_B[b : b + 1],
             probs_BNV=drafts.probs_BNV[b : b + 1],
-            is_sampled_B=drafts.is_sampled_B[b : b + 1],
+            is_sampled_BN=drafts.is_sampled_BN[b : b + 1],
         )
         got = alone.verifier.verify(alone.target_rows(one), one, alone.sampling, alone.committed)
         assert torch.equal(got.token_ids_BN1[0], whole.token_ids_BN1[b])

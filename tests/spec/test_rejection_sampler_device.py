@@ -29,15 +29,16 @@ EVERYTHING = SamplingParams(
 )
 
 
-def step(device, method, params=EVERYTHING):
+def step(device, method, params=EVERYTHING, sampled_trees=False):
     """One step of a greedy request, a sampled chain and a tree, all with every processor."""
     generator = torch.Generator().manual_seed(0)
     trees = [Draft.chain((1, 2, 3)), Draft.chain((4, 5)), Draft((6, 6, 7), (0, 0, 1))]
     drafts = replace(
         DraftBatch.from_drafts(trees, device),
         probs_BNV=torch.rand(3, 3, VOCAB, generator=generator).softmax(2).to(device),
-        is_sampled_B=torch.tensor([False, True, False]).to(device),
+        is_sampled_BN=torch.tensor([False, True, False])[:, None].expand(3, 3).to(device),
         any_sampled=True,
+        sampled_trees=sampled_trees,
     )
     greedy = replace(params, temperature=0.0)
     sampling = SamplingBatch.from_requests(
@@ -58,11 +59,12 @@ def step(device, method, params=EVERYTHING):
     return Verifier(method).verify(logits_RV, drafts, sampling, committed)
 
 
-@pytest.mark.parametrize("method", ["block", "token", "drafter_invariant"])
+@pytest.mark.parametrize("method", ["block", "token", "drafter_invariant", "lossy_typical"])
+@pytest.mark.parametrize("sampled_trees", [False, True])
 @pytest.mark.parametrize("params", [EVERYTHING, SamplingParams(), SamplingParams(top_k=5)])
-def test_a_step_never_reads_a_tensor_on_the_host(method, params):
+def test_a_step_never_reads_a_tensor_on_the_host(method, params, sampled_trees):
     """Tensors of the meta device have no values: whoever needs one raises."""
-    verdict = step("meta", method, params)
+    verdict = step("meta", method, params, sampled_trees)
     assert verdict.token_ids_BN1.shape == (3, 4)
     assert verdict.num_emitted_B.shape == (3,)
     assert verdict.rows_BN.shape == (3, 3)
@@ -77,8 +79,11 @@ def test_noise_has_the_same_bits_on_cuda():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("method", ["block", "token", "drafter_invariant"])
-def test_verdicts_on_cuda_are_those_on_the_cpu(method):
-    on_cpu, on_cuda = step("cpu", method), step("cuda", method)
+@pytest.mark.parametrize("method", ["block", "token", "drafter_invariant", "lossy_typical"])
+@pytest.mark.parametrize("sampled_trees", [False, True])
+def test_verdicts_on_cuda_are_those_on_the_cpu(method, sampled_trees):
+    on_cpu, on_cuda = (
+        step(device, method, sampled_trees=sampled_trees) for device in ("cpu", "cuda")
+    )
     assert torch.equal(on_cpu.token_ids_BN1, on_cuda.token_ids_BN1.cpu())
     assert torch.equal(on_cpu.rows_BN, on_cuda.rows_BN.cpu())

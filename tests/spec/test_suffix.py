@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
+from outdraft.spec.best_first import new_tree
 from outdraft.spec.proposer import HostProposer
 from outdraft.spec.suffix import LEARNED_PER_CALL, LEARNED_SHARE, SuffixProposer
 from outdraft.spec.suffix_automaton import SuffixAutomaton
+from outdraft.spec.suffix_draft import Finished, Rule, draft_finished
 from outdraft.spec.suffix_tree import SuffixTree
 from outdraft.spec.suffix_tree_update import (
     BEST_CHILD,
@@ -59,6 +61,23 @@ def learn_all(ours: SuffixProposer) -> None:
         ours.propose([])
 
 
+def draft_from(
+    tree: SuffixTree, context: list[int], max_tokens: int, rule: tuple[int, float, float]
+) -> tuple[np.ndarray, float]:
+    """Token ids and parents [2, K], and the score, of a draft from finished texts."""
+    draft_2K = np.zeros((2, max_tokens), np.int32)
+    size, score = draft_finished(
+        Finished(*tree.arrays),
+        array(context[-(rule[0] - 1) :]),
+        max_tokens,
+        Rule(rule[0], float(rule[1]), float(rule[2])),
+        0.0,
+        new_tree(),
+        draft_2K,
+    )
+    return draft_2K[:, :size], score
+
+
 def texts(max_token: int, min_size: int = 0, max_size: int = 40):
     return st.lists(st.integers(0, max_token), min_size=min_size, max_size=max_size)
 
@@ -97,12 +116,8 @@ def test_finished_texts_draft_like_counting_in_those_that_are_kept(
             kept.pop(0)
         add(tree, text)
         kept.append(text)
-        tail = context[-(rule[0] - 1) :]
-        drafts, lengths, scores = tree.drafts(
-            array(tail)[None], np.array([len(tail)]), np.array([max_tokens]), *rule[1:]
-        )
-        tokens, score = speculate(list(context), kept, max_tokens, *rule)
-        assert (drafts[0, : lengths[0]].tolist(), scores[0]) == (tokens, score)
+        draft, draft_score = draft_from(tree, context, max_tokens, rule)
+        assert (draft[0].tolist(), draft_score) == speculate(list(context), kept, max_tokens, *rule)
 
 
 def shape(tree: SuffixTree) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -214,9 +229,8 @@ def test_memory_stays_bounded_while_texts_come_and_go() -> None:
 
 
 def test_an_automaton_takes_some_hundred_bytes_a_token() -> None:
-    automaton = SuffixAutomaton(24)
-    rng = np.random.default_rng(0)
-    automaton.append(rng.integers(0, 9, 20_000).astype(np.int32))
+    automaton = SuffixAutomaton(branching=1)
+    automaton.reserve(20_000)
     assert automaton.num_bytes < 200 * 20_000
 
 

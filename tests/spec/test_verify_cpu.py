@@ -47,33 +47,32 @@ def test_rows_belong_to_the_same_requests(sizes: list[int], num_padding: int):
 
 
 class Step:
-    """A random step: chains and trees, sampled or not, of sampled and greedy requests."""
+    """A random step of sampled and greedy requests, with drafts of every kind.
 
-    def __init__(self, rng, num_requests, most, vocab_size, num_padding=0):
+    Requests have deterministic trees, or drafts of which some or all rows are sampled: chains, or
+    trees in which a row has one sampled child at most.
+    """
+
+    def __init__(self, rng, num_requests, most, vocab_size, num_padding=0, sampled_trees=False):
         self.rng, self.vocab_size = rng, vocab_size
         sizes = rng.integers(0, most + 1, num_requests)
-        is_sampled_B = rng.random(num_requests) < 0.7
-        trees = [self._tree(n, chain) for n, chain in zip(sizes, is_sampled_B, strict=True)]
+        has_probs_B = rng.random(num_requests) < 0.7
+        trees = [
+            self._tree(n, has_probs and not sampled_trees)
+            for n, has_probs in zip(sizes, has_probs_B, strict=True)
+        ]
         drafts = DraftBatch.from_drafts(trees, "cpu")
         self.logits_RV = self._logits(len(sizes) + sizes.sum() + num_padding)
-        probs_BNV = self._probs(drafts)
-        shares_BN1 = torch.from_numpy(rng.random((num_requests, drafts.width, 1)))
-        drawn_BN = (probs_BNV.cumsum(2) < shares_BN1).sum(2).clamp(max=vocab_size - 1)
-        # Impossible drafts come too, but not where only rounding tells the rows apart.
-        target_BNV = self._target(drafts).softmax(2)
-        is_drawn_BN = (target_BNV - probs_BNV).abs().sum(2) < 1e-3
-        is_drawn_BN |= torch.from_numpy(rng.random(drawn_BN.shape) < 0.8)
-        is_drawn_BN &= drafts.is_draft_BN & torch.from_numpy(is_sampled_B)[:, None]
+        is_sampled_BN = self._sampled(drafts, has_probs_B)
+        probs_BNV, token_ids_BN = self._drawn(drafts, is_sampled_BN)
         self.drafts = replace(
             drafts,
-            token_ids_BN=torch.where(is_drawn_BN, drawn_BN, drafts.token_ids_BN),
+            token_ids_BN=token_ids_BN,
             # What nobody may read: the padding, and what belongs to deterministic drafts.
-            probs_BNV=probs_BNV.masked_fill(
-                ~(drafts.is_draft_BN & torch.from_numpy(is_sampled_B)[:, None])[:, :, None],
-                torch.nan,
-            ),
-            is_sampled_B=torch.from_numpy(is_sampled_B),
-            any_sampled=drafts.width > 0 and bool(is_sampled_B.any()),
+            probs_BNV=probs_BNV.masked_fill(~is_sampled_BN[:, :, None], torch.nan),
+            is_sampled_BN=is_sampled_BN | ~drafts.is_draft_BN,
+            any_sampled=bool(is_sampled_BN.any()),
+            sampled_trees=sampled_trees,
         )
         self.sampling = SamplingBatch.from_requests(
             [
@@ -100,13 +99,49 @@ class Step:
         x_RV[self.rng.random(num_rows) < 0.1] *= 10
         return torch.from_numpy(np.where(np.isnan(x_RV), -np.inf, x_RV)).float()
 
+    def _sampled(self, drafts, has_probs_B):
+        """Which drafts are: all of a request's as far as they may be, or some."""
+        share_B1 = self.rng.choice([0.5, 1.0], (drafts.num_requests, 1))
+        is_sampled_BN = self.rng.random(drafts.token_ids_BN.shape) < share_B1
+        is_sampled_BN &= drafts.is_draft_BN.numpy() & has_probs_B[:, None]
+        for parents_N, is_sampled_N in zip(drafts.parents_BN.tolist(), is_sampled_BN, strict=True):
+            taken = set()
+            for at, parent in enumerate(parents_N):
+                if is_sampled_N[at] and parent in taken:
+                    is_sampled_N[at] = False
+                elif is_sampled_N[at]:
+                    taken.add(parent)
+        return torch.from_numpy(is_sampled_BN)
+
+    def _drawn(self, drafts, is_sampled_BN):
+        """What drafts are drawn from, without their siblings, and the tokens with those drawn."""
+        target_BNV = self._target(drafts)
+        probs_BNV = self._probs(target_BNV)
+        parents_BN, ids_BN = drafts.parents_BN, drafts.token_ids_BN
+        is_fixed_BN = drafts.is_draft_BN & ~is_sampled_BN
+        is_fixed_BNN = is_fixed_BN[:, None, :] & (parents_BN[:, :, None] == parents_BN[:, None, :])
+        ids_BNN = ids_BN.clamp(min=0)[:, None, :].expand_as(is_fixed_BNN)
+        counts_BNV = torch.zeros_like(probs_BNV).scatter_add(2, ids_BNN, is_fixed_BNN.float())
+        probs_BNV = probs_BNV.masked_fill(counts_BNV > 0, 0.0)
+        total_BN1 = probs_BNV.sum(2, keepdim=True)
+        is_sampled_BN &= total_BN1[:, :, 0] > 0
+        probs_BNV = torch.where(total_BN1 > 0, probs_BNV / total_BN1, probs_BNV)
+
+        shares_BN1 = torch.from_numpy(self.rng.random((*ids_BN.shape, 1)))
+        drawn_BN = (probs_BNV.cumsum(2) < shares_BN1).sum(2).clamp(max=self.vocab_size - 1)
+        # Impossible drafts come too, but not where only rounding tells the rows apart.
+        is_drawn_BN = (target_BNV.softmax(2) - probs_BNV).abs().sum(2) < 1e-3
+        is_drawn_BN |= torch.from_numpy(self.rng.random(drawn_BN.shape) < 0.8)
+        return probs_BNV, torch.where(is_drawn_BN & is_sampled_BN, drawn_BN, ids_BN)
+
     def _target(self, drafts):
         """Raw logits of the rows that the drafts come after."""
-        return self.logits_RV[row_index_BN1(drafts)][:, :-1]
+        rows_BN1 = row_index_BN1(drafts)
+        parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
+        return self.logits_RV[rows_BN1.gather(1, parents_BN)]
 
-    def _probs(self, drafts):
+    def _probs(self, target_BNV):
         """Like the target's, some the same; zeros among them."""
-        target_BNV = self._target(drafts)
         noise_BNV = torch.from_numpy(self.rng.normal(size=target_BNV.shape)).float()
         is_same_B11 = torch.from_numpy(self.rng.random(len(target_BNV)) < 0.2)[:, None, None]
         is_zero_BNV = torch.from_numpy(self.rng.random(target_BNV.shape) < 0.1)
@@ -160,36 +195,54 @@ def nearly_best(takes_second):
     return sample
 
 
-methods = pytest.mark.parametrize("method", ["block", "token", "drafter_invariant"])
+kinds = pytest.mark.parametrize(
+    ("method", "sampled_trees"),
+    [("block", False), ("token", False), ("block", True), ("drafter_invariant", True)],
+    ids=["block", "token", "trees", "invariant"],
+)
 
 
-@methods
+@kinds
 @pytest.mark.parametrize("vocab_size", [2, 9, 600])
-def test_verdicts_of_many_requests_are_those_of_the_tensor_rules(method, vocab_size):
-    num_requests = 3000 if vocab_size < 100 else 200
-    step = Step(np.random.default_rng(vocab_size), num_requests, 5, vocab_size, num_padding=2)
+def test_verdicts_of_many_requests_are_those_of_the_tensor_rules(method, sampled_trees, vocab_size):
+    num_requests = 2000 if vocab_size < 100 else 150
+    rng = np.random.default_rng(vocab_size)
+    step = Step(rng, num_requests, 6, vocab_size, num_padding=2, sampled_trees=sampled_trees)
     got, allowed = step.verdicts(method, torch.float32), step.allowed(method)
     wrong = [b for b, verdict in enumerate(got) if verdict not in allowed[b]]
     assert wrong == []
     assert sum(len(one) > 1 for one in allowed) < 0.005 * num_requests
 
 
-@methods
-@settings(max_examples=60, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 5), st.integers(2, 40), st.integers(0, 2**32))
+@kinds
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 6), st.integers(2, 40), st.integers(0, 2**32))
 def test_verdicts_of_small_batches_are_those_of_the_tensor_rules(
-    method, num_requests, most, vocab_size, seed
+    method, sampled_trees, num_requests, most, vocab_size, seed
 ):
-    step = Step(np.random.default_rng(seed), num_requests, most, vocab_size, num_padding=seed % 3)
+    rng = np.random.default_rng(seed)
+    step = Step(rng, num_requests, most, vocab_size, seed % 3, sampled_trees)
     got = step.verdicts(method, torch.float32)
     assert all(one in allowed for one, allowed in zip(got, step.allowed(method), strict=True))
 
 
-@methods
-def test_a_wrong_coin_would_be_seen(method):
+@kinds
+def test_a_wrong_coin_would_be_seen(method, sampled_trees):
     """A negative control: noise of other keys gives verdicts that the comparison refuses."""
-    step = Step(np.random.default_rng(1), 300, 4, 9)
+    step = Step(np.random.default_rng(1), 300, 4, 9, sampled_trees=sampled_trees)
     got = step.verdicts(method, torch.float32)
     step.committed = replace(step.committed, num_tokens_B=step.committed.num_tokens_B + 1)
     allowed = step.allowed(method)
     assert sum(one not in ones for one, ones in zip(got, allowed, strict=True)) > 30
+
+
+def test_trees_of_sampled_drafts_branch_and_are_accepted():
+    """What the comparison of trees compares."""
+    step = Step(np.random.default_rng(2), 1000, 6, 9, sampled_trees=True)
+    rows_BN = torch.tensor([rows for _, rows, _ in step.verdicts("block", torch.float32)])
+    places_N = torch.arange(step.drafts.width)
+    is_taken_BN = (rows_BN[:, :, None] == places_N).any(1)
+    is_sampled_BN = step.drafts.is_sampled_BN & step.drafts.is_draft_BN
+    assert (is_taken_BN & is_sampled_BN).sum() > 200
+    assert (is_taken_BN & ~is_sampled_BN & is_sampled_BN.any(1, keepdim=True)).sum() > 50
+    assert (rows_BN[:, 1:] > rows_BN[:, :-1] + 1).sum() > 20

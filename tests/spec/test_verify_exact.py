@@ -1,12 +1,9 @@
 """Losslessness by enumeration: no sampling noise, only arithmetic.
 
-Decisions come from the production rules. A rule compares coins with thresholds; the thresholds are
-found by bisection on the rule itself, and every combination of coins below and above them is then
-judged by the rule again. What it emits is decoded on with the target, and the joint distribution
-of the first tokens must be the target's own.
+Decisions come from the production rules (see `enumeration`), and the joint distribution of the
+first tokens must be the target's own.
 """
 
-import itertools
 from collections import defaultdict
 from dataclasses import replace
 
@@ -23,106 +20,49 @@ from outdraft.spec.verify import (
     last_weights,
     match_draft,
 )
-from tests.reference.verification import (
-    all_sequences,
-    completed,
-    joint,
-    total_variation,
+from tests.reference.verification import all_sequences, joint, total_variation
+from tests.spec.enumeration import (
+    KINDS,
+    V,
+    bias,
+    chains_emit,
+    mean_tokens,
+    random_model,
 )
 
-V, LENGTH = 3, 3
-KINDS = ("plain", "equal", "tied", "zeros", "disjoint", "one_hot_q", "one_hot_p")
+LENGTH = 3
 
 
-def random_pair(rng, kind):
-    """Target and proposer distributions of one context."""
-    p, q = rng.dirichlet(np.ones(V)), rng.dirichlet(np.ones(V))
-    if kind == "equal":
-        q = p.copy()
-    if kind == "tied":
-        p, q = np.full(V, 1 / V), np.array([0.5, 0.25, 0.25])
-    if kind == "zeros":
-        p[rng.integers(V)], q[rng.integers(V)] = 0, 0
-    if kind == "disjoint":
-        alone = rng.integers(V)
-        p[alone], q = 0, np.eye(V)[alone]
-    if kind == "one_hot_q":
-        q = np.eye(V)[rng.integers(V)]
-    if kind == "one_hot_p":
-        p = np.eye(V)[rng.integers(V)]
-    return p / p.sum(), q / q.sum()
+def every_chain(target, proposer, length, is_fixed=lambda _: False):
+    """(drafts of all sequences as one batch, target probabilities, weight of each sequence).
 
-
-def random_model(seed, kinds=KINDS):
-    """(target, proposer): functions of a prefix, with mixed kinds of contexts."""
-    rng = np.random.default_rng(seed)
-    pairs = {
-        prefix: random_pair(rng, rng.choice(kinds))
-        for length in range(LENGTH + 1)
-        for prefix in all_sequences(V, length)
-    }
-    return (lambda prefix: pairs[prefix][0]), (lambda prefix: pairs[prefix][1])
-
-
-def every_chain(target, proposer, length):
-    """(drafts of all sequences as one batch, target probabilities, weight of each sequence)."""
+    Where `is_fixed(prefix)` the draft is the proposer's best token, and no probabilities are given.
+    """
     sequences = all_sequences(V, length)
+    prefixes = [[s[:i] for i in range(length)] for s in sequences]
     p_BN1V = torch.tensor(np.array([[target(s[:i]) for i in range(length + 1)] for s in sequences]))
-    q_BNV = torch.tensor(np.array([[proposer(s[:i]) for i in range(length)] for s in sequences]))
-    weights = [np.prod([proposer(s[:i])[x] for i, x in enumerate(s)]) for s in sequences]
+    q_BNV = torch.tensor(np.array([[proposer(prefix) for prefix in one] for one in prefixes]))
+    is_fixed_BN = torch.tensor([[is_fixed(prefix) for prefix in one] for one in prefixes])
+
+    def share(prefix, token):
+        q = proposer(prefix)
+        return float(token == q.argmax()) if is_fixed(prefix) else q[token]
+
     drafts = replace(
         DraftBatch.from_drafts([Draft.chain(s) for s in sequences], "cpu"),
-        probs_BNV=q_BNV,
-        is_sampled_B=torch.ones(len(sequences), dtype=torch.bool),
+        probs_BNV=q_BNV.masked_fill(is_fixed_BN[:, :, None], torch.nan),
+        is_sampled_BN=~is_fixed_BN,
         any_sampled=True,
     )
+    weights = [np.prod([share(s[:i], x) for i, x in enumerate(s)]) for s in sequences]
     return drafts, p_BN1V, weights
-
-
-def thresholds(accept, p_BN1V, drafts):
-    """float64 [B, N]: below which value of its own coin a draft is accepted."""
-    low = torch.zeros(drafts.token_ids_BN.shape, dtype=torch.float64)
-    high = torch.ones_like(low)
-    for _ in range(60):
-        middle = (low + high) / 2
-        is_accepted = torch.empty_like(low, dtype=torch.bool)
-        for at in range(drafts.width):
-            coins_BN = torch.ones_like(low)
-            coins_BN[:, :at] = 0.0
-            coins_BN[:, at] = middle[:, at]
-            is_accepted[:, at] = accept(p_BN1V, drafts, coins_BN).num_accepted_B > at
-        low, high = torch.where(is_accepted, middle, low), torch.where(is_accepted, high, middle)
-    return torch.where(high > 1 - 1e-15, 1.0, low)
 
 
 def emitted_by(target, proposer, accept, last=last_weights, length=LENGTH, drawn_from=None):
     """{sequence: probability} of what one step emits; drafts come from `drawn_from`."""
     drafts, p_BN1V, _ = every_chain(target, proposer, length)
     _, _, weights = every_chain(target, drawn_from or proposer, length)
-    limit_BN = thresholds(accept, p_BN1V, drafts)
-    emitted = defaultdict(float)
-    for is_below in itertools.product((True, False), repeat=length):
-        below_N = torch.tensor(is_below)
-        coins_BN = torch.where(below_N, limit_BN / 2, (1 + limit_BN) / 2)
-        share_B = torch.where(below_N, limit_BN, 1 - limit_BN).prod(1)
-        acceptance = accept(p_BN1V, drafts, coins_BN)
-        last_BV = last(p_BN1V, drafts, acceptance)
-        last_BV = last_BV / last_BV.sum(1, keepdim=True)
-        for b, weight in enumerate(weights):
-            head = tuple(drafts.token_ids_BN[b, : acceptance.num_accepted_B[b]].tolist())
-            for v in range(V):
-                share = weight * share_B[b].item() * last_BV[b, v].item()
-                if share > 0:
-                    emitted[(*head, v)] += share
-    return emitted
-
-
-def bias(emitted, target, length=LENGTH):
-    return total_variation(completed(emitted, target, length + 1), joint(target, length + 1))
-
-
-def mean_tokens(emitted):
-    return sum(len(sequence) * weight for sequence, weight in emitted.items())
+    return chains_emit(drafts, p_BN1V, weights, accept, last)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -139,17 +79,42 @@ def test_sampled_chains_are_exact_in_every_special_case(accept, kind):
     assert bias(emitted_by(target, proposer, accept), target) < 1e-12
 
 
+MIXTURES = {
+    "first": lambda prefix: len(prefix) == 0,
+    "last": lambda prefix: len(prefix) == 2,
+    "first two": lambda prefix: len(prefix) < 2,
+    "middle": lambda prefix: len(prefix) == 1,
+    "first and last": lambda prefix: len(prefix) != 1,
+    "all": lambda _: True,
+    "after a token": lambda prefix: prefix[-1:] == (0,),
+}
+
+
+@pytest.mark.parametrize("is_fixed", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize("accept", [accept_tokens, accept_block])
-def test_deterministic_drafts_inside_a_sampled_chain_are_exact(accept):
-    """A one-hot suffix token first, model tokens after it, and the other way round."""
-    for deterministic in ((0,), (2,), (0, 1), (1,)):
-        target, model = random_model(5, ("plain",))
+def test_deterministic_drafts_inside_a_sampled_chain_are_exact(accept, is_fixed):
+    for seed in range(4):
+        target, proposer = random_model(seed)
+        emitted = chains_emit(*every_chain(target, proposer, LENGTH, is_fixed), accept)
+        assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
+        assert bias(emitted, target) < 1e-12
 
-        def proposer(prefix, model=model, deterministic=deterministic):
-            q = model(prefix)
-            return np.eye(V)[q.argmax()] if len(prefix) in deterministic else q
 
-        assert bias(emitted_by(target, proposer, accept), target) < 1e-12
+@pytest.mark.parametrize("is_fixed", MIXTURES.values(), ids=MIXTURES)
+def test_block_verification_of_a_mixed_chain_never_emits_fewer_tokens(is_fixed):
+    for seed in range(4):
+        target, proposer = random_model(seed, ("plain", "zeros"))
+        chains = every_chain(target, proposer, LENGTH, is_fixed)
+        token, block = (mean_tokens(chains_emit(*chains, a)) for a in (accept_tokens, accept_block))
+        assert token <= block + 1e-12
+
+
+@pytest.mark.parametrize("accept", [accept_tokens, accept_block])
+def test_probabilities_of_a_deterministic_draft_taken_for_its_own_would_be_seen(accept):
+    target, proposer = random_model(5, ("plain",))
+    _, p_BN1V, weights = every_chain(target, proposer, LENGTH, lambda prefix: not prefix)
+    sampled, _, _ = every_chain(target, proposer, LENGTH)
+    assert bias(chains_emit(sampled, p_BN1V, weights, accept), target) > 0.02
 
 
 @pytest.mark.parametrize("accept", [accept_tokens, accept_block])

@@ -136,7 +136,7 @@ def test_batched_rejection_is_the_papers_rule_on_random_coins(rule, dtype):
             [Draft.chain(one[:n]) for one, n in zip(ids, lengths, strict=True)], "cpu"
         ),
         probs_BNV=torch.tensor(q, dtype=dtype),
-        is_sampled_B=torch.ones(num, dtype=torch.bool),
+        is_sampled_BN=torch.ones(num, width, dtype=torch.bool),
         any_sampled=True,
     )
     verify = rejection_sample if rule == "tokens" else block_verify
@@ -146,7 +146,7 @@ def test_batched_rejection_is_the_papers_rule_on_random_coins(rule, dtype):
         torch.tensor(p, dtype=dtype),
         drafts,
         torch.tensor(coins, dtype=dtype),
-        lambda log_BV, _: (log_BV + noise_BV).argmax(1),
+        lambda log_BV, *_: (log_BV + noise_BV).argmax(1),
     )
     num_wrong = 0
     for b in range(num):

@@ -1,10 +1,19 @@
 """What attention promises the models, and the batch it reads.
 
-One call serves prefill chunks, plain decoding and draft trees alike. The new rows of a request
-are `num_causal` tokens of its own (the last of them is the root), then the rows of its draft.
-A causal row sees everything before it. A drafted row sees the cache, all causal rows, and those
-drafted rows whose bits are set in its ancestor mask. The k-th new row of a request is kept at
-cache index context_len + k, whatever its position in the text (its depth in the tree) is.
+One call serves prefill chunks, plain decoding, draft trees and the levels of a tree that is still
+growing. The rows of a request are `num_causal` tokens of its own text (the last of them is the
+root), then drafted ones. With first_draft = context_len + num_causal:
+
+- The key of the k-th causal row is at cache index context_len + k; it sees all indices up to its
+  own.
+- The key of drafted token j is at cache index first_draft + j, whatever its position in the text
+  (its depth in the tree) is. A drafted row sees all indices below first_draft, and those drafted
+  tokens whose bits are set in its ancestor mask, its own among them.
+
+Drafted tokens need not be rows of this call: an earlier one may have written them. Which of them
+the drafted rows of a call are is nobody's business here: their bits say what they see, and slots_T
+where they are written. Whatever a row sees has been written when `attend` is called; what no row
+of a request sees does not touch its results, not even if it is NaN.
 
 Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S slots per block.
 """
@@ -25,18 +34,20 @@ class AttentionMetadata:
     """Where the rows of a batch stand. All tensors are on the model's device.
 
     Attributes:
-        query_start_B1: int32 [B + 1]; rows [query_start[b], query_start[b + 1]) are request b's.
-        context_lens_B: int32 [B]; tokens of each request that the cache held before this step.
-        num_causal_B: int32 [B]; how many of its rows are causal, at least 1; the rest are drafts.
-        ancestors_T: int64 [T]; bit j: the row sees drafted row j of its request (itself
-            included). 0 for causal rows.
+        query_start_B1: int32 [B + 1]; rows [query_start[b], query_start[b + 1]) are request b's,
+            at least one.
+        context_lens_B: int32 [B]; tokens of each request's text that the cache already held.
+        num_causal_B: int32 [B]; how many of its rows are causal; the rest are drafted. 0: all are,
+            and the root is the last token that the cache held.
+        ancestors_T: int64 [T]; bit j: the row sees drafted token j of its request (itself
+            included). In topological order: an ancestor has a lower bit. 0 for causal rows.
         positions_T: int64 [T]; position of each row in its text: context_len + k for the k-th
             causal row, position of the root + depth in the tree for a drafted row.
         slots_T: int64 [T]; flat cache slot (block * block_size + offset) of each row, -1: none.
         block_table_BP: int32 [B, P]; blocks of each request in order; unused places are 0.
         max_rows: the largest number of rows of one request, exactly: what is left of T bounds the
             others', which are on the device.
-        max_seq_len: the largest context_len + rows of one request.
+        max_seq_len: the largest cache index that a row sees, plus one.
     """
 
     query_start_B1: Tensor
@@ -71,7 +82,9 @@ class AttentionBackend(Protocol):
 
         The rows' own keys and values are already written. H is a multiple of G; query head h
         reads kv head h // (H // G). With a sliding `window`, a row at text position p sees
-        positions above p - window only. Scores and softmax are float32 at least.
+        positions above p - window only: a key of the text has its cache index as position, and
+        the position of an ancestor is p less the number of ancestors after it. Scores and softmax
+        are float32 at least.
         """
         ...
 

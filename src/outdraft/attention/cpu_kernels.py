@@ -75,6 +75,7 @@ class _Tile(NamedTuple):
     end_row: int
     context_len: int
     num_causal: int
+    bits: int  # of the drafted tokens that any of its rows sees
     first_key: int  # keys outside [first_key, end_key) are seen by no row
     end_key: int
     first_common: int  # keys in [first_common, end_common) are seen by every row
@@ -97,6 +98,7 @@ class _Scratch(NamedTuple):
     shrink: int  # [L]; what a rising top does to all that was summed before
     k_rows: int  # int64 [K] addresses
     v_rows: int
+    zeros: int  # [C]
 
 
 @njit
@@ -202,7 +204,8 @@ def _scratch_sizes(batch, tile_rows):
 @njit
 def _scratch_bytes(batch, tile_rows):
     by_lane, by_key, scores, lanes = _scratch_sizes(batch, tile_rows)
-    return 4 * (2 * by_lane + 2 * by_key + scores + 3 * lanes) + 16 * _PIECE + 64
+    zeros = by_key // _PIECE
+    return 4 * (2 * by_lane + 2 * by_key + scores + 3 * lanes + zeros) + 16 * _PIECE + 64
 
 
 @njit
@@ -215,9 +218,11 @@ def _lay_out(memory, batch, tile_rows):
     v = k + 4 * by_key
     start = v + 4 * by_key
     top = start + 4 * scores
-    k_rows = top + 12 * lanes
+    zeros = top + 12 * lanes
+    k_rows = zeros + 4 * (by_key // _PIECE)
+    v_rows = k_rows + 8 * _PIECE
     return _Scratch(
-        q, out, k, v, start, top, top + 4 * lanes, top + 8 * lanes, k_rows, k_rows + 8 * _PIECE
+        q, out, k, v, start, top, top + 4 * lanes, top + 8 * lanes, k_rows, v_rows, zeros
     )
 
 
@@ -227,11 +232,16 @@ def _make_tile(batch, request, first_row, end_row):
     context_len = np.int64(_ints(batch.context_lens, request, 1)[0])
     num_causal = np.int64(_ints(batch.num_causal, request, 1)[0])
     positions = _longs(batch.positions, start, end_row)
-    lowest, highest = positions[first_row], positions[first_row]
+    ancestors = _longs(batch.ancestors, start, end_row)
+    lowest, highest, bits = positions[first_row], positions[first_row], np.int64(0)
     for row in range(first_row, end_row):
         lowest, highest = min(lowest, positions[row]), max(highest, positions[row])
-    # A drafted key lies behind the root in the text, so the cache index bounds its position.
-    first_key = max(0, lowest - batch.window + 1)
+        if row >= num_causal:
+            bits |= ancestors[row]
+    first_draft = context_len + num_causal
+    # Where a drafted key lies in the text is another question for every row.
+    first_key = min(max(0, lowest - batch.window + 1), first_draft)
+    end_key = context_len + min(end_row, num_causal) + _bit_length(bits)
     first_common = max(0, highest - batch.window + 1)
     end_common = context_len + min(first_row + 1, num_causal)
     return _Tile(
@@ -241,8 +251,9 @@ def _make_tile(batch, request, first_row, end_row):
         end_row,
         context_len,
         num_causal,
+        bits,
         first_key,
-        context_len + end_row,
+        end_key,
         first_common,
         end_common,
     )
@@ -263,7 +274,7 @@ def _attend_tile(batch, tile, kv_head, scratch):
         offset = _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch)
         _score(end_key - first_key, size, lanes, offset, scratch)
         if first_key < tile.first_common or tile.end_common < end_key:
-            _hide(batch, tile, first_key, end_key, scratch.scores)
+            _hide(batch, tile, first_key, end_key, offset, scratch)
         _sum_values(end_key - first_key, size, lanes, offset, scratch)
     _store(batch, tile, kv_head, size, scratch)
 
@@ -340,27 +351,51 @@ def _score(num_keys, size, lanes, offset, scratch):
 
 
 @njit
-def _hide(batch, tile, first_key, end_key, scores):
-    """The lowest score for what a row does not see."""
+def _bit_length(bits):
+    length = 0
+    while bits >> length != 0:
+        length += 1
+    return length
+
+
+@njit
+def _nearest(bits, window):
+    """The `window` highest of the bits: the rank of an ancestor is its distance in the text."""
+    spare = -window
+    rest = bits
+    while rest != 0:
+        rest &= rest - 1
+        spare += 1
+    for _ in range(spare):
+        bits &= bits - 1
+    return bits
+
+
+@njit
+def _hide(batch, tile, first_key, end_key, offset, scratch):
+    """The lowest score for what a row does not see, and zeros for the values that none sees."""
     heads_per_kv = batch.num_heads // batch.num_kv_heads
     ancestors = _longs(batch.ancestors, tile.start, tile.end_row)
     positions = _longs(batch.positions, tile.start, tile.end_row)
     first_draft = tile.context_len + tile.num_causal
     for row in range(tile.first_row, tile.end_row):
         last_seen = tile.context_len + min(row, tile.num_causal - 1)
-        bits = ancestors[row] if row >= tile.num_causal else 0
+        bits = _nearest(ancestors[row], batch.window) if row >= tile.num_causal else 0
         lowest = positions[row] - batch.window + 1
         lane = (row - tile.first_row) * heads_per_kv
-        scores_LK = _floats(scores, lane * _PIECE, heads_per_kv * _PIECE)
+        scores_LK = _floats(scratch.scores, lane * _PIECE, heads_per_kv * _PIECE)
         for key in range(first_key, end_key):
             if key < first_draft:
                 is_seen = lowest <= key <= last_seen
             else:
                 is_seen = (bits >> (key - first_draft)) & 1 == 1
-                is_seen = is_seen and lowest <= positions[key - tile.context_len]
             if not is_seen:
                 for head in range(heads_per_kv):
                     scores_LK[head * _PIECE + key - first_key] = np.float32(_HIDDEN)
+    v_rows = _longs(scratch.v_rows, 0, _PIECE)
+    for key in range(max(first_key, first_draft), end_key):
+        if (tile.bits >> (key - first_draft)) & 1 == 0:  # nobody may have written it
+            v_rows[key - first_key] = scratch.zeros - offset
 
 
 @njit
@@ -396,7 +431,8 @@ def _store(batch, tile, kv_head, size, scratch):
     for row in range(tile.first_row, tile.end_row):
         for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
             offset = ((tile.start + row) * batch.num_heads + head) * batch.head_size
-            inverse = np.float32(1) / _floats(scratch.total, lane, 1)[0]
+            total = _floats(scratch.total, lane, 1)[0]
+            inverse = np.float32(1) / total if total != 0 else np.float32(0)  # 0: it sees nothing
             out_C = _floats(scratch.out, lane * size, size)
             if batch.is_bf16_query:
                 halves = _halves(batch.out, offset, batch.head_size)

@@ -12,8 +12,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import MAX_DRAFTS
 
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
 _MASK_BYTES = 32  # for each row and key: three int64 on the way to the mask, and its bools
@@ -85,11 +87,13 @@ class ReferenceAttention:
         most_requests = max(1, self._max_elements // (num_keys * max(key_size, num_heads)))
         out_THC = torch.zeros(q_THC.shape, dtype=dtype, device=q_THC.device)
         for requests_N, longest in _pieces(metadata, num_rows, most_requests):
-            k_NKGC, v_NKGC = _gather(cache, metadata, requests_N, dtype)
+            all_rows_M = torch.arange(longest, device=q_THC.device)
+            padded_rows = _padded_rows(metadata, requests_N, all_rows_M, num_rows)
+            k_NKGC, v_NKGC = _gather(cache, metadata, requests_N, padded_rows, dtype)
             most_rows = max(1, self._max_elements // (len(requests_N) * num_heads * num_keys))
             for first in range(0, longest, most_rows):
-                rows_M = torch.arange(first, min(first + most_rows, longest), device=q_THC.device)
-                rows_NM, is_row_NM = _padded_rows(metadata, requests_N, rows_M, num_rows)
+                rows_M = all_rows_M[first : first + most_rows]
+                rows_NM, is_row_NM = (x_NM[:, first : first + most_rows] for x_NM in padded_rows)
                 mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, window)
                 q_NMHC = q_THC[rows_NM].to(dtype)
                 out_NMHC = _softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
@@ -116,19 +120,25 @@ def visible_keys(
     key_K = torch.arange(metadata.max_seq_len, device=rows_M.device)
 
     seen_NMK = key_K <= context_N11 + torch.minimum(row_M1, causal_N11 - 1)
-    draft_N1K = key_K - context_N11 - causal_N11  # which drafted row the key is, if not negative
-    bits_NMK = metadata.ancestors_T[rows_NM][:, :, None] >> draft_N1K.clamp(0, 63)
-    is_ancestor_NMK = (bits_NMK & 1).bool() & (draft_N1K >= 0) & (draft_N1K < 63)
-    seen_NMK = seen_NMK | (is_ancestor_NMK & (row_M1 >= causal_N11))
-    if window is None:
-        return seen_NMK
-    # The text position of a committed or causal key is its cache index; a draft has its depth.
-    start_N11 = metadata.query_start_B1.long()[requests_N, None, None]
-    key_row_N1K = start_N11 + key_K - context_N11
-    last_row = metadata.positions_T.shape[0] - 1
-    draft_position_N1K = metadata.positions_T[key_row_N1K.clamp(0, last_row)]
-    position_N1K = torch.where(draft_N1K >= 0, draft_position_N1K, key_K)
-    return seen_NMK & (position_N1K > metadata.positions_T[rows_NM][:, :, None] - window)
+    if window is not None:  # the text position of a committed or causal key is its cache index
+        seen_NMK = seen_NMK & (key_K > metadata.positions_T[rows_NM][:, :, None] - window)
+    draft_N1K = key_K - context_N11 - causal_N11  # which drafted token the key is, if not negative
+    ancestors_NM = _nearest(metadata.ancestors_T[rows_NM], window)
+    bits_NMK = ancestors_NM[:, :, None] >> draft_N1K.clamp(0, MAX_DRAFTS)
+    is_ancestor_NMK = (bits_NMK & 1).bool() & (draft_N1K >= 0) & (draft_N1K < MAX_DRAFTS)
+    return seen_NMK | (is_ancestor_NMK & (row_M1 >= causal_N11))
+
+
+def _nearest(ancestors_NM: Tensor, window: int | None) -> Tensor:
+    """The masks with their `window` highest bits only: an ancestor's rank is its distance."""
+    if window is None or window >= MAX_DRAFTS:
+        return ancestors_NM
+    kept_NM = seen_NM = torch.zeros_like(ancestors_NM)
+    for draft in reversed(range(MAX_DRAFTS)):
+        bit_NM = ancestors_NM & (1 << draft)
+        kept_NM = torch.where(seen_NM < window, kept_NM | bit_NM, kept_NM)
+        seen_NM = seen_NM + (bit_NM != 0)
+    return kept_NM
 
 
 def _softmax(
@@ -166,7 +176,11 @@ def _pieces(
 
 
 def _gather(
-    cache: LayerCache, metadata: AttentionMetadata, requests_N: Tensor, dtype: torch.dtype
+    cache: LayerCache,
+    metadata: AttentionMetadata,
+    requests_N: Tensor,
+    padded_rows: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Keys and values [N, K, G, C] of some requests in the order of their cache index."""
     block_size, num_keys = cache.k_PSGC.shape[1], metadata.max_seq_len
@@ -174,11 +188,21 @@ def _gather(
     k_NKGC = cache.k_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)
     v_NKGC = cache.v_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)  # a copy: gathered
     # A weight of zero does not silence a NaN that somebody else left in a reused block.
-    starts_B1 = metadata.query_start_B1.long()
-    seq_lens_B = metadata.context_lens_B + starts_B1.diff()
-    keys_K = torch.arange(num_keys, device=starts_B1.device)
-    is_past_NK = keys_K >= seq_lens_B[requests_N, None]
-    return k_NKGC, v_NKGC.masked_fill_(is_past_NK[:, :, None, None], 0.0)
+    rows_NM, is_row_NM = padded_rows
+    bits_N1 = _union(metadata.ancestors_T[rows_NM] * is_row_NM)
+    first_draft_N1 = (metadata.context_lens_B + metadata.num_causal_B).long()[requests_N, None]
+    draft_NK = torch.arange(num_keys, device=rows_NM.device) - first_draft_N1
+    is_bit_NK = (bits_N1 >> draft_NK.clamp(0, MAX_DRAFTS)) & 1 == 1
+    is_seen_NK = (draft_NK < 0) | (is_bit_NK & (draft_NK < MAX_DRAFTS))
+    return k_NKGC, v_NKGC.masked_fill_(~is_seen_NK[:, :, None, None], 0.0)
+
+
+def _union(bits_NM: Tensor) -> Tensor:
+    """[N, 1]: the bits that any of M masks has."""
+    while bits_NM.shape[1] > 1:
+        bits_NM = functional.pad(bits_NM, (0, bits_NM.shape[1] % 2))
+        bits_NM = bits_NM[:, ::2] | bits_NM[:, 1::2]
+    return bits_NM
 
 
 def _padded_rows(

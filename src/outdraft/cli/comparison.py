@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from outdraft.config.speculation import parse_speculative_config
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine

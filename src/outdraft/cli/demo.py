@@ -60,8 +60,8 @@ def demo(
 
 def load(configs: Mapping[str, "EngineConfig"]) -> dict[str, "LLM"]:
     """An engine for each configuration, all over the same weights, loaded once."""
-    from outdraft.engine.build import load_models
     from outdraft.engine.llm import LLM
+    from outdraft.engine.loading import load_models
 
     models = load_models(configs[SHOWN])
     return {name: LLM.from_config(config, models) for name, config in configs.items()}

@@ -53,7 +53,7 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     num_threads = use_physical_cores(environ)
     import torch
 
-    from outdraft.engine.build import choose_device
+    from outdraft.engine.loading import choose_device
     from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 
     device = choose_device("auto")
@@ -136,7 +136,7 @@ def _used(device: "torch.device") -> Section:
     import torch
 
     from outdraft.attention.select import attention_backend
-    from outdraft.engine.build import choose_dtype
+    from outdraft.engine.loading import choose_dtype
     from outdraft.models.layers import cpu_kernels
     from outdraft.models.layers.linear import best_packing
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from outdraft.config.checks import check_choice, check_number, check_whole
-from outdraft.config.speculation import SpeculationConfig, parse_speculative_config
+from outdraft.config.speculation import SpeculationConfig
+from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")

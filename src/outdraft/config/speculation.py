@@ -1,23 +1,29 @@
-"""How the engine speculates: a verification rule and a list of draft sources, in priority order.
-
-The JSON form has vLLM's keys, so that a configuration can be carried over.
-"""
+"""How the engine speculates: a verification rule and a list of draft sources, in priority order."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from outdraft.config.checks import check_choice, check_number, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
-from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.errors import ConfigError
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
 
-METHODS = ("draft_model", "ngram", "suffix", "combined")
-REJECTION_METHODS = ("block", "token", "drafter_invariant")
+NETWORK_SOURCES = (
+    DraftSource.MODEL,
+    DraftSource.EAGLE,
+    DraftSource.EAGLE3,
+    DraftSource.MEDUSA,
+    DraftSource.MLP,
+)
+PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
+REJECTION_METHODS = ("block", "token", "drafter_invariant", "lossy_typical")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 DEFAULT_NUM_DRAFTS = 4
+POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's own
 
-RejectionMethod = Literal["block", "token", "drafter_invariant"]
+RejectionMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
 DraftSampleMethod = Literal["probabilistic", "greedy"]
 
 
@@ -27,11 +33,13 @@ class NgramConfig:
 
     prompt_lookup_min: int = 2  # tokens
     prompt_lookup_max: int = 5  # tokens
+    branching: int = 1  # most continuations of one context; 1: chains
     source: DraftSource = field(default=DraftSource.NGRAM, init=False)
 
     def __post_init__(self) -> None:
         for name in ("prompt_lookup_min", "prompt_lookup_max"):
             check_whole(name, getattr(self, name), 1)
+        check_whole("branching", self.branching, 1, MAX_DRAFTS)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ConfigError(
                 "prompt_lookup_min must not exceed prompt_lookup_max, got "
@@ -48,6 +56,7 @@ class SuffixConfig:
     suffix_decoding_max_cached_requests: int = 1000  # finished requests, 0: none
     suffix_decoding_max_spec_factor: float = 1.0  # drafts per matched token
     suffix_decoding_min_token_prob: float = 0.1
+    branching: int = 1  # most continuations of one context; 1: chains
     source: DraftSource = field(default=DraftSource.SUFFIX, init=False)
 
     def __post_init__(self) -> None:
@@ -57,24 +66,58 @@ class SuffixConfig:
         for name, high in (("max_spec_factor", math.inf), ("min_token_prob", 1)):
             option = f"suffix_decoding_{name}"
             check_number(option, getattr(self, option), 0, high)
+        check_whole("branching", self.branching, 1, MAX_DRAFTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftModelConfig:
-    """A small model of the same vocabulary that drafts a chain."""
+class DraftNetworkConfig:
+    """A network that drafts: a small model, or a head on the target's hidden states.
 
-    model: str  # directory or hub name
-    max_model_len: int | None = None  # tokens; None: what the drafter's own config says
+    A small model of another vocabulary than the target's drafts the tokens that both know (arXiv
+    2502.05202).
+
+    Attributes:
+        model: directory or hub name.
+        source: what kind of network it is.
+        max_model_len: tokens; None: what the network's own config says.
+        parallel_drafting: all drafts in one pass, with mask tokens (PARD, P-EAGLE).
+        min_vocabulary_overlap: share of the target's tokens that a small model must know. A good
+            small vocabulary before a large one may know an eighth of it; one that has little but
+            single bytes knows a hundredth.
+        tree: None: chains.
+    """
+
+    model: str
+    source: DraftSource = DraftSource.MODEL
+    max_model_len: int | None = None
     draft_sample_method: DraftSampleMethod = "probabilistic"
-    source: DraftSource = field(default=DraftSource.MODEL, init=False)
+    parallel_drafting: bool = False
+    min_vocabulary_overlap: float = 0.1
+    tree: TreeShape | TreeTemplate | None = None
 
     def __post_init__(self) -> None:
+        check_choice("method", self.source, NETWORK_SOURCES)
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 1)
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
+        check_number("min_vocabulary_overlap", self.min_vocabulary_overlap, 0, 1)
+        if self.parallel_drafting and self.source not in PARALLEL_SOURCES:
+            raise ConfigError(
+                "parallel_drafting is for draft_model and eagle3; "
+                f"{self.source} makes all drafts in one pass anyway"
+                if self.source in (DraftSource.MEDUSA, DraftSource.MLP)
+                else f"parallel_drafting is for draft_model and eagle3, not for {self.source}"
+            )
+        if self.parallel_drafting and self.tree is not None:
+            raise ConfigError("parallel_drafting drafts chains: leave out the tree")
+
+    @property
+    def samples(self) -> bool:
+        """Whether drafts are drawn from the network's distribution, which is then kept."""
+        return self.draft_sample_method == "probabilistic"
 
 
-SourceConfig = NgramConfig | SuffixConfig | DraftModelConfig
+SourceConfig = NgramConfig | SuffixConfig | DraftNetworkConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,97 +128,59 @@ class SpeculationConfig:
         sources: draft sources in priority order; empty means plain decoding.
         num_speculative_tokens: most drafts of one request in one step.
         rejection_sample_method: rule for drafts that were sampled from a known distribution.
-            `drafter_invariant` makes the output a function of the seed alone.
+            `drafter_invariant` makes the output a function of the seed alone. `lossy_typical` is
+            Medusa's typical acceptance (arXiv 2401.10774): it changes what sampled requests say.
+        posterior_threshold, posterior_alpha: of `lossy_typical`: a draft is accepted where its
+            probability exceeds min(threshold, alpha * exp(-entropy)).
         disable_by_batch_size: no drafts while more than this many requests run; None: never.
     """
 
     sources: tuple[SourceConfig, ...] = ()
     num_speculative_tokens: int = DEFAULT_NUM_DRAFTS
     rejection_sample_method: RejectionMethod = "block"
+    posterior_threshold: float = POSTERIOR_THRESHOLD
+    posterior_alpha: float = POSTERIOR_ALPHA
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+        for name in ("posterior_threshold", "posterior_alpha"):
+            check_number(name, getattr(self, name), 0, 1)
+        bounds = self.posterior_threshold, self.posterior_alpha
+        if self.is_lossless and bounds != (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA):
+            raise ConfigError(
+                "posterior_threshold and posterior_alpha have a meaning for "
+                "rejection_sample_method='lossy_typical' only"
+            )
         if self.disable_by_batch_size is not None:
             check_whole("disable_by_batch_size", self.disable_by_batch_size, 1)
+        if twice := [source for source in self.methods if self.methods.count(source) > 1]:
+            raise ConfigError(f"sources names {twice[0]} twice")
+        networks = [source.source for source in self.sources if _is_network(source)]
+        if len(networks) > 1:
+            raise ConfigError(
+                f"one network drafts beside any sources of the host, not {' and '.join(networks)}"
+            )
+        tree = self.network.tree if self.network is not None else None
+        if tree is not None and tree.num_rows != self.num_speculative_tokens:
+            raise ConfigError(
+                f"the tree has {tree.num_rows} rows, but num_speculative_tokens is "
+                f"{self.num_speculative_tokens}: leave one of them out"
+            )
 
     @property
-    def draft_model(self) -> DraftModelConfig | None:
-        return next((s for s in self.sources if isinstance(s, DraftModelConfig)), None)
+    def network(self) -> DraftNetworkConfig | None:
+        return next((s for s in self.sources if isinstance(s, DraftNetworkConfig)), None)
+
+    @property
+    def is_lossless(self) -> bool:
+        return self.rejection_sample_method != "lossy_typical"
 
     @property
     def methods(self) -> tuple[DraftSource, ...]:
         return tuple(source.source for source in self.sources)
 
 
-_NGRAM_KEYS = ("prompt_lookup_min", "prompt_lookup_max")
-_SUFFIX_KEYS = (
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-)
-_MODEL_KEYS = ("model", "max_model_len", "draft_sample_method")
-_COMMON_KEYS = ("num_speculative_tokens", "rejection_sample_method", "disable_by_batch_size")
-_KEYS_OF_METHOD = {
-    "ngram": _NGRAM_KEYS,
-    "suffix": _SUFFIX_KEYS,
-    "draft_model": _MODEL_KEYS,
-    "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS),
-}
-
-
-def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationConfig:
-    """The configuration that vLLM-style JSON describes; None means no speculation.
-
-    Raises:
-        ConfigError: an unknown key (with the closest known one), one that the method does not
-            use, or a value out of range.
-    """
-    if values is None:
-        return SpeculationConfig()
-    known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"]}
-    given: dict[str, Any] = {}
-    for written, value in values.items():
-        key = written.replace("-", "_")
-        if key not in known:
-            raise ConfigError(f"unknown speculative_config key {key!r}: {did_you_mean(key, known)}")
-        if value is not None:  # null stands for the default
-            given[key] = value
-    method = given.pop("method", "draft_model" if "model" in given else None)
-    if method is None:
-        raise ConfigError(f"speculative_config needs a method, one of {', '.join(METHODS)}")
-    check_choice("method", method, METHODS)
-    for key in given:
-        if key not in _COMMON_KEYS and key not in _KEYS_OF_METHOD[method]:
-            raise ConfigError(
-                f"speculative_config key {key!r} has no meaning for method {method!r}"
-            )
-    sources = _sources(method, given)
-    common = _chosen(given, _COMMON_KEYS)
-    if isinstance(sources[0], SuffixConfig) and len(sources) == 1:
-        depth = sources[0].suffix_decoding_max_tree_depth
-        common.setdefault("num_speculative_tokens", min(depth, MAX_DRAFTS))
-    return SpeculationConfig(sources=sources, **common)
-
-
-def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
-    sources: list[SourceConfig] = []
-    if method in ("suffix", "combined"):
-        sources.append(SuffixConfig(**_chosen(given, _SUFFIX_KEYS)))
-    if method in ("ngram", "combined"):
-        bounds = _chosen(given, _NGRAM_KEYS)
-        if len(bounds) == 1:  # as in vLLM, one bound alone stands for both
-            [bound] = bounds.values()
-            bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
-        sources.append(NgramConfig(**bounds))
-    if method == "draft_model" and "model" not in given:
-        raise ConfigError("speculative_config of method 'draft_model' needs a model")
-    if "model" in given:
-        sources.append(DraftModelConfig(**_chosen(given, _MODEL_KEYS)))
-    return tuple(sources)
-
-
-def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: given[key] for key in keys if key in given}
+def _is_network(source: SourceConfig) -> bool:
+    return isinstance(source, DraftNetworkConfig)

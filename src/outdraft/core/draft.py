@@ -19,6 +19,10 @@ class DraftSource(StrEnum):
     SUFFIX = "suffix"
     NGRAM = "ngram"
     MODEL = "draft_model"
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
+    MLP = "mlp_speculator"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """What a request gives back, with vLLM's names, and how every token came about."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
@@ -17,6 +18,10 @@ class TokenOrigin(StrEnum):
     SUFFIX = "suffix"
     NGRAM = "ngram"
     MODEL = "draft_model"
+    EAGLE = "eagle"
+    EAGLE3 = "eagle3"
+    MEDUSA = "medusa"
+    MLP = "mlp_speculator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +38,14 @@ class DraftTrace:
     """One step of a sequence: what was drafted, and what became of it.
 
     Attributes:
-        source: of the draft; None: nothing was drafted.
+        sources: of each drafted token; empty: nothing was drafted.
         drafted_ids: in the order of the draft's rows.
         parents: as in core.draft.Draft.
         accepted_rows: rows of the draft, from the root down.
         num_emitted: tokens of the output that the step brought.
     """
 
-    source: str | None
+    sources: tuple[str, ...]
     drafted_ids: tuple[int, ...]
     parents: tuple[int, ...]
     accepted_rows: tuple[int, ...]
@@ -78,18 +83,22 @@ class SpeculationMetrics:
     """
 
     num_spec_tokens: int  # most drafts a step, as configured
+    lossless: bool = True  # False: the engine was told to accept what is plausible
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
-    per_step_source: list[str] = field(default_factory=list)
+    per_step_drafted_by_source: list[Mapping[str, int]] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
-    def record(self, drafted: int, accepted: int, source: str) -> None:
-        self.per_step_drafted.append(drafted)
-        self.per_step_accepted.append(accepted)
-        self.per_step_source.append(source)
-        self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + drafted
-        self.accepted_by_source[source] = self.accepted_by_source.get(source, 0) + accepted
+    def record(self, drafted: Mapping[str, int], accepted: Mapping[str, int]) -> None:
+        """A step verified drafts: tokens by source; nothing may be accepted of a source."""
+        self.per_step_drafted.append(sum(drafted.values()))
+        self.per_step_accepted.append(sum(accepted.values()))
+        self.per_step_drafted_by_source.append(drafted)
+        for source, number in drafted.items():
+            self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + number
+            total = self.accepted_by_source.get(source, 0) + accepted.get(source, 0)
+            self.accepted_by_source[source] = total
 
     def snapshot(self) -> "SpeculationMetrics":
         """A copy that does not grow."""
@@ -97,7 +106,7 @@ class SpeculationMetrics:
             self,
             per_step_drafted=self.per_step_drafted.copy(),
             per_step_accepted=self.per_step_accepted.copy(),
-            per_step_source=self.per_step_source.copy(),
+            per_step_drafted_by_source=self.per_step_drafted_by_source.copy(),
             drafted_by_source=self.drafted_by_source.copy(),
             accepted_by_source=self.accepted_by_source.copy(),
         )

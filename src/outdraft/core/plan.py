@@ -13,16 +13,63 @@ NO_DRAFT = Draft()
 
 
 @dataclass(frozen=True, slots=True)
+class ModelDrafting:
+    """What the engine must know of how a network drafts.
+
+    Attributes:
+        source: whom its drafts are counted for.
+        is_tree: it chooses itself which row continues which; else it drafts a chain.
+        max_kept: how far behind the text's end, along the accepted drafts, the network's own cache
+            is good after the step. None: all drafts but the last (a language model's chain);
+            0: the text (heads, or mask tokens behind it); -1: not even its newest token, which
+            is read together with a state that the target has yet to compute (EAGLE).
+    """
+
+    source: DraftSource = DraftSource.MODEL
+    is_tree: bool = False
+    max_kept: int | None = None
+
+
+MODEL_CHAIN = ModelDrafting()
+
+
+@dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """How one request speculates in this step: a draft from the host, or a number of drafts that
-    the draft model makes on the device at the start of the step."""
+    """How one request speculates in this step.
+
+    A draft from the host, a number of drafts that a network makes on the device at the start of
+    the step, or both: then the network goes on behind the host's draft, which is a chain.
+
+    Attributes:
+        source: who drafts first.
+        model: how the network drafts.
+    """
 
     source: DraftSource
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
+    model: ModelDrafting = MODEL_CHAIN
+
+    def __post_init__(self) -> None:
+        if self.num_model_drafts and not self.draft.is_chain:
+            raise ValueError("a network can go on behind a chain only")
 
     def __len__(self) -> int:
-        return self.num_model_drafts or len(self.draft)
+        return len(self.draft) + self.num_model_drafts
+
+    @property
+    def is_device_tree(self) -> bool:
+        """The host does not know which row continues which."""
+        return self.num_model_drafts > 0 and self.model.is_tree
+
+    @property
+    def max_kept(self) -> int:
+        """How far the network's cache may reach behind the text's end, in accepted drafts."""
+        return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
+
+    def source_of(self, row: int) -> DraftSource:
+        """Who drafted a row."""
+        return self.source if row < len(self.draft) else self.model.source
 
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with fewer drafts, None if nothing is left."""
@@ -31,7 +78,8 @@ class DraftChoice:
         return DraftChoice(
             self.source,
             self.draft.truncated(num_tokens),
-            min(self.num_model_drafts, num_tokens),
+            min(self.num_model_drafts, max(0, num_tokens - len(self.draft))),
+            self.model,
         )
 
 
@@ -94,6 +142,7 @@ class WorkResult:
             work did not sample.
         accepted_rows: the rows of the draft that were accepted, from the root down.
         drafted_ids: the draft as it was verified.
+        drafted_parents: its shape, as in Draft.
         logprobs: one entry per emitted token, if the request asked.
         prompt_logprobs: one entry per prompt position computed now whose next token is known.
     """
@@ -101,6 +150,7 @@ class WorkResult:
     token_ids: tuple[int, ...] = ()
     accepted_rows: tuple[int, ...] = ()
     drafted_ids: tuple[int, ...] = ()
+    drafted_parents: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 

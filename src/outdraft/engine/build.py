@@ -1,28 +1,21 @@
 """From a configuration to an engine that is ready to step."""
 
-import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-from tokenizers import Tokenizer
-
-from outdraft.attention.base import AttentionBackend
-from outdraft.attention.cpu import CPU_DTYPES
 from outdraft.attention.reference import ReferenceAttention
-from outdraft.attention.select import attention_backend
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import (
-    DraftModelConfig,
+    DraftNetworkConfig,
     NgramConfig,
     SourceConfig,
+    SpeculationConfig,
     SuffixConfig,
 )
 from outdraft.core.errors import ConfigError
+from outdraft.engine.drafters import LoadedDrafter, cache_bytes
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.loading import LoadedModels, check_shared, load_models
 from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.engine.proposers import device_proposer
 from outdraft.engine.step_memory import (
     StepMemory,
     StepShape,
@@ -31,64 +24,20 @@ from outdraft.engine.step_memory import (
     sampling_bytes,
     text_bytes,
 )
-from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import KVCache
-from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
-from outdraft.spec.draft_model import DraftModelProposer
+from outdraft.spec.device_proposer import DeviceProposer
 from outdraft.spec.draft_policy import DrafterLimits, DraftPolicy, most_draft_rows
 from outdraft.spec.ngram import NgramProposer
 from outdraft.spec.proposer import HostProposer
 from outdraft.spec.rejection_sampler import Verifier
 from outdraft.spec.suffix import SuffixProposer
-
-_logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModels:
-    """Weights and tokenizer; engines whose configurations name the same models can share them."""
-
-    config: EngineConfig
-    target: CausalLM
-    drafter: CausalLM | None
-    tokenizer: Tokenizer | None
-    path: Path
-    device: torch.device
-    attention: AttentionBackend
-
-
-def load_models(config: EngineConfig) -> LoadedModels:
-    """Load what the configuration names.
-
-    Raises:
-        ConfigError: a model is missing, unknown or damaged, or the drafter has another vocabulary.
-    """
-    device = choose_device(config.device)
-    attention = attention_backend(config.attention, device)
-    path = resolve_model_path(config.model)
-    target = _load(path, config.dtype, device, attention)
-    if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
-        raise ConfigError(
-            f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"
-        )
-    drafter = None
-    if (drafting := config.speculation.draft_model) is not None:
-        drafter_path = resolve_model_path(drafting.model)
-        drafter = _load(drafter_path, config.dtype, device, attention)
-        check_vocabularies(path, target, drafter_path, drafter)
-    tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
-    tokenizer = load_tokenizer(tokenizer_path)
-    if config.tokenizer and tokenizer is None:
-        raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
-    return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
+from outdraft.spec.verify import TypicalAcceptance
 
 
 def build_engine(
@@ -96,29 +45,22 @@ def build_engine(
 ) -> tuple[Engine, MemoryPlan]:
     """An engine that has all its memory, and the account of it."""
     models = models or load_models(config)
-    target, drafter = models.target, models.drafter
     speculation = config.speculation
-    _check_shared(config, models.config)
-    if speculation.draft_model is None:
-        drafter = None
+    check_shared(config, models.config)
+    target, drafter = models.target, models.drafter if speculation.network else None
     max_model_len = _max_model_len(config.max_model_len, target)
+    _check_num_drafts(speculation, drafter)
     memory = _plan_memory(config, models, drafter, max_model_len)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device)
-    cache = _cache(target, memory, models.device)
     proposer = None
-    if drafter is not None and speculation.draft_model is not None:
-        proposer = DraftModelProposer(
-            drafter,
-            _cache(drafter, memory, models.device),
-            config.scheduler.max_num_batched_tokens,
-            samples=speculation.draft_model.draft_sample_method == "probabilistic",
-            shares_noise=speculation.rejection_sample_method == "drafter_invariant",
-        )
-    runner = ModelRunner(
-        target, cache, state, Verifier(speculation.rejection_sample_method), proposer
-    )
+    if drafter is not None:
+        proposer = device_proposer(config, drafter, memory, models.device)
     scheduler = Scheduler(
-        config.scheduler, config.cache, BlockPool(memory.num_blocks), max_model_len
+        config.scheduler,
+        config.cache,
+        BlockPool(memory.num_blocks),
+        max_model_len,
+        drafter_reads_ahead=drafter is not None and drafter.feature_size > 0,
     )
     inputs = InputProcessor(
         models.tokenizer,
@@ -130,78 +72,12 @@ def build_engine(
     policy = DraftPolicy(
         speculation,
         _host_proposers(speculation.sources),
-        _drafter_limits(speculation.draft_model, target, drafter),
+        _drafter_limits(speculation.network, target, drafter, proposer),
         config.scheduler.max_num_seqs,
     )
+    verifier = _verifier(speculation)
+    runner = ModelRunner(target, _cache(target, memory), state, verifier, proposer)
     return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto": a GPU if there is one."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU")
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device must be auto, cpu or cuda[:N], got {name!r}") from error
-
-
-def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype of that name; "auto" as EngineConfig documents it."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type == "cuda":
-        return getattr(torch, checkpoint_dtype)
-    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
-
-
-def check_vocabularies(
-    target_path: Path, target: CausalLM, drafter_path: Path, drafter: CausalLM
-) -> None:
-    """Raise ConfigError unless the drafter's ids mean what the target's mean.
-
-    Where one of them has no tokenizer, only the sizes can be compared: then it warns.
-    """
-    sizes = target.config.vocab_size, drafter.config.vocab_size
-    texts = load_tokenizer(target_path), load_tokenizer(drafter_path)
-    same = sizes[0] == sizes[1]
-    if same and texts[0] is not None and texts[1] is not None:
-        same = texts[0].get_vocab() == texts[1].get_vocab()
-    elif same:
-        without = target_path if texts[0] is None else drafter_path
-        _logger.warning(
-            "%s has no tokenizer.json: of the vocabularies of target and draft model only the "
-            "sizes were compared (%d ids). If the ids of %s mean other tokens, hardly any draft "
-            "will be accepted.",
-            without,
-            sizes[0],
-            drafter_path,
-        )
-    if not same:
-        raise ConfigError(
-            f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
-            f"target {target_path} ({sizes[0]:,} ids): choose a drafter with the same tokenizer"
-        )
-
-
-def _check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
-    """Raise ConfigError if the configuration asks for other models than those that were loaded."""
-    for name in ("model", "tokenizer", "dtype", "device", "attention"):
-        if getattr(config, name) != getattr(loaded, name):
-            raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the models were loaded with "
-                f"{getattr(loaded, name)!r}"
-            )
-    drafter, other = config.speculation.draft_model, loaded.speculation.draft_model
-    if drafter is not None and (other is None or other.model != drafter.model):
-        raise ConfigError(f"the draft model {drafter.model!r} was not loaded")
-
-
-def _load(path: Path, dtype: str, device: torch.device, attention: AttentionBackend) -> CausalLM:
-    own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
-    return load_model(path, choose_dtype(dtype, own_dtype, device), device, attention)
 
 
 def _max_model_len(asked: int | None, target: CausalLM) -> int:
@@ -213,47 +89,66 @@ def _max_model_len(asked: int | None, target: CausalLM) -> int:
     return asked or limit
 
 
+def _verifier(config: SpeculationConfig) -> Verifier:
+    if config.is_lossless:
+        return Verifier(config.rejection_sample_method)
+    bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
+    return Verifier(config.rejection_sample_method, bounds)
+
+
+def _check_num_drafts(config: SpeculationConfig, drafter: LoadedDrafter | None) -> None:
+    """Heads draft so far and no further."""
+    network, most = config.network, drafter.max_drafts if drafter is not None else None
+    if network is None or most is None:
+        return
+    depth = network.tree.depth if network.tree is not None else config.num_speculative_tokens
+    if depth > most and len(config.sources) == 1:
+        raise ConfigError(
+            f"{network.source} {network.model!r} has {most} heads, so it drafts no further than "
+            f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
+        )
+
+
 def _drafter_limits(
-    config: DraftModelConfig | None, target: CausalLM, drafter: CausalLM | None
+    config: DraftNetworkConfig | None,
+    target: CausalLM,
+    drafter: LoadedDrafter | None,
+    proposer: DeviceProposer | None,
 ) -> DrafterLimits | None:
-    if config is None or drafter is None:
+    if config is None or drafter is None or proposer is None:
         return None
-    longest = drafter.config.max_model_len
+    longest = drafter.layers.max_model_len if drafter.layers else target.config.max_model_len
     return DrafterLimits(
-        min(config.max_model_len or longest, longest), drafter.weight_bytes / target.weight_bytes
+        min(config.max_model_len or longest, longest),
+        drafter.weight_bytes / target.weight_bytes,
+        proposer.drafting,
+        max_passes=proposer.max_passes,
+        max_drafts=proposer.max_drafts,
     )
 
 
-def _cache(model: CausalLM, memory: MemoryPlan, device: torch.device) -> KVCache:
-    config = model.config
+def _cache(target: CausalLM, memory: MemoryPlan) -> KVCache:
+    config = target.config
     return KVCache(
         config.num_layers,
         memory.num_blocks,
         memory.block_size,
         config.num_kv_heads,
         config.head_size,
-        model.dtype,
-        device,
+        target.dtype,
+        target.device,
     )
 
 
 def _plan_memory(
-    config: EngineConfig, models: LoadedModels, drafter: CausalLM | None, max_model_len: int
+    config: EngineConfig, models: LoadedModels, drafter: LoadedDrafter | None, max_model_len: int
 ) -> MemoryPlan:
     """Before anything but the weights is allocated: what is free then is what there is."""
     target, size = models.target, config.cache.block_size
-    used = [model for model in (target, drafter) if model is not None]
-    block_bytes = sum(
-        KVCache.bytes_per_block(
-            model.config.num_layers,
-            size,
-            model.config.num_kv_heads,
-            model.config.head_size,
-            model.dtype,
-        )
-        for model in used
-    )
-    step = _step_memory(config, models, used, max_model_len)
+    block_bytes = cache_bytes(target.config, size, target.dtype)
+    if drafter is not None:
+        block_bytes += drafter.bytes_per_block(size)
+    step = _step_memory(config, models, drafter, max_model_len)
     count = num_blocks(
         config.cache,
         block_bytes=block_bytes,
@@ -266,17 +161,19 @@ def _plan_memory(
 
 
 def _step_memory(
-    config: EngineConfig, models: LoadedModels, used: Sequence[CausalLM], max_model_len: int
+    config: EngineConfig, models: LoadedModels, drafter: LoadedDrafter | None, max_model_len: int
 ) -> StepMemory:
-    """`used`: the target, and the drafter if this engine has one."""
-    speculation, vocab_size = config.speculation, models.target.config.vocab_size
-    drafting = speculation.draft_model
+    target, speculation = models.target, config.speculation
+    vocab_size, network = target.config.vocab_size, speculation.network
+    layers = [target.config]
+    if drafter is not None and drafter.layers is not None:
+        layers.append(drafter.layers)
     shape = StepShape(
         config.scheduler,
         max_model_len,
         num_draft_rows=most_draft_rows(speculation, config.scheduler.max_num_seqs),
-        samples_drafts=drafting is not None and drafting.draft_sample_method == "probabilistic",
-        dtype=models.target.dtype,
+        samples_drafts=network is not None and network.samples,
+        dtype=target.dtype,
         device=models.device,
     )
     attention = 0
@@ -286,15 +183,15 @@ def _step_memory(
                 config.scheduler.max_num_seqs,
                 shape.num_rows,
                 max_model_len,
-                model.config.num_heads,
-                (model.config.num_kv_heads, model.config.head_size),
-                model.dtype,
+                each.num_heads,
+                (each.num_kv_heads, each.head_size),
+                target.dtype,
             )
-            for model in used
+            for each in layers
         )
     return StepMemory(
         texts=text_bytes(shape),
-        activations=activation_bytes(shape, [model.config for model in used]),
+        activations=activation_bytes(shape, layers),
         attention=attention,
         sampling=sampling_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),

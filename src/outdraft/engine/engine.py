@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import RequestOutput, SpeculationMetrics
 from outdraft.core.plan import StepStats
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
@@ -120,7 +120,9 @@ class Engine:
             encoded.token_ids.tolist(),
             self.inputs.tokenizer if params.detokenize else None,
             detokenizers,
-            self.drafting.most_drafts(requests[0]),
+            SpeculationMetrics(
+                self.drafting.most_drafts(requests[0]), lossless=self.drafting.config.is_lossless
+            ),
         )
         for index, request in enumerate(requests):
             self.scheduler.add(request)

@@ -11,10 +11,11 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.build import LoadedModels, build_engine, load_models
+from outdraft.engine.build import build_engine
 from outdraft.engine.chat import ChatTemplate, Message
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 
 Prompt = str | Sequence[int]

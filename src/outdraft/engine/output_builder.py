@@ -1,6 +1,8 @@
 """Builds a caller's RequestOutput from the sequences that the scheduler runs for it."""
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 
 from tokenizers import Tokenizer
 
@@ -28,7 +30,7 @@ class OutputBuilder:
         prompt_ids: list[int],
         tokenizer: Tokenizer | None,
         detokenizers: list[Detokenizer | None],
-        num_spec_tokens: int,
+        speculation: SpeculationMetrics,
     ) -> None:
         self._tokenizer = tokenizer
         self._detokenizers = detokenizers
@@ -39,7 +41,7 @@ class OutputBuilder:
             prompt_ids,
             [CompletionOutput(index) for index in range(len(detokenizers))],
             finished=False,
-            metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(num_spec_tokens)),
+            metrics=RequestMetrics(time.monotonic(), speculation),
         )
 
     def start(self, request: Request) -> None:
@@ -69,10 +71,9 @@ class OutputBuilder:
         completion.token_ids.extend(added)
         completion.origins.extend(_origins(outcome, drafts)[: len(added)])
         if drafts is not None:
+            kept = outcome.accepted_rows[: len(added)]  # the text may end inside a draft
             metrics.speculative_decoding.record(
-                len(outcome.drafted_ids),
-                min(len(outcome.accepted_rows), len(added)),  # the text may end inside a draft
-                drafts.source,
+                _by_source(drafts, range(len(outcome.drafted_ids))), _by_source(drafts, kept)
             )
         if request.params.speculation.trace:
             completion.trace = completion.trace or []
@@ -137,23 +138,23 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> list[TokenOrigi
     """How each emitted token came, accepted drafts first."""
     if drafts is None:
         return [TokenOrigin.PLAIN]
-    accepted = [TokenOrigin(str(drafts.source))] * len(outcome.accepted_rows)
-    is_leaf = not outcome.accepted_rows or _is_leaf(outcome.accepted_rows[-1], drafts)
-    rejected = not outcome.accepted_rows or not is_leaf
-    return [*accepted, TokenOrigin.RECOVERED if rejected else TokenOrigin.BONUS]
+    accepted = [TokenOrigin(str(drafts.source_of(row))) for row in outcome.accepted_rows]
+    # Row 0 of the parents is the root, so a drafted row has its place plus one there.
+    is_whole = bool(accepted) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
+    return [*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED]
+
+
+def _by_source(drafts: DraftChoice, rows: Iterable[int]) -> dict[str, int]:
+    return dict(Counter(str(drafts.source_of(row)) for row in rows))
 
 
 def _trace(outcome: WorkResult, drafts: DraftChoice | None, num_emitted: int) -> DraftTrace:
     if drafts is None:
-        return DraftTrace(None, (), (), (), num_emitted)
-    parents = drafts.draft.parents or tuple(range(len(outcome.drafted_ids)))
+        return DraftTrace((), (), (), (), num_emitted)
     return DraftTrace(
-        str(drafts.source), outcome.drafted_ids, parents, outcome.accepted_rows, num_emitted
+        tuple(str(drafts.source_of(row)) for row in range(len(outcome.drafted_ids))),
+        outcome.drafted_ids,
+        outcome.drafted_parents,
+        outcome.accepted_rows,
+        num_emitted,
     )
-
-
-def _is_leaf(row: int, drafts: DraftChoice) -> bool:
-    """Whether nothing was drafted behind a drafted row."""
-    if drafts.num_model_drafts:
-        return row == drafts.num_model_drafts - 1
-    return row + 1 not in drafts.draft.parents

@@ -22,8 +22,8 @@ def step_stats(
     accepted_at: Counter[int] = Counter()
     for work, outcome, _ in booked:
         if work.drafts is not None:
-            drafted[work.drafts.source] += len(outcome.drafted_ids)
-            accepted[work.drafts.source] += len(outcome.accepted_rows)
+            drafted.update(work.drafts.source_of(row) for row in range(len(outcome.drafted_ids)))
+            accepted.update(work.drafts.source_of(row) for row in outcome.accepted_rows)
             accepted_at.update(range(len(outcome.accepted_rows)))
     return StepStats(
         num_requests=len(plan.works),
@@ -35,7 +35,7 @@ def step_stats(
         num_accepted_tokens=sum(accepted.values()),
         accepted_at=tuple(accepted_at[depth] for depth in range(len(accepted_at))),
         drafted_by_source=dict(drafted),
-        accepted_by_source=dict(accepted),
+        accepted_by_source={source: accepted[source] for source in drafted},
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),

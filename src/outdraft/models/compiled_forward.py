@@ -3,7 +3,7 @@
 What CUDA graphs are for a GPU: the same work without the calls. For float32 models whose weights
 are packed as bfloat16; the layers of models/llama.py are its slow twin.
 
-Dimension key: T rows, D hidden, L layers, F fields of a layer.
+Dimension key: T rows, D hidden, L layers, F fields of a layer, K tapped layers.
 """
 
 from collections.abc import Sequence
@@ -53,13 +53,19 @@ class CompiledForward:
         self._bound: dict[tuple[int, ...], _Bound] = {}  # by the caches' addresses
 
     def __call__(
-        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
-    ) -> Tensor:
-        """[T, D] float32: hidden states behind the final norm."""
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
+        """As `CausalLM.forward_tapped`, all float32."""
         bound, rows = self._bind(caches), _rows(token_ids_T, metadata)
         hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
-        kernels.forward(bound.shape, rows, bound.layers_LF, hidden_TD)
-        return torch.from_numpy(hidden_TD)
+        tapped_KTD = np.empty((len(taps), *hidden_TD.shape), dtype=np.float32)
+        taps_K = np.array(taps, dtype=np.int64)
+        kernels.forward(bound.shape, rows, bound.layers_LF, taps_K, tapped_KTD, hidden_TD)
+        return torch.from_numpy(hidden_TD), torch.from_numpy(tapped_KTD)
 
     def best_tokens(self, hidden_RD: Tensor, head: Linear) -> Tensor:
         """int64 [R]: the best token behind each hidden state."""

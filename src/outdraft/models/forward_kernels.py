@@ -10,7 +10,7 @@ NOTE: numba's cache looks at this file only: after a change to a kernel that is 
 this file too.
 
 Dimension key: T rows, D hidden, H heads, G kv heads, C head size, I intermediate, E = (H + 2 G) C,
-L layers, F fields of a layer, M positions.
+L layers, F fields of a layer, M positions, K tapped layers.
 """
 
 from typing import NamedTuple
@@ -86,8 +86,11 @@ def _longs(address, size):
 
 
 @njit(nogil=True, cache=True)
-def forward(shape, rows, layers_LF, out_TD):
-    """out = the hidden states behind the final norm; keys and values go to the caches."""
+def forward(shape, rows, layers_LF, taps_K, tapped_KTD, out_TD):
+    """out = the hidden states behind the final norm; keys and values go to the caches.
+
+    tapped[k] = the residual stream behind the first taps[k] layers.
+    """
     num_rows, hidden = rows.num_rows, shape.hidden
     heads, kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
     residual_TD = np.empty((num_rows, hidden), np.float32)
@@ -103,6 +106,7 @@ def forward(shape, rows, layers_LF, out_TD):
     gate_up_T2I = np.empty((num_rows, 2 * shape.intermediate), np.float32)
     gated_TI = np.empty((num_rows, shape.intermediate), np.float32)
     num_layers = layers_LF.shape[0]
+    _tap(0, residual_TD, taps_K, tapped_KTD)
     rms_norm(residual_TD, _vector(layers_LF[0, INPUT_NORM], hidden), shape.eps, x_TD)
     for index in range(num_layers):
         layer = layers_LF[index]
@@ -123,6 +127,14 @@ def forward(shape, rows, layers_LF, out_TD):
         next_norm = shape.final_norm if is_last else layers_LF[index + 1, INPUT_NORM]
         target_TD = out_TD if is_last else x_TD
         add_rms_norm(y_TD, residual_TD, _vector(next_norm, hidden), shape.eps, target_TD)
+        _tap(index + 1, residual_TD, taps_K, tapped_KTD)
+
+
+@njit
+def _tap(num_layers, residual_TD, taps_K, tapped_KTD):
+    for k in range(len(taps_K)):
+        if taps_K[k] == num_layers:
+            tapped_KTD[k] = residual_TD
 
 
 @njit(nogil=True, cache=True)
@@ -133,6 +145,7 @@ def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
     """
     num_rows = ids_KB.shape[1]
     hidden_BD = np.empty((num_rows, shape.hidden), np.float32)
+    no_taps_K, nothing_KTD = np.empty(0, np.int64), np.empty((0, 0, 0), np.float32)
     for k in range(1, ids_KB.shape[0]):
         fields = rows_KF[k - 1]
         rows = Rows(
@@ -148,7 +161,7 @@ def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
             fields[9],
             fields[10],
         )
-        forward(shape, rows, layers_LF, hidden_BD)
+        forward(shape, rows, layers_LF, no_taps_K, nothing_KTD, hidden_BD)
         best_tokens(shape.team, head, vocab_size, hidden_BD, ids_KB[k])
 
 

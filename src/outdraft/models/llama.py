@@ -4,7 +4,7 @@ One file for four families: ModelConfig says which biases, query-key norms and w
 A layer is four products, two attention calls and four fused pointwise calls.
 
 Dimension key: T rows, R rows that need logits, D hidden, H heads, G kv heads, C head size,
-I intermediate, V vocabulary, E = (H + 2 G) * C.
+I intermediate, V vocabulary, E = (H + 2 G) * C, K tapped layers.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,9 @@ class SelfAttention(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        input_size: int | None = None,
     ) -> None:
+        """`input_size`: of the rows, where it is not the hidden size."""
         super().__init__()
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.scale = config.head_size**-0.5
@@ -49,7 +51,7 @@ class SelfAttention(nn.Module):
         q_size = config.num_heads * config.head_size
         kv_size = config.num_kv_heads * config.head_size
         self.qkv_proj = Linear(
-            config.hidden_size,
+            input_size or config.hidden_size,
             q_size + 2 * kv_size,
             bias=config.qkv_bias,
             dtype=dtype,
@@ -201,10 +203,21 @@ class CausalLM(nn.Module):
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
+        """The first part of `forward_tapped`."""
+        return self.forward_tapped(token_ids_T, positions_T, caches, metadata, ())[0]
+
+    def forward_tapped(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+    ) -> tuple[Tensor, Tensor]:
         """As `forward_by_layers`; a few rows on a CPU in one compiled call."""
         if self._compiled is not None and len(token_ids_T) <= MAX_ROWS:
-            return self._compiled(token_ids_T, caches, metadata)
-        return self.forward_by_layers(token_ids_T, positions_T, caches, metadata)
+            return self._compiled(token_ids_T, caches, metadata, taps)
+        return self.forward_by_layers(token_ids_T, positions_T, caches, metadata, taps)
 
     def forward_by_layers(
         self,
@@ -212,23 +225,34 @@ class CausalLM(nn.Module):
         positions_T: Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
-    ) -> Tensor:
-        """The hidden state of each row behind the final norm, [T, D] of the model's dtype.
+        taps: Sequence[int] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """What a pass computes, all of the model's dtype.
 
-        Writes the keys and values of the rows to the caches, one cache a layer.
+        The hidden state of each row behind the final norm, [T, D], and the residual stream behind
+        the first taps[k] layers, [K, T, D]. Writes the keys and values of the rows to the caches,
+        one cache a layer.
 
         Args:
             token_ids_T: int64.
             positions_T: int64, below max_model_len.
+            taps: each from 0 (the embedding) to the number of layers.
         """
         residual_TD = self.embed_tokens(token_ids_T)
+        tapped = {0: residual_TD.clone()} if 0 in taps else {}
         cos_sin_TC = self.rotary.at(positions_T)
         x_TD = self._layers[0].input_layernorm(residual_TD)
-        for layer, next_norm, cache in zip(self._layers, self._next_norms, caches, strict=True):
+        parts = zip(self._layers, self._next_norms, caches, strict=True)
+        for num_layers, (layer, next_norm, cache) in enumerate(parts, start=1):
             x_TD = layer.self_attn(x_TD, cos_sin_TC, cache, metadata)
             x_TD = layer.post_attention_layernorm.add(x_TD, residual_TD)
             x_TD = next_norm.add(layer.mlp(x_TD), residual_TD)
-        return x_TD
+            if num_layers in taps:
+                tapped[num_layers] = residual_TD.clone()  # the next layer adds to it in place
+        tapped_KTD = residual_TD.new_empty(0, *residual_TD.shape)
+        if taps:
+            tapped_KTD = torch.stack([tapped[tap] for tap in taps])
+        return x_TD, tapped_KTD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] of float32; of float64 for a float64 model."""

@@ -100,30 +100,46 @@ def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
     Raises:
         ConfigError: as load_model.
     """
-    slots = model.checkpoint_slots()
-    names_by_file = {file: _tensor_names(file, model.config) for file in files}
-    _check_names(slots, [name for names in names_by_file.values() for name in names])
+    names_by_file = {file: tensor_names(file) for file in files}
+    if model.config.tie_word_embeddings:  # some checkpoints store the tied head again
+        for names in names_by_file.values():
+            names.pop("lm_head.weight", None)
+    fill_slots(model.checkpoint_slots(), names_by_file)
+
+
+def fill_slots(
+    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
+) -> None:
+    """Copy tensors of some files to where they belong, after all names and shapes were compared.
+
+    Args:
+        slots: by name; every one must be filled, once.
+        names_by_file: the slot of each tensor, by its name in the file.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown, there twice, or of another shape.
+    """
+    _check_names(slots, [slot for names in names_by_file.values() for slot in names.values()])
     for file, names in names_by_file.items():
-        _check_shapes(file, names, slots)
+        _check_shapes(file, {name: slots[slot] for name, slot in names.items()})
     for file, names in names_by_file.items():
         with safe_open(file, framework="pt") as tensors:
-            for name in names:
-                slots[name].copy_(tensors.get_tensor(name))
+            for name, slot in names.items():
+                slots[slot].copy_(tensors.get_tensor(name))
 
 
-def _tensor_names(file: Path, config: ModelConfig) -> list[str]:
-    """The tensors to read: not the frequencies that old checkpoints keep, nor a tied head again."""
+def tensor_names(file: Path) -> dict[str, str]:
+    """The tensors of a file, each as its own slot, less the frequencies of old checkpoints.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     try:
         with safe_open(file, framework="pt") as tensors:
             names = [str(name) for name in tensors.keys()]  # noqa: SIM118  # not a mapping
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is damaged or cut short: {error}") from error
-    return [
-        name
-        for name in names
-        if not name.endswith("rotary_emb.inv_freq")
-        and not (config.tie_word_embeddings and name == "lm_head.weight")
-    ]
+    return {name: name for name in names if not name.endswith("rotary_emb.inv_freq")}
 
 
 def _check_names(slots: Mapping[str, Tensor], names: list[str]) -> None:
@@ -139,11 +155,11 @@ def _check_names(slots: Mapping[str, Tensor], names: list[str]) -> None:
         )
 
 
-def _check_shapes(file: Path, names: list[str], slots: Mapping[str, Tensor]) -> None:
+def _check_shapes(file: Path, slots: Mapping[str, Tensor]) -> None:
     with safe_open(file, framework="pt") as tensors:
-        for name in names:
+        for name, slot in slots.items():
             tensor = tensors.get_slice(name)
-            found, expected = list(tensor.get_shape()), list(slots[name].shape)
+            found, expected = list(tensor.get_shape()), list(slot.shape)
             if found != expected:
                 raise ConfigError(
                     f"tensor {name!r} has shape {found}, but config.json asks for {expected}"

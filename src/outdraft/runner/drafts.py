@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, Draft
-from outdraft.core.plan import NO_DRAFT, Work
+from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
 from outdraft.runner.device_state import state_row
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
@@ -26,60 +27,87 @@ def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
 
 
 def draft_ask(work: Work) -> DraftModelAsk:
-    assert work.drafts is not None
+    choice = _choice(work)
     return DraftModelAsk(
         state_row=state_row(work.request),
         num_tokens=work.request.num_tokens,
         num_computed=work.request.num_drafter_computed,
-        num_drafts=work.drafts.num_model_drafts,
+        num_drafts=choice.num_model_drafts,
         block_ids=work.block_ids,
+        continued=choice.draft.token_ids,
     )
 
 
-def with_model_drafts(drafts: DraftBatch, asked: Sequence[int], made: ModelDrafts) -> DraftBatch:
-    """`drafts` with the model's in the rows `asked`."""
-    if len(asked) == drafts.num_requests:
+def with_model_drafts(
+    drafts: DraftBatch, works: Sequence[Work], asked: Sequence[int], made: ModelDrafts
+) -> DraftBatch:
+    """`drafts` with the model's in the rows `asked`, behind what the host drafted there."""
+    starts = [len(_choice(works[row]).draft) for row in asked]
+    if len(asked) == drafts.num_requests and not any(starts):
         return _model_drafts(drafts, made)
-    (rows_M,) = to_device([np.array(asked)], drafts.device)
-    width = made.token_ids_BK.shape[1]
-    token_ids_BN = drafts.token_ids_BN.clone()
-    token_ids_BN[:, :width] = token_ids_BN[:, :width].index_copy(0, rows_M, made.token_ids_BK)
+    rows_M, starts_M = to_device([np.array(asked), np.array(starts)], drafts.device)
+    merged = replace(
+        drafts, token_ids_BN=_merged(drafts.token_ids_BN, rows_M, starts_M, made.token_ids_BK)
+    )
+    if made.parents_BK is not None:
+        parents_BN = _merged(drafts.parents_BN, rows_M, starts_M, made.parents_BK)
+        merged = replace(merged, parents_BN=parents_BN, is_chain=False, sampled_trees=True)
     if made.probs_BKV is None:
-        return replace(drafts, token_ids_BN=token_ids_BN)
-    assert made.is_sampled_B is not None, "probabilities without a mark of who was sampled"
-    shape = (drafts.num_requests, drafts.width, made.probs_BKV.shape[-1])
-    probs_BNV = made.probs_BKV.new_zeros(shape)
-    probs_BNV[:, :width] = probs_BNV[:, :width].index_copy(0, rows_M, made.probs_BKV)
+        return merged
+    assert made.is_sampled_BK is not None, "probabilities without a mark of who was sampled"
+    nothing_BNV = made.probs_BKV.new_zeros(
+        (drafts.num_requests, drafts.width, made.probs_BKV.shape[-1])
+    )
     return replace(
-        drafts,
-        token_ids_BN=token_ids_BN,
-        probs_BNV=probs_BNV,
-        is_sampled_B=drafts.is_sampled_B.index_copy(0, rows_M, made.is_sampled_B),
+        merged,
+        probs_BNV=_merged(nothing_BNV, rows_M, starts_M, made.probs_BKV),
+        is_sampled_BN=_merged(drafts.is_sampled_BN, rows_M, starts_M, made.is_sampled_BK),
         any_sampled=True,
     )
 
 
 def _model_drafts(drafts: DraftBatch, made: ModelDrafts) -> DraftBatch:
     """`drafts` where all of them are the model's."""
+    merged = replace(drafts, token_ids_BN=made.token_ids_BK)
+    if made.parents_BK is not None:
+        merged = replace(merged, parents_BN=made.parents_BK, is_chain=False, sampled_trees=True)
     if made.probs_BKV is None:
-        return replace(drafts, token_ids_BN=made.token_ids_BK)
-    assert made.is_sampled_B is not None, "probabilities without a mark of who was sampled"
+        return merged
+    assert made.is_sampled_BK is not None, "probabilities without a mark of who was sampled"
     return replace(
-        drafts,
-        token_ids_BN=made.token_ids_BK,
+        merged,
         probs_BNV=made.probs_BKV,
-        is_sampled_B=made.is_sampled_B,
+        is_sampled_BN=made.is_sampled_BK,
         any_sampled=True,
         all_sampled=made.all_sampled,
     )
 
 
+def _merged(whole_BN: Tensor, rows_M: Tensor, starts_M: Tensor, made_MK: Tensor) -> Tensor:
+    """A copy of `whole_BN` with `made_MK` in the rows `rows_M`, from the columns `starts_M` on."""
+    width, num_made = whole_BN.shape[1], made_MK.shape[1]
+    # Surplus drafts of who wanted fewer may stand past the end: there is room, which is cut off.
+    room = whole_BN.new_zeros((whole_BN.shape[0], num_made, *whole_BN.shape[2:]))
+    result_BN = torch.cat([whole_BN, room], dim=1)
+    columns_MK = starts_M[:, None] + torch.arange(num_made, device=whole_BN.device)
+    result_BN[rows_M[:, None], columns_MK] = made_MK
+    return result_BN[:, :width]
+
+
+def _choice(work: Work) -> DraftChoice:
+    assert work.drafts is not None
+    return work.drafts
+
+
 def _draft_or_place(work: Work) -> Draft:
     if work.drafts is None:
         return NO_DRAFT
-    if work.drafts.num_model_drafts:
-        return _place(work.drafts.num_model_drafts)
-    return work.drafts.draft
+    number = work.drafts.num_model_drafts
+    if number == 0:
+        return work.drafts.draft
+    if len(work.drafts.draft) == 0:
+        return _place(number)
+    return Draft.chain([*work.drafts.draft.token_ids, *[0] * number])
 
 
 @functools.lru_cache(maxsize=MAX_DRAFTS)

@@ -22,34 +22,34 @@ from outdraft.spec.draft_batch import DraftBatch
 
 @dataclass(frozen=True, slots=True)
 class DraftedCopy:
-    """Drafted ids on their way to the host.
+    """Drafts on their way to the host.
 
     Attributes:
-        token_ids_BN: int64, on the host, not to be read before `arrived`.
+        drafts_2BN: int64, ids and parents, on the host, not to be read before `arrived`.
     """
 
-    token_ids_BN: Tensor
+    drafts_2BN: Tensor
     arrived: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """int64 [B, N]."""
+        """int64 [2, B, N]."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        return self.token_ids_BN.numpy()
+        return self.drafts_2BN.numpy()
 
 
 def copy_of_drafted(works: Sequence[Work], drafts: DraftBatch) -> DraftedCopy | None:
     """Start to copy what the model drafted, if a grammar must know it; waits for nothing."""
     if not any(_is_of_model(work) and work.request.grammar is not None for work in works):
         return None
+    drafts_2BN = torch.stack([drafts.token_ids_BN, drafts.parents_BN])
     if drafts.device.type != "cuda":
-        return DraftedCopy(drafts.token_ids_BN.cpu(), None)
-    shape = drafts.token_ids_BN.shape
-    host_BN = torch.empty(shape, dtype=torch.int64, pin_memory=True)
-    host_BN.copy_(drafts.token_ids_BN, non_blocking=True)
+        return DraftedCopy(drafts_2BN.cpu(), None)
+    host_2BN = torch.empty(drafts_2BN.shape, dtype=torch.int64, pin_memory=True)
+    host_2BN.copy_(drafts_2BN, non_blocking=True)
     arrived = torch.cuda.Event()
     arrived.record()
-    return DraftedCopy(host_BN, arrived)
+    return DraftedCopy(host_2BN, arrived)
 
 
 def grammar_masks(
@@ -58,29 +58,30 @@ def grammar_masks(
     """int32 [R, W], all ones in the rows of requests without a grammar; None if none has one."""
     if all(work.request.grammar is None for work in works):
         return None
-    model_ids_BN = drafted.wait() if drafted is not None else None
+    drafts_2BN = drafted.wait() if drafted is not None else None
     num_rows = sum(1 + work.num_drafts for work in works)
     masks_RW = np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
     start = 0
     for place, work in enumerate(works):
         end = start + 1 + work.num_drafts
         if work.request.grammar is not None:
-            token_ids, parents = _draft(work, place, model_ids_BN)
+            token_ids, parents = _draft(work, place, drafts_2BN)
             work.request.grammar.fill_masks(token_ids, parents, masks_RW[start:end])
         start = end
     return to_device([masks_RW], device)[0]
 
 
 def _draft(
-    work: Work, place: int, model_ids_BN: np.ndarray | None
+    work: Work, place: int, drafts_2BN: np.ndarray | None
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Ids and parents of what is verified for a work."""
     if work.drafts is None:
         return (), ()
     if not _is_of_model(work):
         return work.drafts.draft.token_ids, work.drafts.draft.parents
-    assert model_ids_BN is not None
-    return model_ids_BN[place, : work.num_drafts].tolist(), range(work.num_drafts)
+    assert drafts_2BN is not None
+    token_ids, parents = drafts_2BN[:, place, : work.num_drafts].tolist()
+    return token_ids, parents
 
 
 def _is_of_model(work: Work) -> bool:

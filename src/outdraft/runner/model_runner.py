@@ -32,9 +32,10 @@ from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
+from outdraft.spec.device_proposer import DeviceProposer
 from outdraft.spec.draft_batch import DraftBatch
-from outdraft.spec.draft_model import DraftModelProposer
 from outdraft.spec.rejection_sampler import Verifier, match_choices
+from outdraft.spec.target_states import TargetStates
 from outdraft.spec.verify import Verdict
 
 
@@ -44,11 +45,13 @@ class TargetPass:
 
     Attributes:
         hidden_TD: hidden states of all rows.
+        tapped_KTD: residual streams behind the layers that the drafter reads.
         logit_hidden_RD: of the rows whose logits are needed.
     """
 
     rows: StepRows
     hidden_TD: Tensor
+    tapped_KTD: Tensor
     logit_hidden_RD: Tensor
 
 
@@ -70,13 +73,14 @@ class ModelRunner:
         cache: KVCache,
         state: DeviceState,
         verifier: Verifier,
-        drafter: DraftModelProposer | None = None,
+        drafter: DeviceProposer | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.state = state
         self.verifier = verifier
         self.drafter = drafter
+        self._taps = drafter.taps if drafter is not None else ()
         self.device = state.token_ids_SL.device
         self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
 
@@ -104,6 +108,8 @@ class ModelRunner:
             paths = self._paths(works, target.rows, sampling, grammar_RW)
             verdict, emitted = self._verify(works, target, drafts, sampling, paths)
             self._keep(verdict, drafts, target.rows)
+        if self.drafter is not None and self.drafter.reads_states:
+            self.drafter.keep(_target_states(target, verdict))
         clock.mark("sample")
         return PendingStep(plan, to_host(drafts, verdict, emitted, prompt, self.device), clock)
 
@@ -143,16 +149,22 @@ class ModelRunner:
         asks = [draft_ask(works[i]) for i in asked]
         made = self.drafter.propose(asks, self.state.token_ids_SL, sampling)
         keeps_probs = self.verifier.method != "drafter_invariant"
-        return with_model_drafts(drafts, asked, made if keeps_probs else made.without_probs())
+        made = made if keeps_probs else made.without_probs()
+        return with_model_drafts(drafts, works, asked, made)
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:
         width = drafts.width if drafts is not None else 0
         rows = step_rows(works, width, self.cache.block_size, self.state.row_len, self.device)
+        if drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works):
+            rows = rows.shaped_by(drafts)
         ids_T = rows.token_ids(self.state.token_ids_SL, drafts)
         metadata = rows.metadata
-        hidden_TD = self.model(ids_T, metadata.positions_T, self.cache.layers, metadata)
+        hidden_TD, tapped_KTD = self.model.forward_tapped(
+            ids_T, metadata.positions_T, self.cache.layers, metadata, self._taps
+        )
         are_all = len(rows.logit_rows_R) == len(hidden_TD)
-        return TargetPass(rows, hidden_TD, hidden_TD if are_all else hidden_TD[rows.logit_rows_R])
+        logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
+        return TargetPass(rows, hidden_TD, tapped_KTD, logit_hidden_RD)
 
     def _verify(
         self,
@@ -193,3 +205,15 @@ class ModelRunner:
         source_BN = rows.draft_slots_BN.gather(1, verdict.rows_BN.clamp_min(0))
         source_BN = source_BN.masked_fill(verdict.rows_BN < 0, -1)
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
+
+
+def _target_states(target: TargetPass, verdict: Verdict | None) -> TargetStates:
+    rows = target.rows
+    nobody = verdict is None
+    return TargetStates(
+        target.hidden_TD,
+        target.tapped_KTD,
+        rows.metadata.slots_T if nobody else rows.kept_slots_T(verdict),
+        rows.root_rows_B if nobody else rows.last_rows_B(verdict),
+        rows.state_rows_B,
+    )

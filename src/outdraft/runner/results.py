@@ -43,7 +43,12 @@ def to_host(
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
     if drafts is not None and verdict is not None:
-        tensors += [verdict.token_ids_BN1, verdict.rows_BN, drafts.token_ids_BN]
+        tensors += [
+            verdict.token_ids_BN1,
+            verdict.rows_BN,
+            drafts.token_ids_BN,
+            drafts.parents_BN,
+        ]
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += _log_tensors(rows)
@@ -67,7 +72,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     if not arrays:
         return tuple(WorkResult() for _ in plan.works)
     sampled = any(work.samples for work in plan.works)
-    verdicts, logs = (arrays[:3], arrays[3:]) if sampled else ([], arrays)
+    verdicts, logs = (arrays[:4], arrays[4:]) if sampled else ([], arrays)
     sampling = [i for i, work in enumerate(plan.works) if work.samples]
     emitted_logs: list[list[TokenLogprobs]] = [[] for _ in sampling]
     if copies.emitted is not None:
@@ -81,12 +86,14 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
         if not work.samples:
             results.append(WorkResult(prompt_logprobs=tuple(prompt)))
             continue
-        token_ids, rows, drafted = (_leading(array[place]) for array in verdicts)
+        emitted, accepted, drafted, parents = (array[place] for array in verdicts)
+        token_ids, drafted_ids = _leading(emitted), _leading(drafted[: work.num_drafts])
         results.append(
             WorkResult(
                 token_ids,
-                rows,
-                drafted[: work.num_drafts],
+                _leading(accepted),
+                drafted_ids,
+                tuple(parents[: len(drafted_ids)].tolist()),
                 tuple(emitted_logs[place][: len(token_ids)]),
                 tuple(prompt),
             )

@@ -22,9 +22,10 @@ def index_rows(
     state_index_T,
     draft_index_T,
     logit_rows_R,
+    root_rows_B,
     draft_slots_BN,
 ):
-    """Fill the last four, as StepRows documents them."""
+    """Fill the last five, as StepRows documents them."""
     num_sampling, num_logits = 0, 0
     width = draft_slots_BN.shape[1]
     for work in range(len(num_causal_W)):
@@ -38,6 +39,7 @@ def index_rows(
             draft_index_T[row] = num_sampling * width + row - first_draft
         if not samples_W[work]:
             continue
+        root_rows_B[num_sampling] = first_draft - 1
         for row in range(first_draft - 1, end):
             logit_rows_R[num_logits] = row
             num_logits += 1
@@ -48,13 +50,30 @@ def index_rows(
 
 
 @njit(cache=True)
+def shape_rows(parents_BN, draft_index_T, positions_T, ancestors_T):
+    """Drafted rows get position and ancestors from their parents; the others stay."""
+    width = parents_BN.shape[1]
+    for row in range(len(draft_index_T)):
+        index = draft_index_T[row]
+        if index < 0:
+            continue
+        place = index % width
+        up = parents_BN[index // width, place]  # 0: the root
+        above = row - place - 1 + up
+        positions_T[row] = positions_T[above] + 1
+        ancestors = ancestors_T[above] if up > 0 else 0
+        ancestors_T[row] = ancestors | (1 << place)
+
+
+@njit(cache=True)
 def read_token_ids(texts_SL, drafts_BN, state_index_T, draft_index_T, ids_T):
     """ids = what the indices point at in the texts, or in the drafts, both as if flat."""
     row_len, width = texts_SL.shape[1], drafts_BN.shape[1]
     for row in range(len(ids_T)):
         index = draft_index_T[row]
         if index >= 0:
-            ids_T[row] = drafts_BN[index // width, index % width]
+            # A place that nothing was drafted for reads any token: nothing can match it.
+            ids_T[row] = max(0, drafts_BN[index // width, index % width])
         else:
             index = state_index_T[row]
             ids_T[row] = texts_SL[index // row_len, index % row_len]

@@ -5,7 +5,7 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, send
 from outdraft.core.plan import Work
 from outdraft.runner.device_state import state_row
-from outdraft.runner.step_kernels import index_rows, read_token_ids
-from outdraft.spec.draft_batch import DraftBatch
+from outdraft.runner.step_kernels import index_rows, read_token_ids, shape_rows
+from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N, depths_BN1
+from outdraft.spec.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class StepRows:
         draft_index_T: int64; where a drafted row's token stands in the flat drafts, else -1.
         logit_rows_R: int64; per sampling request its root, then its drafts.
         state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
+        root_rows_B: int64; the row of each sampling request's root.
         draft_slots_BN: cache slots behind each root, int64, padded with -1; where drafts stand
             and where the accepted ones belong.
     """
@@ -40,7 +42,66 @@ class StepRows:
     state_rows_B: Tensor
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
+    root_rows_B: Tensor
     draft_slots_BN: Tensor
+
+    def shaped_by(self, drafts: DraftBatch) -> "StepRows":
+        """The same rows with positions and ancestors as the drafts' parents have it."""
+        if drafts.device.type == "cpu":
+            return self.shaped_on_cpu(drafts)
+        return self.shaped_on_any_device(drafts)
+
+    def shaped_on_any_device(self, drafts: DraftBatch) -> "StepRows":
+        """As `shaped_by`."""
+        depths_BN = depths_BN1(drafts)[:, 1:]
+        positions_BN = self.num_tokens_B[:, None] - 1 + depths_BN
+        bits_N = 1 << torch.arange(drafts.width, device=drafts.device)
+        ancestors_BN = (ancestors_BN1N(drafts)[:, 1:] * bits_N).sum(2)
+        index_T, is_draft_T = self.draft_index_T.clamp_min(0), self.draft_index_T >= 0
+        metadata = replace(
+            self.metadata,
+            positions_T=torch.where(
+                is_draft_T, positions_BN.flatten()[index_T], self.metadata.positions_T
+            ),
+            ancestors_T=torch.where(
+                is_draft_T, ancestors_BN.flatten()[index_T], self.metadata.ancestors_T
+            ),
+        )
+        return replace(self, metadata=metadata)
+
+    def shaped_on_cpu(self, drafts: DraftBatch) -> "StepRows":
+        """As `shaped_by`, in one compiled call."""
+        positions_T = self.metadata.positions_T.clone()
+        ancestors_T = self.metadata.ancestors_T.clone()
+        shape_rows(
+            drafts.parents_BN.numpy(),
+            self.draft_index_T.numpy(),
+            positions_T.numpy(),
+            ancestors_T.numpy(),
+        )
+        metadata = replace(self.metadata, positions_T=positions_T, ancestors_T=ancestors_T)
+        return replace(self, metadata=metadata)
+
+    def kept_slots_T(self, verdict: Verdict) -> Tensor:
+        """int64 [T]: where each row stands from now on, -1 for drafts that were refused."""
+        is_draft_T = self.draft_index_T >= 0
+        slots_T = self.metadata.slots_T.masked_fill(is_draft_T, -1)
+        num_rows, width = len(slots_T), verdict.rows_BN.shape[1]
+        if width == 0:
+            return slots_T
+        # Refused places go to one row more, which is cut off.
+        rows_BN = self.root_rows_B[:, None] + 1 + verdict.rows_BN
+        rows_BN = torch.where(verdict.rows_BN >= 0, rows_BN, num_rows)
+        slots_T = torch.nn.functional.pad(slots_T, (0, 1))
+        return slots_T.scatter(0, rows_BN.flatten(), self.draft_slots_BN.flatten())[:num_rows]
+
+    def last_rows_B(self, verdict: Verdict) -> Tensor:
+        """int64 [B]: the row of each text's last computed token."""
+        if verdict.rows_BN.shape[1] == 0:
+            return self.root_rows_B
+        last_B = (verdict.num_emitted_B - 2).clamp_min(0)
+        row_B = verdict.rows_BN.gather(1, last_B[:, None])[:, 0]  # -1 if none was accepted
+        return self.root_rows_B + 1 + row_B
 
     def token_ids(self, token_ids_SL: Tensor, drafts: DraftBatch | None) -> Tensor:
         """int64 [T], from the texts and the drafts."""
@@ -55,7 +116,7 @@ class StepRows:
         ids_T = token_ids_SL.view(-1)[self.state_index_T]
         if drafts.width == 0:
             return ids_T
-        drafted_T = drafts.token_ids_BN.reshape(-1)[self.draft_index_T.clamp_min(0)]
+        drafted_T = drafts.token_ids_BN.reshape(-1)[self.draft_index_T.clamp_min(0)].clamp_min(0)
         return torch.where(self.draft_index_T >= 0, drafted_T, ids_T)
 
     def token_ids_on_cpu(self, token_ids_SL: Tensor, drafts: DraftBatch) -> Tensor:
@@ -91,6 +152,7 @@ def step_rows(
     state_index_T = np.empty(num_rows, dtype=np.int64)
     draft_index_T = np.empty(num_rows, dtype=np.int64)
     logit_rows_R = np.empty(num_logits, dtype=np.int64)
+    root_rows_B = np.empty(num_sampling, dtype=np.int64)
     draft_slots_BN = np.empty((num_sampling, width), dtype=np.int64)
     index_rows(
         layout.query_start_B1,
@@ -103,6 +165,7 @@ def step_rows(
         state_index_T,
         draft_index_T,
         logit_rows_R,
+        root_rows_B,
         draft_slots_BN,
     )
     sampling_3B = np.array(
@@ -114,14 +177,13 @@ def step_rows(
         dtype=np.int64,
     )
     sampling_3B = sampling_3B.reshape(num_sampling, 3).T.copy()
-    metadata, sent = send(
-        layout, [state_index_T, draft_index_T, logit_rows_R, *sampling_3B, draft_slots_BN], device
-    )
+    extra = [state_index_T, draft_index_T, logit_rows_R, *sampling_3B, root_rows_B, draft_slots_BN]
+    metadata, sent = send(layout, extra, device)
     return StepRows(metadata, *sent)
 
 
 def _parents(work: Work) -> Sequence[int]:
-    """Parents of the work's drafted rows; what the model drafts is a chain."""
+    """Parents of the work's drafted rows; a chain holds the place of a tree of the model's."""
     if work.drafts is None:
         return ()
-    return work.drafts.draft.parents or range(work.drafts.num_model_drafts)
+    return range(len(work.drafts)) if work.drafts.num_model_drafts else work.drafts.draft.parents

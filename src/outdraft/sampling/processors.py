@@ -53,10 +53,11 @@ def process_logits(
 
     Greedy rows keep their scale: temperature 0 divides nothing. float64 logits stay float64.
     A row whose tokens are all forbidden keeps the best of its allowed tokens; one of a grammar the
-    best of those that the grammar allows.
+    best of those that the grammar allows. Where all of its allowed tokens have no mass from the
+    start, as a drafter of another vocabulary may give them none, it keeps the best that it has.
 
     Args:
-        logits_RV: raw logits of any float type; not written to.
+        logits_RV: raw logits of any float type, -inf for tokens without mass; not written to.
         request_R: int64, the request of each row.
     """
     if logits_RV.dtype != torch.float64:
@@ -65,8 +66,7 @@ def process_logits(
         logits_RV = apply_grammar(logits_RV, paths.grammar_RW)
     if sampling.allowed is not None:
         among_RV, logits_RV = logits_RV, apply_allowed(logits_RV, request_R, sampling.allowed)
-        if paths.grammar_RW is not None:
-            logits_RV = _keep_one(logits_RV, among_RV)
+        logits_RV = _keep_one(logits_RV, among_RV)
     allowed_RV = logits_RV
     if sampling.bad_words is not None:
         logits_RV = apply_bad_words(logits_RV, request_R, paths, sampling.bad_words)

@@ -27,8 +27,17 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: CacheConfig, pool: BlockPool, max_model_len: int
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        pool: BlockPool,
+        max_model_len: int,
+        *,
+        drafter_reads_ahead: bool = False,
     ) -> None:
+        """`drafter_reads_ahead`: what the drafter keeps for a token depends on the one behind it
+        (EAGLE). Then the last block of a known prefix is not taken: what comes behind it may be
+        another token than it was."""
         self.config = config
         self.pool = pool
         self.max_model_len = max_model_len
@@ -36,6 +45,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self._block_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
+        self._drafter_reads_ahead = drafter_reads_ahead
         self._order = POLICIES[config.policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
@@ -284,7 +294,7 @@ class Scheduler:
             if block is None:
                 break
             blocks.append(block)
-        return blocks
+        return blocks[:-1] if self._drafter_reads_ahead else blocks
 
     def _skip_drafter_filled(self, request: Request) -> None:
         """Count for the drafter what it has read for another request, in blocks that both hold."""
@@ -316,8 +326,7 @@ class Scheduler:
         """Count what the target, and the drafter if it drafted, now have in the cache."""
         request = work.request
         if work.drafts is not None and work.drafts.num_model_drafts:
-            # The drafter read all tokens and its own drafts but the last.
-            kept = min(num_accepted, work.drafts.num_model_drafts - 1)
+            kept = min(num_accepted, work.drafts.max_kept)
             request.num_drafter_computed = request.num_tokens + kept
         request.num_computed += work.num_new + num_accepted
 

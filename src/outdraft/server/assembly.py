@@ -4,6 +4,7 @@ The same as engine.output_builder does beside the engine, without keeping the en
 """
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -56,21 +57,19 @@ class RequestAssembly:
         """Book a report; the sequences that it brought to a stop string, which the engine has to be
         told of."""
         self._add_metrics(progress)
-        drafts = iter(zip(progress.drafted, progress.accepted, progress.sources, strict=True))
+        drafts = iter(progress.drafted)
         stopped: list[int] = []
         for delta in progress.sequences:
             has_drafts = bool(delta.origins) and delta.origins[0] != TokenOrigin.PLAIN
-            draft = next(drafts) if has_drafts else None
+            drafted = next(drafts) if has_drafts else None
             sequence = self._sequences[delta.index]
             if sequence.completion.finish_reason is not None:
                 continue  # what the engine did before it heard of the stop string
             num_kept = sequence.add(delta)
-            if draft is not None:
-                drafted, accepted, source = draft
-                # The text may end inside a draft.
-                self.output.metrics.speculative_decoding.record(
-                    drafted, min(accepted, num_kept), source
-                )
+            if drafted is not None:
+                kept = Counter(delta.origins[:num_kept])  # the text may end inside a draft
+                accepted = {source: kept[source] for source in drafted if source in kept}
+                self.output.metrics.speculative_decoding.record(drafted, accepted)
             if sequence.completion.finish_reason is not None and delta.finish_reason is None:
                 stopped.append(delta.index)
         if all(completion.finish_reason is not None for completion in self.output.outputs):
@@ -90,6 +89,7 @@ class RequestAssembly:
         metrics.first_token_s = metrics.first_token_s or metrics.last_token_s
         metrics.num_preemptions = progress.num_preemptions
         metrics.speculative_decoding.num_spec_tokens = progress.num_spec_tokens
+        metrics.speculative_decoding.lossless = progress.lossless
         self.output.num_cached_tokens = progress.num_cached_tokens
         if progress.prompt_logprobs is not None:
             self.output.prompt_logprobs = [
@@ -202,7 +202,7 @@ class _Sequence:
             num_kept -= num_emitted
             self._steps.append(
                 DraftStep(
-                    step.source,
+                    step.sources,
                     step.drafted_ids,
                     step.parents,
                     step.accepted_rows,
@@ -212,7 +212,7 @@ class _Sequence:
             )
             self.completion.trace.append(
                 DraftTrace(
-                    step.source,
+                    tuple(step.sources),
                     tuple(step.drafted_ids),
                     tuple(step.parents),
                     tuple(step.accepted_rows),

@@ -60,8 +60,10 @@ def _start(
 ) -> tuple[EngineLoop, EngineInfo]:
     send_reports(reports, [Loading("libraries", 0.0)])
     # Not before there is somebody to tell how far it is: they take seconds.
-    from outdraft.engine.build import build_engine, load_models, resolve_model_path
+    from outdraft.engine.build import build_engine
+    from outdraft.engine.loading import load_models
     from outdraft.engine.warm_up import warm_up
+    from outdraft.models.loader import resolve_model_path
 
     send_reports(reports, [Loading("weights", 0.0)])
     models = load_models(config)

@@ -54,14 +54,14 @@ class DraftStep(Struct, array_like=True, frozen=True):
     """One speculative or plain step of a sequence, for whoever wants to see what was drafted.
 
     Attributes:
-        source: of the draft; None: nothing was drafted.
+        sources: of each drafted token; empty: nothing was drafted.
         drafted_ids: in the order of the draft's rows.
         parents: as in core.draft.Draft; empty for a chain.
         accepted_rows: rows of the draft, from the root down.
         seconds: of the whole engine step, all its requests included.
     """
 
-    source: str | None
+    sources: list[str]
     drafted_ids: list[int]
     parents: list[int]
     accepted_rows: list[int]
@@ -93,9 +93,9 @@ class Progress(Struct, tag=True, frozen=True):
 
     Attributes:
         num_spec_tokens: most drafts a step.
-        drafted, accepted: tokens, an entry for each sequence that had drafts, by index; it had none
-            if its first new token is a plain one.
-        sources: of these drafts.
+        lossless: the output has the target's own distribution.
+        drafted: tokens by source, an entry for each sequence that had drafts, by index; it had none
+            if its first new token is a plain one. What was accepted, the origins tell.
         prompt_logprobs: complete, with the first report that has any token.
     """
 
@@ -106,9 +106,8 @@ class Progress(Struct, tag=True, frozen=True):
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_spec_tokens: int = 0
-    drafted: list[int] = []
-    accepted: list[int] = []
-    sources: list[str] = []
+    lossless: bool = True
+    drafted: list[dict[str, int]] = []
     prompt_logprobs: list[LogprobRow | None] | None = None
 
 

@@ -34,9 +34,8 @@ class ProgressReporter:
             num_cached_tokens=output.num_cached_tokens,
             num_preemptions=metrics.num_preemptions,
             num_spec_tokens=speculation.num_spec_tokens,
-            drafted=speculation.per_step_drafted[first:],
-            accepted=speculation.per_step_accepted[first:],
-            sources=[str(source) for source in speculation.per_step_source[first:]],
+            lossless=speculation.lossless,
+            drafted=[dict(step) for step in speculation.per_step_drafted_by_source[first:]],
             prompt_logprobs=self._prompt_rows(output),
         )
 
@@ -69,7 +68,7 @@ class ProgressReporter:
         )
         return [
             DraftStep(
-                step.source,
+                list(step.sources),
                 list(step.drafted_ids),
                 list(step.parents),
                 list(step.accepted_rows),

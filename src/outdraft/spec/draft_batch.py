@@ -30,24 +30,31 @@ class DraftBatch:
         parents_BN: int64; the row that each draft continues: 0 = root, j + 1 = drafted row j.
             A parent precedes its children. Padding may hold anything.
         num_drafts_B: int64.
-        probs_BNV: float32; what sampled drafts were drawn from, one-hot where a draft inside a
-            sampled chain was deterministic. Rows of requests that are not sampled are ignored.
-        is_sampled_B: bool; the drafts of this request were drawn from `probs_BNV`, and are a
-            chain. False: deterministic drafts, any tree.
+        probs_BNV: float32; what each sampled draft was really drawn from: of a node with
+            deterministic children too, its distribution over the other tokens. Rows of drafts
+            that are not sampled may hold anything.
+        is_sampled_BN: bool; this draft was drawn from its row of `probs_BNV`. False: it is
+            deterministic. Of the children of a row (the root included) at most one is sampled.
+            Padding may hold anything.
         is_chain: known on the host: every draft is a chain.
-        any_sampled: known on the host: some of `is_sampled_B` is true.
-        all_sampled: known on the host: all of `is_sampled_B` are true. Saves noise, changes
-            nothing else; False is always right.
+        any_sampled: known on the host: some of `is_sampled_BN` is true.
+        all_sampled: known on the host: every request's drafts are all sampled. Saves noise,
+            changes nothing else; False is always right.
+        sampled_trees: known on the host: drafts with sampled rows were laid out as trees, and are
+            verified as trees even where one came out as a chain. False: they are chains. The
+            shape itself must not decide: it may depend on what was drawn, and block verification
+            judges a draft by what was drawn after it.
     """
 
     token_ids_BN: Tensor
     parents_BN: Tensor
     num_drafts_B: Tensor
     probs_BNV: Tensor | None
-    is_sampled_B: Tensor
+    is_sampled_BN: Tensor
     is_chain: bool
     any_sampled: bool
     all_sampled: bool = False
+    sampled_trees: bool = False
 
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
@@ -68,7 +75,7 @@ class DraftBatch:
                 token_ids_BN,
                 parents_BN,
                 np.array([len(draft) for draft in drafts], dtype=np.int64),
-                np.zeros(num_requests, dtype=np.bool_),
+                np.zeros((num_requests, width), dtype=np.bool_),
             ],
             torch.device(device),
         )
@@ -78,7 +85,7 @@ class DraftBatch:
             parents_BN=parents,
             num_drafts_B=num_drafts,
             probs_BNV=None,
-            is_sampled_B=is_sampled,
+            is_sampled_BN=is_sampled,
             is_chain=all(draft.is_chain for draft in drafts),
             any_sampled=False,
         )

@@ -7,7 +7,7 @@ is copied to the host: how many rows there are is known beforehand, what they ho
 Dimension key: B requests that draft, K drafts, V vocabulary, T rows, S state rows, L tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,11 +18,12 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.language_model import LanguageModel
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.sampling.sampler import sample_with_probs
+from outdraft.spec.draft_sampling import drafting_parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,8 @@ class DraftModelAsk:
         num_tokens: length of its text.
         num_computed: tokens of it that the drafter has in its cache.
         num_drafts: K of this request, at least 1.
-        block_ids: cover num_tokens + num_drafts slots.
+        block_ids: cover the text, `continued`, and num_drafts slots more.
+        continued: a chain behind the text that somebody else has drafted; these go on behind it.
     """
 
     state_row: int
@@ -42,35 +44,38 @@ class DraftModelAsk:
     num_computed: int
     num_drafts: int
     block_ids: Sequence[int]
+    continued: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDrafts:
-    """Chains, one per ask.
+    """One tree or chain per ask.
 
     Attributes:
         token_ids_BK: int64, padded with -1.
+        parents_BK: int64, as in `DraftBatch`; None: chains.
         probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
-        is_sampled_B: bool, whose drafts were drawn from probs_BKV; None with it.
+        is_sampled_BK: bool, which drafts were drawn from probs_BKV; None with it.
         all_sampled: known on the host: all of them were.
     """
 
     token_ids_BK: Tensor
+    parents_BK: Tensor | None = None
     probs_BKV: Tensor | None = None
-    is_sampled_B: Tensor | None = None
+    is_sampled_BK: Tensor | None = None
     all_sampled: bool = False
 
     def without_probs(self) -> "ModelDrafts":
         """The same drafts, to be verified as if nobody knew where they came from."""
-        return ModelDrafts(self.token_ids_BK)
+        return ModelDrafts(self.token_ids_BK, self.parents_BK)
 
 
 class DraftModelProposer:
-    """Drafts chains with a causal language model of the target's vocabulary."""
+    """Drafts chains with a language model that speaks the target's ids."""
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         cache: KVCache,
         max_rows: int,
         *,
@@ -89,21 +94,20 @@ class DraftModelProposer:
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
     ) -> ModelDrafts:
         """Draft for all asks; `sampling` has their requests in the same order."""
-        asks = self._catch_up(asks, token_ids_SL)
+        asks = catch_up(
+            asks, self._max_rows, lambda few, spans: self._read(few, spans, token_ids_SL)
+        )
         most = max(ask.num_drafts for ask in asks)
         spans = [Span(a.num_computed, a.num_tokens - a.num_computed, (), a.block_ids) for a in asks]
         hidden_BD, metadata, block_table_BP = self._read(asks, spans, token_ids_SL)
         positions_KB, extensions = self._extensions(asks, most, metadata, block_table_BP)
-        # Parameters that look back at the text are left to verification.
-        sampling = replace(
-            sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False
-        )
+        sampling = drafting_parameters(sampling)
         if sampling.is_plain_greedy or not self._samples:
             first_B = self.model.best_tokens(hidden_BD)
             drafts = ModelDrafts(self.model.greedy_chain(first_B, self.cache.layers, extensions).T)
         else:
             drafts = self._sample_chain(hidden_BD, positions_KB, extensions, sampling)
-        return _without_surplus(drafts, [ask.num_drafts for ask in asks])
+        return without_surplus(drafts, [ask.num_drafts for ask in asks])
 
     def _sample_chain(
         self,
@@ -128,38 +132,7 @@ class DraftModelProposer:
             ids.append(chosen_B)
             probs.append(probs_BV)
         token_ids_BK = torch.stack(ids, dim=1)
-        if sampling.all_greedy:
-            return ModelDrafts(token_ids_BK)
-        return ModelDrafts(
-            token_ids_BK, torch.stack(probs, dim=1), ~sampling.is_greedy_B, not sampling.any_greedy
-        )
-
-    def _catch_up(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> list[DraftModelAsk]:
-        """Read long backlogs in passes of at most max_rows rows; one token at least is left."""
-        current = list(asks)
-        while True:
-            budget = self._max_rows
-            lag = [ask.num_tokens - ask.num_computed for ask in current]
-            if sum(lag) <= max(budget, len(current)):
-                return current
-            chosen: list[int] = []
-            spans: list[Span] = []
-            for i, ask in enumerate(current):
-                count = min(lag[i] - 1, budget)
-                if count > 0:
-                    budget -= count
-                    chosen.append(i)
-                    spans.append(Span(ask.num_computed, count, (), ask.block_ids))
-            self._read([current[i] for i in chosen], spans, token_ids_SL)
-            for i, span in zip(chosen, spans, strict=True):
-                ask = current[i]
-                current[i] = DraftModelAsk(
-                    ask.state_row,
-                    ask.num_tokens,
-                    ask.num_computed + span.num_causal,
-                    ask.num_drafts,
-                    ask.block_ids,
-                )
+        return sampled_chains(token_ids_BK, torch.stack(probs, dim=1), sampling)
 
     def _read(
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
@@ -241,7 +214,51 @@ class DraftModelProposer:
         )
 
 
-def _without_surplus(drafts: ModelDrafts, num_drafts: Sequence[int]) -> ModelDrafts:
+def catch_up(
+    asks: Sequence[DraftModelAsk],
+    max_rows: int,
+    read: Callable[[Sequence[DraftModelAsk], Sequence[Span]], object],
+    num_more_rows: int = 0,
+) -> list[DraftModelAsk]:
+    """Read long backlogs in passes of at most max_rows rows; one token at least is left.
+
+    Args:
+        read: reads a span of the text of each ask; what it returns is not needed.
+        num_more_rows: rows that the pass behind these adds to what is left of the backlogs.
+    """
+    current = list(asks)
+    while True:
+        budget = max_rows
+        lag = [ask.num_tokens - ask.num_computed for ask in current]
+        if sum(lag) + num_more_rows <= max(budget, len(current) + num_more_rows):
+            return current
+        chosen: list[int] = []
+        spans: list[Span] = []
+        for i, ask in enumerate(current):
+            count = min(lag[i] - 1, budget)
+            if count > 0:
+                budget -= count
+                chosen.append(i)
+                spans.append(Span(ask.num_computed, count, (), ask.block_ids))
+        read([current[i] for i in chosen], spans)
+        for i, span in zip(chosen, spans, strict=True):
+            ask = current[i]
+            current[i] = replace(ask, num_computed=ask.num_computed + span.num_causal)
+
+
+def sampled_chains(token_ids_BK: Tensor, probs_BKV: Tensor, sampling: SamplingBatch) -> ModelDrafts:
+    """Chains of which those of requests that are not greedy were drawn from `probs_BKV`."""
+    if sampling.all_greedy:
+        return ModelDrafts(token_ids_BK)
+    return ModelDrafts(
+        token_ids_BK,
+        probs_BKV=probs_BKV,
+        is_sampled_BK=~sampling.is_greedy_B[:, None].expand_as(token_ids_BK),
+        all_sampled=not sampling.any_greedy,
+    )
+
+
+def without_surplus(drafts: ModelDrafts, num_drafts: Sequence[int]) -> ModelDrafts:
     """The same drafts, with -1 behind what each request wanted."""
     most = drafts.token_ids_BK.shape[1]
     if min(num_drafts) == most:

@@ -3,9 +3,10 @@
 What the client predicted goes first: it knows best, and checking it costs rows only. Else the
 sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
 best of them is taken when it promises more tokens per time than the draft model has lately
-delivered; else the model drafts, on the device. Promises are corrected by measured success, source
-by source. A source that is refused again and again is tried once in a while, or it could never
-show that it has become right.
+delivered; else the model drafts, on the device. A language model also goes on where a good draft
+of the host ends too early. Promises are corrected by measured success, source by source. A source
+that is refused again and again is tried once in a while, or it could never show that it has become
+right.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import DraftChoice
+from outdraft.core.plan import MODEL_CHAIN, DraftChoice, ModelDrafting
 from outdraft.core.request import FinishReason, Request
 from outdraft.spec.prediction import PredictionProposer
 from outdraft.spec.proposer import HostProposer
@@ -53,11 +54,21 @@ class DrafterLimits:
 
     Attributes:
         max_len: tokens of a text, the drafts included.
-        cost: time of one draft as a share of a step of the target, estimated by bytes read.
+        cost: time of one of its passes as a share of a step of the target, estimated by bytes
+            read.
+        max_passes: passes for a draft, however long; a chain takes one for each token.
+        max_drafts: of one step.
     """
 
     max_len: int
     cost: float
+    drafting: ModelDrafting = MODEL_CHAIN
+    max_passes: int = MAX_DRAFTS
+    max_drafts: int = MAX_DRAFTS
+
+    def time_of(self, num_drafts: int) -> float:
+        """Of a draft, in steps of the target."""
+        return min(num_drafts, self.max_passes) * self.cost
 
 
 class DraftPolicy:
@@ -117,8 +128,13 @@ class DraftPolicy:
 
     def observe(self, choice: DraftChoice, num_accepted: int) -> None:
         """Learn how a verified draft fared."""
-        promised = choice.draft.score if len(choice.draft) else choice.num_model_drafts
-        self._records[choice.source].observe(promised, num_accepted)
+        of_host = min(num_accepted, len(choice.draft))
+        if len(choice.draft):
+            self._records[choice.source].observe(choice.draft.score, of_host)
+        # Behind a refused draft of the host nobody knows how the model's would have fared.
+        if choice.num_model_drafts and of_host == len(choice.draft):
+            record = self._records[choice.model.source]
+            record.observe(choice.num_model_drafts, num_accepted - of_host)
 
     def finish(self, request: Request) -> None:
         """A request ended: the proposers drop its state, and learn from its text if it is whole."""
@@ -190,26 +206,51 @@ class DraftPolicy:
     def _pick(self, request: Request, host: tuple[float, DraftChoice] | None) -> DraftChoice | None:
         """The host's draft if it is worth more than the model's, or due for a trial."""
         number = self.num_drafts(request)
-        drafter_fits = self._drafter_fits(request)
+        drafter = self._fitting_drafter(request)
         if host is not None:
             value, choice = host
             least = MIN_EXPECTED_PER_ROW * len(choice)
-            if drafter_fits:
-                least = max(least, self._model_value(number) - 1)
+            if drafter is not None:
+                least = max(least, self._model_value(drafter, number) - 1)
             if value > least or self._records[choice.source].is_trial():
-                return choice
-        return DraftChoice(DraftSource.MODEL, num_model_drafts=number) if drafter_fits else None
+                return self._extended(choice, value, number, drafter)
+        if drafter is None:
+            return None
+        return DraftChoice(
+            drafter.drafting.source,
+            num_model_drafts=min(number, drafter.max_drafts),
+            model=drafter.drafting,
+        )
 
-    def _model_value(self, num_drafts: int) -> float:
+    def _extended(
+        self, choice: DraftChoice, value: float, number: int, drafter: DrafterLimits | None
+    ) -> DraftChoice:
+        """The host's choice, continued by a language model where that brings more per time."""
+        room = number - len(choice)
+        if drafter is None or room <= 0 or not choice.draft.is_chain:
+            return choice
+        if drafter.drafting != MODEL_CHAIN:
+            return choice  # others cannot read what the target has not read
+        # If drafts survive the less the later they stand, about linearly, this many reach the end.
+        whole = max(0.0, 2 * value / len(choice) - 1)
+        gain = whole * min(self._records[DraftSource.MODEL].accepted, room)
+        if gain <= drafter.time_of(room) * (1 + value):
+            return choice
+        return DraftChoice(choice.source, choice.draft, room, drafter.drafting)
+
+    def _model_value(self, drafter: DrafterLimits, num_drafts: int) -> float:
         """Tokens that a step of model drafts brings, for each step of the target it takes."""
-        assert self._drafter is not None
-        accepted = min(self._records[DraftSource.MODEL].accepted, num_drafts)
-        return (1 + accepted) / (1 + num_drafts * self._drafter.cost)
+        num_drafts = min(num_drafts, drafter.max_drafts)
+        accepted = min(self._records[drafter.drafting.source].accepted, num_drafts)
+        return (1 + accepted) / (1 + drafter.time_of(num_drafts))
 
-    def _drafter_fits(self, request: Request) -> bool:
-        if self._drafter is None or not _may_use(request, DraftSource.MODEL):
-            return False
-        return request.num_tokens + self.num_drafts(request) <= self._drafter.max_len
+    def _fitting_drafter(self, request: Request) -> DrafterLimits | None:
+        """The drafter, if it may draft for the request."""
+        drafter = self._drafter
+        if drafter is None or not _may_use(request, drafter.drafting.source):
+            return None
+        fits = request.num_tokens + self.num_drafts(request) <= drafter.max_len
+        return drafter if fits else None
 
 
 def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:

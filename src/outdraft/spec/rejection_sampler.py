@@ -3,13 +3,16 @@
 Picks the rule of `verify` per request and feeds it with processed logits and with noise keyed by
 text position. What each rule draws comes from its own stream: a target's own choice from SAMPLE
 (the bonus token too, so plain decoding and a fully accepted draft go on alike), coins from ACCEPT,
-recovered tokens from RECOVER.
+recovered tokens from RECOVER. Whoever samples drafts takes DRAFT noise: a chain with the number of
+committed tokens as anchor, a tree with that number plus the row of the parent << 24, so that the
+rows of one level are independent.
 
 Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
 rows, V vocabulary.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -29,24 +32,45 @@ from outdraft.spec.draft_batch import (
     request_R,
     row_index_BN1,
 )
-from outdraft.spec.verify import Verdict, block_verify, match_draft, rejection_sample
+from outdraft.spec.verify import (
+    Draw,
+    TypicalAcceptance,
+    Verdict,
+    block_verify,
+    match_draft,
+    rejection_sample,
+    verify_typical,
+)
 from outdraft.spec.verify_cpu import Rule, match_draft_cpu, request_R_cpu, verify_cpu
+from outdraft.spec.verify_tree import verify_tree
 
-VerifyMethod = Literal["block", "token", "drafter_invariant"]
+VerifyMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
 _RULES = {"block": Rule.BLOCK, "token": Rule.TOKEN, "drafter_invariant": Rule.MATCH}
 
 
 class Verifier:
     """Verifies the drafts of a step. Stateless: the same arguments give the same verdict.
 
-    Greedy requests and deterministic drafts are matched with the target's own choices. Sampled
-    chains are verified by `method`: "block" (accepts more) and "token" are rejection sampling,
-    exact in distribution; "drafter_invariant" matches everything, for proposers that
-    draw with SAMPLE noise on purpose, so that ids do not depend on any draft.
+    Greedy requests and deterministic drafts are matched with the target's own choices. Drafts
+    with sampled rows are verified by the tree rule if they were laid out as trees, otherwise by
+    `method`: "block" (accepts more) and "token" are rejection sampling; all of these are exact in
+    distribution. "drafter_invariant" matches everything, for proposers that draw with SAMPLE noise
+    on purpose, so that ids do not depend on any draft.
+
+    "lossy_typical" is NOT exact: it keeps what the target finds plausible, in all requests but
+    the greedy ones; see `TypicalAcceptance`.
     """
 
-    def __init__(self, method: VerifyMethod) -> None:
+    def __init__(self, method: VerifyMethod, typical: TypicalAcceptance | None = None) -> None:
+        """`typical`: the bounds of "lossy_typical"; None: the paper's.
+
+        Raises:
+            ValueError: bounds for another method.
+        """
+        if typical is not None and method != "lossy_typical":
+            raise ValueError(f"typical acceptance has no part in verification by {method!r}")
         self.method: VerifyMethod = method
+        self._typical = typical or TypicalAcceptance()
 
     def verify(
         self, logits_RV: Tensor, drafts: DraftBatch, sampling: SamplingBatch, committed: Paths
@@ -67,65 +91,88 @@ class Verifier:
         processed_RV = process_logits(
             logits_RV, request, _with_paths(committed, drafts, request, sampling), sampling
         )
+        step = _Step(processed_RV, request, drafts, sampling, committed.num_tokens_B)
+        if self.method == "lossy_typical":
+            return self._keep_typical(step)
+        rule = _RULES[self.method] if drafts.any_sampled else Rule.MATCH
         if is_compiled_for(processed_RV):
-            rule = _RULES[self.method] if drafts.any_sampled else Rule.MATCH
             return verify_cpu(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
-        rejects = (
-            drafts.any_sampled and not sampling.all_greedy and self.method != "drafter_invariant"
-        )
-        if not rejects:
-            return self._match(processed_RV, request, drafts, sampling, committed)
-        rejected = self._reject(processed_RV, drafts, sampling, committed)
+        if rule == Rule.MATCH or sampling.all_greedy:
+            return _match(step)
+        if drafts.sampled_trees:
+            return _walk(step)
+        rejected = _reject(step, block_verify if rule == Rule.BLOCK else rejection_sample)
         if drafts.all_sampled and not sampling.any_greedy:
             return rejected
-        matched = self._match(processed_RV, request, drafts, sampling, committed)
-        return _merge(drafts.is_sampled_B & ~sampling.is_greedy_B, rejected, matched)
+        is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
+        return _merge(is_sampled_B & ~sampling.is_greedy_B, rejected, _match(step))
 
-    def _match(
-        self,
-        processed_RV: Tensor,
-        request: Tensor,
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        committed: Paths,
-    ) -> Verdict:
-        depth_R = depths_BN1(drafts)[request, place_R(drafts, request)]
-        choices_R = choose(
-            processed_RV,
-            sampling.seeds_B[request],
-            committed.num_tokens_B[request] + depth_R,
-            sampling.is_greedy_B[request],
-            Purpose.SAMPLE,
-            all_greedy=sampling.all_greedy,
+    def _keep_typical(self, step: "_Step") -> Verdict:
+        if step.drafts.width == 0 or step.sampling.all_greedy:
+            return _match(step)
+        kept = verify_typical(step.processed_RV, step.drafts, self._typical, step.draw)
+        if not step.sampling.any_greedy:
+            return kept
+        return _merge(step.sampling.is_greedy_B, _match(step), kept)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The processed rows of a step, whose they are, and the noise of its keys."""
+
+    processed_RV: Tensor
+    request_R: Tensor
+    drafts: DraftBatch
+    sampling: SamplingBatch
+    num_tokens_B: Tensor
+
+    def coins(self) -> Tensor:
+        """float32 [B, N]: one per depth."""
+        position_BN = self.num_tokens_B[:, None] + torch.arange(
+            self.drafts.width, device=self.drafts.device
         )
-        return match_choices(choices_R, drafts)
-
-    def _reject(
-        self,
-        processed_RV: Tensor,
-        drafts: DraftBatch,
-        sampling: SamplingBatch,
-        committed: Paths,
-    ) -> Verdict:
-        seeds_B, num_tokens_B = sampling.seeds_B, committed.num_tokens_B
-        place_N = torch.arange(drafts.width, device=drafts.device)
-        position_BN = num_tokens_B[:, None] + place_N
-        coins_BN = noise.uniform_scalar(
-            seeds_B[:, None].expand_as(position_BN),
+        return noise.uniform_scalar(
+            self.sampling.seeds_B[:, None].expand_as(position_BN),
             position_BN,
             Purpose.ACCEPT,
-            num_tokens_B[:, None].expand_as(position_BN),
+            self.num_tokens_B[:, None].expand_as(position_BN),
         )
 
-        def draw(log_weights_BV: Tensor, num_accepted_B: Tensor) -> Tensor:
-            is_bonus_B = num_accepted_B == drafts.num_drafts_B
-            purpose_B = torch.where(is_bonus_B, int(Purpose.SAMPLE), int(Purpose.RECOVER))
-            positions_B = num_tokens_B + num_accepted_B
-            return noise.sample_gumbel(log_weights_BV, seeds_B, positions_B, purpose_B)
+    def draw(self, log_weights_BV: Tensor, depth_B: Tensor, is_refused_B: Tensor) -> Tensor:
+        """A token of each request at a depth; the best one where the request is greedy."""
+        purpose_B = torch.where(is_refused_B, int(Purpose.RECOVER), int(Purpose.SAMPLE))
+        drawn_B = noise.sample_gumbel(
+            log_weights_BV, self.sampling.seeds_B, self.num_tokens_B + depth_B, purpose_B
+        )
+        if not self.sampling.any_greedy:
+            return drawn_B
+        return torch.where(self.sampling.is_greedy_B, log_weights_BV.argmax(1), drawn_B)
 
-        target_BN1V = processed_RV.softmax(1)[row_index_BN1(drafts)]
-        rule = block_verify if self.method == "block" else rejection_sample
-        return rule(target_BN1V, drafts, coins_BN, draw)
+
+def _match(step: _Step) -> Verdict:
+    drafts, sampling, request = step.drafts, step.sampling, step.request_R
+    depth_R = depths_BN1(drafts)[request, place_R(drafts, request)]
+    choices_R = choose(
+        step.processed_RV,
+        sampling.seeds_B[request],
+        step.num_tokens_B[request] + depth_R,
+        sampling.is_greedy_B[request],
+        Purpose.SAMPLE,
+        all_greedy=sampling.all_greedy,
+    )
+    return match_choices(choices_R, drafts)
+
+
+def _reject(step: _Step, rule: Callable[[Tensor, DraftBatch, Tensor, Draw], Verdict]) -> Verdict:
+    target_BN1V = step.processed_RV.softmax(1)[row_index_BN1(step.drafts)]
+    return rule(target_BN1V, step.drafts, step.coins(), step.draw)
+
+
+def _walk(step: _Step) -> Verdict:
+    """All requests by the tree rule, which matches those without sampled drafts."""
+    is_sampled_BN = step.drafts.is_sampled_BN & ~step.sampling.is_greedy_B[:, None]
+    drafts = replace(step.drafts, is_sampled_BN=is_sampled_BN)
+    return verify_tree(step.processed_RV, drafts, step.coins(), step.draw)
 
 
 def match_choices(choices_R: Tensor, drafts: DraftBatch) -> Verdict:

@@ -6,18 +6,20 @@ suffix that occurs in more places. For strings of up to `max_depth` tokens the a
 
 - the number of occurrences: a new token adds one to the classes of the text's last suffixes, which
   are the link chain from the longest of them, hence at most max_depth steps a token;
-- the most frequent continuation, the latest one among equals, updated on the same walk.
+- the few most frequent continuations, the latest first among equals, updated on the same walk.
 
 Longer strings are never asked for, and their counts are not maintained. A text of T tokens has at
 most 2T states and 3T edges; a token costs amortised constant time, however long the text is.
 
-Dimension key: T tokens, E edges, S places of the table, M fields.
+Dimension key: T tokens, E edges, S places of the table, M fields, P branching.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 from numba import njit
 
-from outdraft.core.draft import MAX_DRAFTS
+from outdraft.spec.array_places import array_at
 from outdraft.spec.pair_table import find, put, put_all, table_for
 
 # Columns of a state.
@@ -25,8 +27,7 @@ LENGTH = 0  # of its longest string
 LINK = 1  # -1: the root has none
 COUNT = 2
 FIRST_EDGE = 3  # head of the list of its edges, -1: none
-BEST_EDGE = 4  # to the most frequent continuation, -1: none yet
-STATE_COLUMNS = 5
+BEST_EDGE = 4  # the first of P, to the most frequent continuations; -1: no more
 
 # Columns of an edge; the first two are its key in the table.
 SOURCE = 0
@@ -46,59 +47,49 @@ NUM_FIELDS = 5
 ROOT = 0
 
 
-class SuffixAutomaton:
-    """Counts of one text's substrings of up to `max_depth` tokens, and drafts from them."""
+class Automaton(NamedTuple):
+    """What a kernel reads and writes: states, edges and table as above, int32 fields_M."""
 
-    def __init__(self, max_depth: int) -> None:
-        self._max_depth = max_depth
-        self._states = np.empty((0, STATE_COLUMNS), np.int32)
+    states: np.ndarray
+    edges: np.ndarray
+    table_S: np.ndarray
+    fields_M: np.ndarray
+
+
+class SuffixAutomaton:
+    """The arrays of one request's automaton; see TextState."""
+
+    def __init__(self, branching: int) -> None:
+        self._states = np.empty((0, BEST_EDGE + branching), np.int32)
         self._edges = np.empty((0, EDGE_COLUMNS), np.int32)
         self._table_S = table_for(0)
-        self._fields_M = np.zeros(NUM_FIELDS, np.int64)
-        self._draft = np.empty(MAX_DRAFTS, np.int32)
-        self._reserve(0)
-        self._states[ROOT] = (0, -1, 0, -1, -1)
+        self._fields_M = np.zeros(NUM_FIELDS, np.int32)
+        self._capacity = 0
+        self.reserve(0)
+        self._states[ROOT] = -1
+        self._states[ROOT, [LENGTH, COUNT]] = 0
         self._fields_M[NUM_STATES] = 1
 
-    def __len__(self) -> int:
-        return int(self._fields_M[NUM_TOKENS])
+    @property
+    def capacity(self) -> int:
+        return self._capacity
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        return self._states, self._edges, self._table_S[None], self._fields_M[None]
 
     @property
     def num_bytes(self) -> int:
         return self._states.nbytes + self._edges.nbytes + self._table_S.nbytes
 
-    def append(self, token_ids_T: np.ndarray) -> None:
-        """Continue the text; int32 [T]."""
-        total = len(self) + len(token_ids_T)
-        if 2 * total + 1 > len(self._states):
-            self._reserve(total)
-        _append(
-            token_ids_T, self._max_depth, self._states, self._edges, self._table_S, self._fields_M
-        )
-
-    def draft(
-        self, max_tokens: int, max_spec_factor: float, min_token_prob: float
-    ) -> tuple[list[int], float]:
-        """The likeliest continuation of the text and its score: see `speculate`."""
-        length, score = speculate(
-            self._max_depth,
-            min(max_tokens, MAX_DRAFTS),
-            max_spec_factor,
-            min_token_prob,
-            self._states,
-            self._edges,
-            self._fields_M,
-            self._draft,
-        )
-        return self._draft[:length].tolist(), score
-
-    def _reserve(self, num_tokens: int) -> None:
+    def reserve(self, num_tokens: int) -> None:
         """Room for the worst text of this length, and a quarter more to grow into."""
         num_tokens += num_tokens // 4 + 64
         self._states = _grown(self._states, 2 * num_tokens + 1)
         self._edges = _grown(self._edges, 3 * num_tokens)
         self._table_S = table_for(3 * num_tokens)
         put_all(self._table_S, self._edges, 0, int(self._fields_M[NUM_EDGES]))
+        self._capacity = num_tokens
 
 
 def _grown(rows: np.ndarray, num_rows: int) -> np.ndarray:
@@ -109,38 +100,36 @@ def _grown(rows: np.ndarray, num_rows: int) -> np.ndarray:
 
 
 @njit(cache=True)
-def draft_limit(match_len: int, max_depth: int, max_tokens: int, max_spec_factor: float) -> int:
-    """How much a match of this length may draft: match and draft together fit in max_depth."""
-    return min(max_tokens, int(max_spec_factor * match_len), max_depth - match_len)
+def automaton_at(places_A3: np.ndarray) -> Automaton:
+    """The automaton whose arrays are at the places of a row."""
+    return Automaton(
+        array_at(places_A3[0]),
+        array_at(places_A3[1]),
+        array_at(places_A3[2])[0],
+        array_at(places_A3[3])[0],
+    )
 
 
 @njit(cache=True)
-def _append(
-    token_ids_T: np.ndarray,
-    max_depth: int,
-    states: np.ndarray,
-    edges: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> None:
+def append(automaton: Automaton, token_ids_T: np.ndarray, max_depth: int) -> None:
+    """Continue the text; the caller sees to it that there is room."""
     for token in token_ids_T:
-        _extend(token, states, edges, table_S, fields_M)
-        _count(token, max_depth, states, edges, table_S, fields_M)
+        _extend(token, automaton)
+        _count(token, max_depth, automaton)
 
 
 @njit(cache=True)
-def _extend(
-    token: int, states: np.ndarray, edges: np.ndarray, table_S: np.ndarray, fields_M: np.ndarray
-) -> None:
+def _extend(token: int, automaton: Automaton) -> None:
     """Add the suffixes that end with a new token: the textbook construction."""
+    states, edges, table_S, fields_M = automaton
     whole = fields_M[NUM_STATES]
     fields_M[NUM_STATES] += 1
     fields_M[NUM_TOKENS] += 1
+    for column in range(FIRST_EDGE, states.shape[1]):
+        states[whole, column] = -1
     states[whole, LENGTH] = fields_M[NUM_TOKENS]
     states[whole, LINK] = ROOT
     states[whole, COUNT] = 0
-    states[whole, FIRST_EDGE] = -1
-    states[whole, BEST_EDGE] = -1
     state = fields_M[WHOLE]
     fields_M[WHOLE] = whole
     edge = -1
@@ -148,7 +137,7 @@ def _extend(
         edge = find(table_S, edges, state, token)
         if edge != -1:
             break
-        _add_edge(state, token, whole, states, edges, table_S, fields_M)
+        _add_edge(state, token, whole, automaton)
         state = states[state, LINK]
     if state == -1:
         return
@@ -156,7 +145,7 @@ def _extend(
     if states[target, LENGTH] == states[state, LENGTH] + 1:
         states[whole, LINK] = target
         return
-    clone = _clone(target, states[state, LENGTH] + 1, states, edges, table_S, fields_M)
+    clone = _clone(target, states[state, LENGTH] + 1, automaton)
     states[target, LINK] = clone
     states[whole, LINK] = clone
     while state != -1:
@@ -168,15 +157,8 @@ def _extend(
 
 
 @njit(cache=True)
-def _add_edge(
-    source: int,
-    token: int,
-    target: int,
-    states: np.ndarray,
-    edges: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> int:
+def _add_edge(source: int, token: int, target: int, automaton: Automaton) -> int:
+    states, edges, table_S, fields_M = automaton
     edge = fields_M[NUM_EDGES]
     fields_M[NUM_EDGES] += 1
     edges[edge, SOURCE] = source
@@ -189,43 +171,30 @@ def _add_edge(
 
 
 @njit(cache=True)
-def _clone(
-    state: int,
-    length: int,
-    states: np.ndarray,
-    edges: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> int:
+def _clone(state: int, length: int, automaton: Automaton) -> int:
     """A new class for the shorter strings of a state: same past, but a different future."""
+    states, edges, _, fields_M = automaton
     clone = fields_M[NUM_STATES]
     fields_M[NUM_STATES] += 1
+    for column in range(FIRST_EDGE, states.shape[1]):
+        states[clone, column] = -1
     states[clone, LENGTH] = length
     states[clone, LINK] = states[state, LINK]
     states[clone, COUNT] = states[state, COUNT]
-    states[clone, FIRST_EDGE] = -1
-    states[clone, BEST_EDGE] = -1
     edge = states[state, FIRST_EDGE]
     while edge != -1:
-        copy = _add_edge(
-            clone, edges[edge, TOKEN], edges[edge, TARGET], states, edges, table_S, fields_M
-        )
-        if edge == states[state, BEST_EDGE]:
-            states[clone, BEST_EDGE] = copy
+        copy = _add_edge(clone, edges[edge, TOKEN], edges[edge, TARGET], automaton)
+        for rank in range(BEST_EDGE, states.shape[1]):
+            if edge == states[state, rank]:
+                states[clone, rank] = copy
         edge = edges[edge, NEXT_EDGE]
     return clone
 
 
 @njit(cache=True)
-def _count(
-    token: int,
-    max_depth: int,
-    states: np.ndarray,
-    edges: np.ndarray,
-    table_S: np.ndarray,
-    fields_M: np.ndarray,
-) -> None:
+def _count(token: int, max_depth: int, automaton: Automaton) -> None:
     """Count the new suffixes of at most max_depth tokens, each a continuation of an old one."""
+    states, edges, table_S, fields_M = automaton
     old_len = min(fields_M[NUM_TOKENS] - 1, max_depth - 1)
     old = fields_M[CONTEXT]
     # Where the token has split this class, the token follows both halves: start with the longer.
@@ -235,10 +204,7 @@ def _count(
         states[state, COUNT] += 1
         state = states[state, LINK]
     while old != ROOT:
-        edge = find(table_S, edges, old, token)
-        best = states[old, BEST_EDGE]
-        if best == -1 or states[edges[edge, TARGET], COUNT] >= states[edges[best, TARGET], COUNT]:
-            states[old, BEST_EDGE] = edge
+        _promote(states[old, BEST_EDGE:], find(table_S, edges, old, token), states, edges)
         old = states[old, LINK]
     if old_len + 1 > max_depth - 1 and states[states[longest, LINK], LENGTH] >= max_depth - 1:
         longest = states[longest, LINK]
@@ -246,61 +212,17 @@ def _count(
 
 
 @njit(cache=True)
-def speculate(
-    max_depth: int,
-    max_tokens: int,
-    max_spec_factor: float,
-    min_token_prob: float,
-    states: np.ndarray,
-    edges: np.ndarray,
-    fields_M: np.ndarray,
-    draft: np.ndarray,
-) -> tuple[int, float]:
-    """Write the draft of the best score, return its length and score.
-
-    For every suffix of the text that occurred before: follow the most frequent continuation, whose
-    probability is count(string + token) / count(string), until the product would fall below
-    min_token_prob or `draft_limit` is reached. The score is the sum of the products, that is, the
-    expected number of accepted tokens; equal scores go to the longest suffix.
-    """
-    best_score = 0.0
-    best_length = 0
-    best_state = ROOT
-    state = fields_M[CONTEXT]
-    longest = min(fields_M[NUM_TOKENS], max_depth - 1)
-    while state != ROOT:
-        shortest = states[states[state, LINK], LENGTH] + 1
-        limit = 0
-        for match_len in range(shortest, min(longest, states[state, LENGTH]) + 1):
-            limit = max(limit, draft_limit(match_len, max_depth, max_tokens, max_spec_factor))
-        length, score = _follow(state, limit, min_token_prob, states, edges, draft)
-        if score > best_score:
-            best_score, best_length, best_state = score, length, state
-        state = states[state, LINK]
-    _follow(best_state, best_length, 0.0, states, edges, draft)
-    return best_length, best_score
-
-
-@njit(cache=True)
-def _follow(
-    state: int,
-    limit: int,
-    min_prob: float,
-    states: np.ndarray,
-    edges: np.ndarray,
-    draft: np.ndarray,
-) -> tuple[int, float]:
-    prob = 1.0
-    score = 0.0
-    length = 0
-    while length < limit and states[state, BEST_EDGE] != -1:
-        edge = states[state, BEST_EDGE]
-        target = edges[edge, TARGET]
-        prob *= states[target, COUNT] / states[state, COUNT]
-        if prob < min_prob:
+def _promote(best_P: np.ndarray, edge: int, states: np.ndarray, edges: np.ndarray) -> None:
+    """Move the edge that was counted just now before all that do not count more."""
+    count = states[edges[edge, TARGET], COUNT]
+    place = 0
+    while place < len(best_P) and best_P[place] != -1 and best_P[place] != edge:
+        if states[edges[best_P[place], TARGET], COUNT] <= count:
             break
-        draft[length] = edges[edge, TOKEN]
-        score += prob
-        length += 1
-        state = target
-    return length, score
+        place += 1
+    moved = edge
+    while place < len(best_P) and moved != -1:
+        moved, best_P[place] = best_P[place], moved
+        if moved == edge:
+            break
+        place += 1

@@ -1,6 +1,6 @@
 """How a suffix tree takes up a text, and gives it back: numba kernels of SuffixTree.
 
-Dimension key: C places of the ring of texts, S places of the table, M fields.
+Dimension key: C places of the ring of texts, S places of the table, M fields, P branching.
 """
 
 import numpy as np
@@ -16,10 +16,9 @@ COUNT = 3
 FIRST_CHILD = 4  # -1: none
 NEXT = 5  # sibling, or the next free row
 PREVIOUS = 6  # sibling
-BEST_CHILD = 7  # the most frequent one, the latest among equals; -1: none; STALE: to be found
-NODE_COLUMNS = 8
+BEST_CHILD = 7  # the first of P, the most frequent ones, the latest first among equals; -1: no more
 
-STALE = -2
+STALE = -2  # as the first of the best children: they are to be found again
 ROOT = 0
 NONE = -1
 
@@ -54,7 +53,7 @@ def add_windows(
                 nodes[child, LENGTH] = window_stop - at
                 nodes[child, COUNT] = 0
                 nodes[child, FIRST_CHILD] = NONE
-                nodes[child, BEST_CHILD] = NONE
+                _clear(nodes[child, BEST_CHILD:])
                 _hang(child, node, ring_C[at & mask], nodes, table_S)
             shared = 1
             limit = min(nodes[child, LENGTH], window_stop - at)
@@ -69,11 +68,64 @@ def add_windows(
                 child = _split(child, shared, ring_C, nodes, label_starts, table_S, fields_M)
             nodes[child, COUNT] += 1
             label_starts[child] = at
-            best = nodes[node, BEST_CHILD]
-            if best == NONE or (best >= 0 and nodes[child, COUNT] >= nodes[best, COUNT]):
-                nodes[node, BEST_CHILD] = child
+            if nodes[node, BEST_CHILD] != STALE:
+                _promote(nodes[node, BEST_CHILD:], child, nodes)
             node = child
             at += shared
+
+
+@njit(cache=True)
+def _clear(best_P: np.ndarray) -> None:
+    for place in range(len(best_P)):
+        best_P[place] = NONE
+
+
+@njit(cache=True)
+def _promote(best_P: np.ndarray, child: int, nodes: np.ndarray) -> None:
+    """Move the child that was counted just now before all that do not count more."""
+    place = 0
+    while place < len(best_P) and best_P[place] != NONE and best_P[place] != child:
+        if nodes[best_P[place], COUNT] <= nodes[child, COUNT]:
+            break
+        place += 1
+    moved = child
+    while place < len(best_P) and moved != NONE:
+        moved, best_P[place] = best_P[place], moved
+        if moved == child:
+            break
+        place += 1
+
+
+@njit(cache=True)
+def _replace(best_P: np.ndarray, old: int, new: int) -> None:
+    """Put a child in the place of another one that counts as much."""
+    for place in range(len(best_P)):
+        if best_P[place] == old:
+            best_P[place] = new
+
+
+@njit(cache=True)
+def find_best_children(node: int, nodes: np.ndarray, label_starts: np.ndarray) -> None:
+    """Find the best children again where a removal has touched them."""
+    if nodes[node, BEST_CHILD] != STALE:
+        return
+    best_P = nodes[node, BEST_CHILD:]
+    _clear(best_P)
+    child = nodes[node, FIRST_CHILD]
+    while child != NONE:
+        moved = child
+        for place in range(len(best_P)):
+            other = best_P[place]
+            if moved != NONE and (
+                other == NONE
+                or nodes[moved, COUNT] > nodes[other, COUNT]
+                or (
+                    nodes[moved, COUNT] == nodes[other, COUNT]
+                    and label_starts[moved] > label_starts[other]
+                )
+            ):
+                moved, best_P[place] = other, moved
+        child = nodes[child, NEXT]
 
 
 @njit(cache=True)
@@ -140,6 +192,7 @@ def _split(
     nodes[upper, LENGTH] = length
     nodes[upper, COUNT] = nodes[lower, COUNT]
     nodes[upper, FIRST_CHILD] = NONE
+    _clear(nodes[upper, BEST_CHILD:])
     nodes[upper, BEST_CHILD] = lower
     label_starts[upper] = label_starts[lower]
     _hang(upper, parent, token, nodes, table_S)
@@ -147,8 +200,7 @@ def _split(
     label_starts[lower] += length
     below = int(ring_C[label_starts[lower] & (len(ring_C) - 1)])
     _hang(lower, upper, below, nodes, table_S)
-    if nodes[parent, BEST_CHILD] == lower:
-        nodes[parent, BEST_CHILD] = upper
+    _replace(nodes[parent, BEST_CHILD:], lower, upper)
     return upper
 
 
@@ -173,8 +225,9 @@ def remove_windows(
             child = find(table_S, nodes, node, ring_C[at & mask])
             at += nodes[child, LENGTH]
             nodes[child, COUNT] -= 1
-            if nodes[node, BEST_CHILD] == child:
-                nodes[node, BEST_CHILD] = STALE
+            for place in range(BEST_CHILD, nodes.shape[1]):
+                if nodes[node, place] == child:
+                    nodes[node, BEST_CHILD] = STALE
             if nodes[child, COUNT] == 0:  # no window passes: a leaf, and the end of this one
                 _cut(child, nodes, table_S)
                 _free_row(child, nodes, fields_M)
@@ -203,6 +256,5 @@ def _join(
     nodes[lower, LENGTH] += nodes[upper, LENGTH]
     label_starts[lower] -= nodes[upper, LENGTH]
     _hang(lower, parent, token, nodes, table_S)
-    if nodes[parent, BEST_CHILD] == upper:
-        nodes[parent, BEST_CHILD] = lower
+    _replace(nodes[parent, BEST_CHILD:], upper, lower)
     _free_row(upper, nodes, fields_M)

@@ -1,14 +1,18 @@
 """Decide how much of each draft survives: pure functions of choices, distributions and noise.
 
-They know no proposer, no random generator and no clock. `match_draft` is exact for any tree of
-deterministic drafts; `rejection_sample` and `block_verify` are exact for chains that were sampled
-from the probabilities they carry, provided that how far a chain goes was decided without looking
-at the tokens past its end.
+They know no proposer, no random generator and no clock. `match_draft` is exact for any tree,
+however it came about. The rules that look at probabilities need drafts that were really drawn
+from them, and one thing more: whether a sampled draft is verified at all, and by which rule, must
+not depend on its own token nor on anything drawn after it. (A deterministic draft is known from
+its prefix, so it may be left out for any reason that its prefix knows.) Then `rejection_sample`
+and `block_verify` are exact for chains, sampled and deterministic rows mixed, and
+`verify_tree.verify_tree` is for trees. `verify_typical` is not exact for anything.
 
-Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root,
-V vocabulary.
+Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
+rows, V vocabulary.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N
+from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N, row_index_BN1
 
-# (log weights [B, V], number of accepted drafts [B]) -> ids [B] drawn from these weights
-Draw = Callable[[Tensor, Tensor], Tensor]
+# (log weights [B, V], number of accepted drafts [B], is a sampled draft refused there [B])
+# -> ids [B] drawn from these weights
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,37 @@ class Acceptance:
     weight_B: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class TypicalAcceptance:
+    """Typical acceptance of Medusa (Cai et al. 2024, arXiv 2401.10774, section 2.3.1). LOSSY.
+
+    A draft x is kept where p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), H being
+    the entropy of the target's distribution p: wherever the target finds the draft plausible,
+    however often it would have said something else. THE OUTPUT IS NOT DISTRIBUTED AS THE
+    TARGET'S: it is shifted to what the proposer likes, and no test of exactness holds for it. For
+    those who want speed more than the model's own distribution, and say so.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("posterior_threshold", "posterior_alpha"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+    def least_log_prob(self, log_p_RV: Tensor) -> Tensor:
+        """[R]: the log-probability that a draft behind each row must exceed."""
+        # Masked tokens: 0 * -inf would be NaN.
+        entropy_R = -(log_p_RV.exp() * log_p_RV.clamp(min=-1e30)).sum(1)
+        return (math.log(self.posterior_alpha) - entropy_R).clamp(
+            max=math.log(self.posterior_threshold)
+        )
+
+
 def match_draft(choices_BN1: Tensor, drafts: DraftBatch) -> Verdict:
     """Walk every draft along the target's own choices.
 
@@ -64,20 +100,9 @@ def match_draft(choices_BN1: Tensor, drafts: DraftBatch) -> Verdict:
         num_accepted_B = hit_BN.long().cumprod(1).sum(1)
         last_B1 = choices_BN1.gather(1, num_accepted_B[:, None])
         return chain_verdict(drafts, num_accepted_B, last_B1[:, 0])
-    width = drafts.width
     is_on_path_BN = _matched_rows(choices_BN1, drafts)
-    num_accepted_B = is_on_path_BN.sum(1)
-    # A parent precedes its children, so the rows of a path in order are a path in order.
-    place_N = torch.arange(width, device=drafts.device)
-    rows_BN = torch.where(is_on_path_BN, place_N, width).sort(1).values
-    is_row_BN = rows_BN < width
-    path_BN1 = pad(torch.where(is_row_BN, rows_BN + 1, 0), (1, 0))
-    is_emitted_BN1 = pad(is_row_BN, (1, 0), value=True)
-    return Verdict(
-        token_ids_BN1=torch.where(is_emitted_BN1, choices_BN1.gather(1, path_BN1), -1),
-        num_emitted_B=num_accepted_B + 1,
-        rows_BN=torch.where(is_row_BN, rows_BN, -1),
-    )
+    last_B1 = choices_BN1.gather(1, _last_row_B(is_on_path_BN)[:, None])
+    return tree_verdict(drafts, is_on_path_BN, last_B1[:, 0])
 
 
 def _matched_rows(choices_BN1: Tensor, drafts: DraftBatch) -> Tensor:
@@ -102,6 +127,29 @@ def chain_verdict(drafts: DraftBatch, num_accepted_B: Tensor, last_B: Tensor) ->
         num_emitted_B=num_accepted_B + 1,
         rows_BN=torch.where(place_N < accepted_B1, place_N, -1),
     )
+
+
+def tree_verdict(drafts: DraftBatch, is_on_path_BN: Tensor, last_B: Tensor) -> Verdict:
+    """The drafts on one path from the root, then one more token."""
+    width = drafts.width
+    num_accepted_B1 = is_on_path_BN.sum(1, keepdim=True)
+    # A parent precedes its children, so the rows of a path in order are a path in order.
+    place_N = torch.arange(width, device=drafts.device)
+    rows_BN = torch.where(is_on_path_BN, place_N, width).sort(1).values
+    ids_BN1 = pad(drafts.token_ids_BN, (0, 1), value=-1).gather(
+        1, pad(rows_BN, (0, 1), value=width)
+    )
+    return Verdict(
+        token_ids_BN1=ids_BN1.scatter(1, num_accepted_B1, last_B[:, None]),
+        num_emitted_B=num_accepted_B1[:, 0] + 1,
+        rows_BN=torch.where(rows_BN < width, rows_BN, -1),
+    )
+
+
+def _last_row_B(is_on_path_BN: Tensor) -> Tensor:
+    """int64 [B]: the row, 0 = root, where each path ends."""
+    rows_N = torch.arange(1, is_on_path_BN.shape[1] + 1, device=is_on_path_BN.device)
+    return pad(is_on_path_BN * rows_N, (1, 0)).amax(1)
 
 
 def accept_tokens(target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor) -> Acceptance:
@@ -129,7 +177,12 @@ def accept_block(target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor) -> A
 
     weight_BM = weight_BN[:, :-1]
     left_BMV = weight_BM[:, :, None] * target_BN1V[:, 1:-1] - drafts.probs_BNV[:, 1:]
-    left_BM = left_BMV.clamp_(min=0).sum(2)
+    # Where q is one-hot, all but the draft is left.
+    left_BM = torch.where(
+        drafts.is_sampled_BN[:, 1:],
+        left_BMV.clamp_(min=0).sum(2),
+        weight_BM * (1 - p_BN[:, 1:]),
+    )
     whole_BM = left_BM + 1 - weight_BM
     inner_BM = torch.where(whole_BM > 0, left_BM / whole_BM.clamp(min=tiny), 0.0)
     place_N = torch.arange(drafts.width, device=drafts.device)
@@ -148,15 +201,19 @@ def last_weights(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance
     The residual max(weight * p - q, 0) after a rejection; p itself after none, and where the
     residual is empty (p == q up to rounding).
     """
-    assert drafts.probs_BNV is not None
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)
     at_B = acceptance.num_accepted_B
     p_BV = target_BN1V[requests_B, at_B]
-    q_BV = drafts.probs_BNV[requests_B, at_B.clamp(max=drafts.width - 1)]
-    residual_BV = (acceptance.weight_B[:, None] * p_BV - q_BV).clamp_(min=0)
+    q_BV = _drawn_from(drafts, at_B.clamp(max=drafts.width - 1))
+    residual_BV = residual(p_BV, q_BV, acceptance.weight_B)
     is_bonus_B1 = (at_B == drafts.num_drafts_B)[:, None]
     is_empty_B1 = residual_BV.amax(1, keepdim=True) <= 0
     return torch.where(is_bonus_B1 | is_empty_B1, p_BV, residual_BV)
+
+
+def residual(p_BV: Tensor, q_BV: Tensor, weight_B: Tensor) -> Tensor:
+    """[B, V]: max(weight * p - q, 0), what drafts drawn from q leave of the target."""
+    return (weight_B[:, None] * p_BV - q_BV).clamp_(min=0)
 
 
 def rejection_sample(
@@ -183,7 +240,8 @@ def block_verify(target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw
 
 def _finish(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance, draw: Draw) -> Verdict:
     weights_BV = last_weights(target_BN1V, drafts, acceptance)
-    last_B = draw(weights_BV.log(), acceptance.num_accepted_B)
+    is_refused_B = acceptance.num_accepted_B < drafts.num_drafts_B
+    last_B = draw(weights_BV.log(), acceptance.num_accepted_B, is_refused_B)
     return chain_verdict(drafts, acceptance.num_accepted_B, last_B)
 
 
@@ -192,4 +250,53 @@ def _drafted(target_BN1V: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
     assert drafts.probs_BNV is not None
     ids_BN1 = drafts.token_ids_BN.clamp(min=0)[:, :, None]
     p_BN = target_BN1V[:, :-1].gather(2, ids_BN1)[:, :, 0]
-    return p_BN, drafts.probs_BNV.gather(2, ids_BN1)[:, :, 0]
+    q_BN = drafts.probs_BNV.gather(2, ids_BN1)[:, :, 0]
+    return p_BN, torch.where(drafts.is_sampled_BN, q_BN, 1.0)
+
+
+def _drawn_from(drafts: DraftBatch, row_B: Tensor) -> Tensor:
+    """[B, V]: the proposer's distribution of one draft of each request, one-hot if it has none."""
+    assert drafts.probs_BNV is not None
+    requests_B = torch.arange(drafts.num_requests, device=drafts.device)
+    q_BV = drafts.probs_BNV[requests_B, row_B]
+    ids_B1 = drafts.token_ids_BN[requests_B, row_B].clamp(min=0)[:, None]
+    one_hot_BV = torch.zeros_like(q_BV).scatter(1, ids_B1, 1.0)
+    return torch.where(drafts.is_sampled_BN[requests_B, row_B][:, None], q_BV, one_hot_BV)
+
+
+def verify_typical(
+    logits_RV: Tensor, drafts: DraftBatch, typical: TypicalAcceptance, draw: Draw
+) -> Verdict:
+    """Keep the longest typical path of each tree. NOT exact: see `TypicalAcceptance`.
+
+    Of paths of one length the likelier counts, by the sum of log p; of those the first. The token
+    after the path is drawn from p.
+
+    Args:
+        logits_RV: processed logits of the target, flat rows.
+        drafts: any trees, N at least 1; what they were drawn from does not matter.
+        draw: draws the last token.
+    """
+    index_BN1 = row_index_BN1(drafts)
+    log_p_RV = logits_RV.log_softmax(1)
+    least_R = typical.least_log_prob(log_p_RV)
+    # The padding is looked at too: at the root, whatever its parents say.
+    parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
+    parent_BN = index_BN1.gather(1, parents_BN)
+    log_p_BN = log_p_RV[parent_BN, drafts.token_ids_BN.clamp(min=0)]
+    is_typical_BN = (log_p_BN > least_R[parent_BN]) & drafts.is_draft_BN
+
+    seen_BN1N = ancestors_BN1N(drafts)
+    is_reached_BN1 = (is_typical_BN[:, None, :] | ~seen_BN1N).all(2)
+    is_reached_BN1 &= pad(drafts.is_draft_BN, (1, 0), value=True)
+    length_BN1 = torch.where(is_reached_BN1, seen_BN1N.sum(2), -1)
+    is_longest_BN1 = length_BN1 == length_BN1.amax(1, keepdim=True)
+    likelihood_BN1 = torch.where(seen_BN1N, log_p_BN[:, None, :], 0.0).sum(2)
+    last_row_B = torch.where(is_longest_BN1, likelihood_BN1, -torch.inf).argmax(1)
+
+    requests_B = torch.arange(drafts.num_requests, device=drafts.device)
+    is_on_path_BN = seen_BN1N[requests_B, last_row_B]
+    last_logits_BV = logits_RV[index_BN1[requests_B, last_row_B]]
+    none_refused_B = torch.zeros_like(last_row_B, dtype=torch.bool)
+    last_B = draw(last_logits_BV, is_on_path_BN.sum(1), none_refused_B)
+    return tree_verdict(drafts, is_on_path_BN, last_B)

@@ -1,6 +1,6 @@
 # numba infers the types of these functions and specialises on them.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001
 """The fast twin of `verify` for tensors on the CPU: one walk instead of many operators.
 
 A walk looks at a row of the target only when it comes to it, and chooses nothing elsewhere.
@@ -16,21 +16,19 @@ from numba import njit
 from torch import Tensor
 
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
-from outdraft.sampling.noise_cpu import sample_logits, sample_weights, uniform_scalar
-from outdraft.sampling.row_kernels import maximum, softmax
-from outdraft.sampling.sampler_cpu import choose_row
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.verify import Verdict
+from outdraft.spec.verify_chain_cpu import accept_block, accept_tokens, last_token
+from outdraft.spec.verify_tree_cpu import child_of, match_tree, walk_tree
 
-_ACCEPT, _RECOVER = int(Purpose.ACCEPT), int(Purpose.RECOVER)
-_SAMPLE = int(Purpose.SAMPLE)
 _NO_PROBS = np.empty((0, 0, 0), dtype=np.float32)
-_TINY = 2.0**-1022  # the least normal float64
 
 
 class Rule(IntEnum):
-    """How sampled chains of sampled requests are verified; everything else is matched."""
+    """How drafts with sampled rows are verified in sampled requests; all others are matched.
+
+    TOKEN and BLOCK are rules of chains; trees have a rule of their own.
+    """
 
     MATCH = 0
     TOKEN = 1
@@ -56,8 +54,8 @@ def verify_cpu(
 ) -> Verdict:
     """The verdict on processed logits, float32 on the CPU, of a batch of any mixture.
 
-    As matching with `sampler.choose`, `verify.rejection_sample` or `verify.block_verify`, with
-    the noise of the same keys.
+    As matching with `sampler.choose`, `verify.rejection_sample`, `verify.block_verify` or
+    `verify_tree.verify_tree`, with the noise of the same keys.
     """
     num_requests, width = drafts.num_requests, drafts.width
     token_ids_BN1 = np.empty((num_requests, width + 1), dtype=np.int64)
@@ -70,11 +68,12 @@ def verify_cpu(
         np.ascontiguousarray(drafts.parents_BN.numpy()),
         np.ascontiguousarray(drafts.num_drafts_B.numpy()),
         np.ascontiguousarray(probs_BNV),
-        np.ascontiguousarray(drafts.is_sampled_B.numpy()),
+        np.ascontiguousarray(drafts.is_sampled_BN.numpy()),
         np.ascontiguousarray(sampling.is_greedy_B.numpy()),
         np.ascontiguousarray(sampling.seeds_B.numpy()),
         np.ascontiguousarray(num_tokens_B.numpy()),
         int(rule),
+        drafts.sampled_trees,
         token_ids_BN1,
         rows_BN,
         num_emitted_B,
@@ -105,16 +104,6 @@ def match_draft_cpu(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
 
 
 @njit(cache=True)
-def _child(drafted_N, parents_N, num_drafts, row, choice):
-    """The draft after `row` that is the choice, -1 if there is none."""
-    # A parent precedes its children; of siblings with the same token the first is taken.
-    for draft in range(row, num_drafts):
-        if parents_N[draft] == row and drafted_N[draft] == choice:
-            return draft
-    return -1
-
-
-@njit(cache=True)
 def _walk(
     choices_R, drafted_BN, parents_BN, num_drafts_B, token_ids_BN1, rows_BN, num_emitted_B
 ) -> None:
@@ -127,7 +116,7 @@ def _walk(
             choice = choices_R[root + row]
             token_ids_BN1[b, emitted] = choice
             emitted += 1
-            child = _child(drafted_BN[b], parents_BN[b], num_drafts_B[b], row, choice)
+            child = child_of(drafted_BN[b], parents_BN[b], num_drafts_B[b], row, choice)
             if child < 0:
                 break
             rows_BN[b, emitted - 1] = child
@@ -153,11 +142,12 @@ def _verify(
     parents_BN,
     num_drafts_B,
     probs_BNV,
-    is_sampled_B,
+    is_sampled_BN,
     is_greedy_B,
     seeds_B,
     num_tokens_B,
     rule,
+    sampled_trees,
     token_ids_BN1,
     rows_BN,
     num_emitted_B,
@@ -170,111 +160,43 @@ def _verify(
         num_drafts, seed, num_tokens = num_drafts_B[b], seeds_B[b], num_tokens_B[b]
         rows_NV = logits_RV[root : root + num_drafts + 1]
         root += num_drafts + 1
-        if rule == _MATCH or not is_sampled_B[b] or is_greedy_B[b]:
-            num_emitted_B[b] = _match(
+        drafted_N, parents_N = drafted_BN[b, :num_drafts], parents_BN[b, :num_drafts]
+        is_sampled_N = is_sampled_BN[b, :num_drafts]
+        emitted_N1, rows_N = token_ids_BN1[b], rows_BN[b]
+        if rule == _MATCH or is_greedy_B[b] or not np.any(is_sampled_N):
+            num_emitted_B[b] = match_tree(
                 rows_NV,
-                drafted_BN[b],
-                parents_BN[b],
+                drafted_N,
+                parents_N,
                 seed,
                 num_tokens,
                 is_greedy_B[b],
-                token_ids_BN1[b],
-                rows_BN[b],
+                emitted_N1,
+                rows_N,
             )
             continue
-        drafted_N, probs_NV = drafted_BN[b, :num_drafts], probs_BNV[b]
-        if rule == _TOKEN:
-            accepted = _accept_tokens(rows_NV, drafted_N, probs_NV, seed, num_tokens, buffer_V)
-            weight = 1.0
-        else:
-            accepted, weight = _accept_block(
-                rows_NV, drafted_N, probs_NV, seed, num_tokens, buffer_V
+        probs_NV = probs_BNV[b]
+        if sampled_trees:
+            num_emitted_B[b] = walk_tree(
+                rows_NV,
+                drafted_N,
+                parents_N,
+                is_sampled_N,
+                probs_NV,
+                seed,
+                num_tokens,
+                buffer_V,
+                emitted_N1,
+                rows_N,
             )
+            continue
+        chain = (rows_NV, drafted_N, is_sampled_N, probs_NV)
+        if rule == _TOKEN:
+            accepted, weight = accept_tokens(*chain, seed, num_tokens, buffer_V), 1.0
+        else:
+            accepted, weight = accept_block(*chain, seed, num_tokens, buffer_V)
         for place in range(accepted):
-            token_ids_BN1[b, place] = drafted_N[place]
-            rows_BN[b, place] = place
-        token_ids_BN1[b, accepted] = _last(
-            rows_NV, probs_NV, accepted, weight, seed, num_tokens, buffer_V
-        )
+            emitted_N1[place] = drafted_N[place]
+            rows_N[place] = place
+        emitted_N1[accepted] = last_token(*chain, accepted, weight, seed, num_tokens, buffer_V)
         num_emitted_B[b] = accepted + 1
-
-
-@njit(cache=True, nogil=True)
-def _match(rows_NV, drafted_N, parents_N, seed, num_tokens, is_greedy, token_ids_N1, rows_N):
-    """Write the path of the target's own choices through one draft; how many they are."""
-    row, emitted = 0, 0
-    while True:
-        position = num_tokens + emitted
-        choice = choose_row(rows_NV[row], seed, position, 0, is_greedy, _SAMPLE)
-        token_ids_N1[emitted] = choice
-        emitted += 1
-        child = _child(drafted_N, parents_N, len(rows_NV) - 1, row, choice)
-        if child < 0:
-            return emitted
-        rows_N[emitted - 1] = child
-        row = child + 1
-
-
-@njit(cache=True, nogil=True)
-def _coin(seed, num_tokens, place):
-    return uniform_scalar(seed, num_tokens + place, num_tokens, _ACCEPT)
-
-
-@njit(cache=True, nogil=True)
-def _accept_tokens(rows_NV, drafted_N, probs_NV, seed, num_tokens, p_V):
-    """How many drafts of one chain `verify.accept_tokens` accepts; `p_V` is scratch."""
-    for place in range(len(drafted_N)):
-        softmax(rows_NV[place], p_V)
-        token = drafted_N[place]
-        if not _coin(seed, num_tokens, place) * probs_NV[place, token] < p_V[token]:
-            return place
-    return len(drafted_N)
-
-
-@njit(cache=True, nogil=True)
-def _accept_block(rows_NV, drafted_N, probs_NV, seed, num_tokens, p_V):
-    """(accepted drafts, weight) of one chain, as `verify.accept_block`; `p_V` is scratch."""
-    log_weight, weight = 0.0, 1.0
-    accepted, accepted_weight = 0, 1.0
-    for place in range(len(drafted_N)):
-        softmax(rows_NV[place], p_V)
-        if place > 0:
-            left = _residual_mass(p_V, probs_NV[place], weight)
-            whole = left + (1.0 - weight)
-            threshold = left / whole if whole > 0 else 0.0
-            if _coin(seed, num_tokens, place - 1) < threshold:
-                accepted, accepted_weight = place, weight
-        p, q = np.float64(p_V[drafted_N[place]]), np.float64(probs_NV[place, drafted_N[place]])
-        if p == 0:  # the target never says this: the weight is 0 from here on
-            return accepted, accepted_weight
-        log_weight = min(0.0, log_weight + np.log(p) - np.log(max(q, _TINY)))
-        weight = np.exp(log_weight)
-    if len(drafted_N) > 0 and _coin(seed, num_tokens, len(drafted_N) - 1) < weight:
-        accepted, accepted_weight = len(drafted_N), weight
-    return accepted, accepted_weight
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _residual_mass(p_V, q_V, weight):
-    """The sum of max(weight * p - q, 0), in float64."""
-    result = 0.0
-    for at in range(p_V.shape[0]):
-        residual = weight * p_V[at] - q_V[at]
-        result += residual if residual > 0 else 0.0
-    return result
-
-
-@njit(cache=True, nogil=True)
-def _last(rows_NV, probs_NV, accepted, weight, seed, num_tokens, buffer_V):
-    """The token after the accepted ones: bonus or recovered, as `verify.last_weights` has it."""
-    position = num_tokens + accepted
-    if accepted == len(rows_NV) - 1:
-        return sample_logits(rows_NV[accepted], seed, position, 0, _SAMPLE)
-    softmax(rows_NV[accepted], buffer_V)
-    narrow = np.float32(weight)
-    for at in range(buffer_V.shape[0]):
-        residual = narrow * buffer_V[at] - probs_NV[accepted, at]
-        buffer_V[at] = residual if residual > 0 else np.float32(0)
-    if maximum(buffer_V) > 0:
-        return sample_weights(buffer_V, seed, position, 0, _RECOVER)
-    return sample_logits(rows_NV[accepted], seed, position, 0, _RECOVER)

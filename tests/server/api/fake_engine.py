@@ -172,7 +172,7 @@ class _Writer:
                 one.finish_reason = "length"
         origins = [TokenOrigin.PREDICTION, TokenOrigin.RECOVERED][: len(new)]
         one.origins += origins
-        self._metrics.record(2, 1, "prediction")
+        self._metrics.record({"prediction": 2}, {"prediction": 1})
         rows = None
         if params.logprobs is not None:
             first = len(one.token_ids) - len(new)
@@ -184,7 +184,7 @@ class _Writer:
             one.text = self._detokenizer.text
         steps = None
         if params.speculation.trace:
-            steps = [DraftStep("prediction", [new[0], 20], [], [0], len(new), 0.25)]
+            steps = [DraftStep(["prediction", "prediction"], [new[0], 20], [], [0], len(new), 0.25)]
         return TextDelta(
             one.index,
             one.text[told:],

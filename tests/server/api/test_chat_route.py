@@ -204,6 +204,7 @@ def test_speculation_metrics_have_vllms_names(client, extra):
         "num_accepted_draft_tokens": 3,
         "num_draft_tokens": 6,
         "num_spec_tokens": 2,
+        "lossless": True,
         "per_step_accepted": [1, 1, 1],
         "per_step_drafted": [2, 2, 2],
         "drafted_by_source": {"prediction": 6},

@@ -56,6 +56,7 @@ def _speculation(metrics: SpeculationMetrics) -> dict[str, Any]:
         "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
         "num_draft_tokens": metrics.num_draft_tokens,
         "num_spec_tokens": metrics.num_spec_tokens,
+        "lossless": metrics.lossless,
         "per_step_accepted": metrics.per_step_accepted,
         "per_step_drafted": metrics.per_step_drafted,
         "drafted_by_source": metrics.drafted_by_source,
@@ -75,9 +76,10 @@ def trace(delta: TextDelta, tokenizer: Tokenizer | None) -> dict[str, Any] | Non
 
 
 def _step(step: DraftStep, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    drafted = zip(step.drafted_ids, step.sources, strict=True)
     return {
-        "source": step.source,
-        "drafted": [_token(token_id, tokenizer) for token_id in step.drafted_ids],
+        "source": step.sources[0] if step.sources else None,  # who drafted first
+        "drafted": [_token(one, tokenizer) | {"source": source} for one, source in drafted],
         "parents": step.parents,
         "accepted_rows": step.accepted_rows,
         "num_emitted": step.num_emitted,

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Trains one draft head of the embedded target and puts it beside the pair, in the package's data:
+# bash recipes/draft_heads/run.sh OUT eagle3|medusa|mlp_speculator
+# OUT is the folder of recipes/embedded_pair/run.sh; a run that was stopped goes on when it is
+# given again.
+set -euo pipefail
+out=${1:?usage: run.sh OUT eagle3|medusa|mlp_speculator}
+head=${2:?usage: run.sh OUT eagle3|medusa|mlp_speculator}
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+python=${PYTHON:-$root/.venv/bin/python}
+export PYTHONPATH=$root/recipes/embedded_pair
+
+case $head in
+    eagle3) flags=(--steps 850 --decay-steps 500 --short-steps 300) ;;
+    medusa) flags=(--steps 600 --decay-steps 400) ;;
+    mlp_speculator) flags=(--steps 600 --decay-steps 400) ;;
+    *) echo "no such head: $head" >&2; exit 2 ;;
+esac
+
+if [ ! -f "$out/heads/$head/model/model.safetensors" ]; then
+    "$python" "$here/train.py" "$head" --data "$out" --out "$out/heads/$head" "${flags[@]}"
+fi
+"$python" "$here/measure_acceptance.py" "$head" --data "$out" --model "$out/heads/$head/model" \
+    > "$out/heads/$head/acceptance.new"
+mv "$out/heads/$head/acceptance.new" "$out/heads/$head/acceptance.json"
+"$python" "$here/export.py" --data "$out/heads" --out "$root/src/outdraft/assets"

@@ -1,0 +1,300 @@
+# pyright: reportCallIssue=false
+# A launch takes more than the parameters of the kernel.
+"""Paged tree attention on a GPU, by the kernels of triton_kernels.py.
+
+Requests of a few rows, trees and prompt chunks have tiles of their own sizes, in launches of their
+own: which launch a request is in depends on its own rows only, so it reads the same alone and in
+any batch. Contexts are cut into splits of a fixed size that run side by side and are merged; long
+prompt chunks have work enough without. Grids come from shapes and from the two numbers that the
+host knows; programs without work leave at once.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from outdraft.attention import triton_kernels as kernels
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.errors import ConfigError
+
+GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_ELEMENTS = 1 << 26  # 256 MiB of float32 for the parts of split contexts
+_TREE_ROWS = 256  # of a request; those with more are prompt chunks
+_NO_SPLIT = 1 << 30
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How the requests with min_rows to max_rows rows are computed."""
+
+    min_rows: int
+    max_rows: int
+    lanes: int
+    keys: int
+    split_keys: int
+    num_warps: int
+    num_stages: int
+
+
+class TritonAttention:
+    """Attention as attention/base.py states it, for float32, bfloat16 and float16 on a GPU.
+
+    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows behind the
+    last request are padding: their result is zero, and so is that of rows that see nothing.
+    """
+
+    name = "triton"
+
+    def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
+        """`max_elements`: of the parts that are merged at once; one tile may take more."""
+        self._max_elements = max_elements
+
+    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+        """Store k and v at their slots; rows with slot -1 are dropped.
+
+        Raises:
+            ConfigError: a dtype that the kernels do not read.
+        """
+        _check_dtypes(k_TGC, v_TGC, cache.k_PSGC, cache.v_PSGC)
+        if len(slots_T) == 0:
+            return
+        k_TGC, v_TGC = _with_dense_rows(k_TGC), _with_dense_rows(v_TGC)
+        row_size = k_TGC.shape[1] * k_TGC.shape[2]
+        kernels.write_rows[(len(slots_T),)](
+            k_TGC,
+            v_TGC,
+            cache.k_PSGC,
+            cache.v_PSGC,
+            slots_T,
+            k_TGC.stride(0),
+            v_TGC.stride(0),
+            ROW_SIZE=row_size,
+            WIDTH=triton.next_power_of_2(row_size),
+            enable_fp_fusion=True,
+        )
+
+    def attend(
+        self,
+        q_THC: Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """[T, H, C] of q's dtype: softmax(scale * q k^T) v over what each row sees.
+
+        Raises:
+            ConfigError: a dtype that the kernels do not read.
+        """
+        _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGC)
+        q_THC = _with_dense_rows(q_THC)
+        out_THC = torch.zeros(q_THC.shape, dtype=q_THC.dtype, device=q_THC.device)
+        call = _Call(out_THC, q_THC, cache, metadata, scale, window)
+        wide = max(q_THC.dtype.itemsize, cache.k_PSGC.dtype.itemsize)
+        for launch in _launches(call.heads_per_kv, call.head_size, wide):
+            if _is_needed(launch, call.num_requests, len(q_THC), metadata.max_rows):
+                self._launch(launch, call)
+        return out_THC
+
+    def temporary_bytes(
+        self,
+        num_requests: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads: int,
+        key_shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> int:
+        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
+
+        `key_shape` is (G, C); `dtype` that of queries and cache.
+        """
+        num_kv_heads, head_size = key_shape
+        heads_per_kv = num_heads // num_kv_heads
+        most = 0
+        for launch in _launches(heads_per_kv, head_size, dtype.itemsize):
+            if num_keys > launch.split_keys and num_rows >= launch.min_rows:
+                numbers = self._part_numbers(launch, num_keys, num_kv_heads, head_size)
+                num_tiles = num_rows // (launch.lanes // heads_per_kv) + num_requests
+                most = max(most, numbers * min(num_tiles, max(1, self._max_elements // numbers)))
+        return 4 * most
+
+    def _part_numbers(
+        self, launch: _Launch, num_keys: int, num_kv_heads: int, head_size: int
+    ) -> int:
+        """How many numbers the splits of one tile take."""
+        num_splits = triton.cdiv(num_keys, launch.split_keys)
+        return num_kv_heads * num_splits * launch.lanes * (head_size + 2)
+
+    def _launch(self, launch: _Launch, call: "_Call") -> None:
+        """Some tiles after another, as many as the parts have room for."""
+        num_splits = triton.cdiv(call.metadata.max_seq_len, launch.split_keys)
+        num_tiles = len(call.q_THC) // (launch.lanes // call.heads_per_kv) + call.num_requests
+        sizes = (call.num_kv_heads, call.head_size)
+        numbers = self._part_numbers(launch, call.metadata.max_seq_len, *sizes)
+        is_split = num_splits > 1
+        at_once = min(num_tiles, max(1, self._max_elements // numbers)) if is_split else num_tiles
+        shape = (at_once, call.num_kv_heads, num_splits, launch.lanes)
+        acc, top, total = (
+            torch.empty(size if is_split else 0, dtype=torch.float32, device=call.q_THC.device)
+            for size in ((*shape, call.head_size), shape, shape)
+        )
+        for first_tile in range(0, num_tiles, at_once):
+            tiles = range(first_tile, min(first_tile + at_once, num_tiles))
+            _attend_tiles(launch, call, (acc, top, total), tiles, num_splits)
+            if is_split:
+                _merge_splits(launch, call, (acc, top, total), tiles, num_splits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The arguments of `attend`, and its result."""
+
+    out_THC: Tensor
+    q_THC: Tensor
+    cache: LayerCache
+    metadata: AttentionMetadata
+    scale: float
+    window: int | None
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.metadata.context_lens_B)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.cache.k_PSGC.shape[2]
+
+    @property
+    def heads_per_kv(self) -> int:
+        return self.q_THC.shape[1] // self.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.q_THC.shape[2]
+
+    @property
+    def rows(self) -> tuple[Tensor, ...]:
+        """What both kernels read of the metadata."""
+        metadata = self.metadata
+        by_request = (metadata.query_start_B1, metadata.context_lens_B, metadata.num_causal_B)
+        return (*by_request, metadata.ancestors_T, metadata.positions_T)
+
+    def constants(self, launch: _Launch) -> dict[str, int | bool]:
+        """What both kernels are compiled for."""
+        return {
+            "MIN_ROWS": launch.min_rows,
+            "MAX_ROWS": launch.max_rows,
+            "NUM_KV_HEADS": self.num_kv_heads,
+            "HEADS_PER_KV": self.heads_per_kv,
+            "HEAD_SIZE": self.head_size,
+            "TILE_LANES": launch.lanes,
+            "TILE_SIZE": _tile_size(self.head_size),
+            "SPLIT_KEYS": launch.split_keys,
+            "HAS_WINDOW": self.window is not None,
+        }
+
+
+def _attend_tiles(
+    launch: _Launch, call: _Call, parts: tuple[Tensor, ...], tiles: range, num_splits: int
+) -> None:
+    q_THC, k_PSGC, table_BP = call.q_THC, call.cache.k_PSGC, call.metadata.block_table_BP
+    kernels.attend_tiles[(len(tiles), call.num_kv_heads, num_splits)](
+        call.out_THC,
+        *parts,
+        q_THC,
+        k_PSGC,
+        call.cache.v_PSGC,
+        *call.rows,
+        table_BP,
+        q_THC.stride(0),
+        call.scale * _LOG2_E,
+        tiles.start,
+        call.num_requests,
+        table_BP.stride(0),
+        call.window or 0,
+        BLOCK_SIZE=k_PSGC.shape[1],
+        TILE_KEYS=launch.keys,
+        CUTS_DRAFTS=call.window is not None and call.window < MAX_DRAFTS,
+        IS_SPLIT=num_splits > 1,
+        IS_WIDE=q_THC.dtype is not k_PSGC.dtype,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        enable_fp_fusion=True,  # said, because Triton's default depends on its version
+        **call.constants(launch),
+    )
+
+
+def _merge_splits(
+    launch: _Launch, call: _Call, parts: tuple[Tensor, ...], tiles: range, num_splits: int
+) -> None:
+    num_lanes = launch.lanes // call.heads_per_kv * call.heads_per_kv
+    kernels.merge_splits[(len(tiles), call.num_kv_heads, num_lanes)](
+        call.out_THC,
+        *parts,
+        *call.rows,
+        tiles.start,
+        call.num_requests,
+        num_splits,
+        call.window or 0,
+        enable_fp_fusion=True,
+        **call.constants(launch),
+    )
+
+
+def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]:
+    """For requests of a few rows, for trees, and for prompt chunks.
+
+    A tensor core takes 16 lanes at least; wide numbers and heads leave room for fewer lanes and
+    keys, and what is multiplied without tensor cores compiles for minutes if it is large.
+    """
+    tile_size = _tile_size(head_size)
+    keys = min(64, max(16, 2**14 // (itemsize * tile_size)))
+    lanes = 2**16 // (itemsize**2 * tile_size)
+    least = max(16, triton.next_power_of_2(heads_per_kv))
+    few_rows = least // heads_per_kv
+    return [
+        _Launch(1, few_rows, least, keys, 512, 4, 3),
+        _Launch(few_rows + 1, _TREE_ROWS, max(min(64, lanes), least), keys, 2048, 4, 2),
+        _Launch(
+            max(few_rows, _TREE_ROWS) + 1,
+            1 << 30,
+            max(min(128, lanes), least),
+            keys,
+            _NO_SPLIT,
+            8,
+            2,
+        ),
+    ]
+
+
+def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int) -> bool:
+    """Whether a request of the batch may belong to a launch; the host knows the longest only."""
+    if max_rows < launch.min_rows:
+        return False
+    is_uniform = num_rows == num_requests * max_rows
+    return max_rows <= launch.max_rows or (num_requests > 1 and not is_uniform)
+
+
+def _tile_size(head_size: int) -> int:
+    return max(16, triton.next_power_of_2(head_size))
+
+
+def _with_dense_rows(rows_THC: Tensor) -> Tensor:
+    """The same values with contiguous rows; a slice of a fused projection has them already."""
+    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
+        return rows_THC
+    return rows_THC.contiguous()
+
+
+def _check_dtypes(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in GPU_DTYPES:
+            raise ConfigError(
+                f"triton attention reads float32, bfloat16 and float16, not {tensor.dtype}: "
+                "set attention='reference' for other dtypes"
+            )

@@ -1,0 +1,163 @@
+"""A SpeculationConfig in JSON: with vLLM's keys, so that a configuration can be carried over."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outdraft.config.checks import check_choice
+from outdraft.config.speculation import (
+    NETWORK_SOURCES,
+    DraftNetworkConfig,
+    NgramConfig,
+    SourceConfig,
+    SpeculationConfig,
+    SuffixConfig,
+)
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
+
+METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
+
+_NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
+_NGRAM_KEYS = (*_NGRAM_BOUNDS, "branching")
+_SUFFIX_KEYS = (
+    "suffix_decoding_max_tree_depth",
+    "suffix_decoding_max_cached_requests",
+    "suffix_decoding_max_spec_factor",
+    "suffix_decoding_min_token_prob",
+    "branching",
+)
+_NETWORK_KEYS = ("model", "max_model_len", "draft_sample_method")
+_TREE_KEYS = ("tree_levels", "speculative_token_tree")
+_MODEL_KEYS = (*_NETWORK_KEYS, *_TREE_KEYS, "parallel_drafting", "min_vocabulary_overlap")
+_COMMON_KEYS = (
+    "num_speculative_tokens",
+    "rejection_sample_method",
+    "posterior_threshold",
+    "posterior_alpha",
+    "disable_by_batch_size",
+)
+_KEYS_OF_METHOD = {
+    "ngram": _NGRAM_KEYS,
+    "suffix": _SUFFIX_KEYS,
+    "draft_model": _MODEL_KEYS,
+    "eagle": (*_NETWORK_KEYS, *_TREE_KEYS),
+    "eagle3": (*_NETWORK_KEYS, *_TREE_KEYS, "parallel_drafting"),
+    "medusa": (*_NETWORK_KEYS, *_TREE_KEYS),
+    "mlp_speculator": (*_NETWORK_KEYS, *_TREE_KEYS),
+    "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS, "sources"),
+}
+
+
+def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationConfig:
+    """The configuration that vLLM-style JSON describes; None means no speculation.
+
+    `combined` stands for suffix, ngram and, where there is a `model`, draft_model; or for what
+    `sources` lists, each an object with its `method`, the preferred one first.
+
+    Raises:
+        ConfigError: an unknown key (with the closest known one), one that the method does not
+            use, or a value out of range.
+    """
+    if values is None:
+        return SpeculationConfig()
+    given = _known(values)
+    method = _method(given)
+    _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
+    common = _chosen(given, _COMMON_KEYS)
+    sources = _listed(given) if "sources" in given else _sources(method, given)
+    if isinstance(sources[0], SuffixConfig) and len(sources) == 1:
+        depth = sources[0].suffix_decoding_max_tree_depth
+        common.setdefault("num_speculative_tokens", min(depth, MAX_DRAFTS))
+    for source in sources:
+        if isinstance(source, DraftNetworkConfig) and source.tree is not None:
+            common.setdefault("num_speculative_tokens", source.tree.num_rows)
+    return SpeculationConfig(sources=sources, **common)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values by their names in Python; null stands for the default."""
+    known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"]}
+    given: dict[str, Any] = {}
+    for written, value in values.items():
+        key = written.replace("-", "_")
+        if key not in known:
+            raise ConfigError(f"unknown speculative_config key {key!r}: {did_you_mean(key, known)}")
+        if value is not None:
+            given[key] = value
+    return given
+
+
+def _method(given: dict[str, Any]) -> str:
+    """Taken out of `given`."""
+    fallback = "draft_model" if "model" in given else "combined" if "sources" in given else None
+    method = given.pop("method", fallback)
+    if method is None:
+        raise ConfigError(f"speculative_config needs a method, one of {', '.join(METHODS)}")
+    check_choice("method", method, METHODS)
+    return method
+
+
+def _check_keys(given: Mapping[str, Any], method: str, allowed: Sequence[str]) -> None:
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(
+                f"speculative_config key {key!r} has no meaning for method {method!r}"
+            )
+
+
+def _listed(given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
+    """What `sources` says."""
+    _check_keys(given, "combined, with sources", (*_COMMON_KEYS, "sources"))
+    listed = given["sources"]
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise ConfigError(f"sources must be a list of objects with a method, got {listed!r}")
+    sources: list[SourceConfig] = []
+    for entry in listed:
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"sources must be a list of objects with a method, got {entry!r}")
+        own = _known(entry)
+        method = _method(own)
+        if method == "combined":
+            raise ConfigError("sources must not hold another combination")
+        _check_keys(own, method, _KEYS_OF_METHOD[method])
+        sources += _sources(method, own)
+    return tuple(sources)
+
+
+def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
+    sources: list[SourceConfig] = []
+    if method in ("suffix", "combined"):
+        sources.append(SuffixConfig(**_chosen(given, _SUFFIX_KEYS)))
+    if method in ("ngram", "combined"):
+        bounds = _chosen(given, _NGRAM_BOUNDS)
+        if len(bounds) == 1:  # as in vLLM, one bound alone stands for both
+            [bound] = bounds.values()
+            bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
+        sources.append(NgramConfig(**bounds, **_chosen(given, ("branching",))))
+    if method in map(str, NETWORK_SOURCES) or "model" in given:
+        if "model" not in given:
+            raise ConfigError(f"speculative_config of method {method!r} needs a model")
+        kind = DraftSource.MODEL if method == "combined" else DraftSource(method)
+        options = _chosen(given, tuple(key for key in _MODEL_KEYS if key not in _TREE_KEYS))
+        sources.append(DraftNetworkConfig(source=kind, tree=_tree(given), **options))
+    return tuple(sources)
+
+
+def _tree(given: Mapping[str, Any]) -> TreeShape | TreeTemplate | None:
+    named = [key for key in _TREE_KEYS if key in given]
+    if len(named) > 1:
+        raise ConfigError(f"give one of {' and '.join(_TREE_KEYS)}, not both")
+    if not named:
+        return None
+    if named == ["tree_levels"]:
+        return TreeShape.of_levels(given["tree_levels"])
+    template = given["speculative_token_tree"]
+    if isinstance(template, str):  # as vLLM has it
+        return TreeTemplate.parse(template)
+    return TreeTemplate.of_paths([tuple(path) for path in template], template)
+
+
+def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: given[key] for key in keys if key in given}

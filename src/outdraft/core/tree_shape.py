@@ -1,0 +1,44 @@
+"""How many drafts stand at each level of a tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """Rows of each level below the root; which row continues which is decided while drafting.
+
+    Attributes:
+        levels: at least one row each, at most MAX_DRAFTS together.
+    """
+
+    levels: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.levels or any(rows < 1 for rows in self.levels):
+            raise ConfigError(f"tree_levels must name at least one row a level, got {self.levels}")
+        if self.num_rows > MAX_DRAFTS:
+            raise ConfigError(f"a tree has at most {MAX_DRAFTS} rows, got {self.num_rows}")
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.levels)
+
+    @property
+    def depth(self) -> int:
+        return len(self.levels)
+
+    @classmethod
+    def of_levels(cls, levels: object) -> "TreeShape":
+        """From configuration.
+
+        Raises:
+            ConfigError: it is no list of whole numbers.
+        """
+        is_list = isinstance(levels, Sequence) and not isinstance(levels, str)
+        if not is_list or any(type(rows) is not int for rows in levels):
+            raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")
+        return cls(tuple(levels))

@@ -1,0 +1,157 @@
+"""The networks that draft: loading one, and what an engine has to provide for it."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from outdraft.attention.base import AttentionBackend
+from outdraft.config.speculation import DraftNetworkConfig
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.errors import ConfigError
+from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
+from outdraft.kv.cache import KVCache
+from outdraft.kv.feature_cache import FeatureCache
+from outdraft.models.config import ModelConfig
+from outdraft.models.eagle import EagleNetwork
+from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.language_model import LanguageModel
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.models.medusa import MedusaHeads, load_medusa
+from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.spec.parallel_drafting import mask_token_id
+from outdraft.spec.translated_model import TranslatedModel
+from outdraft.spec.vocabulary_map import VocabularyMap
+
+_logger = logging.getLogger(__name__)
+
+Network = LanguageModel | EagleNetwork | MedusaHeads | MLPSpeculator
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedDrafter:
+    """A network that drafts.
+
+    Attributes:
+        layers: the shapes of its layers, which keep keys and values; None: it has none.
+        feature_size: numbers that it keeps of the target's pass for each token.
+        max_drafts: ahead of the text.
+        mask_token_id: of a network that was trained for parallel drafting.
+    """
+
+    network: Network
+    dtype: torch.dtype
+    layers: ModelConfig | None
+    feature_size: int = 0
+    max_drafts: int = MAX_DRAFTS
+    mask_token_id: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.network.memory_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.network.weight_bytes
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """What it keeps in a block of the pool."""
+        features = FeatureCache.bytes_per_block(block_size, self.feature_size, self.dtype)
+        return features + (cache_bytes(self.layers, block_size, self.dtype) if self.layers else 0)
+
+
+def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of a block's keys and values."""
+    return KVCache.bytes_per_block(
+        layers.num_layers, block_size, layers.num_kv_heads, layers.head_size, dtype
+    )
+
+
+def load_drafter(
+    config: DraftNetworkConfig, target_path: Path, target: CausalLM, attention: AttentionBackend
+) -> LoadedDrafter:
+    """The network that the configuration names, of the target's dtype and on its device.
+
+    Raises:
+        ConfigError: it is missing, unknown or damaged, or it does not fit the target.
+    """
+    path = resolve_model_path(config.model)
+    dtype, device = target.dtype, target.device
+    if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
+        eagle = load_eagle(path, target, dtype, device, attention)
+        version = str(eagle.config.version)
+        if version != str(config.source):
+            raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
+        mask = eagle.mask_token_id if eagle.has_mask_state else None
+        layers, size = eagle.config.layer, eagle.feature_size
+        return LoadedDrafter(eagle, dtype, layers, size, mask_token_id=mask)
+    if config.source is DraftSource.MEDUSA:
+        heads = load_medusa(path, target, dtype, device)
+        return LoadedDrafter(heads, dtype, None, max_drafts=heads.num_heads)
+    if config.source is DraftSource.MLP:
+        speculator = load_mlp_speculator(path, target, dtype, device)
+        return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
+    model: LanguageModel = load_model(path, dtype, device, attention)
+    vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
+    mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
+    if vocabulary is not None:
+        if mask is not None:
+            raise ConfigError(
+                f"parallel_drafting needs a drafter of the target's vocabulary, but {path} has "
+                "another one: its mask token has no id there"
+            )
+        model = TranslatedModel(model, vocabulary)
+    return LoadedDrafter(model, dtype, model.config, mask_token_id=mask)
+
+
+def check_vocabularies(
+    target_path: Path,
+    target: CausalLM,
+    drafter_path: Path,
+    drafter: LanguageModel,
+    least_overlap: float,
+) -> VocabularyMap | None:
+    """How the drafter's ids map to the target's; None: they mean the same.
+
+    Where one of them has no tokenizer, only the sizes can be compared: then it warns.
+
+    Raises:
+        ConfigError: the sizes differ and nobody can tell what the ids mean, or less than
+            `least_overlap` of the target's vocabulary is shared.
+    """
+    sizes = target.config.vocab_size, drafter.config.vocab_size
+    texts = load_tokenizer(target_path), load_tokenizer(drafter_path)
+    if texts[0] is not None and texts[1] is not None:
+        if sizes[0] == sizes[1] and texts[0].get_vocab() == texts[1].get_vocab():
+            return None
+        vocabulary = map_vocabularies(
+            Vocabulary.of(target_path, texts[0], target.config),
+            Vocabulary.of(drafter_path, texts[1], drafter.config),
+        )
+        if vocabulary.num_shared == 0 or vocabulary.target_share < least_overlap:
+            raise ConfigError(
+                f"the draft model {drafter_path} shares {vocabulary}, less than "
+                f"min_vocabulary_overlap={least_overlap:g}: choose a drafter whose tokenizer is "
+                "more like the target's, or lower it"
+            )
+        _logger.info("the draft model %s shares %s", drafter_path, vocabulary)
+        return vocabulary
+    without = target_path if texts[0] is None else drafter_path
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"the draft model {drafter_path} has another vocabulary ({sizes[1]:,} ids) than the "
+            f"target {target_path} ({sizes[0]:,} ids), and {without} has no tokenizer.json that "
+            "would tell which tokens they share: choose a drafter with the same tokenizer"
+        )
+    _logger.warning(
+        "%s has no tokenizer.json: of the vocabularies of target and draft model only the "
+        "sizes were compared (%d ids). If the ids of %s mean other tokens, hardly any draft "
+        "will be accepted.",
+        without,
+        sizes[0],
+        drafter_path,
+    )
+    return None

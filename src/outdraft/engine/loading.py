@@ -1,0 +1,94 @@
+"""From a configuration to weights and a tokenizer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from outdraft.attention.base import AttentionBackend
+from outdraft.attention.cpu import CPU_DTYPES
+from outdraft.attention.select import attention_backend
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.engine.drafters import LoadedDrafter, load_drafter
+from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.models.config import ModelConfig
+from outdraft.models.layers.linear import cpu_multiplies_bfloat16
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import load_model, resolve_model_path
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """Weights and tokenizer; engines whose configurations name the same models can share them."""
+
+    config: EngineConfig
+    target: CausalLM
+    drafter: LoadedDrafter | None
+    tokenizer: Tokenizer | None
+    path: Path
+    device: torch.device
+    attention: AttentionBackend
+
+
+def load_models(config: EngineConfig) -> LoadedModels:
+    """Load what the configuration names.
+
+    Raises:
+        ConfigError: a model is missing, unknown or damaged, or the drafter shares too few tokens.
+    """
+    device = choose_device(config.device)
+    attention = attention_backend(config.attention, device)
+    path = resolve_model_path(config.model)
+    own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
+    dtype = choose_dtype(config.dtype, own_dtype, device)
+    target = load_model(path, dtype, device, attention)
+    if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
+        raise ConfigError(
+            f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"
+        )
+    drafter = None
+    if (network := config.speculation.network) is not None:
+        drafter = load_drafter(network, path, target, attention)
+    tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
+    tokenizer = load_tokenizer(tokenizer_path)
+    if config.tokenizer and tokenizer is None:
+        raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
+    return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
+
+
+def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
+    """Raise ConfigError if the configuration asks for other models than those that were loaded."""
+    for name in ("model", "tokenizer", "dtype", "device", "attention"):
+        if getattr(config, name) != getattr(loaded, name):
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but the models were loaded with "
+                f"{getattr(loaded, name)!r}"
+            )
+    network, other = config.speculation.network, loaded.speculation.network
+    if network is None:
+        return
+    if other is None or (other.model, other.source) != (network.model, network.source):
+        raise ConfigError(f"{network.source} {network.model!r} was not loaded")
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; "auto": a GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch sees no GPU")
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device must be auto, cpu or cuda[:N], got {name!r}") from error
+
+
+def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype of that name; "auto" as EngineConfig documents it."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        return getattr(torch, checkpoint_dtype)
+    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32

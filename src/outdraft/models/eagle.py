@@ -1,0 +1,268 @@
+"""EAGLE drafting networks: a decoder layer or a few that go on from the target's hidden states.
+
+EAGLE (Li et al. 2024, arXiv 2401.15077) reads the token behind position i together with the
+target's state of position i, and writes a state like it, from which the target's own head predicts
+the token after that. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) reads states that are tapped
+between the target's layers, and has a head of its own, often for the frequent tokens only. In both
+the state of a row stands in for the target's when the draft goes on behind it.
+
+Dimension key: T rows, R rows that need logits, D hidden of the drafter, F what is kept of the
+target's pass for a row, N draft vocabulary, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
+from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.layers.rotary import Rotary
+from outdraft.models.llama import CausalLM, DecoderLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleParts:
+    """What a checkpoint has, of the parts that are not the config's to say.
+
+    Attributes:
+        embedding, head: its own; else the target's are read.
+        fc_bias: of the layer that takes in the target's states.
+        input_norm: EAGLE: before layer 0.
+        mask_shape: of the tensor that stands in for a state not known yet, if there is one.
+    """
+
+    embedding: bool
+    head: bool
+    fc_bias: bool
+    input_norm: bool
+    mask_shape: tuple[int, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What is read of the target: no modules of the drafter, which would count and pack them."""
+
+    embed_tokens: Embedding
+    lm_head: Linear
+    vocab_size: int
+
+
+class EagleNetwork(nn.Module):
+    """An EAGLE drafter over a paged cache of its own. Weights are not initialised.
+
+    Its row for position i of a text reads the token at i + 1 and the features of position i; its
+    keys are at cache index i.
+
+    Attributes:
+        taps: behind how many of the target's layers `features` wants the residual streams.
+        feature_size: F.
+        num_layers, num_kv_heads, head_size: the shape of its cache.
+    """
+
+    draft_ids_N: Tensor | None
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        parts: EagleParts,
+        target: CausalLM,
+        attention: AttentionBackend,
+        draft_ids_N: Tensor | None,
+    ) -> None:
+        """In the dtype and on the device of the target.
+
+        Args:
+            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
+
+        Raises:
+            ConfigError: the target does not have the layers that the config taps.
+        """
+        super().__init__()
+        layer = config.layer
+        kind = Kind(dtype=target.dtype, device=target.device)
+        self.config, self.dtype, self.device = config, target.dtype, target.device
+        self.taps = config.taps_of(target.config.num_layers)
+        self.num_layers, self.num_kv_heads = layer.num_layers, layer.num_kv_heads
+        self.head_size, self.feature_size = layer.head_size, layer.hidden_size
+        self._target = _Target(target.embed_tokens, target.lm_head, target.config.vocab_size)
+        self.embed_tokens = (
+            Embedding(layer.vocab_size, layer.hidden_size, **kind) if parts.embedding else None
+        )
+        self.fusion: TapFusion | None = None
+        if config.version is EagleVersion.EAGLE3:
+            self.fusion = TapFusion(config, len(self.taps), parts.fc_bias, kind)
+            self.entry = PairEntry(config, kind)
+        else:
+            self.entry = FusedEntry(config, parts.fc_bias, parts.input_norm, kind)
+        self._build_layers(attention, kind)
+        self._build_outputs(parts, kind)
+        ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
+        self.register_buffer("draft_ids_N", ids_N, persistent=False)
+        self.packing = Packing.PLAIN
+
+    def _build_layers(self, attention: AttentionBackend, kind: Kind) -> None:
+        layer = self.config.layer
+        self.rotary = Rotary(layer.rope, layer.head_size, layer.max_model_len, **kind)
+        self._first = FirstLayer(layer, self.entry.num_outputs, attention, self.rotary, kind)
+        self._further = [
+            DecoderLayer(layer, window, attention, self.rotary, **kind)
+            for window in layer.windows[1:]
+        ]
+        self.layers = nn.ModuleList([self._first, *self._further])
+
+    def _build_outputs(self, parts: EagleParts, kind: Kind) -> None:
+        """The final norm, which EAGLE has only by exception, the head, and the mask."""
+        layer = self.config.layer
+        has_norm = self.config.version is EagleVersion.EAGLE3 or self.config.layernorms
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
+        self.lm_head: Linear | None = None
+        if parts.head:
+            self.lm_head = Linear(
+                layer.hidden_size, self.config.draft_vocab_size, bias=False, **kind
+            )
+        self.mask_hidden: nn.Parameter | None = None
+        if parts.mask_shape is not None:
+            mask = torch.empty(parts.mask_shape, **kind)
+            self.mask_hidden = nn.Parameter(mask, requires_grad=False)
+
+    def features(self, hidden_TD: Tensor, tapped: Sequence[Tensor] | Tensor) -> Tensor:
+        """[T, F]: what a row reads of the target's pass over its position.
+
+        Args:
+            hidden_TD: the target's states behind its final norm: EAGLE reads them as they are.
+            tapped: the residual streams of `taps` in their order, each [T, D of the target].
+        """
+        if self.fusion is None:
+            return hidden_TD
+        return self.fusion(torch.cat(tuple(tapped), dim=-1))
+
+    def mask_state(self) -> Tensor:
+        """[D]: what `forward` reads for a state not known yet; only if `has_mask_state`."""
+        assert self.mask_hidden is not None, "the checkpoint has no mask_hidden"
+        state = self.mask_hidden.data.flatten()
+        if self.fusion is not None and len(state) == self.fusion.num_inputs:
+            return self.fusion(state[None])[0]
+        return state
+
+    @property
+    def has_mask_state(self) -> bool:
+        """Whether it was trained to draft several tokens in one pass (P-EAGLE, 2602.01469)."""
+        return self.mask_hidden is not None
+
+    @property
+    def mask_token_id(self) -> int | None:
+        """What `forward` reads for a token not known yet; None if config.json does not say."""
+        return self.config.mask_token_id
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        states_TF: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The state of each row, [T, D]: for `logits`, and for the rows that continue it.
+
+        Writes the keys and values of the rows to the caches, one cache a layer.
+
+        Args:
+            token_ids_T: int64, the token behind each row's position.
+            states_TF: `features` of the row's position; in a draft, the state of its parent.
+        """
+        embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        cos_sin_TC = self.rotary.at(metadata.positions_T)
+        x_TD, residual_TD = self.entry(embed(token_ids_T), states_TF)
+        first_cache, *further_caches = caches
+        x_TD = self._first.self_attn(x_TD, cos_sin_TC, first_cache, metadata)
+        x_TD = self._first.post_attention_layernorm.add(x_TD, residual_TD)
+        x_TD = self._first.mlp(x_TD)
+        for layer, cache in zip(self._further, further_caches, strict=True):
+            x_TD = layer.input_layernorm.add(x_TD, residual_TD)
+            x_TD = layer.self_attn(x_TD, cos_sin_TC, cache, metadata)
+            x_TD = layer.post_attention_layernorm.add(x_TD, residual_TD)
+            x_TD = layer.mlp(x_TD)
+        if self.norm is not None and self.config.norm_output:
+            return self.norm.add(x_TD, residual_TD)
+        return residual_TD.add_(x_TD)
+
+    def draft_logits(self, states_RD: Tensor) -> Tensor:
+        """[R, N] of float32, of float64 for a float64 drafter, over the draft vocabulary."""
+        if self.norm is not None and not self.config.norm_output:
+            states_RD = self.norm(states_RD)
+        head = self._target.lm_head if self.lm_head is None else self.lm_head
+        return head(states_RD).to(torch.promote_types(self.dtype, torch.float32))
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """[R, V] over the target's vocabulary, -inf where the drafter has no such token."""
+        logits_RN = self.draft_logits(states_RD)
+        if self.draft_ids_N is None:
+            return logits_RN
+        logits_RV = logits_RN.new_full((len(logits_RN), self._target.vocab_size), -torch.inf)
+        return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
+
+    def best_tokens(self, states_RD: Tensor) -> Tensor:
+        """int64 [R]: argmax of the logits, as ids of the target, without making these V wide."""
+        best_R = self.draft_logits(states_RD).argmax(dim=-1)
+        return best_R if self.draft_ids_N is None else self.draft_ids_N[best_R]
+
+    @property
+    def memory_bytes(self) -> int:
+        """What its own weights take, packed ones included."""
+        return _bytes(self)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step of a draft reads as they lie in memory, the target's head included.
+
+        A step reads a few rows of the embedding table only; taps are fused once a draft.
+        """
+        unread = [self.embed_tokens, self.fusion]
+        bytes_read = self.memory_bytes - sum(_bytes(part) for part in unread if part is not None)
+        if self.mask_hidden is not None:
+            bytes_read -= self.mask_hidden.nbytes
+        return bytes_read + (_bytes(self._target.lm_head) if self.lm_head is None else 0)
+
+    def checkpoint_slots(self) -> dict[str, Tensor]:
+        """Where each tensor of a checkpoint belongs: a view into this network; before packing.
+
+        The names are those of EAGLE's repository, with layers.0 for its midlayer.
+        """
+        slots: dict[str, Tensor | None] = dict(self.entry.slots())
+        if self.fusion is not None:
+            slots |= dict(self.fusion.slots())
+        for index, layer in enumerate([self._first, *self._further]):
+            slots |= {f"layers.{index}.{name}": slot for name, slot in layer.slots()}
+        norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
+        parts = {"embed_tokens": self.embed_tokens, norm: self.norm, "lm_head": self.lm_head}
+        for name, module in parts.items():
+            slots[f"{name}.weight"] = None if module is None else module.weight
+        slots["mask_hidden"] = self.mask_hidden
+        return {name: slot.data for name, slot in slots.items() if slot is not None}
+
+    def pack(self, packing: Packing) -> None:
+        """Bring the weights of its own products into a layout, once and for good."""
+        for linear in self._linears():
+            linear.pack(packing)
+        self.packing = packing
+
+    def weights_fit_bfloat16(self) -> bool:
+        """Whether the weights of all products are the same numbers in bfloat16; before packing."""
+        assert self.packing is Packing.PLAIN
+        weights = [linear.weight for linear in self._linears()]
+        return all(fits_bfloat16(weight) for weight in weights if weight is not None)
+
+    def _linears(self) -> list[Linear]:
+        return [module for module in self.modules() if isinstance(module, Linear)]
+
+
+def _bytes(module: nn.Module) -> int:
+    """Of the weights of a module, in the layout that they have."""
+    packed = [part.packed_bytes for part in module.modules() if isinstance(part, Linear)]
+    return sum(weight.nbytes for weight in module.parameters()) + sum(packed)

@@ -1,0 +1,265 @@
+"""What the config.json of an EAGLE drafter says, in one shape for the layouts that exist.
+
+EAGLE's own repository and SpecForge write the config of a Llama with a few keys more; the
+speculators library puts that config into `transformer_layer_config`, beside its own keys. A
+setting that changes what is computed and is not understood is refused by name.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.models.config import ModelConfig, read_json
+
+
+class EagleVersion(StrEnum):
+    """Which network: EAGLE-2 is EAGLE with trees, EAGLE-3.1 and P-EAGLE are options of EAGLE-3."""
+
+    EAGLE = "eagle"  # Li et al. 2024, arXiv 2401.15077
+    EAGLE3 = "eagle3"  # Li et al. 2025, arXiv 2503.01840
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """The shape of one EAGLE drafter.
+
+    Attributes:
+        layer: of the drafter's own layers; its vocabulary is the target's.
+        draft_vocab_size: how many of the target's tokens the drafter can draft.
+        target_hidden_size: of the states that the drafter reads.
+        taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
+            the paper's checkpoints.
+        fc_bias: whether the config promises one.
+        layernorms: EAGLE: norms of the embedding, before layer 0 and before the head.
+        norm_before_fc: EAGLE-3: one norm over all tapped states together.
+        fc_norm: EAGLE-3.1: a norm for each tapped state.
+        norm_output: EAGLE-3.1: the state that is fed back is the one behind the final norm.
+        norm_before_residual: layer 0 adds to the normed state rather than to the state.
+        mask_token_id: stands for tokens that are not known yet, in parallel drafting (P-EAGLE,
+            arXiv 2602.01469).
+    """
+
+    version: EagleVersion
+    layer: ModelConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    taps: tuple[int, ...] | None = None
+    fc_bias: bool = False
+    layernorms: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    mask_token_id: int | None = None
+
+    @classmethod
+    def from_directory(cls, path: Path) -> "EagleConfig":
+        """The config of a checkpoint directory.
+
+        Raises:
+            ConfigError: no readable config.json, or it asks for something that is not supported.
+        """
+        return cls.from_mapping(read_json(path / "config.json"))
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any]) -> "EagleConfig":
+        """The config from the content of config.json.
+
+        Raises:
+            ConfigError: a value is missing, contradicts another, or is not supported.
+        """
+        version = _version(raw)
+        options = _options(raw)
+        layer_raw = _layer_mapping(raw)
+        layer = ModelConfig.from_mapping(layer_raw | {"architectures": [_architecture(layer_raw)]})
+        for key, is_fine in _UNSUPPORTED.items():
+            if not is_fine(options.get(key)):
+                raise ConfigError(f"config.json: {key}={options[key]!r} is not supported")
+        flags = {key: _flag(options, key) for key in _FLAGS[version]}
+        _refuse_other_flags(options, version)
+        return cls(
+            version=version,
+            layer=layer,
+            draft_vocab_size=_draft_vocab_size(options, layer, version),
+            target_hidden_size=_count(options, "target_hidden_size", layer.hidden_size),
+            taps=_taps(options) if version is EagleVersion.EAGLE3 else None,
+            fc_bias=_fc_bias(options, version),
+            mask_token_id=_mask_token_id(raw, layer.vocab_size),
+            **flags,
+        )
+
+    def taps_of(self, num_target_layers: int) -> tuple[int, ...]:
+        """Behind how many layers of such a target the states are taken; () for EAGLE.
+
+        Raises:
+            ConfigError: the target has no such layers.
+        """
+        if self.version is EagleVersion.EAGLE:
+            return ()
+        taps = self.taps or (2, num_target_layers // 2, num_target_layers - 3)
+        if not all(0 <= tap <= num_target_layers for tap in taps):
+            raise ConfigError(
+                f"the drafter reads the target behind layers {list(taps)}, but the target has "
+                f"{num_target_layers} layers"
+            )
+        return taps
+
+
+# Keys that change what is computed, and the values at which they do not.
+_UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
+    "quantization_config": lambda value: value is None,
+    "use_aux_hidden_state": lambda value: value in (None, True),
+    "use_mtp_layernorm": lambda value: not value,
+    "add_para_norm": lambda value: not value,
+    "logit_scale": lambda value: value in (None, 1.0),
+    "is_causal": lambda value: value in (None, True),
+    # Counts layers in another way; eagle_aux_hidden_state_layer_ids is what all others write.
+    "target_layer_ids": lambda value: value is None,
+}
+
+_FLAGS = {
+    EagleVersion.EAGLE: ("layernorms",),
+    EagleVersion.EAGLE3: ("norm_before_fc", "fc_norm", "norm_output", "norm_before_residual"),
+}
+_SPECULATORS = {
+    "eagle": EagleVersion.EAGLE,
+    "eagle3": EagleVersion.EAGLE3,
+    "peagle": EagleVersion.EAGLE3,
+}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+def _version(raw: Mapping[str, Any]) -> EagleVersion:
+    """By the speculators' type, else by the architecture's name.
+
+    The checkpoints of EAGLE's authors call themselves LlamaForCausalLM: then EAGLE-3 is what has
+    a draft vocabulary.
+    """
+    if (kind := raw.get("speculators_model_type")) is not None:
+        if kind not in _SPECULATORS:
+            raise ConfigError(
+                f"config.json: speculators_model_type {kind!r} is not an EAGLE drafter: "
+                f"{did_you_mean(str(kind), _SPECULATORS)}"
+            )
+        return _SPECULATORS[kind]
+    names = raw.get("architectures") or []
+    if len(names) != 1:
+        raise ConfigError(f"config.json must name one architecture, got {names}")
+    name = str(names[0]).lower()
+    if "eagle3" in name or "peagle" in name:
+        return EagleVersion.EAGLE3
+    if "eagle" in name:
+        return EagleVersion.EAGLE
+    if names[0] not in _ARCHITECTURES.values():
+        raise ConfigError(f"architecture {names[0]!r} is not an EAGLE drafter")
+    is_newer = raw.get("draft_vocab_size") is not None or raw.get("eagle_config") is not None
+    return EagleVersion.EAGLE3 if is_newer else EagleVersion.EAGLE
+
+
+def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter's own keys: some write them into eagle_config, some beside it."""
+    nested = raw.get("eagle_config") or {}
+    if not isinstance(nested, dict):
+        raise ConfigError(f"config.json: eagle_config must be an object, got {nested!r}")
+    return nested | {key: value for key, value in raw.items() if value is not None}
+
+
+def _layer_mapping(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The Llama-style part of the config.
+
+    Raises:
+        ConfigError: the layers have windows that this family's config cannot tell.
+    """
+    if "speculators_model_type" in raw:
+        layer = raw.get("transformer_layer_config")
+        if not isinstance(layer, dict):
+            raise ConfigError("config.json: transformer_layer_config is missing")
+    else:
+        layer = dict(raw)
+    if layer.get("model_type", "llama") == "llama":
+        kinds = set(layer.get("layer_types") or [])
+        if layer.get("use_sliding_window") or not kinds <= {"full_attention"}:
+            raise ConfigError("config.json: sliding windows in a llama layer are not supported")
+    return layer
+
+
+def _architecture(layer: Mapping[str, Any]) -> str:
+    model_type = str(layer.get("model_type", "llama"))
+    if model_type not in _ARCHITECTURES:
+        raise ConfigError(
+            f"config.json: EAGLE layers of model_type {model_type!r} are not supported: "
+            f"{did_you_mean(model_type, _ARCHITECTURES)}"
+        )
+    return _ARCHITECTURES[model_type]
+
+
+def _refuse_other_flags(options: Mapping[str, Any], version: EagleVersion) -> None:
+    for other, keys in _FLAGS.items():
+        for key in keys:
+            if other is not version and options.get(key):
+                raise ConfigError(f"config.json: {key} is of {other}, but this is {version}")
+
+
+def _fc_bias(options: Mapping[str, Any], version: EagleVersion) -> bool:
+    if version is EagleVersion.EAGLE3:
+        return False
+    return _flag(options, "bias") or _flag(options, "fusion_bias")
+
+
+def _flag(options: Mapping[str, Any], key: str) -> bool:
+    value = options.get(key)
+    if value is None and key == "norm_before_residual" and "speculators_model_type" in options:
+        # The library and the engines that read its files differ in what a missing key means.
+        raise ConfigError(f"config.json: {key} is missing")
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
+    return bool(value)
+
+
+def _draft_vocab_size(options: Mapping[str, Any], layer: ModelConfig, version: EagleVersion) -> int:
+    size = _count(options, "draft_vocab_size", layer.vocab_size)
+    if size > layer.vocab_size or (version is EagleVersion.EAGLE and size != layer.vocab_size):
+        raise ConfigError(
+            f"config.json: draft_vocab_size {size} does not fit a vocabulary of {layer.vocab_size}"
+        )
+    return size
+
+
+def _taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    taps = options.get("eagle_aux_hidden_state_layer_ids")
+    if not taps:
+        if (count := options.get("num_aux_hidden_states")) not in (None, 3):
+            raise ConfigError(
+                f"config.json: num_aux_hidden_states={count!r} needs "
+                "eagle_aux_hidden_state_layer_ids to say which"
+            )
+        return None
+    if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
+        raise ConfigError(
+            f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, got {taps!r}"
+        )
+    return tuple(taps)
+
+
+def _mask_token_id(raw: Mapping[str, Any], vocab_size: int) -> int | None:
+    nested = raw.get("dflash_config") or {}
+    found = [place[key] for place in (nested, raw) for key in _MASK_KEYS if key in place]
+    token = next((value for value in found if value is not None), None)
+    if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
+        raise ConfigError(f"config.json: the mask token {token!r} is not in the vocabulary")
+    return token
+
+
+def _count(options: Mapping[str, Any], key: str, default: int) -> int:
+    value = options.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
+    return value

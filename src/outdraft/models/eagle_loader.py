@@ -1,0 +1,198 @@
+"""From an EAGLE checkpoint and its target to a drafter that can run.
+
+The published checkpoints are one network under a few sets of names. A tensor that a checkpoint
+leaves out, because it would be the target's once more, is read of the target.
+
+Dimension key: N draft vocabulary, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from outdraft.attention.base import AttentionBackend
+from outdraft.core.errors import ConfigError
+from outdraft.models.eagle import EagleNetwork, EagleParts
+from outdraft.models.eagle_config import EagleConfig, EagleVersion
+from outdraft.models.layers.linear import best_packing
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import fill_slots, tensor_names, weight_files
+
+# Beginnings of names, and what they are in EAGLE's repository.
+_OTHER_NAMES = {
+    "midlayer.": "layers.0.",
+    "transformer.": "layers.0.",
+    "fusion_fc.": "fc.",
+    "embed_layernorm.": "embedding_layernorm.",
+    "hidden_layernorm.": "layers.0.input_layernorm.",
+    "lm_head_layernorm.": "pre_lm_head_layernorm.",
+}
+_OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
+_VOCABULARY = ("d2t", "t2d")
+
+
+def load_eagle(
+    path: Path,
+    target: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: AttentionBackend,
+) -> EagleNetwork:
+    """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
+
+    Args:
+        dtype, device: those of the target, whose embedding and head it may read.
+
+    Raises:
+        ConfigError: the config is not supported or does not fit the target, or a tensor is missing,
+            unknown, damaged or of another shape.
+    """
+    if dtype is not target.dtype or torch.device(device) != target.device:
+        raise ConfigError(
+            f"a drafter that reads hidden states runs as its target does, in {target.dtype} on "
+            f"{target.device}, not in {dtype} on {device}"
+        )
+    names_by_file = {file: _canonical_names(file) for file in weight_files(path)}
+    _drop_the_targets_embedding(names_by_file, target)
+    found = {
+        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
+    }
+    config = _with_biases(EagleConfig.from_directory(path), found)
+    parts = _parts(config, found)
+    _check_fit(config, parts, target)
+    ids_N = _draft_ids(config, found)
+    network = EagleNetwork(config, parts, target, attention, ids_N)
+    weights_by_file = {
+        file: {name: slot for name, slot in names.items() if slot not in _VOCABULARY}
+        for file, names in names_by_file.items()
+    }
+    fill_slots(network.checkpoint_slots(), weights_by_file)
+    is_cpu_float32 = dtype is torch.float32 and network.device.type == "cpu"
+    fits = is_cpu_float32 and network.weights_fit_bfloat16()
+    network.pack(best_packing(dtype, network.device, weights_fit_bfloat16=fits))
+    return network.eval()
+
+
+def _canonical_names(file: Path) -> dict[str, str]:
+    """By the name in the file: the name in EAGLE's repository, with layers.0 for its midlayer."""
+    canonical: dict[str, str] = {}
+    for name in tensor_names(file):
+        short = name.removeprefix("model.")
+        for prefix, own in _OTHER_NAMES.items():
+            if short.startswith(prefix):
+                short = own + short.removeprefix(prefix)
+        if short not in _OF_TRAINING:
+            canonical[name] = short
+    return canonical
+
+
+def _drop_the_targets_embedding(
+    names_by_file: Mapping[Path, dict[str, str]], target: CausalLM
+) -> None:
+    """Some checkpoints store it, unchanged: it is large, and not kept twice."""
+    for file, names in names_by_file.items():
+        for name in [name for name, slot in names.items() if slot == "embed_tokens.weight"]:
+            with safe_open(file, framework="pt") as tensors:
+                table_VD: Tensor = tensors.get_tensor(name).to(target.device, target.dtype)
+            if torch.equal(table_VD, target.embed_tokens.weight):
+                del names[name]
+
+
+def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfig:
+    """With the biases that the checkpoint has: its config.json does not always tell."""
+    layer = config.layer
+    layer = replace(
+        layer,
+        qkv_bias=layer.qkv_bias or "layers.0.self_attn.q_proj.bias" in found,
+        o_bias=layer.o_bias or "layers.0.self_attn.o_proj.bias" in found,
+        mlp_bias=layer.mlp_bias or "layers.0.mlp.gate_proj.bias" in found,
+    )
+    is_normed = config.version is EagleVersion.EAGLE and "embedding_layernorm.weight" in found
+    return replace(config, layer=layer, layernorms=config.layernorms or is_normed)
+
+
+def _parts(config: EagleConfig, found: Mapping[str, tuple[Path, str]]) -> EagleParts:
+    mask_shape = None
+    if "mask_hidden" in found:
+        file, name = found["mask_hidden"]
+        with safe_open(file, framework="pt") as tensors:
+            mask_shape = tuple(tensors.get_slice(name).get_shape())
+    return EagleParts(
+        embedding="embed_tokens.weight" in found,
+        head="lm_head.weight" in found,
+        fc_bias=config.fc_bias or "fc.bias" in found,
+        input_norm=config.layernorms or "layers.0.input_layernorm.weight" in found,
+        mask_shape=mask_shape,
+    )
+
+
+def _check_fit(config: EagleConfig, parts: EagleParts, target: CausalLM) -> None:
+    """Whether the drafter can read this target's states, and both mean the same tokens."""
+    size, own_size = target.config.hidden_size, config.layer.hidden_size
+    if config.target_hidden_size != size:
+        raise ConfigError(
+            f"the drafter reads states of size {config.target_hidden_size}, but the target's "
+            f"hidden size is {size}"
+        )
+    borrows = not (parts.embedding and parts.head)
+    if own_size != size and (borrows or config.version is EagleVersion.EAGLE):
+        raise ConfigError(
+            f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
+            f"takes of the target, whose hidden size is {size}"
+        )
+    if config.layer.vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"the drafter knows {config.layer.vocab_size} tokens, but the target "
+            f"{target.config.vocab_size}: they must have the same vocabulary"
+        )
+    if not parts.head and config.draft_vocab_size < config.layer.vocab_size:
+        raise ConfigError(
+            "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
+            f"{config.draft_vocab_size} tokens needs"
+        )
+    widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
+    if parts.mask_shape is not None and torch.Size(parts.mask_shape).numel() not in widths:
+        raise ConfigError(
+            f"tensor 'mask_hidden' has shape {list(parts.mask_shape)}, but config.json asks for "
+            f"{widths[0] or widths[1]} numbers"
+        )
+
+
+def _draft_ids(config: EagleConfig, found: Mapping[str, tuple[Path, str]]) -> Tensor | None:
+    """int64 [N]: the target's id of each draft token; None if it is the same id."""
+    num_drafts, vocab_size = config.draft_vocab_size, config.layer.vocab_size
+    own_N = torch.arange(num_drafts)
+    ids_N = own_N
+    if "d2t" in found:
+        ids_N = own_N + _read_ints(found["d2t"], (num_drafts,))
+    elif num_drafts < vocab_size:
+        raise ConfigError(
+            f"the checkpoint lacks tensors: d2t, which a draft vocabulary of {num_drafts} of "
+            f"{vocab_size} tokens needs"
+        )
+    if not bool(((ids_N >= 0) & (ids_N < vocab_size)).all()):
+        raise ConfigError(f"tensor 'd2t' leads out of the vocabulary of {vocab_size} tokens")
+    if len(ids_N.unique()) != num_drafts:
+        raise ConfigError("tensor 'd2t' maps several draft tokens to one token")
+    if "t2d" in found:
+        is_draft_V = _read_ints(found["t2d"], (vocab_size,)) != 0
+        if not torch.equal(is_draft_V.nonzero().flatten(), ids_N.sort().values):
+            raise ConfigError("tensors 't2d' and 'd2t' contradict each other")
+    return None if num_drafts == vocab_size and torch.equal(ids_N, own_N) else ids_N
+
+
+def _read_ints(place: tuple[Path, str], shape: tuple[int, ...]) -> Tensor:
+    """int64, of a tensor of whole numbers or bools."""
+    file, name = place
+    with safe_open(file, framework="pt") as tensors:
+        tensor: Tensor = tensors.get_tensor(name)
+    if tensor.shape != shape or tensor.is_floating_point():
+        raise ConfigError(
+            f"tensor {name!r} is {list(tensor.shape)} of {tensor.dtype}, but config.json asks for "
+            f"{list(shape)} of whole numbers"
+        )
+    return tensor.long()

@@ -1,0 +1,64 @@
+"""What drafting asks of a language model, whoever's token ids it speaks.
+
+Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, B requests, K tokens of a
+chain.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.models.config import ModelConfig
+
+
+class LanguageModel(Protocol):
+    """`CausalLM` without its inside."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that one step reads."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the model takes, packed weights included."""
+        ...
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The hidden state of each row behind the final norm, [T, D] of the model's dtype."""
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V] of float32; of float64 for a float64 model. -inf: it knows no such token."""
+        ...
+
+    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
+        """int64 [R]: argmax of the logits."""
+        ...
+
+    def greedy_chain(
+        self,
+        first_ids_B: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]: first_ids, then the best token behind each, once for every batch."""
+        ...

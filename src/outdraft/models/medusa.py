@@ -1,0 +1,280 @@
+"""Medusa-1 heads (Cai et al. 2024, arXiv 2401.10774): each predicts one token further ahead.
+
+All heads read the target's last hidden state h, behind the final norm, of the newest row that the
+target computed: that of token t_i, while t_{i+1} is the newest token. Head j predicts t_{i+2+j},
+whatever the tokens between: residual blocks h + SiLU(W h + b), then a language model head.
+
+Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}) and that of the
+original repository ({j}.{k}.linear, {j}.{number of layers}).
+
+Dimension key: B requests, J heads, D hidden, V vocabulary of the target, E tokens that a head
+knows.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outdraft.core.errors import ConfigError
+from outdraft.models.config import read_json
+from outdraft.models.head_checkpoint import (
+    check_target,
+    head_count,
+    linear_bytes,
+    memory_bytes,
+    pack_linears,
+    packing_for,
+    read_tensor,
+)
+from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import fill_slots, tensor_names, weight_files
+
+_ORIGINAL_FILE = "medusa_lm_head.safetensors"
+_PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
+_TOKEN_MAP = "token_map"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaConfig:
+    """The shape of a set of heads.
+
+    Attributes:
+        is_original: names are those of the original repository.
+        num_known: E, tokens of the heads' own language model heads.
+        head_names: for each head the tensor of its language model head; None: the target's.
+        logit_scale: what logits are multiplied by.
+    """
+
+    is_original: bool
+    num_heads: int
+    num_layers: int
+    has_bias: bool
+    hidden_size: int
+    vocab_size: int
+    num_known: int
+    head_names: tuple[str | None, ...]
+    logit_scale: float
+
+    @classmethod
+    def from_checkpoint(
+        cls, raw: Mapping[str, Any], names: Collection[str], target: CausalLM
+    ) -> "MedusaConfig":
+        """From the content of config.json and the names of the tensors.
+
+        Raises:
+            ConfigError: a value is missing, wrong, or contradicts the target.
+        """
+        check_target(raw, target, hidden_key="hidden_size")
+        is_original = "medusa_num_heads" in raw and not any(n.startswith("blocks.") for n in names)
+        num_heads = head_count(raw, "medusa_num_heads", "num_heads")
+        if is_original:
+            # The published configs often tell fewer heads than were trained in the end.
+            num_heads = max(num_heads, _heads_in(names))
+        num_layers = head_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
+        vocab_size = target.config.vocab_size
+        num_known = head_count(raw, "truncated_vocab_size", default=vocab_size)
+        if num_known < vocab_size and _TOKEN_MAP not in names:
+            raise ConfigError(
+                f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
+            )
+        own = [
+            f"{head}.{num_layers}.weight" if is_original else f"lm_heads.{head}.weight"
+            for head in range(num_heads)
+        ]
+        return cls(
+            is_original=is_original,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            has_bias=bool(raw.get("medusa_fc_bias", is_original)),
+            hidden_size=target.config.hidden_size,
+            vocab_size=vocab_size,
+            num_known=min(num_known, vocab_size),
+            head_names=_shared(own, names) if raw.get("original_lm_head") else tuple(own),
+            logit_scale=float(raw.get("logit_scale", 1.0)),
+        )
+
+    def block_name(self, head: int, layer: int) -> str:
+        if self.is_original:
+            return f"{head}.{layer}.linear"
+        return f"blocks.{head}.layers.{layer}"
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a target. Weights are not initialised."""
+
+    token_map_E: Tensor
+
+    def __init__(
+        self, config: MedusaConfig, target: CausalLM, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_heads
+        self.dtype, self.device = dtype, device
+        size = config.hidden_size
+        self._blocks = [
+            [
+                Linear(size, size, bias=config.has_bias, dtype=dtype, device=device)
+                for _ in range(config.num_layers)
+            ]
+            for _ in range(config.num_heads)
+        ]
+        self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
+        own_names = dict.fromkeys(name for name in config.head_names if name is not None)
+        self._own_heads = {
+            name: Linear(size, config.num_known, bias=False, dtype=dtype, device=device)
+            for name in own_names
+        }
+        self.own_heads = nn.ModuleList(self._own_heads.values())
+        # The target's head is no part of this module: it is neither counted nor packed here.
+        self._lm_heads = [
+            target.lm_head if name is None else self._own_heads[name] for name in config.head_names
+        ]
+        is_cut = config.num_known < config.vocab_size
+        token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
+        self.register_buffer("token_map_E", token_map_E.to(device), persistent=False)
+
+    def logits(self, hidden_BD: Tensor) -> Tensor:
+        """[B, J, V] of all heads; of float32, or float64 as the target's."""
+        return torch.stack(
+            [self.head_logits(head, hidden_BD) for head in range(self.num_heads)], dim=1
+        )
+
+    def best_tokens(self, hidden_BD: Tensor) -> Tensor:
+        """int64 [B, J]: argmax of the logits of all heads."""
+        return torch.stack(
+            [self.head_best_tokens(head, hidden_BD) for head in range(self.num_heads)], dim=1
+        )
+
+    def head_logits(self, head: int, hidden_BD: Tensor) -> Tensor:
+        """[B, V] of one head; -inf for tokens that it does not know."""
+        known_BE = self._known_logits(head, hidden_BD)
+        if known_BE.shape[1] == self.config.vocab_size:
+            return known_BE
+        logits_BV = known_BE.new_full((len(known_BE), self.config.vocab_size), -torch.inf)
+        return logits_BV.index_copy_(1, self.token_map_E, known_BE)
+
+    def head_best_tokens(self, head: int, hidden_BD: Tensor) -> Tensor:
+        """int64 [B]: argmax of one head's logits."""
+        best_B = self._known_logits(head, hidden_BD).argmax(dim=-1)
+        is_whole = self._lm_heads[head].num_outputs == self.config.vocab_size
+        return best_B if is_whole else self.token_map_E[best_B]
+
+    def _known_logits(self, head: int, hidden_BD: Tensor) -> Tensor:
+        """[B, E], or [B, V] of the target's own head."""
+        for layer in self._blocks[head]:
+            hidden_BD = hidden_BD + F.silu(layer(hidden_BD))
+        logits_BE = self._lm_heads[head](hidden_BD)
+        logits_BE = logits_BE.to(torch.promote_types(self.dtype, torch.float32))
+        return logits_BE if self.config.logit_scale == 1.0 else logits_BE * self.config.logit_scale
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the weights take, packed ones included; not the target's head."""
+        return memory_bytes(self) + self.token_map_E.nbytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that drafting with all heads reads, the target's head too where it is used."""
+        blocks = sum(linear_bytes(layer) for block in self._blocks for layer in block)
+        return blocks + sum(linear_bytes(lm_head) for lm_head in self._lm_heads)
+
+    def pack(self, packing: Packing) -> None:
+        """Bring the weights of all products into a layout, once and for good."""
+        pack_linears(self, packing)
+
+    def slots(self) -> dict[str, Tensor]:
+        """Where each tensor of a checkpoint belongs; only before the weights are packed."""
+        slots: dict[str, Tensor] = {}
+        for head, block in enumerate(self._blocks):
+            for layer, linear in enumerate(block):
+                name = self.config.block_name(head, layer)
+                slots |= {f"{name}.{part}": one.data for part, one in linear.named_parameters()}
+        for name, linear in self._own_heads.items():
+            assert linear.weight is not None, "the weights are packed"
+            slots[name] = linear.weight.data
+        return slots
+
+
+def load_medusa(
+    path: Path, target: CausalLM, dtype: torch.dtype, device: torch.device | str
+) -> MedusaHeads:
+    """The heads of a checkpoint directory, ready to run, their weights packed for the device.
+
+    Raises:
+        ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
+            unknown, damaged or of another shape.
+    """
+    raw = read_json(path / "config.json")
+    names = raw.get("architectures") or []
+    is_named = raw.get("model_type") == "medusa" or "MedusaModel" in names
+    if not is_named and "medusa_num_heads" not in raw:
+        raise ConfigError(
+            f"{path} holds no Medusa heads: its config.json has neither medusa_num_heads nor "
+            f"model_type 'medusa'"
+        )
+    original = path / _ORIGINAL_FILE
+    files = [original] if original.is_file() else weight_files(path)
+    names_by_file = {
+        file: {name: slot.removeprefix(_PREFIX) for name, slot in tensor_names(file).items()}
+        for file in files
+    }
+    slots = {slot for names in names_by_file.values() for slot in names.values()}
+    config = MedusaConfig.from_checkpoint(raw, slots, target)
+    heads = MedusaHeads(config, target, dtype, torch.device(device))
+    _load(heads, names_by_file)
+    heads.pack(packing_for(heads, dtype, heads.device))
+    return heads.eval()
+
+
+def _load(heads: MedusaHeads, names_by_file: Mapping[Path, dict[str, str]]) -> None:
+    """Copy the tensors; heads that are stored for all tokens are cut to those of the token map."""
+    config, slots = heads.config, heads.slots()
+    places = {
+        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
+    }
+    if _TOKEN_MAP in places:
+        file, name = places[_TOKEN_MAP]
+        del names_by_file[file][name]
+        if config.num_known < config.vocab_size:  # else it says nothing, as in vLLM
+            heads.token_map_E.copy_(_checked_map(read_tensor(file, name), config))
+            for head in {name for name in config.head_names if name in places}:
+                file, name = places[head]
+                whole = read_tensor(file, name)
+                if whole.shape == (config.vocab_size, config.hidden_size):
+                    del names_by_file[file][name]
+                    slots.pop(head).copy_(whole[heads.token_map_E.cpu()])
+    fill_slots(slots, names_by_file)
+
+
+def _heads_in(names: Collection[str]) -> int:
+    """How many heads the names {head}.{layer}... speak of."""
+    numbers = [
+        int(head) for head, _, _ in (name.partition(".") for name in names) if head.isdigit()
+    ]
+    return max(numbers, default=-1) + 1
+
+
+def _shared(own: list[str], names: Collection[str]) -> tuple[str | None, ...]:
+    """The heads that are there; for the others one that all share, in the file or the target's."""
+    common = next((name for name in ("lm_head.weight", own[0]) if name in names), None)
+    return tuple(name if name in names else common for name in own)
+
+
+def _checked_map(token_map_E: Tensor, config: MedusaConfig) -> Tensor:
+    """The token of each row of a head that knows only some."""
+    is_whole = not token_map_E.is_floating_point() and token_map_E.shape == (config.num_known,)
+    if is_whole and len(token_map_E.unique()) == config.num_known:
+        lowest, highest = token_map_E.aminmax()
+        if int(lowest) >= 0 and int(highest) < config.vocab_size:
+            return token_map_E
+    raise ConfigError(
+        f"tensor {_TOKEN_MAP!r} must hold {config.num_known} distinct token ids below "
+        f"{config.vocab_size}, got {token_map_E.dtype} of shape {list(token_map_E.shape)}"
+    )

@@ -1,0 +1,261 @@
+"""MLP speculators (Wertheimer et al. 2024, arXiv 2404.19124): a short recurrence over tokens.
+
+The first state is the target's last hidden state, behind the final norm, of the newest row that
+the target computed. Head j adds the embedding of the token before, the newest one for head 0, and
+predicts the next token:
+
+    state = GELU(ln_j(proj_j(state) + emb_weight / state_weight * emb_j(token)))
+    logits = head_j(state)
+
+where the weights make the target's state half of what the last head reads. Checkpoints are those
+of IBM's accelerators; top_k_tokens_per_head and n_candidates of their configs are the trees of
+another engine, and mean nothing here.
+
+Dimension key: B requests, R rows, D hidden of the target, S state (of the target's width before
+head 0, the inner width after it), V vocabulary.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from outdraft.core.errors import ConfigError
+from outdraft.models.config import read_json
+from outdraft.models.head_checkpoint import (
+    check_target,
+    head_count,
+    linear_bytes,
+    memory_bytes,
+    pack_linears,
+    packing_for,
+    read_tensor,
+)
+from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import fill_slots, tensor_names, weight_files
+
+_ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
+_PREFIX = "speculator."
+_NORM_EPS = 1e-6
+
+Part = TypeVar("Part", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MLPSpeculatorConfig:
+    """The shape of a speculator.
+
+    Attributes:
+        emb_dim: width of the target's hidden states; the embeddings here have inner_dim.
+        tie_weights: the heads share everything but the projection of the first.
+        scale_input: the target's state is normed first.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    inner_dim: int
+    num_heads: int
+    tie_weights: bool
+    scale_input: bool
+
+    @classmethod
+    def from_mapping(cls, raw: Mapping[str, Any], target: CausalLM) -> "MLPSpeculatorConfig":
+        """From the content of config.json.
+
+        Raises:
+            ConfigError: another architecture, a value is missing or wrong, or contradicts the
+                target.
+        """
+        names = raw.get("architectures") or []
+        if raw.get("model_type") != _MODEL_TYPE and _ARCHITECTURE not in names:
+            raise ConfigError(
+                f"config.json is not that of an MLP speculator: it names neither the "
+                f"architecture {_ARCHITECTURE} nor model_type {_MODEL_TYPE!r}"
+            )
+        if (names and names != [_ARCHITECTURE]) or raw.get("method") is not None:
+            raise ConfigError(
+                f"config.json: a speculator of architectures={names}, method="
+                f"{raw.get('method')!r} is not supported; supported: {_ARCHITECTURE}"
+            )
+        check_target(raw, target, hidden_key="emb_dim")
+        emb_dim = head_count(raw, "emb_dim")
+        inner_dim = emb_dim if raw.get("inner_dim") == 0 else None
+        config = cls(
+            vocab_size=head_count(raw, "vocab_size"),
+            emb_dim=emb_dim,
+            inner_dim=inner_dim or head_count(raw, "inner_dim", default=emb_dim),
+            num_heads=head_count(raw, "n_predict"),
+            tie_weights=bool(raw.get("tie_weights", False)),
+            scale_input=bool(raw.get("scale_input", False)),
+        )
+        if config.tie_weights and config.num_heads == 1:
+            raise ConfigError("config.json: tie_weights needs n_predict of at least 2")
+        return config
+
+    def num_distinct(self, part: str) -> int:
+        """How many weights of this part there are; the last one serves all heads behind it."""
+        if not self.tie_weights:
+            return self.num_heads
+        return 2 if part == "proj" else 1
+
+    @property
+    def token_share(self) -> float:
+        """The weight of a token's embedding beside the state's, which is 1."""
+        state_weight = 0.5 ** (0.5 / self.num_heads)
+        emb_weight = math.sqrt((1 - state_weight**2) * (self.inner_dim / 2))
+        return emb_weight / state_weight
+
+
+class ScaleAndShift(nn.Module):
+    """x / rms(x) * weight + bias, which IBM's code calls a layer norm; not initialised."""
+
+    def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        weight_S, bias_S = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self.weight = nn.Parameter(weight_S, requires_grad=False)
+        self.bias = nn.Parameter(bias_S, requires_grad=False)
+
+    def forward(self, x_RS: Tensor) -> Tensor:
+        """[R, S]."""
+        return unit_rms(x_RS) * self.weight + self.bias
+
+
+class MLPSpeculator(nn.Module):
+    """All heads of a target. Weights are not initialised."""
+
+    def __init__(
+        self, config: MLPSpeculatorConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_heads = config.num_heads
+        self.dtype, self.device = dtype, device
+        inner, vocabulary = config.inner_dim, config.vocab_size
+        self._emb = [
+            Embedding(vocabulary, inner, dtype=dtype, device=device)
+            for _ in range(config.num_distinct("emb"))
+        ]
+        self._proj = [
+            Linear(inner if i else config.emb_dim, inner, bias=False, dtype=dtype, device=device)
+            for i in range(config.num_distinct("proj"))
+        ]
+        self._ln = [
+            ScaleAndShift(inner, dtype=dtype, device=device)
+            for _ in range(config.num_distinct("ln"))
+        ]
+        self._head = [
+            Linear(inner, vocabulary, bias=False, dtype=dtype, device=device)
+            for _ in range(config.num_distinct("head"))
+        ]
+        self.emb, self.proj = nn.ModuleList(self._emb), nn.ModuleList(self._proj)
+        self.ln, self.head = nn.ModuleList(self._ln), nn.ModuleList(self._head)
+
+    def first_state(self, hidden_BD: Tensor) -> Tensor:
+        """[B, D]: what head 0 continues, from the target's last hidden states."""
+        return unit_rms(hidden_BD) / math.sqrt(2) if self.config.scale_input else hidden_BD
+
+    def step(self, head: int, state_RS: Tensor, token_ids_R: Tensor) -> Tensor:
+        """[R, S]: the state of a head, from the state before it and the token before its own."""
+        z_RS = _of(self._proj, head)(state_RS)
+        z_RS = torch.add(z_RS, _of(self._emb, head)(token_ids_R), alpha=self.config.token_share)
+        return F.gelu(_of(self._ln, head)(z_RS))
+
+    def logits(self, head: int, state_RS: Tensor) -> Tensor:
+        """[R, V] of a head, from its own state; of float32, or float64 as the target's."""
+        logits_RV = _of(self._head, head)(state_RS)
+        return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
+
+    def best_tokens(self, head: int, state_RS: Tensor) -> Tensor:
+        """int64 [R]: argmax of the logits."""
+        return self.logits(head, state_RS).argmax(dim=-1)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the weights take, packed ones included."""
+        return memory_bytes(self)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that drafting with all heads reads; of the embeddings it reads a few rows."""
+        heads = range(self.num_heads)
+        products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
+        return sum(linear_bytes(product) for product in products)
+
+    def pack(self, packing: Packing) -> None:
+        """Bring the weights of all products into a layout, once and for good."""
+        pack_linears(self, packing)
+
+    def slots(self) -> dict[str, Tensor]:
+        """Where each tensor of a checkpoint belongs; only before the weights are packed."""
+        parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln, "head": self._head}
+        return {
+            f"{part}.{i}.{name}": weight.data
+            for part, modules in parts.items()
+            for i, module in enumerate(modules)
+            for name, weight in module.named_parameters()
+        }
+
+
+def load_mlp_speculator(
+    path: Path, target: CausalLM, dtype: torch.dtype, device: torch.device | str
+) -> MLPSpeculator:
+    """The speculator of a checkpoint directory, ready to run, its weights packed for the device.
+
+    Raises:
+        ConfigError: this is no MLP speculator, or not of this target; or a tensor is missing,
+            unknown, damaged or of another shape.
+    """
+    config = MLPSpeculatorConfig.from_mapping(read_json(path / "config.json"), target)
+    names_by_file = {
+        file: {name: slot.removeprefix(_PREFIX) for name, slot in tensor_names(file).items()}
+        for file in weight_files(path)
+    }
+    if config.tie_weights:
+        _leave_out_copies(names_by_file, config)
+    speculator = MLPSpeculator(config, dtype, torch.device(device))
+    fill_slots(speculator.slots(), names_by_file)
+    speculator.pack(packing_for(speculator, dtype, speculator.device))
+    return speculator.eval()
+
+
+def unit_rms(x_RS: Tensor) -> Tensor:
+    """[R, S] of x's dtype: x / rms(x), with statistics of float32 at least."""
+    wide_RS = x_RS.to(torch.promote_types(x_RS.dtype, torch.float32))
+    scale_R1 = torch.rsqrt(wide_RS.square().mean(-1, keepdim=True) + _NORM_EPS)
+    return (wide_RS * scale_R1).to(x_RS.dtype)
+
+
+def _of(parts: list[Part], head: int) -> Part:
+    """The weights of a head, its own or those that it shares."""
+    return parts[min(head, len(parts) - 1)]
+
+
+def _leave_out_copies(
+    names_by_file: Mapping[Path, dict[str, str]], config: MLPSpeculatorConfig
+) -> None:
+    """Drop the tensors that tied weights repeat; they must be the same numbers."""
+    places = {
+        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
+    }
+    for slot, (file, name) in places.items():
+        match = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\.(\w+)", slot)
+        if match is None:
+            continue
+        part, head, kind = match.groups()
+        last = config.num_distinct(part) - 1
+        shared = places.get(f"{part}.{last}.{kind}")
+        if not last < int(head) < config.num_heads or shared is None:
+            continue
+        if not torch.equal(read_tensor(file, name), read_tensor(*shared)):
+            raise ConfigError(
+                f"tensor {name!r} differs from {shared[1]!r}, but config.json has tie_weights"
+            )
+        del names_by_file[file][name]

@@ -1,0 +1,51 @@
+"""How drafts are drawn from a drafter's logits, whatever the drafter is.
+
+Dimension key: R rows, V vocabulary.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.sampler import sample_with_probs
+
+
+def drafting_parameters(sampling: SamplingBatch) -> SamplingBatch:
+    """The same without what looks back at the text, which is left to verification."""
+    return replace(sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False)
+
+
+def sample_drafts(
+    logits_RV: Tensor,
+    request_R: Tensor,
+    positions_R: Tensor,
+    anchors_R: Tensor,
+    sampling: SamplingBatch,
+    purpose: Purpose,
+) -> tuple[Tensor, Tensor]:
+    """A draft for each row, int64 [R], and float32 [R, V] what it was drawn from.
+
+    Greedy requests get the best token, and any probabilities.
+
+    Args:
+        request_R: int64, the request of each row.
+        positions_R: int64, text positions of the drafts.
+        anchors_R: int64, committed tokens of each row's request.
+        sampling: of the requests, as `drafting_parameters` leaves it.
+        purpose: DRAFT; SAMPLE to choose with the target's own noise.
+    """
+    nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
+    paths = Paths(None, nothing_B, nothing_B, None)
+    return sample_with_probs(
+        process_logits(logits_RV, request_R, paths, sampling),
+        sampling.seeds_B[request_R],
+        positions_R,
+        sampling.is_greedy_B[request_R],
+        purpose,
+        all_greedy=sampling.all_greedy,
+        anchors_R=anchors_R if purpose is Purpose.DRAFT else None,
+    )

@@ -1,0 +1,317 @@
+"""Draft what followed a text's end, in that text and in finished ones: kernels of SuffixProposer.
+
+For every suffix of the text that occurred before, the tree of its most probable continuations is
+grown; the probability of a token is count(string + token) / count(string), that of a row the
+product along its path. The tree with the largest sum, the expected number of accepted tokens, is
+drafted; equal sums go to the longest suffix. Suffixes that occurred at the same places go on alike,
+and count as one, which may draft as deep as the one of them that may draft deepest.
+
+Dimension key: B requests, T tokens, R rows, A arrays of a row, K drafted tokens, C places of the
+ring of texts, S places of the table.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+
+from outdraft.spec.array_places import array_at
+from outdraft.spec.best_first import (
+    DEPTH,
+    GrowingTree,
+    can_take,
+    clear,
+    new_tree,
+    offer,
+    take,
+    write,
+)
+from outdraft.spec.pair_table import find
+from outdraft.spec.suffix_automaton import (
+    BEST_EDGE,
+    CONTEXT,
+    LINK,
+    NUM_TOKENS,
+    TARGET,
+    Automaton,
+    append,
+    automaton_at,
+)
+from outdraft.spec.suffix_automaton import COUNT as STATE_COUNT
+from outdraft.spec.suffix_automaton import LENGTH as STATE_LENGTH
+from outdraft.spec.suffix_automaton import TOKEN as EDGE_TOKEN
+from outdraft.spec.suffix_tree_update import (
+    BEST_CHILD,
+    COUNT,
+    LENGTH,
+    NONE,
+    PARENT,
+    ROOT,
+    find_best_children,
+)
+
+
+class Rule(NamedTuple):
+    """How far a draft goes.
+
+    Attributes:
+        max_depth: tokens of a match and the draft's longest path together.
+        max_spec_factor: tokens of that path for each token of the match.
+        min_token_prob: of a row's path.
+    """
+
+    max_depth: int
+    max_spec_factor: float
+    min_token_prob: float
+
+
+class Finished(NamedTuple):
+    """The arrays of a SuffixTree."""
+
+    ring_C: np.ndarray
+    nodes: np.ndarray
+    label_starts: np.ndarray
+    table_S: np.ndarray
+
+
+@njit(cache=True)
+def draft_all(
+    rows_B: np.ndarray,
+    texts_B3: np.ndarray,
+    max_tokens_B: np.ndarray,
+    places_RA3: np.ndarray,
+    max_depth: int,
+    max_spec_factor: float,
+    min_token_prob: float,
+    ring_C: np.ndarray,
+    nodes: np.ndarray,
+    label_starts: np.ndarray,
+    table_S: np.ndarray,
+    drafts_B2K: np.ndarray,
+    sizes_B: np.ndarray,
+    scores_B: np.ndarray,
+) -> None:
+    """Read the new tokens of every request and write the better draft of its own and others' texts.
+
+    The first arguments are those of TextBatch, the next ones those of Rule and Finished, the last
+    ones those of DraftBatch. Among equals the own text is taken.
+    """
+    rule = Rule(max_depth, max_spec_factor, min_token_prob)
+    finished = Finished(ring_C, nodes, label_starts, table_S)
+    tree = new_tree()
+    for b in range(len(rows_B)):
+        automaton = automaton_at(places_RA3[rows_B[b]])
+        text_T = array_at(texts_B3[b])[0]
+        append(automaton, text_T[automaton.fields_M[NUM_TOKENS] :], max_depth)
+        size, score = draft_own(automaton, max_tokens_B[b], rule, tree, drafts_B2K[b])
+        context = text_T[max(0, len(text_T) - max_depth + 1) :]
+        other_size, other_score = draft_finished(
+            finished, context, max_tokens_B[b], rule, score, tree, drafts_B2K[b]
+        )
+        if other_size > 0:
+            size, score = other_size, other_score
+        sizes_B[b], scores_B[b] = size, score
+
+
+@njit(cache=True)
+def _limit(match_len: int, max_tokens: int, rule: Rule) -> int:
+    """How deep a match of this length may draft: match and draft together fit in max_depth."""
+    return min(max_tokens, int(rule.max_spec_factor * match_len), rule.max_depth - match_len)
+
+
+@njit(cache=True)
+def draft_own(
+    automaton: Automaton, max_tokens: int, rule: Rule, tree: GrowingTree, draft_2K: np.ndarray
+) -> tuple[int, float]:
+    """Write the best draft from a text's own past; its size and score."""
+    states = automaton.states
+    best_size, best_score = 0, 0.0
+    state = automaton.fields_M[CONTEXT]
+    longest = min(automaton.fields_M[NUM_TOKENS], rule.max_depth - 1)
+    while state != ROOT:
+        shortest = states[states[state, LINK], STATE_LENGTH] + 1
+        limit = 0
+        for match_len in range(shortest, min(longest, states[state, STATE_LENGTH]) + 1):
+            limit = max(limit, _limit(match_len, max_tokens, rule))
+        score = _grow_own(automaton, state, limit, max_tokens, rule.min_token_prob, tree)
+        if score > best_score:
+            best_size, best_score = write(tree, draft_2K), score
+        state = states[state, LINK]
+    return best_size, best_score
+
+
+@njit(cache=True)
+def _grow_own(
+    automaton: Automaton,
+    state: int,
+    max_depth: int,
+    max_tokens: int,
+    min_prob: float,
+    tree: GrowingTree,
+) -> float:
+    clear(tree)
+    if max_depth < 1:
+        return 0.0
+    score = 0.0
+    _offer_edge(automaton, state, BEST_EDGE, 0, min_prob, tree)
+    while can_take(tree, max_tokens):
+        row, parent, state, column, target = take(tree)
+        score += tree.probs_K1[row]
+        if tree.rows_K1C[row, DEPTH] < max_depth:
+            _offer_edge(automaton, target, BEST_EDGE, row, min_prob, tree)
+        _offer_edge(automaton, state, column + 1, parent, min_prob, tree)
+    return score
+
+
+@njit(cache=True)
+def _offer_edge(
+    automaton: Automaton, state: int, column: int, row: int, min_prob: float, tree: GrowingTree
+) -> None:
+    """Offer what a best edge of a state leads to, behind the row that led to the state."""
+    states, edges, _, _ = automaton
+    if column == states.shape[1] or states[state, column] == -1:
+        return
+    edge = states[state, column]
+    target = edges[edge, TARGET]
+    prob = tree.probs_K1[row] * (states[target, STATE_COUNT] / states[state, STATE_COUNT])
+    if prob >= min_prob:
+        offer(tree, prob, row, edges[edge, EDGE_TOKEN], state, column, target)
+
+
+@njit(cache=True)
+def draft_finished(
+    finished: Finished,
+    context: np.ndarray,
+    max_tokens: int,
+    rule: Rule,
+    least_score: float,
+    tree: GrowingTree,
+    draft_2K: np.ndarray,
+) -> tuple[int, float]:
+    """Write the best draft from finished texts, if its score is above `least_score`; 0 if none."""
+    best_size, best_score = 0, 0.0
+    shortest = 1
+    while shortest <= len(context):
+        node, used = _locate(context[-shortest:], finished)
+        if node == NONE:
+            break  # nor does a longer match exist
+        longest = _longest_alike(context, shortest, finished.nodes[node, COUNT], finished)
+        limit = 0
+        for match_len in range(shortest, longest + 1):
+            limit = max(limit, _limit(match_len, max_tokens, rule))
+        score = _grow_finished(finished, node, used, limit, max_tokens, rule.min_token_prob, tree)
+        if score > least_score and score >= best_score:
+            best_size, best_score = write(tree, draft_2K), score
+        shortest = longest + 1
+    return best_size, best_score
+
+
+@njit(cache=True)
+def _grow_finished(
+    finished: Finished,
+    node: int,
+    used: int,
+    max_depth: int,
+    max_tokens: int,
+    min_prob: float,
+    tree: GrowingTree,
+) -> float:
+    """As from the own text; the context's own occurrence counts as one without continuation."""
+    clear(tree)
+    if max_depth < 1:
+        return 0.0
+    score = 0.0
+    _offer_next(finished, node, used, 0, min_prob, tree)
+    while can_take(tree, max_tokens):
+        row, parent, node, used, column = take(tree)
+        score += tree.probs_K1[row]
+        if tree.rows_K1C[row, DEPTH] < max_depth:
+            _offer_next(finished, node, used + 1, row, min_prob, tree)
+        if used == 0:
+            upper = finished.nodes[node, PARENT]
+            _offer_child(finished, upper, column + 1, parent, min_prob, tree)
+    return score
+
+
+@njit(cache=True)
+def _offer_next(
+    finished: Finished, node: int, used: int, row: int, min_prob: float, tree: GrowingTree
+) -> None:
+    """Offer what follows the first tokens of a node's label: its next token, or the best child."""
+    nodes = finished.nodes
+    if used == nodes[node, LENGTH]:
+        find_best_children(node, nodes, finished.label_starts)
+        _offer_child(finished, node, BEST_CHILD, row, min_prob, tree)
+    else:
+        _offer_token(finished, node, used, nodes[node, COUNT], 0, row, min_prob, tree)
+
+
+@njit(cache=True)
+def _offer_child(
+    finished: Finished, node: int, column: int, row: int, min_prob: float, tree: GrowingTree
+) -> None:
+    nodes = finished.nodes
+    if column == nodes.shape[1] or nodes[node, column] == NONE:
+        return
+    child = nodes[node, column]
+    _offer_token(finished, child, 0, nodes[node, COUNT], column, row, min_prob, tree)
+
+
+@njit(cache=True)
+def _offer_token(
+    finished: Finished,
+    node: int,
+    used: int,
+    seen: int,
+    column: int,
+    row: int,
+    min_prob: float,
+    tree: GrowingTree,
+) -> None:
+    """Offer a token of a label, behind a row whose string the finished texts hold `seen` times."""
+    ring_C, nodes, label_starts, _ = finished
+    if row == 0:
+        seen += 1
+    prob = tree.probs_K1[row] * (nodes[node, COUNT] / seen)
+    if prob >= min_prob:
+        place = (label_starts[node] + used) & (len(ring_C) - 1)
+        offer(tree, prob, row, int(ring_C[place]), node, used, column)
+
+
+@njit(cache=True)
+def _longest_alike(context: np.ndarray, match_len: int, count: int, finished: Finished) -> int:
+    """The longest match that occurs as often as a shorter one, hence at the same places.
+
+    Matches that occur at the same places are continued alike: one walk serves them all.
+    """
+    stride = 1
+    while match_len < len(context):
+        longer = min(match_len + stride, len(context))
+        node, _ = _locate(context[-longer:], finished)
+        if node != NONE and finished.nodes[node, COUNT] == count:
+            match_len = longer
+            stride *= 2
+        elif stride > 1:
+            stride = 1
+        else:
+            break
+    return match_len
+
+
+@njit(cache=True)
+def _locate(context: np.ndarray, finished: Finished) -> tuple[int, int]:
+    """The node on whose label a string ends, and how many tokens of the label it uses."""
+    ring_C, nodes, label_starts, table_S = finished
+    mask = len(ring_C) - 1
+    node, used = ROOT, 0
+    at = 0
+    while at < len(context):
+        node = find(table_S, nodes, node, context[at])
+        if node == NONE:
+            return NONE, 0
+        used = min(nodes[node, LENGTH], len(context) - at)
+        for offset in range(1, used):
+            if ring_C[(label_starts[node] + offset) & mask] != context[at + offset]:
+                return NONE, 0
+        at += used
+    return node, used

@@ -1,0 +1,156 @@
+"""Drafts trees with any drafter that can say what follows each node of a level.
+
+Dimension key: B requests that draft, F nodes of a level, V vocabulary, D the network's state,
+R = B * F rows, P blocks, K rows of a tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.rows import to_device
+from outdraft.core.plan import ModelDrafting
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths, process_logits
+from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
+from outdraft.spec.draft_sampling import drafting_parameters
+from outdraft.spec.draft_tree import Frontier, TreeBuilder
+from outdraft.spec.target_states import TargetStates
+
+
+class TreeLevels(Protocol):
+    """What may follow the newest token of each text, then each node of a level."""
+
+    def first_logits(self) -> Tensor:
+        """[B, V]."""
+        ...
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """[B, F, V]; levels come in order, each once."""
+        ...
+
+
+class LevelDrafter(Protocol):
+    """A drafter of chains that can also go level by level; as DeviceProposer."""
+
+    drafting: ModelDrafting
+    reads_states: bool
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def keep(self, states: TargetStates) -> None: ...
+
+    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> TreeLevels: ...
+
+
+class TreeProposer:
+    """Lets a drafter draft trees of one shape."""
+
+    def __init__(
+        self,
+        drafter: LevelDrafter,
+        shape: TreeShape | TreeTemplate,
+        *,
+        samples: bool,
+        shares_noise: bool,
+    ) -> None:
+        """`samples`, `shares_noise`: as in TreeBuilder."""
+        self._drafter = drafter
+        self._shape = shape
+        self._samples = samples
+        self._shares_noise = shares_noise
+        # A network reads the accepted branch again, as it reads any token that it has not seen:
+        # in the pass that it makes for the newest one anyway.
+        kept = drafter.drafting.max_kept
+        self.drafting = replace(
+            drafter.drafting, is_tree=True, max_kept=0 if kept is None else kept
+        )
+        self.reads_states = drafter.reads_states
+        self.max_drafts = shape.num_rows
+        self.max_passes = shape.depth
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Residual streams of the target that `keep` needs."""
+        return self._drafter.taps
+
+    def keep(self, states: TargetStates) -> None:
+        """The target has computed these."""
+        self._drafter.keep(states)
+
+    def propose(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
+    ) -> ModelDrafts:
+        """Draft for all asks; `sampling` has their requests in the same order."""
+        device = token_ids_SL.device
+        (num_tokens_B,) = to_device([np.array([ask.num_tokens for ask in asks])], device)
+        sampling = drafting_parameters(sampling)
+        builder = TreeBuilder(
+            self._shape,
+            [ask.num_drafts for ask in asks],
+            num_tokens_B,
+            sampling,
+            samples=self._samples,
+            shares_noise=self._shares_noise,
+        )
+        levels = self._drafter.levels(asks, token_ids_SL)
+        builder.start(_processed(levels.first_logits()[:, None], sampling)[:, 0])
+        for _ in range(self._shape.depth - 1):
+            builder.extend(_processed(levels.next_logits(builder.frontier), sampling))
+        return builder.finish()
+
+
+def level_batch(
+    frontier: Frontier,
+    context_lens_B: Tensor,
+    num_drafts_B: Tensor,
+    block_table_BP: Tensor,
+    block_size: int,
+    max_seq_len: int,
+) -> AttentionMetadata:
+    """The batch of a level whose rows are kept behind a network's committed tokens.
+
+    Rows for which a request has no slot are computed, and kept and seen by nobody.
+
+    Args:
+        context_lens_B: int64; what the network has read of each text.
+        num_drafts_B: int64; slots behind that which belong to each request.
+        max_seq_len: an upper bound.
+    """
+    num_requests, width = frontier.token_ids_BF.shape
+    device = context_lens_B.device
+    places_F = torch.arange(width, device=device) + frontier.first_row
+    has_slot_BF = places_F < num_drafts_B[:, None]
+    index_BF = torch.where(has_slot_BF, context_lens_B[:, None] + places_F, 0)
+    blocks_BF = block_table_BP.gather(1, index_BF // block_size)
+    slots_BF = blocks_BF.long() * block_size + index_BF % block_size
+    own_bits_B = (1 << num_drafts_B) - 1
+    return AttentionMetadata(
+        query_start_B1=torch.arange(num_requests + 1, dtype=torch.int32, device=device) * width,
+        context_lens_B=context_lens_B.int(),
+        num_causal_B=torch.zeros(num_requests, dtype=torch.int32, device=device),
+        ancestors_T=(frontier.ancestors_BF & own_bits_B[:, None]).flatten(),
+        positions_T=(context_lens_B + (frontier.depth - 1)).repeat_interleave(width),
+        slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
+        block_table_BP=block_table_BP,
+        max_rows=width,
+        max_seq_len=max_seq_len,
+    )
+
+
+def _processed(logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
+    """[B, F, V]: as the drafts of each request are drawn."""
+    num_requests, width = logits_BFV.shape[:2]
+    request_R = torch.arange(num_requests, device=logits_BFV.device).repeat_interleave(width)
+    nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
+    paths = Paths(None, nothing_B, nothing_B, None)
+    processed_RV = process_logits(logits_BFV.flatten(0, 1), request_R, paths, sampling)
+    return processed_RV.view(logits_BFV.shape)

@@ -1,0 +1,56 @@
+"""Which ids of a target's and of a drafter's vocabulary are the same token.
+
+Dimension key: V the target's vocabulary, U the drafter's.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class VocabularyMap:
+    """The tokens that two vocabularies share, one to one, and how to read those they do not.
+
+    Both sizes are those of the networks, which may have more ids than there are tokens.
+
+    Attributes:
+        target_to_draft_V: int64; the same token where it is shared, else one of the drafter's
+            that stands in for it when the drafter reads it.
+        draft_to_target_U: int64; -1: the target has no such token.
+        num_target_tokens, num_draft_tokens: ids that stand for something.
+    """
+
+    target_to_draft_V: Tensor
+    draft_to_target_U: Tensor
+    num_target_tokens: int
+    num_draft_tokens: int
+
+    @property
+    def is_shared_V(self) -> Tensor:
+        """bool; the drafter can draft these of the target's ids."""
+        return self.draft_to_target_U[self.target_to_draft_V] == self._own_ids_V
+
+    @property
+    def num_shared(self) -> int:
+        return int((self.draft_to_target_U >= 0).sum())
+
+    @property
+    def target_share(self) -> float:
+        """Of the target's tokens, how many the drafter knows."""
+        return self.num_shared / max(1, self.num_target_tokens)
+
+    @property
+    def draft_share(self) -> float:
+        """Of the drafter's tokens, how many the target knows."""
+        return self.num_shared / max(1, self.num_draft_tokens)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_shared:,} of {self.num_target_tokens:,} ids ({self.target_share:.1%}) of "
+            f"the target's vocabulary, {self.draft_share:.1%} of its own"
+        )
+
+    @property
+    def _own_ids_V(self) -> Tensor:
+        return self.target_to_draft_V.new_ones(len(self.target_to_draft_V)).cumsum(0) - 1

@@ -1,0 +1,66 @@
+"""Compile the Triton kernels to machine code of some GPUs; run by test_triton.py on its own.
+
+No GPU is needed, and no interpreter must be on: whether a kernel is right is another question.
+"""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from outdraft.attention import triton_kernels as kernels
+from outdraft.attention.triton import _launches
+
+INT32 = ("query_start", "context_lens", "num_causal_B", "block_table")
+INT64 = ("ancestors", "positions", "slots")
+FLOAT32 = ("part_acc", "part_top", "part_sum")
+NUMBERS = ("q_stride", "k_stride", "v_stride", "first_tile", "num_requests", "num_splits")
+NUMBERS = (*NUMBERS, "table_stride", "window")
+SIZES = {"NUM_KV_HEADS": 8, "HEADS_PER_KV": 4, "HEAD_SIZE": 128, "TILE_SIZE": 128}
+
+
+def compile_kernel(kernel, dtype: str, constants: dict, capability: int, **options: int) -> None:
+    """To a cubin."""
+    types = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
+    types |= dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32") | {"scale": "fp32"}
+    names = kernel.arg_names
+    used = {name: value for name, value in constants.items() if name in names}
+    signature = {
+        name: "constexpr" if name in used else types.get(name, "*" + dtype) for name in names
+    }
+    places = {(names.index(name),): value for name, value in used.items()}
+    is_aligned = [name for name in names if signature[name].startswith("*") or "stride" in name]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in is_aligned}
+    source = ASTSource(kernel, signature, constexprs=places, attrs=attributes)
+    options = {"enable_fp_fusion": True, **options}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    shared = made.metadata.shared
+    print(f"{kernel.fn.__name__} {dtype} sm_{capability}: {shared} bytes of shared memory")
+    assert shared <= {80: 99, 90: 227}[capability] * 1024  # 8.6 and 8.9 run what is for 8.0
+
+
+def main() -> None:
+    """The kernels of every kind of launch for one dtype and capability."""
+    dtype, capability = sys.argv[1], int(sys.argv[2])
+    for launch in _launches(heads_per_kv=4, head_size=128, itemsize=2 if dtype == "bf16" else 4):
+        constants = SIZES | {
+            "MIN_ROWS": launch.min_rows,
+            "MAX_ROWS": launch.max_rows,
+            "TILE_LANES": launch.lanes,
+            "TILE_KEYS": launch.keys,
+            "SPLIT_KEYS": launch.split_keys,
+            "BLOCK_SIZE": 16,
+            "HAS_WINDOW": False,
+            "CUTS_DRAFTS": False,
+            "IS_SPLIT": launch.split_keys < 1 << 30,
+            "IS_WIDE": False,
+        }
+        options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+        compile_kernel(kernels.attend_tiles, dtype, constants, capability, **options)
+    compile_kernel(kernels.merge_splits, dtype, constants, capability)
+    compile_kernel(kernels.write_rows, dtype, {"ROW_SIZE": 1024, "WIDTH": 1024}, capability)
+
+
+if __name__ == "__main__":
+    main()

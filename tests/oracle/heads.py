@@ -1,0 +1,162 @@
+"""Random draft heads for any tiny target, in published formats; weights that bfloat16 holds."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+NUM_HEADS, DRAFT_SHARE = 4, 0.7
+SAMPLED_LOGITS = 2.0  # spread of the logits: some tokens are likelier, none is sure
+
+
+def random_head(kind: str, target: Path, folder: Path) -> Path:
+    """A checkpoint of "eagle", "eagle3", "p-eagle", "medusa" or "mlp_speculator"."""
+    config = json.loads((target / "config.json").read_text())
+    makers = {
+        "eagle": _eagle,
+        "eagle3": _eagle3,
+        "p-eagle": _p_eagle,
+        "medusa": _medusa,
+        "mlp_speculator": _mlp_speculator,
+    }
+    written, tensors = makers[kind](config)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(written))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+class _Noise:
+    def __init__(self, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def weight(self, *shape: int, scale: float = 1.0) -> Tensor:
+        noise = torch.randn(shape, generator=self._generator)
+        return (scale * noise * shape[-1] ** -0.5).bfloat16()
+
+    def norm(self, size: int) -> Tensor:
+        return (1 + 0.2 * torch.randn(size, generator=self._generator)).bfloat16()
+
+
+def _layer(noise: _Noise, config: dict[str, Any], width: int) -> dict[str, Tensor]:
+    size, inner = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    head_size = size // heads
+    return {
+        "self_attn.q_proj.weight": noise.weight(size, width),
+        "self_attn.k_proj.weight": noise.weight(kv_heads * head_size, width),
+        "self_attn.v_proj.weight": noise.weight(kv_heads * head_size, width),
+        "self_attn.o_proj.weight": noise.weight(size, size),
+        "mlp.gate_proj.weight": noise.weight(inner, size),
+        "mlp.up_proj.weight": noise.weight(inner, size),
+        "mlp.down_proj.weight": noise.weight(size, inner),
+        "post_attention_layernorm.weight": noise.norm(size),
+    }
+
+
+def _llama(config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "vocab_size",
+    )
+    return {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "rope_theta": 10000.0,
+        **{key: config[key] for key in keys},
+    }
+
+
+def _eagle(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    noise, size = _Noise(11), config["hidden_size"]
+    layer = _layer(noise, config, size)
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
+    tensors["fc.weight"] = noise.weight(size, 2 * size)
+    return _llama(config, "LlamaForCausalLMEagle"), tensors
+
+
+def _eagle3(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """With a vocabulary of its own."""
+    noise, size, vocab_size = _Noise(12), config["hidden_size"], config["vocab_size"]
+    num_drafts = max(2, int(DRAFT_SHARE * vocab_size))
+    ids = torch.arange(vocab_size)[:: max(1, vocab_size // num_drafts)][:num_drafts]
+    layer = _layer(noise, config, 2 * size)
+    tensors = {f"midlayer.{name}": tensor for name, tensor in layer.items()}
+    tensors |= {
+        "fc.weight": noise.weight(size, 3 * size),
+        "midlayer.input_layernorm.weight": noise.norm(size),
+        "midlayer.hidden_norm.weight": noise.norm(size),
+        "norm.weight": noise.norm(size),
+        "lm_head.weight": noise.weight(len(ids), size, scale=SAMPLED_LOGITS),
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True),
+    }
+    layers = config["num_hidden_layers"]
+    written = _llama(config, "LlamaForCausalLMEagle3") | {
+        "draft_vocab_size": len(ids),
+        "tie_word_embeddings": False,
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, layers]},
+    }
+    return written, tensors
+
+
+def _p_eagle(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    written, tensors = _eagle3(config)
+    mask = _Noise(13).weight(1, 3 * config["hidden_size"], scale=5.0)
+    return written | {"pard_token": 0}, tensors | {"mask_hidden": mask}
+
+
+def _medusa(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    noise, size = _Noise(14), config["hidden_size"]
+    tensors: dict[str, Tensor] = {}
+    for head in range(NUM_HEADS):
+        tensors[f"blocks.{head}.layers.0.weight"] = noise.weight(size, size)
+        tensors[f"blocks.{head}.layers.0.bias"] = noise.weight(size)
+        shape = config["vocab_size"], size
+        tensors[f"lm_heads.{head}.weight"] = noise.weight(*shape, scale=SAMPLED_LOGITS)
+    written = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": size,
+        "vocab_size": config["vocab_size"],
+        "num_heads": NUM_HEADS,
+        "num_hidden_layers": 1,
+        "medusa_fc_bias": True,
+    }
+    return written, tensors
+
+
+def _mlp_speculator(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    noise, size, inner = _Noise(15), config["hidden_size"], 16
+    tensors: dict[str, Tensor] = {}
+    for head in range(NUM_HEADS):
+        vocabulary = config["vocab_size"], inner
+        tensors |= {
+            f"speculator.emb.{head}.weight": noise.weight(*vocabulary, scale=inner**0.5),
+            f"speculator.proj.{head}.weight": noise.weight(inner, inner if head else size),
+            f"speculator.ln.{head}.weight": noise.norm(inner),
+            f"speculator.ln.{head}.bias": noise.weight(inner),
+            f"speculator.head.{head}.weight": noise.weight(*vocabulary, scale=SAMPLED_LOGITS),
+        }
+    written = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": config["vocab_size"],
+        "emb_dim": size,
+        "inner_dim": inner,
+        "n_predict": NUM_HEADS,
+        "n_candidates": 3,
+        "top_k_tokens_per_head": [3] * NUM_HEADS,
+        "tie_weights": False,
+        "scale_input": True,
+    }
+    return written, tensors

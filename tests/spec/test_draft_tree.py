@@ -1,0 +1,381 @@
+"""Trees that a network drafts, with tables of distributions in its place."""
+
+import heapq
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.core.draft import ancestor_masks, tree_depths
+from outdraft.core.errors import ConfigError
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
+from outdraft.sampling import noise
+from outdraft.sampling.noise import Purpose
+from outdraft.spec.draft_tree import TreeBuilder
+from tests.reference.tabled_drafter import (
+    TabledModel,
+    grow,
+    prefixes,
+    sampling_of,
+    walk_trees,
+)
+
+TEMPLATE = TreeTemplate.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)]")
+
+
+def build(
+    shape, model, temperatures, *, num_rows=None, seeds=None, samples=True, shares_noise=False
+):
+    """(drafts, levels) of one tree per temperature."""
+    num_requests = len(temperatures)
+    seeds = range(num_requests) if seeds is None else seeds
+    builder = TreeBuilder(
+        shape,
+        [shape.num_rows] * num_requests if num_rows is None else num_rows,
+        torch.full((num_requests,), 100),
+        sampling_of(temperatures, seeds, model.vocab_size),
+        samples=samples,
+        shares_noise=shares_noise,
+    )
+    levels = grow(builder, model, num_requests)
+    return builder.finish(), levels
+
+
+shapes = st.one_of(
+    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(lambda rows: TreeShape(tuple(rows))),
+    st.just(TEMPLATE),
+)
+
+
+@st.composite
+def batches(draw):
+    """(shape, model, temperatures, num_rows)"""
+    shape = draw(shapes)
+    model = TabledModel(draw(st.integers(0, 99)), 5, 3, draw(st.sampled_from([0.0, 0.4, 0.9])))
+    temperatures = draw(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+    num_rows = [draw(st.integers(1, shape.num_rows)) for _ in temperatures]
+    return shape, model, temperatures, num_rows
+
+
+def children_of(parents, row):
+    return [j for j, parent in enumerate(parents) if parent == row]
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_a_draft_is_a_tree_of_as_many_rows_as_the_request_wants(batch):
+    shape, model, temperatures, num_rows = batch
+    drafts, _ = build(shape, model, temperatures, num_rows=num_rows)
+    for ids, parents, count in zip(
+        drafts.token_ids_BK.tolist(), drafts.parents_BK.tolist(), num_rows, strict=True
+    ):
+        assert all(0 <= token < model.vocab_size for token in ids[:count])
+        assert set(ids[count:]) <= {-1}
+        assert all(0 <= parent <= row for row, parent in enumerate(parents[:count]))
+        paths = prefixes(ids[:count], parents[:count])
+        assert len(set(paths)) == len(paths), "siblings are distinct"
+        assert max(tree_depths(parents[:count])) <= shape.depth
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches())
+def test_of_the_children_of_a_row_one_is_drawn_from_what_the_others_leave(batch):
+    shape, model, temperatures, num_rows = batch
+    drafts, _ = build(shape, model, temperatures, num_rows=num_rows)
+    if drafts.is_sampled_BK is None:
+        assert set(temperatures) == {0.0}
+        return
+    for b, count in enumerate(num_rows):
+        ids = drafts.token_ids_BK[b, :count].tolist()
+        parents = drafts.parents_BK[b, :count].tolist()
+        is_drawn = drafts.is_sampled_BK[b, :count].tolist()
+        if temperatures[b] == 0:
+            assert not any(is_drawn)
+            continue
+        for row, prefix in enumerate(prefixes(ids, parents)):
+            children = children_of(parents, row)
+            drawn = [j for j in children if is_drawn[j]]
+            assert len(drawn) <= 1
+            ranked = [ids[j] for j in children if not is_drawn[j]]
+            rest = model.probs(prefix) if len(prefix) < shape.depth else np.zeros(5)
+            best = np.sort(rest)[::-1][: len(ranked)].sum()
+            assert rest[ranked].sum() == pytest.approx(best), "they are the likeliest"
+            rest[ranked] = 0
+            if not drawn:
+                cut = row == 0 or count < shape.num_rows
+                assert not children or rest.sum() < 1e-6 or (shape is TEMPLATE and cut)
+                continue
+            q = drafts.probs_BKV[b, drawn[0]].numpy()
+            np.testing.assert_allclose(q, rest / rest.sum(), atol=1e-6)
+            assert rest[ids[drawn[0]]] > 0, "it has mass, and is none of the others"
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches())
+def test_the_rows_of_a_level_see_what_they_continue(batch):
+    shape, model, temperatures, _ = batch
+    drafts, levels = build(shape, model, temperatures)
+    for b, temperature in enumerate(temperatures):
+        parents, masks, depths, ids = [], [], [], []
+        for level in levels:
+            above = 0 if level.depth == 1 else levels[level.depth - 2].first_row + 1
+            assert level.first_row == len(parents)
+            parents += [above + origin for origin in level.origins_BF[b].tolist()]
+            masks += level.ancestors_BF[b].tolist()
+            ids += level.token_ids_BF[b].tolist()
+            depths += [level.depth] * level.origins_BF.shape[1]
+        assert masks == ancestor_masks(parents)
+        assert depths == tree_depths(parents)
+        if temperature > 0 or shape is TEMPLATE:
+            assert parents == drafts.parents_BK[b].tolist()
+            assert ids == drafts.token_ids_BK[b].tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(batches())
+def test_a_tree_does_not_depend_on_the_rest_of_the_batch(batch):
+    shape, model, temperatures, num_rows = batch
+    together, _ = build(shape, model, temperatures, num_rows=num_rows)
+    for b, temperature in enumerate(temperatures):
+        alone, _ = build(shape, model, [temperature], num_rows=[num_rows[b]], seeds=[b])
+        count = num_rows[b]
+        for name in ("token_ids_BK", "parents_BK"):
+            assert torch.equal(getattr(together, name)[b, :count], getattr(alone, name)[0, :count])
+        if alone.is_sampled_BK is not None:
+            is_drawn_K = alone.is_sampled_BK[0, :count]
+            assert torch.equal(together.is_sampled_BK[b, :count], is_drawn_K)
+            for row in is_drawn_K.nonzero()[:, 0].tolist():
+                assert torch.equal(together.probs_BKV[b, row], alone.probs_BKV[0, row])
+
+
+def best_first(model, depth, num_rows):
+    """Weights of the rows of the best trees of 1, 2, ... rows, by a search over all paths."""
+    waiting = [(-p, (token,)) for token, p in enumerate(model.probs(()))]
+    heapq.heapify(waiting)
+    weights = []
+    while len(weights) < num_rows:
+        weight, path = heapq.heappop(waiting)
+        weights.append(-weight)
+        if len(path) < depth:
+            for token, p in enumerate(model.probs(path)):
+                heapq.heappush(waiting, (weight * p, (*path, token)))
+    return weights
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_greedy_trees_are_the_best_of_their_size_whatever_it_is(seed):
+    model = TabledModel(seed, 3, 3)
+    drafts, _ = build(TreeShape((3, 9, 27)), model, [0.0])
+    ids, parents = drafts.token_ids_BK[0].tolist(), drafts.parents_BK[0].tolist()
+    weights = [
+        np.prod([model.probs(path[:at])[token] for at, token in enumerate(path)])
+        for path in prefixes(ids, parents)[1:]
+    ]
+    np.testing.assert_allclose(weights, best_first(model, 3, len(weights)), rtol=1e-5)
+
+
+def eagle_candidates(model, levels, most):
+    """{path: weight}: all that EAGLE-2 considers: the most likely children of the best of each
+    level."""
+    nodes, pool = {(): 1.0}, {}
+    for num_rows in levels:
+        level = {}
+        for path, weight in nodes.items():
+            probs = model.probs(path)
+            for token in np.argsort(-probs)[:most]:
+                level[(*path, int(token))] = weight * probs[token]
+        pool |= level
+        nodes = dict(sorted(level.items(), key=lambda item: -item[1])[:num_rows])
+    return pool
+
+
+@pytest.mark.parametrize("levels", [(2, 2, 2), (3, 4, 1), (1, 1, 1), (6, 2, 3)])
+def test_greedy_trees_keep_the_best_of_all_candidates(levels):
+    model = TabledModel(7, 12, 3)
+    drafts, _ = build(TreeShape(levels), model, [0.0])
+    pool = eagle_candidates(model, levels, most=8)
+    best = sorted(pool, key=lambda path: -pool[path])[: sum(levels)]
+    ours = prefixes(drafts.token_ids_BK[0].tolist(), drafts.parents_BK[0].tolist())[1:]
+    assert ours == best
+
+
+def test_what_is_drawn_has_no_say_in_its_own_level():
+    num_requests = 400
+    model = TabledModel(3, 6, 3)
+    drafts, levels = build(TreeShape((3, 5, 4)), model, [1.0] * num_requests)
+    before = [()] * num_requests  # what was drawn at the levels above
+    start, num_seen = 0, []
+    for level in levels:
+        num_rows = level.origins_BF.shape[1]
+        is_drawn_BF = drafts.is_sampled_BK[:, start : start + num_rows]
+        ranked_BF = torch.where(is_drawn_BF, -1, level.token_ids_BF)
+        structure = [
+            (str(origins), str(drawn), str(ranked))
+            for origins, drawn, ranked in zip(
+                level.origins_BF.tolist(), is_drawn_BF.tolist(), ranked_BF.tolist(), strict=True
+            )
+        ]
+        num_seen.append(len(set(structure)))
+        assert len(set(zip(before, structure, strict=True))) == len(set(before))
+        before = [
+            (*above, tuple(tokens))
+            for above, tokens in zip(before, level.token_ids_BF.tolist(), strict=True)
+        ]
+        start += num_rows
+    assert num_seen[0] == 1
+    assert num_seen[1] > 1, "but in the levels below it"
+    assert len(set(before)) > 50
+
+
+def chi_square(counts, expected):
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def is_plausible(statistic, degrees):
+    """Six standard deviations above what is expected."""
+    return statistic < degrees + 6 * np.sqrt(2 * degrees)
+
+
+@pytest.mark.parametrize("shape", [TreeShape((1,)), TreeShape((3,)), TEMPLATE])
+def test_drawn_tokens_follow_their_distribution(shape):
+    model, num_requests = TabledModel(1, 5, 3), 20_000
+    drafts, _ = build(shape, model, [1.0] * num_requests)
+    row = int(drafts.is_sampled_BK[0].int().argmax())
+    q = drafts.probs_BKV[0, row].double().numpy()
+    counts = np.bincount(drafts.token_ids_BK[:, row].numpy(), minlength=5)
+    assert counts[q == 0].sum() == 0
+    assert is_plausible(chi_square(counts[q > 0], num_requests * q[q > 0]), int((q > 0).sum()) - 1)
+
+
+def test_nodes_of_one_level_draw_independently():
+    model, num_requests = TabledModel(1, 5, 1), 20_000
+    model.logits_XV[1] = model.logits_XV[0].expand(5, -1)  # the prefix makes no difference
+    shape = TreeTemplate.parse("[(0,), (1,), (0, 0), (1, 0)]")
+    drafts, _ = build(shape, model, [1.0] * num_requests)
+    first_B, second_B = drafts.token_ids_BK[:, 2], drafts.token_ids_BK[:, 3]
+    chance = float((model.probs(()) ** 2).sum())
+    rate = float((first_B == second_B).double().mean())
+    assert abs(rate - chance) < 6 * np.sqrt(chance * (1 - chance) / num_requests)
+
+
+EXACT_SHAPES = [TreeShape((2, 2)), TreeShape((3, 2, 2)), TreeShape((1, 3)), TEMPLATE]
+
+
+def emitted_statistic(drafts, target, seed=0, length=3):
+    """(chi-square of the joint of the first emitted tokens, degrees of freedom)"""
+    emitted = walk_trees(drafts, target, np.random.default_rng(seed), length)
+    numbers = np.zeros(len(emitted), np.int64)
+    for place in range(length):
+        numbers = numbers * target.vocab_size + emitted[:, place]
+    paths = list(itertools.product(range(target.vocab_size), repeat=length))
+    joint = np.array(
+        [np.prod([target.probs(path[:at])[path[at]] for at in range(length)]) for path in paths]
+    )
+    counts = np.bincount(numbers, minlength=len(joint))
+    return chi_square(counts, len(emitted) * joint), len(joint) - 1
+
+
+@pytest.mark.parametrize("shape", EXACT_SHAPES, ids=str)
+@pytest.mark.parametrize("zeros", [0.0, 0.5])
+def test_drawn_trees_emit_the_targets_joint_distribution(shape, zeros):
+    drafter, target = TabledModel(11, 5, 3, zeros), TabledModel(12, 5, 3)
+    drafts, _ = build(shape, drafter, [1.0] * 100_000)
+    assert is_plausible(*emitted_statistic(drafts, target))
+
+
+def test_requests_that_want_fewer_rows_emit_the_targets_joint_distribution():
+    drafter, target = TabledModel(13, 5, 3), TabledModel(14, 5, 3)
+    for num_rows in (2, 4, 6):
+        drafts, _ = build(
+            TreeShape((3, 2, 2)), drafter, [1.0] * 100_000, num_rows=[num_rows] * 100_000
+        )
+        assert is_plausible(*emitted_statistic(drafts, target))
+
+
+@pytest.mark.parametrize("fault", ["q of all tokens", "pruned after drawing", "one noise"])
+def test_faulty_drawn_trees_do_not(fault):
+    drafter, target = TabledModel(11, 5, 3), TabledModel(12, 5, 3)
+    seeds = [0] * 100_000 if fault == "one noise" else None
+    drafts, _ = build(TreeShape((2, 2)), drafter, [1.0] * 100_000, seeds=seeds)
+    if fault == "q of all tokens":
+        whole_V = torch.tensor(drafter.probs(()), dtype=torch.float32)
+        probs_BKV = drafts.probs_BKV.clone()
+        probs_BKV[:, :2] = whole_V
+        drafts = replace(drafts, probs_BKV=probs_BKV)
+    if fault == "pruned after drawing":
+        own_BK = drafts.probs_BKV.gather(2, drafts.token_ids_BK[:, :, None])[:, :, 0]
+        is_unlikely_BK = drafts.is_sampled_BK & (own_BK < 0.4)
+        drafts = replace(drafts, token_ids_BK=drafts.token_ids_BK.masked_fill(is_unlikely_BK, -1))
+    assert not is_plausible(*emitted_statistic(drafts, target))
+
+
+@pytest.mark.parametrize("shape", [TreeShape((2, 3, 2)), TEMPLATE])
+def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
+    model, num_requests = TabledModel(5, 8, 3), 50
+    drafts, _ = build(shape, model, [1.0] * num_requests, shares_noise=True)
+    assert drafts.is_sampled_BK is None
+    seeds_B = torch.arange(num_requests)
+    row_B, prefix_B = torch.zeros(num_requests).long(), torch.zeros(num_requests).long()
+    for level in range(2):
+        logits_BV = model.logits_XV[level][prefix_B]
+        positions_B = torch.full((num_requests,), 100 + level)
+        chosen_B = noise.sample_gumbel(logits_BV, seeds_B, positions_B, Purpose.SAMPLE)
+        is_hit_BK = (drafts.parents_BK == row_B[:, None]) & (
+            drafts.token_ids_BK == chosen_B[:, None]
+        )
+        if level == 0:
+            assert is_hit_BK.any(1).all()
+        assert is_hit_BK.any(1).double().mean() > 0.9
+        row_B = torch.where(is_hit_BK.any(1), is_hit_BK.long().argmax(1) + 1, 99)
+        prefix_B = prefix_B * 8 + chosen_B
+
+
+def test_without_sampling_every_tree_is_that_of_temperature_0():
+    model = TabledModel(5, 8, 3)
+    greedy, _ = build(TreeShape((2, 3, 2)), model, [0.0])
+    drafts, _ = build(TreeShape((2, 3, 2)), model, [1.0, 0.0], samples=False)
+    assert drafts.is_sampled_BK is None
+    assert torch.equal(drafts.token_ids_BK, greedy.token_ids_BK.expand(2, -1))
+    assert torch.equal(drafts.parents_BK, greedy.parents_BK.expand(2, -1))
+
+
+def test_a_vocabulary_that_cannot_fill_a_level_is_refused():
+    with pytest.raises(ValueError, match="3 tokens cannot fill 4 rows"):
+        build(TreeShape((4,)), TabledModel(0, 3, 1), [0.0])
+
+
+def test_a_template_lists_its_rows_level_by_level():
+    template = TreeTemplate.parse("[(1,), (0, 0), (0,), (1, 0), (0, 1)]")
+    assert template.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0))
+    assert (template.num_rows, template.depth, template.levels) == (5, 2, (2, 3))
+    assert template.origins == ((0, 0), (0, 0, 1))
+    assert template.ranks == ((0, 1), (0, 1, 0))
+    assert TreeTemplate.of_paths([[0], [0, 0]]).paths == ((0,), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[(0,), (0, 0, 0)]", "not \\(0, 0\\) above it"),
+        ("[(0,), (2,)]", "not \\(1,\\) before it"),
+        ("[(0,), (0,)]", "names \\(0,\\) twice"),
+        ("[()]", "must not name the root"),
+        ("[(-1,)]", "start at 0"),
+        ("[]", "1 to 63 paths, got 0"),
+        (str([(i,) for i in range(64)]), "1 to 63 paths, got 64"),
+        ("[0, 1]", "must be a list of paths"),
+        ("[(0.5,)]", "must be a list of paths"),
+        ("[(True,)]", "must be a list of paths"),
+        ("'(0,)'", "must be a list of paths"),
+        ("[(0,)", "must be a list of paths"),
+        ("{1: 2}", "must be a list of paths"),
+    ],
+)
+def test_a_template_that_is_no_tree_says_why(text, message):
+    with pytest.raises(ConfigError, match=message):
+        TreeTemplate.parse(text)
