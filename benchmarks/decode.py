@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
+from outdraft.bench.alone import complete_alone
 from outdraft.bench.environment import compute, environment
-from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
+from outdraft.bench.side_by_side import share_target
+from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
-from outdraft.engine.loading import load_models
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
@@ -64,9 +65,10 @@ def make_variants(
     args: argparse.Namespace,
 ) -> tuple[dict[str, Callable[[str], dict[str, Any]]], dict[str, Engine], int]:
     """Functions that complete one prompt and tell tokens and seconds behind the first one."""
-    configs = method_configs(assets.target_path(), assets.drafter_path(), dtype=args.dtype)
-    models = load_models(configs["combined"])
-    engines = {name: build_engine(config, models)[0] for name, config in configs.items()}
+    heads = {method: assets.head_path(method) for method in assets.available_heads()}
+    configs = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
+    models = share_target(configs)
+    engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=1)
 
     def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
@@ -81,7 +83,7 @@ def make_variants(
 
     variants = {name: ours(engine) for name, engine in engines.items()}
     variants["transformers"] = transformers_variant(args)
-    return variants, engines, models.target.weight_bytes
+    return variants, engines, models[PLAIN].target.weight_bytes
 
 
 def transformers_variant(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from random import Random
 
 from outdraft import assets
+from outdraft.bench.alone import complete_alone
 from outdraft.bench.environment import compute, environment
-from outdraft.cli.comparison import PLAIN, complete_alone, method_configs
+from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.loading import load_models
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=400)
     parser.add_argument("--changed", type=float, default=0.05, help="share of wrong tokens")
     args = parser.parse_args()
-    configs = method_configs(assets.target_path(), assets.drafter_path(), dtype="float32")
+    configs = method_configs(assets.target_path(), assets.drafter_path(), {})
     models = load_models(configs[METHOD])
     engines = {name: build_engine(configs[name], models)[0] for name in (PLAIN, METHOD)}
     rng = Random(0)

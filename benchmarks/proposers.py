@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from outdraft.bench.host_drafts import MAX_TOKENS, make_phrases, measure, phrases_text
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.spec.ngram import NgramProposer
@@ -30,22 +31,9 @@ from outdraft.spec.suffix import SuffixProposer
 CONTEXT_LENS = (1024, 32768)
 BATCH_SIZES = (1, 64)
 BRANCHINGS = (1, 4)
-MAX_TOKENS = 8
 SCAN_STEPS = 4
 NUM_FINISHED = 100
 FINISHED_TOKENS = 1000
-VOCABULARY = 32_000
-
-
-def phrases_text(rng: np.random.Generator, phrases: list[np.ndarray], length: int) -> np.ndarray:
-    """Phrases in random order, cut short at random: int32 [length]."""
-    pieces: list[np.ndarray] = []
-    missing = length
-    while missing > 0:
-        phrase = phrases[rng.integers(len(phrases))]
-        pieces.append(phrase[: rng.integers(2, len(phrase))])
-        missing -= len(pieces[-1])
-    return np.concatenate(pieces)[:length].astype(np.int32)
 
 
 def scan(ask: DraftAsk, min_n: int = 2, max_n: int = 5) -> Draft:
@@ -57,30 +45,6 @@ def scan(ask: DraftAsk, min_n: int = 2, max_n: int = 5) -> Draft:
             if tokens[end - n : end] == suffix:
                 return Draft.chain(tokens[end : end + ask.max_tokens])
     return Draft()
-
-
-def measure(
-    propose: Callable[[Sequence[DraftAsk]], list[Draft]],
-    texts: list[np.ndarray],
-    context_len: int,
-    num_steps: int,
-) -> dict[str, list[float]]:
-    """Per step: microseconds a request, and tokens drafted a request; the prompt's first."""
-    rng = np.random.default_rng(1)
-    lengths = [context_len] * len(texts)
-    times_us: list[float] = []
-    drafted: list[float] = []
-    for _ in range(num_steps + 1):
-        asks = [
-            DraftAsk(str(i), text[:length], MAX_TOKENS)
-            for i, (text, length) in enumerate(zip(texts, lengths, strict=True))
-        ]
-        start_s = time.perf_counter()
-        drafts = propose(asks)
-        times_us.append((time.perf_counter() - start_s) * 1e6 / len(texts))
-        drafted.append(sum(map(len, drafts)) / len(texts))
-        lengths = [length + int(rng.integers(1, 6)) for length in lengths]
-    return {"times_us": times_us, "drafted": drafted}
 
 
 def proposers(
@@ -141,7 +105,7 @@ def run(num_steps: int, num_repeats: int) -> list[dict[str, object]]:
     rng = np.random.default_rng(0)
     rows: list[dict[str, object]] = []
     for context_len in CONTEXT_LENS:
-        phrases = [rng.integers(0, VOCABULARY, 40) for _ in range(max(8, context_len // 200))]
+        phrases = make_phrases(rng, context_len)
         makers = proposers(rng, phrases)
         all_texts = [
             phrases_text(rng, phrases, context_len + 5 * num_steps + 5)

@@ -5,6 +5,8 @@ probabilities by transformers: the first token comes plain, the others in one to
 Deliberately wrong samplers must be caught by the same test.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,12 @@ from scipy.stats import chisquare
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.spec import draft_policy
-from outdraft.spec.draft_model import DraftModelProposer
+from outdraft.spec.model_drafts import ModelDrafts
+from outdraft.spec.network_proposer import NetworkProposer
+from outdraft.spec.tree_proposer import TreeProposer
 from tests.models.checkpoints import llama, randomised, save
+from tests.oracle.engines import MixedPolicy
+from tests.oracle.heads import random_head
 
 VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 4, 5, 8_000
 PROMPT = [2, 3, 1, 3, 1, 3]
@@ -61,10 +67,13 @@ def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def counts(
-    checkpoints: tuple[Path, Path, Any], speculative: dict[str, Any] | None, **changes: Any
+    checkpoints: tuple[Path, Path, Any],
+    speculative: dict[str, Any] | None,
+    mixes: bool = False,
+    **changes: Any,
 ) -> np.ndarray:
-    if speculative is not None and speculative["method"] in ("draft_model", "combined"):
-        speculative = {**speculative, "model": str(checkpoints[1])}
+    if speculative is not None and "model" in speculative:
+        speculative = {**speculative, "model": str(folder_of(speculative["model"], checkpoints))}
     llm = LLM(
         model=str(checkpoints[0]),
         speculative_config=speculative,
@@ -74,6 +83,8 @@ def counts(
         num_blocks=400,
         seed=17,
     )
+    if mixes:
+        llm.engine.drafting = MixedPolicy(llm, {}, 3, VOCAB_SIZE)
     params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True, **changes)
     found = np.zeros((VOCAB_SIZE,) * NUM_TOKENS)
     for output in llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False):
@@ -95,7 +106,21 @@ def p_value(found: np.ndarray, exact: np.ndarray) -> float:
     return float(chisquare(cells[0][used], cells[1][used]).pvalue)
 
 
-MODEL = {"method": "draft_model", "num_speculative_tokens": 3}
+def folder_of(name: str, checkpoints: tuple[Path, Path, Any]) -> Path:
+    """The drafter, or a random head of that kind, made once."""
+    if name == "drafter":
+        return checkpoints[1]
+    folder = checkpoints[0].parent / name
+    return folder if folder.exists() else random_head(name, checkpoints[0], folder)
+
+
+MODEL = {"method": "draft_model", "model": "drafter", "num_speculative_tokens": 3}
+TREE = {"tree_levels": [2, 2, 1]}
+TEMPLATE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)]"}
+TREE_MODEL = {"method": "draft_model", "model": "drafter"}
+EAGLE3 = {"method": "eagle3", "model": "eagle3"}
+MEDUSA, SPECULATOR = ({"method": m, "model": m} for m in ("medusa", "mlp_speculator"))
+NUMBER = {"num_speculative_tokens": 3}
 CASES = {
     "plain": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1},
@@ -104,7 +129,25 @@ CASES = {
     "token": {**MODEL, "rejection_sample_method": "token"},
     "drafter-invariant": {**MODEL, "rejection_sample_method": "drafter_invariant"},
     "greedy-drafts": {**MODEL, "draft_sample_method": "greedy"},
-    "combined": {"method": "combined", "num_speculative_tokens": 3},
+    "combined": {"method": "combined", "model": "drafter", "num_speculative_tokens": 3},
+    "tree": {**TREE_MODEL, **TREE},
+    "template": {**TREE_MODEL, **TEMPLATE},
+    "tree-drafter-invariant": {
+        **TREE_MODEL,
+        **TREE,
+        "rejection_sample_method": "drafter_invariant",
+    },
+    "ngram-tree": {"method": "ngram", **NUMBER, "prompt_lookup_min": 1, "branching": 2},
+    "suffix-tree": {"method": "suffix", "suffix_decoding_max_spec_factor": 3.0, "branching": 2},
+    "eagle": {"method": "eagle", "model": "eagle", **NUMBER},
+    "eagle3": {**EAGLE3, **NUMBER},
+    "eagle3-token": {**EAGLE3, **NUMBER, "rejection_sample_method": "token"},
+    "eagle3-tree": {**EAGLE3, **TREE},
+    "p-eagle": {"method": "eagle3", "model": "p-eagle", **NUMBER, "parallel_drafting": True},
+    "medusa": {**MEDUSA, **NUMBER},
+    "medusa-tree": {**MEDUSA, **TREE},
+    "mlp_speculator": {**SPECULATOR, **NUMBER},
+    "mlp_speculator-template": {**SPECULATOR, **TEMPLATE},
 }
 
 
@@ -115,7 +158,20 @@ def test_texts_follow_the_targets_distribution(case: str, checkpoints: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["plain", "block", "token", "combined"])
+@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("case", ["block", "medusa"])
+def test_chains_of_two_sources_follow_it_too(case: str, rule: str, checkpoints: Any):
+    """Deterministic drafts of the host, then sampled ones of the network."""
+    speculative = {**(CASES[case] or {}), "rejection_sample_method": rule}
+    speculative["num_speculative_tokens"] = 4
+    found = counts(checkpoints, speculative, mixes=True)
+    assert p_value(found, exact(checkpoints)) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", ["plain", "block", "token", "combined", "tree", "eagle3-tree", "medusa", "template"]
+)
 def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, checkpoints: Any):
     changes = {"presence_penalty": PENALTY, "top_k": TOP_K}
     found = counts(checkpoints, CASES[case], **changes)
@@ -124,16 +180,24 @@ def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, check
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "token"])
+@pytest.mark.parametrize("case", ["block", "token", "tree", "eagle3"])
 def test_drafts_from_another_distribution_than_told_are_caught(
-    rule: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    choose = DraftModelProposer._choose
+    for proposer in (NetworkProposer, TreeProposer):
+        monkeypatch.setattr(proposer, "propose", lying(proposer.propose))
+    assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
 
-    def lying(self: Any, *args: Any) -> Any:
-        ids_B, probs_BV = choose(self, *args)
-        return ids_B, (probs_BV**2) / (probs_BV**2).sum(1, keepdim=True)
 
-    monkeypatch.setattr(DraftModelProposer, "_choose", lying)
-    speculative = {**MODEL, "rejection_sample_method": rule}
-    assert p_value(counts(checkpoints, speculative), exact(checkpoints)) < ALPHA
+def lying(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
+    """Drafts that claim to come from a distribution with sharper peaks."""
+
+    def wrapped(*args: Any) -> ModelDrafts:
+        drafts = propose(*args)
+        if drafts.probs_BKV is None:
+            return drafts
+        squares_BKV = drafts.probs_BKV**2
+        told_BKV = squares_BKV / squares_BKV.sum(2, keepdim=True)
+        return replace(drafts, probs_BKV=told_BKV)
+
+    return wrapped

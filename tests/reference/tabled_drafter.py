@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.spec.draft_model import ModelDrafts
 from outdraft.spec.draft_tree import Frontier, TreeBuilder
+from outdraft.spec.model_drafts import ModelDrafts
 
 
 class TabledModel:

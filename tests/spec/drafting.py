@@ -10,7 +10,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from tests.reference.processors import probabilities, processed_logits
 
 PARAMS = [

@@ -170,7 +170,7 @@ def p_value(ids_BL, want):
         sequence = tuple(token for token in row if token >= 0)
         assert sequence in cells, "a token outside the support"
         counts[cells[sequence]] = number
-    return goodness_of_fit(counts, np.array(list(want.values())) * len(ids_BL))
+    return goodness_of_fit(counts, np.array(list(want.values()), dtype=np.float64) * len(ids_BL))
 
 
 def goodness_of_fit(counts, expected):

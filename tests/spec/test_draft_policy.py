@@ -13,7 +13,7 @@ from outdraft.config.speculation import (
 )
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import DraftChoice
+from outdraft.core.plan import MODEL_CHAIN, DraftChoice, ModelDrafting
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.spec.draft_policy import (
@@ -74,6 +74,7 @@ def policy(
     *proposers: ScriptedProposer,
     drafter_max_len: int | None = None,
     drafter_cost: float = 0.0,
+    drafting: ModelDrafting = MODEL_CHAIN,
     **options,
 ) -> DraftPolicy:
     configs = {DraftSource.NGRAM: NgramConfig(), DraftSource.SUFFIX: SuffixConfig()}
@@ -81,11 +82,16 @@ def policy(
     if drafter_max_len is not None:
         sources.append(DraftNetworkConfig(model="m"))
     config = SpeculationConfig(sources=tuple(sources), **options)
-    limits = DrafterLimits(drafter_max_len, drafter_cost) if drafter_max_len is not None else None
+    limits = None
+    if drafter_max_len is not None:
+        limits = DrafterLimits(drafter_max_len, drafter_cost, drafting)
     return DraftPolicy(config, proposers, limits, max_num_seqs=8)
 
 
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
+EAGLE_CHAIN = ModelDrafting(DraftSource.EAGLE3, max_kept=-1)
+MODEL_TREE = ModelDrafting(is_tree=True, max_kept=0)
+PARALLEL = ModelDrafting(max_kept=0)
 
 
 def test_without_a_draft_there_is_no_choice():
@@ -303,3 +309,49 @@ def test_an_engine_without_speculation_ignores_predictions():
     assert most_draft_rows(ours.config, 8) == 0
     with pytest.raises(RequestError, match="without speculation"):
         ours.check(request(method="prediction"))
+
+
+GOOD = 3.9  # of four
+
+
+@pytest.mark.parametrize(
+    ("drafting", "score", "cost", "num_model_drafts"),
+    [
+        pytest.param(MODEL_CHAIN, GOOD, 0.15, 4, id="a sure draft is continued"),
+        pytest.param(MODEL_CHAIN, 2.7, 0.15, 0, id="not one that will be cut short"),
+        pytest.param(MODEL_CHAIN, GOOD, 0.5, 0, id="nor by a dear drafter"),
+        pytest.param(EAGLE_CHAIN, GOOD, 0.05, 0, id="nor by one that waits for the target"),
+        pytest.param(MODEL_TREE, GOOD, 0.05, 0, id="nor by a tree"),
+        pytest.param(PARALLEL, GOOD, 0.05, 4, id="but by mask tokens"),
+    ],
+)
+def test_a_network_goes_on_where_a_good_draft_of_the_host_ends(
+    drafting: ModelDrafting, score: float, cost: float, num_model_drafts: int
+):
+    ours = policy(
+        ngram(a=draft(4, score)),
+        drafter_max_len=100,
+        drafter_cost=cost,
+        drafting=drafting,
+        num_speculative_tokens=8,
+    )
+    for _ in range(60):  # the host has lately been right
+        ours.observe(DraftChoice(DraftSource.NGRAM, draft(4, score)), round(score))
+    choice = ours.choose([request()], 1)["a"]
+    assert choice.source is DraftSource.NGRAM
+    assert choice.num_model_drafts == num_model_drafts
+    assert [choice.source_of(row) for row in range(len(choice))] == [DraftSource.NGRAM] * 4 + [
+        drafting.source
+    ] * num_model_drafts
+
+
+def test_each_source_of_a_mixed_draft_learns_from_its_own_part():
+    ours = policy(ngram(), drafter_max_len=100)
+    mixed = DraftChoice(DraftSource.NGRAM, draft(2, 2.0), num_model_drafts=3)
+    before = ours._records[DraftSource.MODEL].accepted
+    ours.observe(mixed, 1)  # refused before the model's part
+    assert ours._records[DraftSource.MODEL].accepted == before
+    for _ in range(200):
+        ours.observe(mixed, 5)
+    assert ours._records[DraftSource.MODEL].accepted == pytest.approx(3, abs=0.01)
+    assert ours._records[DraftSource.NGRAM].accepted == pytest.approx(2, abs=0.01)

@@ -14,9 +14,9 @@ from torch import Tensor
 from outdraft.core.sampling import SamplingParams
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
 from outdraft.spec.draft_tree import Frontier
 from outdraft.spec.head_proposer import MedusaProposer, MLPSpeculatorProposer
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.spec.target_states import TargetStates
 from tests.models.head_checkpoints import (
     VOCAB,

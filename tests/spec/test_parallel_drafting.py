@@ -22,8 +22,8 @@ from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
 from outdraft.spec.draft_network import LanguageModelNetwork
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.spec.parallel_drafting import MaskTokens, ParallelDraftProposer, mask_token_id
 from outdraft.spec.target_states import TargetStates
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save

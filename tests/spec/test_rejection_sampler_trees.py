@@ -1,5 +1,6 @@
 """The assembled verifier on trees with sampled drafts: real noise, seeded goodness of fit."""
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from outdraft.sampling.sampler import sample_with_probs
 from outdraft.spec.draft_batch import DraftBatch, path_ids_BN1K
 from outdraft.spec.rejection_sampler import Verifier
 from tests.reference.drafted_trees import without
-from tests.reference.verification import tree_outcomes
+from tests.reference.verification import total_variation, tree_outcomes
 from tests.spec.lockstep import ALL, ALPHA, PLAIN, PROPOSER, Decoding, exact_joint, p_value
 
 CASES = 100_000
@@ -87,9 +88,15 @@ def test_accepted_lengths_and_tokens_of_a_tree_fit_the_rule(seed, vocab_size, dt
 
 def test_a_tree_verified_with_other_probabilities_would_be_seen():
     tree = OneTree(0, 8)
-    want = tree.outcomes()
-    tree.q = tree.q**1.2 / (tree.q**1.2).sum(1, keepdims=True)
-    assert p_value(tree.verdict(torch.float32, range(CASES)).token_ids_BN1, want) < ALPHA
+    want, right_q = tree.outcomes(), tree.q
+    distances = []
+    for q in (right_q, right_q**1.5 / (right_q**1.5).sum(1, keepdims=True)):
+        tree.q = q
+        rows = tree.verdict(torch.float32, range(CASES)).token_ids_BN1.tolist()
+        counts = Counter(tuple(token for token in row if token >= 0) for row in rows)
+        shares = {ids: count / CASES for ids, count in counts.items()}
+        distances.append(total_variation(shares, want))
+    assert distances[0] < 0.02 < 0.04 < distances[1]
 
 
 # Children of the rows (parent, is it sampled): widths 2, 1 and 2 and two leaves; a parent's

@@ -1,6 +1,7 @@
-"""The embedded model pair: a target, a drafter of the same vocabulary, and prompts for both.
+"""The embedded models: a target, a drafter of the same vocabulary, draft heads, and prompts.
 
-They are files beside this module, in Hugging Face's layout; recipes/embedded_pair makes them.
+They are files beside this module, in Hugging Face's layout; recipes/embedded_pair makes the pair
+and the prompts, recipes/draft_heads the heads.
 """
 
 import json
@@ -9,6 +10,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from outdraft.core.errors import ConfigError
+
+HEADS = ("eagle3", "medusa", "mlp_speculator")  # by the method that drafts with each
+_PAIR_RECIPE, _HEADS_RECIPE = "recipes/embedded_pair", "recipes/draft_heads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +27,42 @@ def target_path() -> Path:
     """Directory of the target's checkpoint.
 
     Raises:
-        ConfigError: this installation came without it; so do the two functions below.
+        ConfigError: this installation came without it; so do the functions below.
     """
-    return _asset("target")
+    return _asset("target", _PAIR_RECIPE)
 
 
 def drafter_path() -> Path:
     """Directory of the drafter's checkpoint."""
-    return _asset("drafter")
+    return _asset("drafter", _PAIR_RECIPE)
+
+
+def head_path(method: str) -> Path:
+    """Directory of the target's draft head for one of HEADS."""
+    assert method in HEADS, method
+    return _asset(method, _HEADS_RECIPE)
+
+
+def available_heads() -> tuple[str, ...]:
+    """Those of HEADS that this installation has."""
+    return tuple(method for method in HEADS if _place(method).exists())
 
 
 def prompts() -> list[HeldOutPrompt]:
     """Held-out prompts, in a fixed order."""
-    entries = json.loads(_asset("prompts.json").read_text(encoding="utf-8"))
+    entries = json.loads(_asset("prompts.json", _PAIR_RECIPE).read_text(encoding="utf-8"))
     return [HeldOutPrompt(entry["path"], entry["text"]) for entry in entries]
 
 
-def _asset(name: str) -> Path:
-    path = Path(str(files(__name__))) / name
+def _asset(name: str, recipe: str) -> Path:
+    path = _place(name)
     if not path.exists():
         raise ConfigError(
-            f"this installation has no embedded {name}: recipes/embedded_pair makes it; commands "
-            "that take a model do without"
+            f"this installation has no embedded {name}: {recipe} makes it; commands that take a "
+            "model do without"
         )
     return path
+
+
+def _place(name: str) -> Path:
+    return Path(str(files(__name__))) / name

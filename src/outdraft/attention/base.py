@@ -19,14 +19,20 @@ Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from outdraft.kv.cache import LayerCache
 
-__all__ = ["AttentionBackend", "AttentionMetadata", "LayerCache", "causal_metadata"]
+__all__ = [
+    "AttentionBackend",
+    "AttentionMetadata",
+    "LayerCache",
+    "MeasuredAttention",
+    "causal_metadata",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +91,26 @@ class AttentionBackend(Protocol):
         positions above p - window only: a key of the text has its cache index as position, and
         the position of an ancestor is p less the number of ancestors after it. Scores and softmax
         are float32 at least.
+        """
+        ...
+
+
+@runtime_checkable
+class MeasuredAttention(Protocol):
+    """A backend that takes memory of its own in every call."""
+
+    def temporary_bytes(
+        self,
+        num_requests: int,
+        num_rows: int,
+        num_keys: int,
+        num_heads: int,
+        key_shape: tuple[int, int],
+        dtype: torch.dtype,
+    ) -> int:
+        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
+
+        `key_shape` is (G, C); `dtype` that of queries and cache.
         """
         ...
 

@@ -4,12 +4,12 @@ Every method has an engine of its own; the engines share the weights. Prompt by 
 take their turn, so that a machine whose speed drifts treats them alike.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outdraft.bench.alone import complete_alone
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.outputs import RequestOutput, TokenOrigin
@@ -17,7 +17,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 
 PLAIN = "plain"
-NUM_DRAFTS = 4  # a step, of the draft model, alone and combined, and of n-gram lookup
+NUM_DRAFTS = 4  # a step, of everything but suffix lookup
 
 OnStep = Callable[[str, RequestOutput], None]
 Measured = dict[str, float | bool]
@@ -72,12 +72,22 @@ class Tally:
         return 1 + self.num_accepted / max(1, self.num_spec_steps)
 
 
-def method_configs(target: Path, drafter: Path, dtype: str = "float32") -> dict[str, EngineConfig]:
-    """The engines to compare, plain decoding first, the most elaborate one last."""
+def method_configs(
+    target: Path, drafter: Path, heads: Mapping[str, Path], dtype: str = "float32"
+) -> dict[str, EngineConfig]:
+    """The engines to compare, plain decoding first, the most elaborate one last.
+
+    Args:
+        heads: by method.
+    """
     model = {"model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
     speculation = {
         PLAIN: None,
         "draft_model": {"method": "draft_model", **model},
+        **{
+            method: {"method": method, **model, "model": str(head)}
+            for method, head in heads.items()
+        },
         "suffix": {"method": "suffix"},
         "ngram": {"method": "ngram", "num_speculative_tokens": NUM_DRAFTS},
         "combined": {"method": "combined", **model},
@@ -154,29 +164,3 @@ def speedup(tally: Tally, plain: Tally) -> float:
 def all_identical(tallies: Mapping[str, Tally]) -> bool:
     """Whether no method changed a single token."""
     return all(tally.token_ids == tallies[PLAIN].token_ids for tally in tallies.values())
-
-
-def complete_alone(
-    engine: Engine,
-    request_id: str,
-    prompt: str,
-    params: SamplingParams,
-    shown: Callable[[RequestOutput], None],
-) -> tuple[RequestOutput, int, float]:
-    """The finished output, its tokens behind the first ones, and the time they took in steps."""
-    engine.add_request(request_id, prompt, params)
-    output: RequestOutput | None = None
-    num_first, decode_s = 0, 0.0
-    while engine.has_work:
-        started_s = time.perf_counter()
-        outputs = engine.step()
-        step_s = time.perf_counter() - started_s
-        for changed in outputs:
-            if output is None:
-                num_first = len(changed.outputs[0].token_ids)
-            else:
-                decode_s += step_s
-            output = changed
-            shown(changed)
-    assert output is not None
-    return output, len(output.outputs[0].token_ids) - num_first, decode_s

@@ -39,7 +39,8 @@ def demo(
     from outdraft.cli.demo_view import DemoView
 
     started_s = time.monotonic()
-    llms = load(method_configs(assets.target_path(), assets.drafter_path()))
+    heads = {method: assets.head_path(method) for method in assets.available_heads()}
+    llms = load(method_configs(assets.target_path(), assets.drafter_path(), heads))
     view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts[:prompts])
     if view is not None:
         view.header()
@@ -60,8 +61,8 @@ def demo(
 
 def load(configs: Mapping[str, "EngineConfig"]) -> dict[str, "LLM"]:
     """An engine for each configuration, all over the same weights, loaded once."""
+    from outdraft.bench.side_by_side import share_target
     from outdraft.engine.llm import LLM
-    from outdraft.engine.loading import load_models
 
-    models = load_models(configs[SHOWN])
-    return {name: LLM.from_config(config, models) for name, config in configs.items()}
+    models = share_target(configs)
+    return {name: LLM.from_config(config, models[name]) for name, config in configs.items()}

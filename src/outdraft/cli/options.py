@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
+from outdraft.cli.embedded import with_embedded_network
 from outdraft.config.engine import DTYPES, POLICIES, EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
@@ -53,9 +54,10 @@ class EngineOptions:
     speculative_config: Annotated[
         str | None,
         typer.Option(
-            help="JSON with vLLM's keys, or null for plain decoding. Default: with the embedded "
-            "model, its drafter combined with suffix and n-gram lookup; else plain decoding, or "
-            "suffix lookup in a server."
+            help="JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "
+            "networks of draft_model, eagle3, medusa and mlp_speculator. Default: with it, its "
+            "drafter combined with suffix and n-gram lookup; else plain decoding, or suffix lookup "
+            "in a server."
         ),
     ] = None
 
@@ -186,15 +188,12 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
 def _speculative_config(
     model: str | None, options: EngineOptions, without_flag: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    """What the flag says; the embedded model brings a drafter for the methods that take one."""
+    """What the flag says; the embedded model brings the networks that its methods need."""
     if options.speculative_config is not None:
         chosen = parse_json_object(options.speculative_config)
     else:
         chosen = {"method": "combined"} if model is None else without_flag
-    takes_drafter = chosen is not None and chosen.get("method") in ("draft_model", "combined")
-    if model is None and chosen is not None and takes_drafter:
-        return {"model": str(assets.drafter_path()), **chosen}
-    return chosen
+    return with_embedded_network(chosen) if model is None and chosen is not None else chosen
 
 
 def _config(

@@ -29,6 +29,11 @@ class ModelDrafting:
     is_tree: bool = False
     max_kept: int | None = None
 
+    @property
+    def can_go_on(self) -> bool:
+        """Behind what others have drafted, which the target has not read."""
+        return not self.is_tree and self.max_kept != -1
+
 
 MODEL_CHAIN = ModelDrafting()
 
@@ -51,8 +56,11 @@ class DraftChoice:
     model: ModelDrafting = MODEL_CHAIN
 
     def __post_init__(self) -> None:
-        if self.num_model_drafts and not self.draft.is_chain:
-            raise ValueError("a network can go on behind a chain only")
+        if self.num_model_drafts and len(self.draft):
+            if not self.draft.is_chain:
+                raise ValueError("a network can go on behind a chain only")
+            if not self.model.can_go_on:
+                raise ValueError(f"{self.model.source} cannot go on behind other drafts")
 
     def __len__(self) -> int:
         return len(self.draft) + self.num_model_drafts

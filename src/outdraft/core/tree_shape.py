@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
@@ -38,7 +39,10 @@ class TreeShape:
         Raises:
             ConfigError: it is no list of whole numbers.
         """
-        is_list = isinstance(levels, Sequence) and not isinstance(levels, str)
-        if not is_list or any(type(rows) is not int for rows in levels):
+        if not isinstance(levels, list | tuple):
             raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")
-        return cls(tuple(levels))
+        listed = cast(Sequence[object], levels)
+        rows = tuple(number for number in listed if type(number) is int)
+        if len(rows) < len(listed):
+            raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")
+        return cls(rows)

@@ -1,6 +1,6 @@
 """From a configuration to an engine that is ready to step."""
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.attention.base import MeasuredAttention
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import (
     DraftNetworkConfig,
@@ -177,9 +177,10 @@ def _step_memory(
         device=models.device,
     )
     attention = 0
-    if isinstance(models.attention, ReferenceAttention):
+    backend = models.attention
+    if isinstance(backend, MeasuredAttention):
         attention = max(
-            models.attention.temporary_bytes(
+            backend.temporary_bytes(
                 config.scheduler.max_num_seqs,
                 shape.num_rows,
                 max_model_len,

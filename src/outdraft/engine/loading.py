@@ -1,6 +1,6 @@
 """From a configuration to weights and a tokenizer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -56,6 +56,20 @@ def load_models(config: EngineConfig) -> LoadedModels:
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
     return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
+
+
+def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
+    """The same target with what drafts in another configuration.
+
+    Raises:
+        ConfigError: the drafter is missing or does not fit, or the target is another one.
+    """
+    check_shared(replace(config, speculation=models.config.speculation), models.config)
+    network = config.speculation.network
+    drafter = None
+    if network is not None:
+        drafter = load_drafter(network, models.path, models.target, models.attention)
+    return replace(models, config=config, drafter=drafter)
 
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:

@@ -16,7 +16,7 @@ from outdraft.core.draft import MAX_DRAFTS, Draft
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
 from outdraft.runner.device_state import state_row
 from outdraft.spec.draft_batch import DraftBatch
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from outdraft.attention.rows import Span
-from outdraft.spec.draft_model import DraftModelAsk
+from outdraft.spec.model_drafts import DraftModelAsk
 
 # Reads a span of the text of each ask; what it returns is not needed.
 ReadSpans = Callable[[Sequence[DraftModelAsk], Sequence[Span]], object]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from outdraft.core.plan import ModelDrafting
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.spec.target_states import TargetStates
 
 

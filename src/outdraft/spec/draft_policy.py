@@ -3,8 +3,8 @@
 What the client predicted goes first: it knows best, and checking it costs rows only. Else the
 sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
 best of them is taken when it promises more tokens per time than the draft model has lately
-delivered; else the model drafts, on the device. A language model also goes on where a good draft
-of the host ends too early. Promises are corrected by measured success, source by source. A source
+delivered; else the model drafts, on the device. It also goes on where a good draft of the host
+ends too early, if it can. Promises are corrected by measured success, source by source. A source
 that is refused again and again is tried once in a while, or it could never show that it has become
 right.
 """
@@ -226,14 +226,14 @@ class DraftPolicy:
         self, choice: DraftChoice, value: float, number: int, drafter: DrafterLimits | None
     ) -> DraftChoice:
         """The host's choice, continued by a language model where that brings more per time."""
-        room = number - len(choice)
-        if drafter is None or room <= 0 or not choice.draft.is_chain:
+        if drafter is None or not drafter.drafting.can_go_on or not choice.draft.is_chain:
             return choice
-        if drafter.drafting != MODEL_CHAIN:
-            return choice  # others cannot read what the target has not read
+        room = min(number, drafter.max_drafts) - len(choice)
+        if room <= 0:
+            return choice
         # If drafts survive the less the later they stand, about linearly, this many reach the end.
         whole = max(0.0, 2 * value / len(choice) - 1)
-        gain = whole * min(self._records[DraftSource.MODEL].accepted, room)
+        gain = whole * min(self._records[drafter.drafting.source].accepted, room)
         if gain <= drafter.time_of(room) * (1 + value):
             return choice
         return DraftChoice(choice.source, choice.draft, room, drafter.drafting)

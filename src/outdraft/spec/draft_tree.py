@@ -28,8 +28,8 @@ from outdraft.core.tree_template import TreeTemplate
 from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
-from outdraft.spec.draft_model import ModelDrafts
 from outdraft.spec.drawn_tree import DrawnRows, DrawnTrees
+from outdraft.spec.model_drafts import ModelDrafts
 from outdraft.spec.ranked_tree import BestFirstTrees, TemplateTrees
 from outdraft.spec.tree_level import NewRows
 

@@ -27,6 +27,7 @@ PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent
 DRAWN_BASE, DRAWN_SLOPE = 0.47, 0.45  # acceptance of one draw, by the drafter's best probability
 RANKED_GAIN = 0.75  # of a likely token beside the draw: of what the draw would then not cover
 OWN_BASE, OWN_SLOPE = 0.42, 0.53  # acceptance of a drawn token, by the root of its probability
+NO_MASS = 1e-5  # less than this is what rounding leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,8 @@ def _spread(children: Children, weight_BE: Tensor, num_rows: int) -> tuple[Tenso
     accepted rows most, the best first. A node's rows are its first ranks."""
     p_BEC = children.probs_BEC
     covered_BEC = p_BEC.cumsum(2)
-    left_BEC = (1 - covered_BEC).clamp_(min=0)
+    left_BEC = 1 - covered_BEC
+    left_BEC = torch.where(left_BEC > NO_MASS, left_BEC, 0)
     before_BEC = (left_BEC + p_BEC).clamp_(min=torch.finfo(p_BEC.dtype).tiny)
     ranked_BEC = RANKED_GAIN * p_BEC * left_BEC / before_BEC
     drawn_BE1 = DRAWN_BASE + DRAWN_SLOPE * p_BEC[:, :, :1]

@@ -1,6 +1,6 @@
 # numba infers the types of these functions and specialises on them.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001
 """The fast twin of `drawn_level` for float32 tensors on the CPU: one call for a level.
 
 It draws only where a row asks for it.
@@ -20,6 +20,7 @@ from outdraft.sampling.row_kernels import exp_below, maximum, softmax, total
 from outdraft.spec.drawn_level import (
     DRAWN_BASE,
     DRAWN_SLOPE,
+    NO_MASS,
     OWN_BASE,
     OWN_SLOPE,
     PARENT_SHIFT,
@@ -167,13 +168,13 @@ def _spread(shares_EC, weight_E, origins_F, ranks_F) -> None:
     for node in range(num_nodes):
         gain = DRAWN_BASE + DRAWN_SLOPE * shares_EC[node, 0]
         gain_EC[node, 0] = gain * weight_E[node]
-        before = 1.0
+        covered = 0.0
         for rank in range(1, num_ranks):
             share = shares_EC[node, rank - 1]
-            after = max(0.0, before - share)
-            gain = min(gain, RANKED_GAIN * share * after / before if before > 0 else 0.0)
+            covered += share
+            left = 1.0 - covered
+            gain = min(gain, RANKED_GAIN * share * left / (left + share) if left > NO_MASS else 0.0)
             gain_EC[node, rank] = gain * weight_E[node]
-            before = after
     next_E = np.zeros(num_nodes, dtype=np.int64)
     for row in range(len(origins_F)):
         best = -1

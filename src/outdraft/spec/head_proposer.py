@@ -26,14 +26,14 @@ from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
-from outdraft.spec.draft_model import (
+from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
+from outdraft.spec.draft_tree import Frontier
+from outdraft.spec.model_drafts import (
     DraftModelAsk,
     ModelDrafts,
     sampled_chains,
     without_surplus,
 )
-from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
-from outdraft.spec.draft_tree import Frontier
 from outdraft.spec.target_states import TargetStates
 
 

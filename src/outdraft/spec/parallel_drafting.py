@@ -31,14 +31,14 @@ from outdraft.models.config import read_json
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 from outdraft.spec.backlog import catch_up, text_places, whole_span
-from outdraft.spec.draft_model import (
+from outdraft.spec.draft_network import DraftNetwork
+from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
+from outdraft.spec.model_drafts import (
     DraftModelAsk,
     ModelDrafts,
     sampled_chains,
     without_surplus,
 )
-from outdraft.spec.draft_network import DraftNetwork
-from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
 from outdraft.spec.target_states import TargetStates
 
 _KEYS = ("pard_token", "mask_token_id", "ptd_token_id")

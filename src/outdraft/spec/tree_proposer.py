@@ -19,9 +19,9 @@ from outdraft.core.tree_shape import TreeShape
 from outdraft.core.tree_template import TreeTemplate
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.spec.draft_model import DraftModelAsk, ModelDrafts
 from outdraft.spec.draft_sampling import drafting_parameters
 from outdraft.spec.draft_tree import Frontier, TreeBuilder
+from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.spec.target_states import TargetStates
 
 

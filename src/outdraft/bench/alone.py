@@ -1,0 +1,34 @@
+"""One request by itself in an engine of this process, with the time of its steps."""
+
+import time
+from collections.abc import Callable
+
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+
+
+def complete_alone(
+    engine: Engine,
+    request_id: str,
+    prompt: str,
+    params: SamplingParams,
+    shown: Callable[[RequestOutput], None],
+) -> tuple[RequestOutput, int, float]:
+    """The finished output, its tokens behind the first ones, and the time they took in steps."""
+    engine.add_request(request_id, prompt, params)
+    output: RequestOutput | None = None
+    num_first, decode_s = 0, 0.0
+    while engine.has_work:
+        started_s = time.perf_counter()
+        outputs = engine.step()
+        step_s = time.perf_counter() - started_s
+        for changed in outputs:
+            if output is None:
+                num_first = len(changed.outputs[0].token_ids)
+            else:
+                decode_s += step_s
+            output = changed
+            shown(changed)
+    assert output is not None
+    return output, len(output.outputs[0].token_ids) - num_first, decode_s

@@ -1,0 +1,123 @@
+"""Several engines over one target, which complete the same prompts in turn.
+
+Prompt by prompt all engines take their turn, so that a machine whose speed drifts treats them
+alike; what is compared is compared prompt by prompt.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from outdraft.bench.alone import complete_alone
+from outdraft.config.engine import EngineConfig
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+from outdraft.engine.loading import LoadedModels, load_models, with_drafter
+from outdraft.engine.stats import StatsTotal
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One prompt that one engine completed.
+
+    Attributes:
+        num_decoded: tokens behind the first ones.
+        decode_s: time inside of the steps that made them.
+        stats: of those steps; the prompt's own is left out.
+    """
+
+    token_ids: list[int]
+    num_decoded: int
+    decode_s: float
+    stats: StatsTotal
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_decoded / self.decode_s if self.decode_s else 0.0
+
+
+def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]:
+    """The models of each configuration: one target, and each network that drafts once.
+
+    Raises:
+        ConfigError: a model is missing or does not fit, or the targets differ.
+    """
+    loaded: dict[tuple[object, ...], LoadedModels] = {}
+    shared: dict[str, LoadedModels] = {}
+    for name, config in configs.items():
+        network = config.speculation.network
+        key = (network.source, network.model, network.parallel_drafting) if network else ()
+        if not loaded:
+            loaded[key] = load_models(config)
+        elif key not in loaded:
+            loaded[key] = with_drafter(next(iter(loaded.values())), config)
+        shared[name] = loaded[key]
+    return shared
+
+
+def complete_in_turn(
+    engines: Mapping[str, Engine],
+    warm_up: str,
+    prompts: Sequence[str],
+    params: Sequence[SamplingParams],
+    on_done: Callable[[], object] = lambda: None,
+) -> dict[str, list[Sample]]:
+    """Complete every prompt with every engine, one request at a time.
+
+    Args:
+        warm_up: completed first by every engine and not measured: kernels compile at their first
+            call. Not one of the prompts, since a proposer may remember it.
+        params: of each prompt, whichever engine completes it.
+        on_done: called whenever a request is done, warm-ups included.
+    """
+    assert warm_up not in prompts
+    for engine in engines.values():
+        complete_alone(engine, "warm-up", warm_up, params[0], lambda output: None)
+        on_done()
+    samples: dict[str, list[Sample]] = {name: [] for name in engines}
+    for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+        for name, engine in engines.items():
+            samples[name].append(_sample(engine, str(number), prompt, chosen))
+            on_done()
+    return samples
+
+
+def median_tokens_per_s(samples: Sequence[Sample]) -> float:
+    """Of the prompts."""
+    return statistics.median(sample.tokens_per_s for sample in samples)
+
+
+def median_ratio(samples: Sequence[Sample], base: Sequence[Sample]) -> float:
+    """How many times as many tokens a second as another engine, prompt by prompt."""
+    pairs = zip(samples, base, strict=True)
+    ratios = [own.tokens_per_s / other.tokens_per_s for own, other in pairs if other.tokens_per_s]
+    return statistics.median(ratios) if ratios else 0.0
+
+
+def acceptance_length(samples: Sequence[Sample]) -> float:
+    """Tokens a verified draft brought, over all prompts; vLLM's formula."""
+    num_drafts = sum(sample.stats.num_drafts for sample in samples)
+    return 1 + sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafts)
+
+
+def ms_per_step(samples: Sequence[Sample], seconds: Callable[[StatsTotal], float]) -> float:
+    """Median over the prompts of one phase's time a step."""
+    return statistics.median(
+        1e3 * seconds(sample.stats) / max(1, sample.stats.num_steps) for sample in samples
+    )
+
+
+def _sample(engine: Engine, request_id: str, prompt: str, params: SamplingParams) -> Sample:
+    stats = StatsTotal()
+
+    def count_from_now(output: RequestOutput) -> None:
+        engine.on_step = stats.add
+
+    try:
+        done, num_decoded, decode_s = complete_alone(
+            engine, request_id, prompt, params, count_from_now
+        )
+    finally:
+        engine.on_step = None
+    return Sample(list(done.outputs[0].token_ids), num_decoded, decode_s, stats)
