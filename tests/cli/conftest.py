@@ -36,6 +36,14 @@ def embedded(monkeypatch, tmp_path, pair) -> Pair:
 
 
 @pytest.fixture
+def embedded_heads(embedded, tmp_path) -> Pair:
+    """The package's assets are the tiny pair and its heads."""
+    for method, path in embedded.heads.items():
+        (tmp_path / method).symlink_to(path)
+    return embedded
+
+
+@pytest.fixture
 def no_assets(monkeypatch, tmp_path) -> None:
     """The package came without its assets."""
     monkeypatch.setattr(assets, "files", lambda package: tmp_path)

@@ -1,4 +1,4 @@
-"""A tiny random target and drafter with a real byte-level tokenizer, as the package embeds them."""
+"""A tiny random target, drafter and heads with a real byte-level tokenizer, as if embedded."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,9 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
+from outdraft import assets
 from tests.models.checkpoints import llama, randomised, save
+from tests.oracle.heads import random_head
 
 TEXT = """def add(left, right):
     return left + right
@@ -35,6 +37,7 @@ class Pair:
     target: Path
     drafter: Path
     chatting: Path  # the target with a chat template
+    heads: dict[str, Path]  # of the target, by method
 
 
 @cache
@@ -50,7 +53,8 @@ def pair() -> Pair:
     for path in paths:
         tokenizer.save(str(path / "tokenizer.json"))
     (paths[2] / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
-    return Pair(*paths)
+    heads = {kind: random_head(kind, paths[0], folder / kind) for kind in assets.HEADS}
+    return Pair(*paths, heads)
 
 
 def _tokenizer() -> Tokenizer:

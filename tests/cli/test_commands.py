@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from outdraft import assets
 from outdraft.cli.app import app
 from outdraft.cli.chat import chat
 from outdraft.core.sampling import SamplingParams
@@ -151,13 +152,16 @@ def test_doctor_says_what_is_missing(command):
     assert result.stdout.count("missing:") >= 3
 
 
-def test_demo_json_is_one_object_of_the_promised_shape(command, embedded):
+@pytest.mark.parametrize("has_heads", [False, True])
+def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_heads):
+    request.getfixturevalue("embedded_heads" if has_heads else "embedded")
     result = run(command, "demo", "--json", "--max-tokens", "10", "--prompts", "2")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert set(report) == {"plain", "methods"}
     assert set(report["plain"]) == {"tokens_per_s", "tpot_ms"}
-    assert set(report["methods"]) == {"draft_model", "suffix", "ngram", "combined"}
+    heads = assets.HEADS if has_heads else ()
+    assert list(report["methods"]) == ["draft_model", *heads, "suffix", "ngram", "combined"]
     for numbers in report["methods"].values():
         assert set(numbers) == {
             "tokens_per_s",

@@ -33,7 +33,7 @@ MAX_TOKENS = 14
 def llms():
     from tests.cli.pair import pair
 
-    return load(method_configs(pair().target, pair().drafter))
+    return load(method_configs(pair().target, pair().drafter, pair().heads))
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,21 @@
 """Flags are the fields of the configuration, and wrong values are refused by name."""
 
 import dataclasses
+import json
 
 import pytest
 
+from outdraft import assets
 from outdraft.cli.options import (
     DEFAULT_MAX_TOKENS,
     EngineOptions,
     SamplingOptions,
+    SchedulerOptions,
     engine_config,
     parse_bytes,
     parse_json_object,
     sampling_params,
+    serving_config,
 )
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig
@@ -19,6 +23,10 @@ from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
+
+
+def serving_of(model, options):
+    return serving_config(model, options, SchedulerOptions())
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,42 @@ def test_a_draft_model_beside_the_embedded_target_is_the_embedded_one_or_the_one
     assert engine_config(None, named).speculation.network == DraftNetworkConfig(model="other")
     lookup = EngineOptions(speculative_config='{"method": "ngram"}')
     assert engine_config(None, lookup).speculation.methods == (DraftSource.NGRAM,)
+
+
+@pytest.mark.usefixtures("embedded_heads")
+@pytest.mark.parametrize("method", assets.HEADS)
+@pytest.mark.parametrize("config", [engine_config, serving_of])
+def test_a_method_with_a_head_beside_the_embedded_target_brings_it(config, method):
+    for more in ({}, {"model": None}):
+        chosen = EngineOptions(speculative_config=json.dumps({"method": method, **more}))
+        network = config(None, chosen).speculation.network
+        assert network == DraftNetworkConfig(
+            model=str(assets.head_path(method)), source=DraftSource(method)
+        )
+    named = EngineOptions(speculative_config=json.dumps({"method": method, "model": "other"}))
+    assert config(None, named).speculation.network.model == "other"
+
+
+@pytest.mark.usefixtures("embedded_heads")
+def test_the_embedded_networks_of_a_list_of_sources_are_brought_one_by_one():
+    text = '{"sources": [{"method": "medusa"}, {"method": "suffix"}]}'
+    speculation = engine_config(None, EngineOptions(speculative_config=text)).speculation
+    assert speculation.methods == (DraftSource.MEDUSA, DraftSource.SUFFIX)
+    assert speculation.network.model == str(assets.head_path("medusa"))
+
+
+@pytest.mark.usefixtures("embedded")
+@pytest.mark.parametrize("method", assets.HEADS)
+def test_a_head_that_the_package_has_not_is_refused_by_name(method):
+    chosen = EngineOptions(speculative_config=json.dumps({"method": method}))
+    with pytest.raises(ConfigError, match=f"no embedded {method}: recipes/draft_heads makes it"):
+        engine_config(None, chosen)
+
+
+def test_another_target_gets_no_head_of_the_embedded_one():
+    chosen = EngineOptions(speculative_config='{"method": "eagle3"}')
+    with pytest.raises(ConfigError, match="needs a model"):
+        engine_config("some/model", chosen)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", '"suffix"'])

@@ -17,8 +17,7 @@ class ScriptedStep:
     """One step: its draft, the rows accepted, and the tokens with their origins."""
 
     tokens: tuple[tuple[str, str], ...]  # text, origin
-    source: str | None = None
-    drafted: tuple[str, ...] = ()
+    drafted: tuple[tuple[str, str], ...] = ()  # text, source
     parents: tuple[int, ...] = ()
     accepted_rows: tuple[int, ...] = ()
     seconds: float = 0.0124
@@ -28,8 +27,8 @@ class ScriptedStep:
             "tokens": [{"text": text, "origin": origin} for text, origin in self.tokens],
             "steps": [
                 {
-                    "source": self.source,
-                    "drafted": [{"text": text} for text in self.drafted],
+                    "source": self.drafted[0][1] if self.drafted else None,
+                    "drafted": [{"text": text, "source": source} for text, source in self.drafted],
                     "parents": list(self.parents),
                     "accepted_rows": list(self.accepted_rows),
                     "num_emitted": len(self.tokens),
@@ -47,8 +46,7 @@ def chain(
     origin = "bonus" if accepted == len(drafted) else "recovered"
     return ScriptedStep(
         (*kept, (own, origin)),
-        source,
-        tuple(drafted),
+        tuple((text, source) for text in drafted),
         tuple(range(len(drafted))),
         tuple(range(accepted)),
         seconds,
@@ -64,11 +62,19 @@ ANSWER = (
     chain("prediction", ["fibonacci", "(", "n", " - ", "1"], 4, "2", 0.0145),
     ScriptedStep(  # a tree: two guesses for the same place, the second one right
         ((")", "draft_model"), ("\n", "bonus")),
-        "draft_model",
-        ("]", ")", " +"),
+        (("]", "draft_model"), (")", "draft_model"), (" +", "draft_model")),
         (0, 0, 1),
         (1,),
     ),
+)
+MIXED = ScriptedStep(  # a head goes on, as a tree, behind what the suffix tree found
+    (("a", "suffix"), ("b", "suffix"), ("d", "eagle3"), ("f", "recovered")),
+    (("a", "suffix"), ("b", "suffix"), ("c", "eagle3"), ("d", "eagle3"), ("e", "eagle3")),
+    (0, 1, 2, 2, 4),
+    (0, 1, 3),
+)
+HEADS = tuple(
+    chain(source, [source], 1, ".") for source in ("eagle", "eagle3", "medusa", "mlp_speculator")
 )
 TEXT = "".join(text for step in ANSWER for text, _ in step.tokens)
 

@@ -10,6 +10,8 @@ def stats(
     drafts: int = 0,
     drafted: dict[DraftSource, int] | None = None,
     accepted: dict[DraftSource, int] | None = None,
+    begun: dict[DraftSource, int] | None = None,
+    accepted_of_begun: dict[DraftSource, int] | None = None,
     times: PhaseTimes | None = None,
     host_s: float = 0.0,
 ) -> StepStats:
@@ -25,6 +27,8 @@ def stats(
         accepted_at=(),
         drafted_by_source=drafted,
         accepted_by_source=accepted,
+        drafts_by_source=begun or {},
+        accepted_by_first_source=accepted_of_begun or {},
         kv_usage=0.0,
         times=times or PhaseTimes(),
         host_s=host_s,

@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 
+from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import TokenOrigin
 from tests.dashboard.colours import (
     DEFICIENCIES,
@@ -44,15 +45,15 @@ def test_the_borders_of_fields_can_be_seen(scheme):
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_a_token_is_readable_on_its_colour(scheme, origin):
     colours, share = palette(scheme), tint_share(scheme)
-    for ground in ("page", "surface"):
+    for ground in ("page", "surface", "raised"):
         tint = share * colours[origin] + (1 - share) * colours[ground]
         assert contrast(colours["ink"], tint) >= TEXT
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_the_line_under_a_token_can_be_seen(scheme, origin):
+def test_the_line_at_a_token_can_be_seen(scheme, origin):
     colours = palette(scheme)
-    for ground in ("page", "surface"):
+    for ground in ("page", "surface", "raised"):
         assert contrast(colours[origin], colours[ground]) >= SHAPE
 
 
@@ -68,3 +69,11 @@ def test_origins_differ_without_any_colour():
     origins = {origin for origin, _ in lines}
     assert origins == {str(origin) for origin in TokenOrigin} - {"plain"}  # plain has no line
     assert len({line for _, line in lines}) == len(lines)
+
+
+@pytest.mark.parametrize("source", DraftSource)
+def test_every_source_has_its_series_and_every_origin_its_class(source):
+    name = str(source).replace("_", "-")
+    assert f".series-{source} {{ --series: var(--{name}); }}" in style("live.css")
+    assert f".origin-{source} {{ --origin: var(--{name}); }}" in style("origins.css")
+    assert f'["{source}", ' in style("origins.js")

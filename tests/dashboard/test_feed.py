@@ -37,6 +37,8 @@ def test_a_second_adds_up_all_steps_that_were_recorded_in_it():
         drafts=2,
         drafted=both,
         accepted=kept,
+        begun={DraftSource.SUFFIX: 2},
+        accepted_of_begun=kept,
         times=PhaseTimes(0.01, 0.02, 0.003),
         host_s=0.004,
     )
@@ -53,6 +55,7 @@ def test_a_second_adds_up_all_steps_that_were_recorded_in_it():
     assert second.total.accepted_by_source == {"suffix": 6}
     assert second.mean_draft_length == 12 / 4
     assert second.acceptance_length == 1 + 6 / 4
+    assert second.to_json()["acceptance_length_by_source"] == {"suffix": 1 + 6 / 4}
     assert (second.num_running, second.num_waiting, second.kv_usage) == (7, 2, 0.5)
     assert second.total.draft_s == pytest.approx(0.02)
     assert second.total.verify_s == pytest.approx(0.04)

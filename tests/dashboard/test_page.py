@@ -1,13 +1,15 @@
 """The playground in a real browser."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from outdraft.core.outputs import TokenOrigin
 from outdraft.dashboard import EngineFacts
-from tests.dashboard.conftest import Site
-from tests.dashboard.fake_openai import ANSWER, API_KEY, TEXT, ScriptedStep
+from tests.dashboard.conftest import FACTS, Site
+from tests.dashboard.fake_openai import ANSWER, API_KEY, HEADS, MIXED, TEXT, ScriptedStep
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,8 @@ def test_every_token_carries_its_origin_and_the_text_is_whole(page: Page, site: 
     assert body["speculation"] == {"trace": True}
 
 
-def test_every_origin_looks_different_with_and_without_colour(page: Page):
+def test_every_origin_looks_different_with_and_without_colour(page: Page, site: Site):
+    site.fake.answer = ANSWER + HEADS
     run(page)
     looks = page.locator(f"{OUTPUT} .token").evaluate_all(
         """all => all.map((each) => {
@@ -46,8 +49,8 @@ def test_every_origin_looks_different_with_and_without_colour(page: Page):
     )
     for look in (1, 2):
         by_origin = {entry[0]: entry[look] for entry in looks}
-        assert len(by_origin) == 7
-        assert len(set(by_origin.values())) == 7
+        assert by_origin.keys() == set(TokenOrigin)
+        assert len(set(by_origin.values())) == len(TokenOrigin)
 
 
 def test_rejected_guesses_are_struck_out_under_the_pointer(page: Page):
@@ -72,6 +75,70 @@ def test_a_tree_shows_its_branches_the_accepted_one_first(page: Page):
         "accepted: )",
         "rejected: ] +",
     ]
+
+
+def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site):
+    site.fake.answer = (MIXED,)
+    run(page)
+    box = page.locator(".step")
+    assert box.inner_text().split("\n")[0] == "Suffix, EAGLE-3"
+    assert box.get_attribute("aria-label") == ("Step 1, suffix, EAGLE-3: 3 of 5 accepted, 12.4 ms")
+    parts = box.locator(".bar > *").evaluate_all(
+        "all => all.map(each => [each.className, each.style.flexGrow])"
+    )
+    assert parts == [
+        ["origin-suffix accepted", "2"],
+        ["origin-eagle3 accepted", "1"],
+        ["origin-suffix", "0"],
+        ["origin-eagle3", "2"],
+    ]
+    box.hover()
+    branches = page.locator("#detail .branches li")
+    assert [" ".join(each.split()) for each in branches.all_inner_texts()] == [
+        "accepted: abd rejected: e",
+        "accepted: ab rejected: c",
+    ]
+    guesses = page.locator("#detail .branches li:first-child :is(ins, del)")
+    looks = guesses.evaluate_all(
+        """all => all.map((each) => {
+          const origin = [...each.classList].find((name) => name.startsWith("origin-"));
+          return [each.tagName, origin, getComputedStyle(each).getPropertyValue("--origin")];
+        })"""
+    )
+    assert [look[:2] for look in looks] == [
+        ["INS", "origin-suffix"],
+        ["INS", "origin-suffix"],
+        ["INS", "origin-eagle3"],
+        ["DEL", "origin-eagle3"],
+    ]
+    assert looks[0][2] != looks[2][2]
+    assert looks[2][2] == looks[3][2]
+
+
+def test_the_legend_explains_what_the_engine_can_draft_and_nothing_else(page: Page, site: Site):
+    own = ["Plain", "Bonus", "Recovered"]
+    facts = EngineFacts("tiny", "float32", "cpu", ("prediction", "eagle3", "suffix"), 4)
+    for site.feed.facts in (facts, EngineFacts("tiny", "float32", "cpu", (), 0)):
+        page.reload()
+        page.wait_for_selector("#link[data-state=open]")
+        drafting = ["Prediction", "Suffix", "EAGLE-3"] if site.feed.facts is facts else []
+        expected = [own[0], *drafting, *own[1:]]
+        assert page.locator("#meanings dt").all_inner_texts() == expected
+        assert page.locator("#legend li").all_text_contents() == expected
+
+
+def test_a_lossy_engine_says_so_and_promises_no_distribution(page: Page, site: Site):
+    notice = page.locator("#speculation-lossy")
+    expect(notice).to_be_hidden()
+    site.feed.facts = replace(FACTS, lossless=False)
+    page.reload()
+    expect(notice).to_be_visible()
+    expect(notice).to_contain_text("do not have the model’s own distribution")
+    site.fake.plain_end = "!"
+    page.check("#compare")
+    page.fill("#temperature", "0.8")
+    run(page)
+    expect(page.locator(".verdict")).to_contain_text("their distribution is not the model’s own")
 
 
 def test_every_step_has_a_box_with_its_source_counts_and_time(page: Page):
@@ -239,7 +306,7 @@ def test_a_run_can_be_stopped(page: Page, site: Site):
 
 def test_text_of_the_model_is_never_markup(page: Page, site: Site):
     evil = "<img src=x onerror=alert(1)><script>alert(1)</script>"
-    site.fake.answer = (ScriptedStep(((evil, "plain"),), "suffix", (evil,), (0,), ()),)
+    site.fake.answer = (ScriptedStep(((evil, "plain"),), ((evil, "suffix"),), (0,), ()),)
     run(page, evil)
     assert page.text_content(OUTPUT) == evil
     page.hover(f"{OUTPUT} .token")

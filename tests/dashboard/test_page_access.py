@@ -1,7 +1,7 @@
 """The page for everybody: by keyboard, by screen reader, on a phone, by day and by night."""
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
@@ -56,6 +56,10 @@ def test_the_views_are_tabs_for_the_keyboard(page: Page):
     assert page.get_attribute("#tab-live", "aria-selected") == "true"
 
 
+def legend_of(chart: Locator) -> list[str]:
+    return [" ".join(item.split()) for item in chart.locator("li").all_inner_texts()]
+
+
 def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     page.click("#tab-live")
     expect(page.locator(".chart")).to_have_count(6)
@@ -65,6 +69,12 @@ def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     plot.focus()
     page.keyboard.press("ArrowLeft")
     assert plot.get_attribute("aria-valuetext") == "1 s ago: 40 tokens/s"
+    assert legend_of(page.locator(".chart", has=plot)) == [
+        "Model itself 10",
+        "Prediction 0",
+        "Suffix 20",
+        "Draft model 10",
+    ]
     page.keyboard.press("PageDown")
     assert plot.get_attribute("aria-valuenow") == "-1"  # there is no older second
     acceptance = page.get_by_role("slider", name="Acceptance length")
@@ -72,13 +82,11 @@ def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     page.keyboard.press("ArrowLeft")
     chart = page.locator(".chart", has=acceptance)
     expect(chart.locator(".chart-value")).to_have_text("4 tokens a draft")
-    legend = chart.locator(".chart-legend li").all_inner_texts()
-    assert [" ".join(item.split()) for item in legend] == [
-        "Model itself 1",
-        "Prediction 0",
-        "Suffix 2",
-        "N-gram 0",
-        "Draft model 1",
+    assert legend_of(chart) == [
+        "All drafts 4",
+        "Prediction –",
+        "Suffix 4.50",
+        "Draft model 2",
     ]
     time = page.get_by_role("slider", name="Where the time goes")
     time.focus()

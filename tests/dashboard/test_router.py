@@ -109,7 +109,12 @@ def test_the_events_are_the_facts_and_the_history():
         clock=lambda: now[0],
     )
     step = stats(
-        emitted=3, drafts=1, drafted={DraftSource.SUFFIX: 4}, accepted={DraftSource.SUFFIX: 2}
+        emitted=3,
+        drafts=1,
+        drafted={DraftSource.SUFFIX: 4},
+        accepted={DraftSource.SUFFIX: 2},
+        begun={DraftSource.SUFFIX: 1},
+        accepted_of_begun={DraftSource.SUFFIX: 2},
     )
     feed.record([step], 2, 1, 0.25)
     now[0] = 11.0
@@ -128,9 +133,11 @@ def test_the_events_are_the_facts_and_the_history():
     assert facts["model"] == "tiny"
     assert facts["speculation_methods"] == ["suffix"]
     assert facts["num_speculative_tokens"] == 8
+    assert facts["lossless"] is True
     (second,) = seconds
     assert second["tokens_per_s"] == 3
     assert second["acceptance_length"] == 3.0
     assert second["mean_draft_length"] == 4.0
     assert second["accepted"] == {"suffix": 2}
+    assert second["acceptance_length_by_source"] == {"suffix": 3.0}
     assert (second["running"], second["waiting"], second["kv_usage"]) == (2, 1, 0.25)

@@ -1,6 +1,7 @@
 """The page's pure functions, called in the browser."""
 
 import json
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -79,7 +80,8 @@ def test_events_are_the_same_however_the_stream_is_cut(page: Page, end: str):
 
 
 def test_branches_of_a_tree_share_their_beginning(page: Page):
-    step = "{drafted: ['a', 'b', 'c', 'd'], parents: [0, 1, 1, 3], accepted: new Set([1, 3])}"
+    drafted = [{"text": text, "source": "medusa"} for text in "abcd"]
+    step = f"{{drafted: {drafted}, parents: [0, 1, 1, 3], accepted: new Set([1, 3])}}"
     paths = call(page, "draft.js", f"m.branches({step})")
     assert isinstance(paths, list)
     assert [[token["text"] for token in path] for path in paths] == [["a", "c", "d"], ["a", "b"]]
@@ -87,6 +89,27 @@ def test_branches_of_a_tree_share_their_beginning(page: Page):
         [True, True, False],
         [True, False],
     ]
+
+
+def test_branches_of_any_tree_are_its_paths_from_the_root_to_the_leaves(page: Page):
+    rng = random.Random(4)
+    trees = [[rng.randint(0, row) for row in range(rng.randint(1, 12))] for _ in range(30)]
+    for parents in trees:
+        drafted = [{"text": str(row), "source": "eagle"} for row in range(1, len(parents) + 1)]
+        raw = {"drafted": drafted, "parents": parents, "accepted_rows": [], "num_emitted": 1}
+        chunk = json.dumps({"choices": [{"text": "", "outdraft": {"steps": [raw]}}]})
+        decode = f"(await import('/dashboard/chunk.js')).decodeChunk({chunk})"
+        found = call(page, "draft.js", f"m.branches({decode}.steps[0])")
+        assert isinstance(found, list)
+        paths = {tuple(int(token["text"]) for token in path) for path in found}
+        assert paths == {
+            _path(parents, row) for row in range(1, len(parents) + 1) if row not in parents
+        }
+        assert len(found) == len(paths)
+
+
+def _path(parents: list[int], row: int) -> tuple[int, ...]:
+    return (*_path(parents, parents[row - 1]), row) if row else ()
 
 
 def aligned(page: Page, *pushes: tuple[str, list[str]]) -> list[list[str]]:

@@ -215,12 +215,24 @@ def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
         build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
     )
     chosen = config("qwen2", speculation("qwen2", "plain", 3))
-    build_engine(chosen, models("qwen2", "other", "float32", "cpu", None))
+    build_engine(chosen, models("qwen2", None, "float32", "cpu", None))
     assert order == ["free", "texts"]
 
 
-def test_a_step_takes_no_more_than_the_plan_says():
-    llm = engine("qwen2", "ngram", attention="reference", dtype="float64", max_num_seqs=8)
+def test_a_drafter_that_reads_states_pays_for_them_and_for_what_it_keeps():
+    plans = {m: engine("qwen2", m).memory for m in ("plain", "draft_model", "eagle3", "medusa")}
+    assert plans["plain"].step.states == plans["draft_model"].step.states == 0
+    assert plans["eagle3"].step.states > plans["medusa"].step.states > 0
+    hidden, block = 32, plans["plain"].block_size
+    own_keys = 2 * 2 * 8 * block * 4  # of one layer with two heads of eight
+    kept = plans["eagle3"].block_bytes - plans["plain"].block_bytes
+    assert kept == own_keys + hidden * block * 4
+    assert plans["medusa"].block_bytes == plans["plain"].block_bytes
+
+
+@pytest.mark.parametrize("method", ["ngram", "eagle3-tree", "medusa"])
+def test_a_step_takes_no_more_than_the_plan_says(method: str):
+    llm = engine("qwen2", method, attention="reference", dtype="float64", max_num_seqs=8)
     prompts = prompts_of([60, 9, 9, 9, 9, 9, 9, 9])
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=9, presence_penalty=0.3)
     run(llm, prompts[:2], greedy(2))  # first calls compile

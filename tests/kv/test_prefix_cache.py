@@ -41,6 +41,20 @@ def test_only_full_blocks_within_the_limit_are_hashed(text, size, data):
     assert hashes_of(text, size, limit) == hashes_of(text, size)[: limit // size]
 
 
+@given(texts, texts, sizes, st.integers(0, 3))
+def test_names_cover_the_tokens_behind_a_block_where_these_matter(first, second, size, ahead):
+    names = []
+    for text in (first, second):
+        hashes: list[bytes] = []
+        extend_hashes(hashes, np.array(text, np.int32), size, len(text), ahead)
+        assert len(hashes) == max(0, len(text) - ahead) // size
+        names.append(hashes)
+    for i, one in enumerate(names[0]):
+        for j, other in enumerate(names[1]):
+            same = first[: (i + 1) * size + ahead] == second[: (j + 1) * size + ahead]
+            assert (one == other) == same
+
+
 def test_more_hashes_than_the_limit_covers_are_kept():
     hashes = hashes_of([1] * 8, 2)
     kept = list(hashes)

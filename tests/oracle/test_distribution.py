@@ -196,8 +196,8 @@ def lying(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
         drafts = propose(*args)
         if drafts.probs_BKV is None:
             return drafts
-        squares_BKV = drafts.probs_BKV**2
-        told_BKV = squares_BKV / squares_BKV.sum(2, keepdim=True)
+        sharper_BKV = drafts.probs_BKV**4
+        told_BKV = sharper_BKV / sharper_BKV.sum(2, keepdim=True)
         return replace(drafts, probs_BKV=told_BKV)
 
     return wrapped

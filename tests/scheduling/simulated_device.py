@@ -4,19 +4,32 @@ from collections.abc import Sequence
 from random import Random
 
 from outdraft.core.draft import Draft
-from outdraft.core.plan import StepPlan, StepResult, Work, WorkResult
+from outdraft.core.plan import (
+    MODEL_CHAIN,
+    ModelDrafting,
+    StepPlan,
+    StepResult,
+    Work,
+    WorkResult,
+)
 from outdraft.core.request import Request
 
 Text = tuple[int, ...]
+NOTHING_TO_KEEP: Text = (-1,)
 
 
 class SimulatedDevice:
     """Executes plans with random choices and checks all that is read.
 
-    A slot of the target's or the drafter's cache holds the text up to and including its token.
+    A slot of the target's cache holds the text up to and including its token. So does the
+    drafter's, or one token more if it reads that together with the target's state.
     """
 
-    def __init__(self, rng: Random, block_size: int, vocab_size: int) -> None:
+    def __init__(
+        self, rng: Random, block_size: int, vocab_size: int, drafting: ModelDrafting = MODEL_CHAIN
+    ) -> None:
+        self.drafting = drafting
+        self.lag = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
         self.vocab_size = vocab_size
@@ -28,7 +41,8 @@ class SimulatedDevice:
         drafted = [self._draft(work) for work in plan.works]
         for work in plan.works:
             if work.drafts is not None and work.drafts.num_model_drafts:
-                self.check(self.drafter, work.request, work.block_ids, work.request.num_tokens)
+                num_read = work.request.num_tokens - self.lag
+                self.check_drafter(work.request, work.block_ids, num_read)
         written: set[int] = set()
         for work, draft in zip(plan.works, drafted, strict=True):
             self._check_order(work)
@@ -41,29 +55,48 @@ class SimulatedDevice:
         return StepResult(tuple(results))
 
     def check(
-        self, cache: dict[int, Text], request: Request, blocks: Sequence[int], num_tokens: int
+        self,
+        cache: dict[int, Text],
+        request: Request,
+        blocks: Sequence[int],
+        num_tokens: int,
+        ahead: int = 0,
     ) -> None:
         """The first num_tokens of the request are in the cache, and they are this text's."""
         text = tuple(request.token_ids.tolist())
         for place in range(num_tokens):
-            assert cache[self._slot(blocks, place)] == text[: place + 1], (request.id, place)
+            found = cache[self._slot(blocks, place)]
+            assert found == text[: place + 1 + ahead], (request.id, place)
+
+    def check_drafter(self, request: Request, blocks: Sequence[int], num_tokens: int) -> None:
+        """The same for the drafter's cache."""
+        self.check(self.drafter, request, blocks, num_tokens, self.lag)
 
     def _slot(self, blocks: Sequence[int], place: int) -> int:
         return blocks[place // self.block_size] * self.block_size + place % self.block_size
 
     def _draft(self, work: Work) -> Draft:
-        """The draft to verify; the drafter reads all tokens, and its own drafts but the last."""
+        """The draft to verify; the drafter reads all tokens, and of its drafts what it keeps."""
         if work.drafts is None:
             return Draft()
         number = work.drafts.num_model_drafts
         if not number:
             return work.drafts.draft
-        request = work.request
-        draft = Draft.chain(self.rng.randrange(self.vocab_size) for _ in range(number))
-        text = (*request.token_ids.tolist(), *draft.token_ids)
-        self.check(self.drafter, request, work.block_ids, request.num_drafter_computed)
-        for place in range(request.num_drafter_computed, request.num_tokens + number - 1):
-            self.drafter[self._slot(work.block_ids, place)] = text[: place + 1]
+        request, host = work.request, work.drafts.draft.token_ids
+        ids = [*host, *(self.rng.randrange(self.vocab_size) for _ in range(number))]
+        draft = Draft.chain(ids)
+        if self.drafting.is_tree:
+            draft = Draft(tuple(ids), tuple(self.rng.randint(0, row) for row in range(number)))
+        text = tuple(request.token_ids.tolist())
+        num_read = request.num_tokens - self.lag
+        self.check_drafter(request, work.block_ids, request.num_drafter_computed)
+        self.check(self.target, request, work.block_ids, num_read if self.lag else 0)
+        for place in range(request.num_drafter_computed, num_read):
+            self.drafter[self._slot(work.block_ids, place)] = text[: place + 1 + self.lag]
+        for row in range(len(ids) - 1):  # behind the text; only a chain's own keys may be kept
+            keeps = self.drafting.max_kept is None
+            kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
+            self.drafter[self._slot(work.block_ids, num_read + row)] = kept
         return draft
 
     def _check_order(self, work: Work) -> None:

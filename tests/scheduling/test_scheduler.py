@@ -11,13 +11,27 @@ from hypothesis import strategies as st
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.errors import CapacityError, RequestError
-from outdraft.core.plan import DraftChoice, StepPlan, StepResult, WorkResult
+from outdraft.core.plan import (
+    MODEL_CHAIN,
+    DraftChoice,
+    ModelDrafting,
+    StepPlan,
+    StepResult,
+    WorkResult,
+)
 from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.core.sampling import SamplingParams
 from outdraft.kv.block_pool import BlockPool
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.simulated_device import SimulatedDevice
 
+DRAFTINGS = [
+    MODEL_CHAIN,
+    ModelDrafting(is_tree=True, max_kept=0),
+    ModelDrafting(DraftSource.EAGLE3, max_kept=-1),
+    ModelDrafting(DraftSource.EAGLE3, is_tree=True, max_kept=-1),
+    ModelDrafting(DraftSource.MEDUSA, max_kept=0),
+]
 VOCAB_SIZE = 3  # small, so that random prompts share prefixes
 MAX_MODEL_LEN = 40
 
@@ -43,7 +57,11 @@ def request(
 
 
 def scheduler(
-    num_blocks: int = 100, block_size: int = 4, caching: bool = True, **options
+    num_blocks: int = 100,
+    block_size: int = 4,
+    caching: bool = True,
+    drafter_reads_ahead: bool = False,
+    **options,
 ) -> Scheduler:
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
     return Scheduler(
@@ -51,6 +69,7 @@ def scheduler(
         CacheConfig(block_size=block_size, enable_prefix_caching=caching),
         BlockPool(num_blocks),
         MAX_MODEL_LEN,
+        drafter_reads_ahead=drafter_reads_ahead,
     )
 
 
@@ -91,6 +110,7 @@ class World:
     policy: str
     caching: bool
     num_requests: int
+    drafting: ModelDrafting
 
 
 @st.composite
@@ -107,6 +127,7 @@ def worlds(draw) -> World:
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         caching=draw(st.booleans()),
         num_requests=draw(st.integers(1, 10)),
+        drafting=draw(st.sampled_from(DRAFTINGS)),
     )
 
 
@@ -116,7 +137,7 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world = world
         self.rng = Random(world.seed)
-        self.device = SimulatedDevice(self.rng, world.block_size, VOCAB_SIZE)
+        self.device = SimulatedDevice(self.rng, world.block_size, VOCAB_SIZE, world.drafting)
         self.sched = scheduler(
             world.num_blocks,
             world.block_size,
@@ -124,6 +145,7 @@ class Simulation:
             max_num_seqs=world.max_num_seqs,
             max_num_batched_tokens=world.max_num_batched_tokens,
             policy=world.policy,
+            drafter_reads_ahead=world.drafting.max_kept == -1,
         )
         self.requests: list[Request] = []
         self.passed: set[str] = set()  # ids of requests that ever let others go first
@@ -184,7 +206,7 @@ class Simulation:
         for one in self.sched.running:
             blocks = self.sched.table(one).ids
             self.device.check(self.device.target, one, blocks, one.num_computed)
-            self.device.check(self.device.drafter, one, blocks, one.num_drafter_computed)
+            self.device.check_drafter(one, blocks, one.num_drafter_computed)
 
     def _choices(self) -> dict[str, DraftChoice]:
         rng = self.rng
@@ -192,10 +214,17 @@ class Simulation:
         assert all(r in self.sched.running and r.num_uncomputed == 1 for r in drafting)
         choices: dict[str, DraftChoice] = {}
         for one in self.sched.running:  # also some that are not drafting: they must be ignored
-            kind = rng.choice(["none", "model", "chain", "tree"])
+            kind = rng.choice(["none", "model", "chain", "tree", "mixed"])
+            drafting = self.world.drafting
             ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
             if kind == "model":
-                choices[one.id] = model_drafts(len(ids))
+                choices[one.id] = DraftChoice(
+                    drafting.source, num_model_drafts=len(ids), model=drafting
+                )
+            elif kind == "mixed" and drafting.can_go_on:
+                begun = Draft.chain(ids[: len(ids) // 2])
+                source = DraftSource.SUFFIX if len(begun) else drafting.source
+                choices[one.id] = DraftChoice(source, begun, rng.randint(1, 4), drafting)
             elif kind == "chain":
                 choices[one.id] = host_drafts(*ids)
             elif kind == "tree":
@@ -284,11 +313,12 @@ def test_any_mix_of_requests_drafts_and_aborts_is_computed_in_order_and_leaves_n
     Simulation(world).run()
 
 
-def test_the_simulation_reaches_preemption_and_cached_prefixes():
+@pytest.mark.parametrize("drafting", DRAFTINGS[:3])
+def test_the_simulation_reaches_preemption_and_cached_prefixes(drafting: ModelDrafting):
     """A simulation that never gets there would prove nothing about it."""
     preemptions = cached = drafter_hits = passed = 0
     for seed in range(20):
-        simulation = Simulation(World(seed, 2, 24, 5, 40, "fcfs", True, 10))
+        simulation = Simulation(World(seed, 2, 24, 5, 40, "fcfs", True, 10, drafting))
         simulation.run()
         preemptions += simulation.num_preemptions
         cached += sum(r.num_cached for r in simulation.requests)
@@ -297,7 +327,7 @@ def test_the_simulation_reaches_preemption_and_cached_prefixes():
     assert preemptions > 20
     assert cached > 20
     assert drafter_hits > 20
-    assert passed > 5
+    assert passed > (0 if drafting.max_kept == -1 else 5)
 
 
 @settings(max_examples=40, deadline=None)

@@ -16,6 +16,8 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
 from outdraft.engine.stats import StatsTotal
 
+PLAIN = "plain"  # decoding without drafts, with which everything is compared
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:

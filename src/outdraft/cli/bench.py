@@ -1,4 +1,4 @@
-"""`outdraft bench`: load tests of servers, and of the engine in this process."""
+"""`outdraft bench`: load tests of servers, of the engine in this process, and its drafters."""
 
 import asyncio
 import os
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
+from outdraft.cli.bench_drafters import drafters
 from outdraft.cli.bench_options import (
     DatasetOptions,
     ResultOptions,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from outdraft.engine.llm import LLM
 
 bench = typer.Typer(help="Measure a server under load, or the engine alone.", no_args_is_help=True)
+bench.command()(drafters)
 
 MaxSeconds = Annotated[
     float, typer.Option(min=1, help="Of the whole measurement; what is not done then has failed.")

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from outdraft.bench.alone import complete_alone
+from outdraft.bench.side_by_side import PLAIN
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 
-PLAIN = "plain"
 NUM_DRAFTS = 4  # a step, of everything but suffix lookup
 
 OnStep = Callable[[str, RequestOutput], None]

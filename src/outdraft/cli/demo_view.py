@@ -14,16 +14,25 @@ from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.llm import LLM
 
 STYLES = {
-    TokenOrigin.MODEL: "bold green",
+    TokenOrigin.PREDICTION: "bold magenta",
     TokenOrigin.SUFFIX: "bold cyan",
     TokenOrigin.NGRAM: "bold yellow",
-    TokenOrigin.PREDICTION: "bold magenta",
+    TokenOrigin.MODEL: "bold green",
+    TokenOrigin.EAGLE: "bold blue",
+    TokenOrigin.EAGLE3: "bold bright_blue",
+    TokenOrigin.MEDUSA: "bold red",
+    TokenOrigin.MLP: "bold bright_magenta",
 }
-LEGEND = (
-    (TokenOrigin.MODEL, "draft model"),
-    (TokenOrigin.SUFFIX, "suffix"),
-    (TokenOrigin.NGRAM, "n-gram"),
-)
+LABELS = {
+    TokenOrigin.PREDICTION: "prediction",
+    TokenOrigin.SUFFIX: "suffix",
+    TokenOrigin.NGRAM: "n-gram",
+    TokenOrigin.MODEL: "draft model",
+    TokenOrigin.EAGLE: "EAGLE",
+    TokenOrigin.EAGLE3: "EAGLE-3",
+    TokenOrigin.MEDUSA: "Medusa",
+    TokenOrigin.MLP: "MLP speculator",
+}
 PROMPT_LINES = 4  # of the end of each prompt
 
 
@@ -33,6 +42,7 @@ class DemoView:
     def __init__(self, console: Console, llm: LLM, prompts: Sequence[HeldOutPrompt]) -> None:
         self._console = console
         self._llm = llm
+        self._sources = [TokenOrigin(str(name)) for name in llm.config.speculation.methods]
         self._coming = iter(prompts)
         self._current: RequestOutput | None = None
         self._detokenizer: Detokenizer | None = None
@@ -45,8 +55,8 @@ class DemoView:
             memory.add_row(name, size)
         self._console.print(memory)
         legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
-        for index, (origin, name) in enumerate(LEGEND):
-            legend.append(", " if index else "").append(name, STYLES[origin])
+        for index, origin in enumerate(self._sources):
+            legend.append(", " if index else "").append(LABELS[origin], STYLES[origin])
         self._console.print(legend.append("."))
 
     def show(self, output: RequestOutput) -> None:
@@ -99,7 +109,7 @@ class DemoView:
             "the target's own one included.",
             style="dim",
         )
-        self._console.print(_sources(tallies))
+        self._console.print(_sources(tallies, self._sources))
         self._console.print(self._bandwidth(plain))
         self._console.print(f"{elapsed_s:.0f} s in all, loading and warming up included.")
 
@@ -122,7 +132,7 @@ class DemoView:
         )
 
 
-def _sources(tallies: Mapping[str, Tally]) -> Text:
+def _sources(tallies: Mapping[str, Tally], sources: Sequence[TokenOrigin]) -> Text:
     """Who chose the tokens of the last, most elaborate method."""
     name, tally = list(tallies.items())[-1]
     counts: Counter[TokenOrigin] = tally.origins
@@ -130,6 +140,7 @@ def _sources(tallies: Mapping[str, Tally]) -> Text:
     line = Text(f"Of {total} tokens of {name}, the target chose ")
     drafted = sum(counts[origin] for origin in STYLES)
     line.append(f"{(total - drafted) / total:.0%}")
-    for origin, label in LEGEND:
-        line.append(", ").append(f"{label} {counts[origin] / total:.0%}", STYLES[origin])
+    for origin in sources:
+        label = f"{LABELS[origin]} {counts[origin] / total:.0%}"
+        line.append(", ").append(label, STYLES[origin])
     return line.append(".")

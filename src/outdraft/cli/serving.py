@@ -99,6 +99,7 @@ def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
             info.device,
             tuple(info.speculation_methods),
             info.num_speculative_tokens,
+            info.lossless,
         )
     )
 

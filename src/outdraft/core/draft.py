@@ -6,6 +6,7 @@ Dimension key: K drafted tokens of one request.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from operator import gt
 
 import numpy as np
 
@@ -45,7 +46,8 @@ class Draft:
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.parents)} parents")
         if len(self.token_ids) > MAX_DRAFTS:
             raise ValueError(f"a draft has at most {MAX_DRAFTS} rows, got {len(self.token_ids)}")
-        if any(not 0 <= parent <= row for row, parent in enumerate(self.parents)):
+        is_late = any(map(gt, self.parents, range(len(self.parents))))
+        if is_late or min(self.parents, default=0) < 0:
             raise ValueError(f"parents must point to an earlier row, got {self.parents}")
 
     def __len__(self) -> int:

@@ -187,6 +187,8 @@ class StepStats:
     Attributes:
         accepted_at: how many requests accepted a draft at depth i + 1.
         drafted_by_source, accepted_by_source: tokens.
+        drafts_by_source: drafts, by who drafted first.
+        accepted_by_first_source: tokens of these drafts that were accepted, whoever drafted them.
         host_s: the step's time outside the device's phases.
         draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
     """
@@ -201,6 +203,8 @@ class StepStats:
     accepted_at: tuple[int, ...]
     drafted_by_source: dict[DraftSource, int]
     accepted_by_source: dict[DraftSource, int]
+    drafts_by_source: dict[DraftSource, int]
+    accepted_by_first_source: dict[DraftSource, int]
     kv_usage: float
     times: PhaseTimes
     host_s: float

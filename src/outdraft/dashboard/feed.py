@@ -26,6 +26,7 @@ class EngineFacts:
         speculation_methods: sources that a request may name, most preferred first; empty: the
             engine runs without speculation.
         num_speculative_tokens: most drafts a step.
+        lossless: False: the engine was told to accept what is plausible.
     """
 
     model: str
@@ -33,6 +34,7 @@ class EngineFacts:
     device: str
     speculation_methods: Sequence[str]
     num_speculative_tokens: int
+    lossless: bool = True
 
 
 class LiveFeed:

@@ -44,16 +44,17 @@ class Second:
         return self.total.acceptance_length if self.total.num_drafts else None
 
     def to_json(self) -> dict[str, Any]:
-        """What the page reads; drafted and accepted are tokens by source."""
+        """What the page reads; accepted are tokens by source, lengths are by who drafted first."""
         total = self.total
+        lengths = total.acceptance_length_by_source
         return {
             "second": self.second,
             "tokens_per_s": total.num_emitted,
             "steps": total.num_steps,
             "drafts": total.num_drafts,
             "acceptance_length": _rounded(self.acceptance_length),
+            "acceptance_length_by_source": {str(s): round(n, DIGITS) for s, n in lengths.items()},
             "mean_draft_length": _rounded(self.mean_draft_length),
-            "drafted": {str(source): n for source, n in total.drafted_by_source.items()},
             "accepted": {str(source): n for source, n in total.accepted_by_source.items()},
             "draft_s": round(total.draft_s, DIGITS),
             "verify_s": round(total.verify_s, DIGITS),

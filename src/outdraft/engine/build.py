@@ -22,6 +22,7 @@ from outdraft.engine.step_memory import (
     activation_bytes,
     draft_prob_bytes,
     sampling_bytes,
+    state_bytes,
     text_bytes,
 )
 from outdraft.kv.block_pool import BlockPool
@@ -176,6 +177,10 @@ def _step_memory(
         dtype=target.dtype,
         device=models.device,
     )
+    states = 0
+    if drafter is not None and drafter.reads_states:
+        hidden_size = target.config.hidden_size
+        states = state_bytes(shape, hidden_size, drafter.num_taps, drafter.feature_size)
     attention = 0
     backend = models.attention
     if isinstance(backend, MeasuredAttention):
@@ -196,6 +201,7 @@ def _step_memory(
         attention=attention,
         sampling=sampling_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),
+        states=states,
     )
 
 

@@ -38,6 +38,7 @@ class LoadedDrafter:
     Attributes:
         layers: the shapes of its layers, which keep keys and values; None: it has none.
         feature_size: numbers that it keeps of the target's pass for each token.
+        num_taps: residual streams of the target that these are made of.
         max_drafts: ahead of the text.
         mask_token_id: of a network that was trained for parallel drafting.
     """
@@ -46,6 +47,7 @@ class LoadedDrafter:
     dtype: torch.dtype
     layers: ModelConfig | None
     feature_size: int = 0
+    num_taps: int = 0
     max_drafts: int = MAX_DRAFTS
     mask_token_id: int | None = None
 
@@ -56,6 +58,11 @@ class LoadedDrafter:
     @property
     def weight_bytes(self) -> int:
         return self.network.weight_bytes
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it needs the target's."""
+        return self.feature_size > 0 or self.layers is None
 
     def bytes_per_block(self, block_size: int) -> int:
         """What it keeps in a block of the pool."""
@@ -87,7 +94,7 @@ def load_drafter(
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.config.layer, eagle.feature_size
-        return LoadedDrafter(eagle, dtype, layers, size, mask_token_id=mask)
+        return LoadedDrafter(eagle, dtype, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source is DraftSource.MEDUSA:
         heads = load_medusa(path, target, dtype, device)
         return LoadedDrafter(heads, dtype, None, max_drafts=heads.num_heads)

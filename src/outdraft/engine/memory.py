@@ -39,6 +39,7 @@ class MemoryPlan:
             "attention's temporaries": self.step.attention,
             "logits and sampling": self.step.sampling,
             "draft probabilities": self.step.draft_probs,
+            "states for the drafter": self.step.states,
             f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,
         }
         rows = {name: size for name, size in parts.items() if size > 0}

@@ -19,23 +19,29 @@ def step_stats(
     """One step in numbers."""
     drafted: Counter[DraftSource] = Counter()
     accepted: Counter[DraftSource] = Counter()
+    drafts: Counter[DraftSource] = Counter()
+    accepted_of: Counter[DraftSource] = Counter()
     accepted_at: Counter[int] = Counter()
     for work, outcome, _ in booked:
         if work.drafts is not None:
             drafted.update(work.drafts.source_of(row) for row in range(len(outcome.drafted_ids)))
             accepted.update(work.drafts.source_of(row) for row in outcome.accepted_rows)
+            drafts[work.drafts.source_of(0)] += 1
+            accepted_of[work.drafts.source_of(0)] += len(outcome.accepted_rows)
             accepted_at.update(range(len(outcome.accepted_rows)))
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
         num_rows=plan.num_rows,
         num_emitted=sum(len(added) for _, _, added in booked),
-        num_drafts=sum(work.drafts is not None for work, _, _ in booked),
+        num_drafts=sum(drafts.values()),
         num_draft_tokens=sum(drafted.values()),
         num_accepted_tokens=sum(accepted.values()),
         accepted_at=tuple(accepted_at[depth] for depth in range(len(accepted_at))),
         drafted_by_source=dict(drafted),
         accepted_by_source={source: accepted[source] for source in drafted},
+        drafts_by_source=dict(drafts),
+        accepted_by_first_source=dict(accepted_of),
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
@@ -62,6 +68,8 @@ class StatsTotal:
     accepted_at: Counter[int] = field(default_factory=Counter[int])
     drafted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
     accepted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
+    drafts_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
+    accepted_by_first_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
 
     def add(self, step: StepStats) -> None:
         self.num_steps += 1
@@ -77,6 +85,8 @@ class StatsTotal:
         self.accepted_at.update(dict(enumerate(step.accepted_at)))
         self.drafted_by_source.update(step.drafted_by_source)
         self.accepted_by_source.update(step.accepted_by_source)
+        self.drafts_by_source.update(step.drafts_by_source)
+        self.accepted_by_first_source.update(step.accepted_by_first_source)
 
     @property
     def acceptance_rate(self) -> float:
@@ -87,3 +97,11 @@ class StatsTotal:
     def acceptance_length(self) -> float:
         """Tokens a verified draft brought, the bonus or recovered token included."""
         return 1 + self.num_accepted_tokens / max(1, self.num_drafts)
+
+    @property
+    def acceptance_length_by_source(self) -> dict[DraftSource, float]:
+        """Tokens that a verified draft brought, by who drafted first."""
+        return {
+            source: 1 + self.accepted_by_first_source[source] / drafts
+            for source, drafts in self.drafts_by_source.items()
+        }

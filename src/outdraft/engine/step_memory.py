@@ -5,7 +5,7 @@ less. The parts are not all needed at once, but an allocator keeps what it once 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -57,7 +57,8 @@ class StepMemory:
         activations: of a pass of most rows through the widest layer.
         attention: what the attention takes in it.
         sampling: logits, their processed copies, probabilities, noise.
-        draft_probs: of the draft model's sampled drafts.
+        draft_probs: of the network's sampled drafts.
+        states: of the target, on their way to a drafter that reads them.
     """
 
     texts: int
@@ -65,10 +66,11 @@ class StepMemory:
     attention: int
     sampling: int
     draft_probs: int
+    states: int = 0
 
     @property
     def total(self) -> int:
-        return self.texts + self.activations + self.attention + self.sampling + self.draft_probs
+        return sum(getattr(self, part.name) for part in fields(self))
 
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
@@ -92,6 +94,14 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
         return 0
     num_drafts = min(shape.num_draft_rows, shape.num_rows)
     return DRAFT_TENSORS * num_drafts * vocab_size * 4
+
+
+def state_bytes(shape: StepShape, hidden_size: int, num_taps: int, feature_size: int) -> int:
+    """Tapped streams of a full step, side by side and once more as one; what is made of them; and
+    the last state of each running request."""
+    row = 2 * num_taps * hidden_size + 2 * feature_size
+    last = shape.scheduler.max_num_seqs * hidden_size
+    return (shape.num_rows * row + last) * shape.dtype.itemsize
 
 
 def text_bytes(shape: StepShape) -> int:

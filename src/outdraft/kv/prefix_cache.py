@@ -1,7 +1,8 @@
 """Names of full blocks: a hash of all tokens from the start of the text to the block's end.
 
 The hash of a block covers the hash of the block before it, so equal hashes mean equal prefixes
-(BLAKE2b, 128 bits).
+(BLAKE2b, 128 bits). Where what is kept for a token depends on tokens behind it, these are covered
+too.
 """
 
 from hashlib import blake2b
@@ -10,10 +11,19 @@ import numpy as np
 
 
 def extend_hashes(
-    hashes: list[bytes], token_ids: np.ndarray, block_size: int, num_tokens: int
+    hashes: list[bytes],
+    token_ids: np.ndarray,
+    block_size: int,
+    num_tokens: int,
+    look_ahead: int = 0,
 ) -> None:
-    """Append the hashes of full blocks within the first `num_tokens` that `hashes` lacks."""
+    """Append the hashes of full blocks within the first `num_tokens` that `hashes` lacks.
+
+    `look_ahead`: tokens behind a block that its hash covers; a block that lacks them has none.
+    """
+    num_tokens = min(num_tokens, len(token_ids) - look_ahead)
     for block in range(len(hashes), num_tokens // block_size):
         digest = blake2b(hashes[block - 1] if block else b"", digest_size=16)
-        digest.update(token_ids[block * block_size : (block + 1) * block_size].tobytes())
+        end = (block + 1) * block_size + look_ahead
+        digest.update(token_ids[block * block_size : end].tobytes())
         hashes.append(digest.digest())

@@ -1,9 +1,10 @@
 """A forward pass of a few rows on the CPU, or a whole greedy draft, in one compiled call.
 
 What CUDA graphs are for a GPU: the same work without the calls. For float32 models whose weights
-are packed as bfloat16; the layers of models/llama.py are its slow twin.
+are packed as bfloat16; the layers of llama.py and eagle.py are its slow twins.
 
-Dimension key: T rows, D hidden, L layers, F fields of a layer, K tapped layers.
+Dimension key: T rows, R rows that need logits, B requests of one row, D hidden, L layers, F fields
+of a layer or of a pass, K tapped layers or passes, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,89 +18,114 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import NO_WINDOW, address_of
 from outdraft.models import forward_kernels as kernels
 from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import Linear
+from outdraft.models.entry_kernels import Entry
+from outdraft.models.layers.linear import Linear, Packing
 from outdraft.models.layers.linear_team import Team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 
 MAX_ROWS = 64  # with more, the layers' own calls cost nothing and can share the work
+_NO_STATES = np.empty((0, 0), dtype=np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledChain:
+    """What a compiled loop over the passes of a draft needs besides states and tokens."""
+
+    shape: kernels.Shape
+    head: kernels.Head
+    layers_LF: np.ndarray
+    rows_KF: np.ndarray
 
 
 class CompiledForward:
-    """`CausalLM.forward` of at most MAX_ROWS rows, on the weights where the layers keep them."""
+    """The pass of a network over at most MAX_ROWS rows, on the weights where its layers keep them.
+
+    It does not keep these alive.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
+        entry: Entry,
         embedding_VD: Tensor,
         rotary: Rotary,
         layers: Sequence["LayerParts"],
-        final_norm: RMSNorm,
+        final_norm: RMSNorm | None,
         team: Team | None,
     ) -> None:
-        self._config = config
+        self._config, self._entry = config, entry
         self._team = team
         self._rotary = rotary
-        self._embedding_VD, self._final_norm = embedding_VD, final_norm.weight
+        self._embedding_VD, self._final_norm = embedding_VD, final_norm
         self._layers_LF = np.zeros((len(layers), kernels.NUM_FIELDS), dtype=np.int64)
         for fields, layer, window in zip(self._layers_LF, layers, config.windows, strict=True):
             for place, norm in layer.norms:
                 fields[place] = norm.weight.data_ptr()
             for place, linear in layer.linears:
-                weights, bias = linear.packed_addresses()
-                fields[place], fields[place + 1] = weights, bias
+                fields[place : place + 2] = linear.packed_addresses()
             fields[kernels.WINDOW] = NO_WINDOW if window is None else window
-        self._parts = layers  # keeps the memory alive
         self._bound: dict[tuple[int, ...], _Bound] = {}  # by the caches' addresses
+        self._shape = self._unbound_shape()
 
     def __call__(
         self,
         token_ids_T: Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
-        taps: Sequence[int],
+        taps: Sequence[int] = (),
+        states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `CausalLM.forward_tapped`, all float32."""
+        """As `CausalLM.forward_tapped`, all float32; with states the first part is that of
+        `EagleNetwork.forward`."""
         bound, rows = self._bind(caches), _rows(token_ids_T, metadata)
         hidden_TD = np.empty((len(token_ids_T), self._config.hidden_size), dtype=np.float32)
         tapped_KTD = np.empty((len(taps), *hidden_TD.shape), dtype=np.float32)
         taps_K = np.array(taps, dtype=np.int64)
-        kernels.forward(bound.shape, rows, bound.layers_LF, taps_K, tapped_KTD, hidden_TD)
+        states = _NO_STATES if states_TD is None else states_TD.contiguous().numpy()
+        kernels.forward(bound.shape, rows, bound.layers_LF, states, taps_K, tapped_KTD, hidden_TD)
         return torch.from_numpy(hidden_TD), torch.from_numpy(tapped_KTD)
 
-    def best_tokens(self, hidden_RD: Tensor, head: Linear) -> Tensor:
-        """int64 [R]: the best token behind each hidden state."""
-        ids_R = np.empty(len(hidden_RD), dtype=np.int64)
-        kernels.best_tokens(
-            0 if self._team is None else self._team.address,
-            head.packed_addresses()[0],
-            head.num_outputs,
-            hidden_RD.contiguous().numpy(),
-            ids_R,
-        )
+    def best_tokens(self, states_RD: Tensor, head: kernels.Head) -> Tensor:
+        """int64 [R]: the best token behind each state."""
+        ids_R = np.empty(len(states_RD), dtype=np.int64)
+        kernels.best_tokens(self._shape, head, states_RD.contiguous().numpy(), ids_R)
         return torch.from_numpy(ids_R)
 
     def greedy_chain(
         self,
         first_ids_B: Tensor,
-        head: Linear,
+        states_BD: Tensor | None,
+        head: kernels.Head,
         caches: Sequence[LayerCache],
         batches: Sequence[AttentionMetadata],
     ) -> Tensor:
-        """int64 [K, B]: first_ids, then the best token behind each, len(batches) times."""
-        bound = self._bind(caches)
-        rows = [_rows(first_ids_B, metadata) for metadata in batches]
+        """int64 [K, B]: first_ids, then the best token behind each, len(batches) times.
+
+        `states_BD`: those behind which first_ids were chosen, of a network that reads states.
+        """
+        chain = self.chain(head, caches, batches)
         ids_KB = np.empty((1 + len(batches), len(first_ids_B)), dtype=np.int64)
         ids_KB[0] = first_ids_B.numpy()
+        states = np.empty((len(first_ids_B), self._config.hidden_size), dtype=np.float32)
+        if states_BD is not None:
+            states[:] = states_BD.numpy()
         kernels.extend_chain(
-            bound.shape,
-            np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields)),
-            bound.layers_LF,
-            head.packed_addresses()[0],
-            head.num_outputs,
-            ids_KB,
+            chain.shape, chain.rows_KF, chain.layers_LF, chain.head, states, ids_KB
         )
         return torch.from_numpy(ids_KB)
+
+    def chain(
+        self,
+        head: kernels.Head,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> CompiledChain:
+        """For passes over one row a request each; the batches must outlive it."""
+        bound = self._bind(caches)
+        rows = [_fields(metadata) for metadata in batches]
+        rows_KF = np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields))
+        return CompiledChain(bound.shape, head, bound.layers_LF, rows_KF)
 
     def _bind(self, caches: Sequence[LayerCache]) -> "_Bound":
         """Addresses for one engine's caches; engines that share the weights share no state."""
@@ -108,12 +134,18 @@ class CompiledForward:
         bound = self._bound.get(key)
         if bound is not None:
             return bound
-        config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
         layers_LF = self._layers_LF.copy()
         for fields, cache in zip(layers_LF, caches, strict=True):
             fields[kernels.K_CACHE] = address_of(cache.k_PSGC, torch.float32)
             fields[kernels.V_CACHE] = address_of(cache.v_PSGC, torch.float32)
-        shape = kernels.Shape(
+        shape = self._shape._replace(block_size=block_size)
+        bound = self._bound[key] = _Bound(shape, layers_LF)
+        return bound
+
+    def _unbound_shape(self) -> kernels.Shape:
+        """All but the caches' part."""
+        config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
+        return kernels.Shape(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_heads,
@@ -124,12 +156,11 @@ class CompiledForward:
             embedding=address_of(self._embedding_VD, torch.float32),
             cos_sin=address_of(cos_sin_MC, torch.float32),
             num_positions=len(cos_sin_MC),
-            final_norm=address_of(self._final_norm, torch.float32),
-            block_size=block_size,
+            final_norm=norm_address(self._final_norm),
+            block_size=0,
             team=0 if self._team is None else self._team.address,
+            entry=self._entry,
         )
-        bound = self._bound[key] = _Bound(shape, layers_LF)
-        return bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,18 +181,44 @@ class LayerParts:
         self.linears = linears
 
 
+def norm_address(norm: RMSNorm | None) -> int:
+    """Of its weight; 0: none."""
+    return 0 if norm is None else address_of(norm.weight, torch.float32)
+
+
+def packed_head(
+    linear: Linear, norm: RMSNorm | None = None, draft_ids_N: Tensor | None = None
+) -> kernels.Head | None:
+    """For the kernels; None if it is not packed as they read it."""
+    if linear.packing is not Packing.BF16:
+        return None
+    return kernels.Head(
+        weights=linear.packed_addresses()[0],
+        num_outputs=linear.num_outputs,
+        norm=norm_address(norm),
+        draft_ids=0 if draft_ids_N is None else address_of(draft_ids_N, torch.int64),
+    )
+
+
 def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> kernels.Rows:
+    token_ids, num_rows = address_of(token_ids_T, torch.int64), len(token_ids_T)
+    assert num_rows == len(metadata.slots_T)
+    return kernels.Rows(token_ids, *_fields(metadata)[1:])
+
+
+def _fields(metadata: AttentionMetadata) -> tuple[int, ...]:
+    """Of Rows, without the token ids."""
     table_BP = metadata.block_table_BP
-    return kernels.Rows(
-        token_ids=address_of(token_ids_T, torch.int64),
-        positions=address_of(metadata.positions_T, torch.int64),
-        slots=address_of(metadata.slots_T, torch.int64),
-        query_start=address_of(metadata.query_start_B1, torch.int32),
-        context_lens=address_of(metadata.context_lens_B, torch.int32),
-        num_causal=address_of(metadata.num_causal_B, torch.int32),
-        ancestors=address_of(metadata.ancestors_T, torch.int64),
-        block_table=address_of(table_BP, torch.int32),
-        num_rows=len(token_ids_T),
-        num_requests=len(metadata.context_lens_B),
-        table_stride=table_BP.shape[1],
+    return (
+        0,
+        address_of(metadata.positions_T, torch.int64),
+        address_of(metadata.slots_T, torch.int64),
+        address_of(metadata.query_start_B1, torch.int32),
+        address_of(metadata.context_lens_B, torch.int32),
+        address_of(metadata.num_causal_B, torch.int32),
+        address_of(metadata.ancestors_T, torch.int64),
+        address_of(table_BP, torch.int32),
+        len(metadata.slots_T),
+        len(metadata.context_lens_B),
+        table_BP.shape[1],
     )

@@ -17,11 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.attention.cpu import CpuAttention
+from outdraft.models import forward_kernels as kernels
+from outdraft.models.compiled_forward import MAX_ROWS, CompiledChain, CompiledForward, packed_head
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, Packing
 from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.linear_team import shared_team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 from outdraft.models.llama import CausalLM, DecoderLayer
@@ -106,6 +110,8 @@ class EagleNetwork(nn.Module):
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self.packing = Packing.PLAIN
+        self._attention = attention
+        self._compiled: CompiledForward | None = None
 
     def _build_layers(self, attention: AttentionBackend, kind: Kind) -> None:
         layer = self.config.layer
@@ -172,10 +178,24 @@ class EagleNetwork(nn.Module):
 
         Writes the keys and values of the rows to the caches, one cache a layer.
 
+        A few rows on a CPU are one compiled call.
+
         Args:
             token_ids_T: int64, the token behind each row's position.
             states_TF: `features` of the row's position; in a draft, the state of its parent.
         """
+        if self._compiled is not None and len(token_ids_T) <= MAX_ROWS:
+            return self._compiled(token_ids_T, caches, metadata, states_TD=states_TF)[0]
+        return self.forward_by_layers(token_ids_T, states_TF, caches, metadata)
+
+    def forward_by_layers(
+        self,
+        token_ids_T: Tensor,
+        states_TF: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """As `forward`, on any device, for any number of rows."""
         embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
         cos_sin_TC = self.rotary.at(metadata.positions_T)
         x_TD, residual_TD = self.entry(embed(token_ids_T), states_TF)
@@ -209,8 +229,36 @@ class EagleNetwork(nn.Module):
 
     def best_tokens(self, states_RD: Tensor) -> Tensor:
         """int64 [R]: argmax of the logits, as ids of the target, without making these V wide."""
+        head = self._packed_head()
+        if self._compiled is not None and head is not None and len(states_RD) <= MAX_ROWS:
+            return self._compiled.best_tokens(states_RD, head)
         best_R = self.draft_logits(states_RD).argmax(dim=-1)
         return best_R if self.draft_ids_N is None else self.draft_ids_N[best_R]
+
+    def greedy_chain(
+        self,
+        states_BD: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]: the best token behind each state, then behind each of these, once for
+        every batch, which reads one row a request."""
+        ids, head = [self.best_tokens(states_BD)], self._packed_head()
+        if self._compiled is not None and head is not None and len(states_BD) <= MAX_ROWS:
+            return self._compiled.greedy_chain(ids[0], states_BD, head, caches, batches)
+        for batch in batches:
+            states_BD = self(ids[-1], states_BD, caches, batch)
+            ids.append(self.best_tokens(states_BD))
+        return torch.stack(ids)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        """For passes over at most MAX_ROWS rows, one a request; None: there is nothing compiled."""
+        head = self._packed_head()
+        if self._compiled is None or head is None:
+            return None
+        return self._compiled.chain(head, caches, batches)
 
     @property
     def memory_bytes(self) -> int:
@@ -251,6 +299,27 @@ class EagleNetwork(nn.Module):
         for linear in self._linears():
             linear.pack(packing)
         self.packing = packing
+        is_packed = packing is Packing.BF16 and self.dtype is torch.float32
+        if is_packed and isinstance(self._attention, CpuAttention):
+            self._compiled = self._compile()
+
+    def _compile(self) -> CompiledForward:
+        embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
+        return CompiledForward(
+            self.config.layer,
+            self.entry.compiled(),
+            embed.weight,
+            self.rotary,
+            [self._first.parts(), *(layer.parts() for layer in self._further)],
+            self.norm if self.config.norm_output else None,
+            shared_team(torch.get_num_threads()),
+        )
+
+    def _packed_head(self) -> kernels.Head | None:
+        """The target's, if it is that, may be packed later or otherwise."""
+        norm = None if self.config.norm_output else self.norm
+        head = self._target.lm_head if self.lm_head is None else self.lm_head
+        return packed_head(head, norm, self.draft_ids_N)
 
     def weights_fit_bfloat16(self) -> bool:
         """Whether the weights of all products are the same numbers in bfloat16; before packing."""

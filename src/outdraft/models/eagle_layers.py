@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionBackend
+from outdraft.models.compiled_forward import LayerParts, norm_address
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle_config import EagleConfig
+from outdraft.models.entry_kernels import Entry
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
-from outdraft.models.llama import FeedForward, SelfAttention
+from outdraft.models.llama import FeedForward, SelfAttention, layer_parts
 
 Slots = Iterator[tuple[str, Tensor | None]]
 
@@ -76,6 +78,15 @@ class PairEntry(nn.Module):
         x_T2D = torch.cat((self.input_layernorm(embedded_TD), normed_TD), dim=-1)
         return x_T2D, normed_TD if self._adds_to_normed else states_TD.clone()
 
+    def compiled(self) -> Entry:
+        """For the compiled pass."""
+        return Entry(
+            reads_states=True,
+            token_norm=norm_address(self.input_layernorm),
+            state_norm=norm_address(self.hidden_norm),
+            adds_to_normed=self._adds_to_normed,
+        )
+
     def slots(self) -> Slots:
         """As EagleNetwork.checkpoint_slots."""
         yield "layers.0.input_layernorm.weight", self.input_layernorm.weight
@@ -102,6 +113,17 @@ class FusedEntry(nn.Module):
         x_TD = self.fc(torch.cat((embedded_TD, states_TD), dim=-1))
         return x_TD if self.input_layernorm is None else self.input_layernorm(x_TD), x_TD
 
+    def compiled(self) -> Entry:
+        """For the compiled pass."""
+        weights, bias = self.fc.packed_addresses()
+        return Entry(
+            reads_states=True,
+            token_norm=norm_address(self.embedding_layernorm),
+            fc=weights,
+            fc_bias=bias,
+            input_norm=norm_address(self.input_layernorm),
+        )
+
     def slots(self) -> Slots:
         """As EagleNetwork.checkpoint_slots."""
         yield "fc.weight", self.fc.weight
@@ -127,6 +149,10 @@ class FirstLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.mlp = FeedForward(config, **kind)
+
+    def parts(self) -> LayerParts:
+        """For the compiled pass."""
+        return layer_parts(None, self.self_attn, self.post_attention_layernorm, self.mlp)
 
     def slots(self) -> Slots:
         """As CausalLM.checkpoint_slots, without the prefix of the layer."""

@@ -4,13 +4,15 @@
 """The compiled half of compiled_forward.py: a whole forward pass in one call.
 
 At a few rows a step is as long as its calls are many; here the layers' own kernels call each other
-without Python between them. It computes what CausalLM.forward does, which is its slow twin.
+without Python between them. It computes what CausalLM and EagleNetwork do by layers, which is its
+slow twin.
 
 NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
 this file too.
 
-Dimension key: T rows, D hidden, H heads, G kv heads, C head size, I intermediate, E = (H + 2 G) C,
-L layers, F fields of a layer, M positions, K tapped layers.
+Dimension key: T rows, R rows that need logits, B requests of one row, D hidden, H heads, G kv
+heads, C head size, I intermediate, E = (H + 2 G) C, L layers, F fields of a layer, or of a pass, M
+positions, K tapped layers, or passes, N the head's own vocabulary.
 """
 
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from numba import carray, njit
 
 from outdraft.attention.cpu_kernels import Batch, attend, write_rows
 from outdraft.attention.cpu_simd import pointer
+from outdraft.models.entry_kernels import Entry, enter, linear, vector
 from outdraft.models.layers.cpu_kernels import (
     add_rms_norm,
     rms_norm,
@@ -27,7 +30,6 @@ from outdraft.models.layers.cpu_kernels import (
     split_norm_rotate,
     split_rotate,
 )
-from outdraft.models.layers.linear_kernels import multiply_together
 
 # Fields of a layer: addresses, 0 for what it does not have, and the window.
 INPUT_NORM, POST_NORM, Q_NORM, K_NORM = 0, 1, 2, 3
@@ -49,9 +51,19 @@ class Shape(NamedTuple):
     embedding: int  # address of float32 [V, D]
     cos_sin: int  # address of float32 [M, C]
     num_positions: int
-    final_norm: int
+    final_norm: int  # of what a pass returns; 0: none
     block_size: int
     team: int  # as for multiply_together
+    entry: Entry
+
+
+class Head(NamedTuple):
+    """From states to logits."""
+
+    weights: int  # address, packed
+    num_outputs: int  # N
+    norm: int  # address, 0: none
+    draft_ids: int  # address of int64 [N], the target's ids of the outputs; 0: the same ids
 
 
 class Rows(NamedTuple):
@@ -71,31 +83,22 @@ class Rows(NamedTuple):
 
 
 @njit(inline="always")
-def _vector(address, size):
-    return carray(pointer(address), (size,), np.float32)
-
-
-@njit(inline="always")
-def _matrix(address, rows, columns):
-    return carray(pointer(address), (rows, columns), np.float32)
-
-
-@njit(inline="always")
 def _longs(address, size):
     return carray(pointer(address), (size,), np.int64)
 
 
 @njit(nogil=True, cache=True)
-def forward(shape, rows, layers_LF, taps_K, tapped_KTD, out_TD):
-    """out = the hidden states behind the final norm; keys and values go to the caches.
+def forward(shape, rows, layers_LF, states_TD, taps_K, tapped_KTD, out_TD):
+    """out = the states of the rows; keys and values go to the caches.
 
-    tapped[k] = the residual stream behind the first taps[k] layers.
+    tapped[k] = the residual stream behind the first taps[k] layers. `states_TD` as for `enter`.
     """
     num_rows, hidden = rows.num_rows, shape.hidden
     heads, kv_heads, head_size = shape.num_heads, shape.num_kv_heads, shape.head_size
     residual_TD = np.empty((num_rows, hidden), np.float32)
     cos_sin_TC = np.empty((num_rows, head_size), np.float32)
     _look_up(shape, rows, residual_TD, cos_sin_TC)
+    x_TX = enter(shape.entry, shape.team, shape.eps, states_TD, residual_TD)
     x_TD = np.empty((num_rows, hidden), np.float32)
     y_TD = np.empty((num_rows, hidden), np.float32)
     qkv_TE = np.empty((num_rows, (heads + 2 * kv_heads) * head_size), np.float32)
@@ -107,26 +110,29 @@ def forward(shape, rows, layers_LF, taps_K, tapped_KTD, out_TD):
     gated_TI = np.empty((num_rows, shape.intermediate), np.float32)
     num_layers = layers_LF.shape[0]
     _tap(0, residual_TD, taps_K, tapped_KTD)
-    rms_norm(residual_TD, _vector(layers_LF[0, INPUT_NORM], hidden), shape.eps, x_TD)
     for index in range(num_layers):
         layer = layers_LF[index]
-        _linear(shape.team, layer[QKV], layer[QKV_BIAS], x_TD, qkv_TE)
+        linear(shape.team, layer[QKV], layer[QKV_BIAS], x_TX if index == 0 else x_TD, qkv_TE)
         if layer[Q_NORM] != 0:
-            q_norm, k_norm = _vector(layer[Q_NORM], head_size), _vector(layer[K_NORM], head_size)
+            q_norm, k_norm = vector(layer[Q_NORM], head_size), vector(layer[K_NORM], head_size)
             split_norm_rotate(qkv_TE, cos_sin_TC, q_norm, k_norm, shape.eps, q_THC, k_TGC, v_TGC)
         else:
             split_rotate(qkv_TE, cos_sin_TC, q_THC, k_TGC, v_TGC)
         _attend(shape, rows, layer, q_THC, k_TGC, v_TGC, attended_THC)
         attended_TD = attended_THC.reshape((num_rows, heads * head_size))
-        _linear(shape.team, layer[O], layer[O_BIAS], attended_TD, y_TD)
-        add_rms_norm(y_TD, residual_TD, _vector(layer[POST_NORM], hidden), shape.eps, x_TD)
-        _linear(shape.team, layer[GATE_UP], layer[GATE_UP_BIAS], x_TD, gate_up_T2I)
+        linear(shape.team, layer[O], layer[O_BIAS], attended_TD, y_TD)
+        add_rms_norm(y_TD, residual_TD, vector(layer[POST_NORM], hidden), shape.eps, x_TD)
+        linear(shape.team, layer[GATE_UP], layer[GATE_UP_BIAS], x_TD, gate_up_T2I)
         silu_mul(gate_up_T2I, gated_TI)
-        _linear(shape.team, layer[DOWN], layer[DOWN_BIAS], gated_TI, y_TD)
+        linear(shape.team, layer[DOWN], layer[DOWN_BIAS], gated_TI, y_TD)
         is_last = index + 1 == num_layers
         next_norm = shape.final_norm if is_last else layers_LF[index + 1, INPUT_NORM]
-        target_TD = out_TD if is_last else x_TD
-        add_rms_norm(y_TD, residual_TD, _vector(next_norm, hidden), shape.eps, target_TD)
+        if next_norm != 0:
+            target_TD = out_TD if is_last else x_TD
+            add_rms_norm(y_TD, residual_TD, vector(next_norm, hidden), shape.eps, target_TD)
+        else:
+            residual_TD += y_TD
+            out_TD[:] = residual_TD
         _tap(index + 1, residual_TD, taps_K, tapped_KTD)
 
 
@@ -138,40 +144,71 @@ def _tap(num_layers, residual_TD, taps_K, tapped_KTD):
 
 
 @njit(nogil=True, cache=True)
-def extend_chain(shape, rows_KF, layers_LF, head, vocab_size, ids_KB):
+def extend_chain(shape, rows_KF, layers_LF, head, states_BD, ids_KB):
     """ids[k] = the best tokens behind ids[k - 1], one row a request; ids[0] is given.
 
-    rows_KF has the fields of Rows for each pass; `head` is the address of the packed head.
+    rows_KF has the fields of Rows for each pass, whose token ids these are. `states_BD` are those
+    behind which ids[0] were chosen; they are overwritten.
     """
-    num_rows = ids_KB.shape[1]
-    hidden_BD = np.empty((num_rows, shape.hidden), np.float32)
+    for k in range(1, len(ids_KB)):
+        read_chosen(shape, rows_KF[k - 1], layers_LF, ids_KB[k - 1], states_BD)
+        best_tokens(shape, head, states_BD, ids_KB[k])
+
+
+@njit
+def read_chosen(shape, fields, layers_LF, ids_B, states_BD):
+    """A pass over one token of each request, whose state replaces that of the token before.
+
+    `fields` are those of Rows, but for the token ids.
+    """
+    rows = Rows(
+        ids_B.ctypes.data,
+        fields[1],
+        fields[2],
+        fields[3],
+        fields[4],
+        fields[5],
+        fields[6],
+        fields[7],
+        fields[8],
+        fields[9],
+        fields[10],
+    )
     no_taps_K, nothing_KTD = np.empty(0, np.int64), np.empty((0, 0, 0), np.float32)
-    for k in range(1, ids_KB.shape[0]):
-        fields = rows_KF[k - 1]
-        rows = Rows(
-            ids_KB[k - 1].ctypes.data,
-            fields[1],
-            fields[2],
-            fields[3],
-            fields[4],
-            fields[5],
-            fields[6],
-            fields[7],
-            fields[8],
-            fields[9],
-            fields[10],
-        )
-        forward(shape, rows, layers_LF, no_taps_K, nothing_KTD, hidden_BD)
-        best_tokens(shape.team, head, vocab_size, hidden_BD, ids_KB[k])
+    # `enter` is done with the old states before the new ones are written.
+    forward(shape, rows, layers_LF, states_BD, no_taps_K, nothing_KTD, states_BD)
 
 
 @njit(nogil=True, cache=True)
-def best_tokens(team, head, vocab_size, hidden_RD, ids_R):
-    """ids = the tokens with the highest logits; `head` is the address of the packed head."""
-    logits_RV = np.empty((len(ids_R), vocab_size), np.float32)
-    _linear(team, head, 0, hidden_RD, logits_RV)
+def best_tokens(shape, head, states_RD, ids_R):
+    """ids = the tokens with the highest logits, as the target numbers them."""
+    logits_RN = draft_logits(shape, head, states_RD)
     for r in range(len(ids_R)):
-        ids_R[r] = logits_RV[r].argmax()
+        best = logits_RN[r].argmax()
+        ids_R[r] = best if head.draft_ids == 0 else _longs(head.draft_ids, head.num_outputs)[best]
+
+
+@njit
+def draft_logits(shape, head, states_RD):
+    """[R, N]."""
+    logits_RN = np.empty((len(states_RD), head.num_outputs), np.float32)
+    if head.norm == 0:
+        linear(shape.team, head.weights, 0, states_RD, logits_RN)
+        return logits_RN
+    normed_RD = np.empty_like(states_RD)
+    rms_norm(states_RD, vector(head.norm, shape.hidden), shape.eps, normed_RD)
+    linear(shape.team, head.weights, 0, normed_RD, logits_RN)
+    return logits_RN
+
+
+@njit
+def spread_logits(head, logits_RN, logits_RV):
+    """Logits over the target's vocabulary, -inf where the head has no such token."""
+    logits_RV[:] = -np.inf
+    ids_N = _longs(head.draft_ids, head.num_outputs)
+    for r in range(len(logits_RN)):
+        for n in range(head.num_outputs):
+            logits_RV[r, ids_N[n]] = logits_RN[r, n]
 
 
 @njit
@@ -180,27 +217,10 @@ def _look_up(shape, rows, residual_TD, cos_sin_TC):
     positions_T = _longs(rows.positions, rows.num_rows)
     for t in range(rows.num_rows):
         source = shape.embedding + 4 * token_ids_T[t] * shape.hidden
-        residual_TD[t] = _vector(source, shape.hidden)
+        residual_TD[t] = vector(source, shape.hidden)
         assert 0 <= positions_T[t] < shape.num_positions
         angles = shape.cos_sin + 4 * positions_T[t] * shape.head_size
-        cos_sin_TC[t] = _vector(angles, shape.head_size)
-
-
-@njit
-def _linear(team, weights, bias, x_TD, out_TE):
-    num_rows, num_inputs = x_TD.shape
-    multiply_together(
-        team,
-        weights,
-        bias,
-        x_TD.ctypes.data,
-        num_inputs,
-        out_TE.ctypes.data,
-        num_rows,
-        num_inputs,
-        out_TE.shape[1],
-        False,
-    )
+        cos_sin_TC[t] = vector(angles, shape.head_size)
 
 
 @njit

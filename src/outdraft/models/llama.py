@@ -15,8 +15,16 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
 from outdraft.models import forward_kernels as kernels
-from outdraft.models.compiled_forward import MAX_ROWS, CompiledForward, LayerParts
+from outdraft.models.compiled_forward import (
+    MAX_ROWS,
+    CompiledChain,
+    CompiledForward,
+    LayerParts,
+    norm_address,
+    packed_head,
+)
 from outdraft.models.config import ModelConfig
+from outdraft.models.entry_kernels import Entry
 from outdraft.models.layers import cpu_kernels
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
 from outdraft.models.layers.embedding import Embedding
@@ -110,6 +118,25 @@ class FeedForward(nn.Module):
         yield from _fused(self.down_proj, ("down_proj",), (self.down_proj.num_outputs,))
 
 
+def layer_parts(
+    input_norm: RMSNorm | None, attention: SelfAttention, post_norm: RMSNorm, mlp: FeedForward
+) -> LayerParts:
+    """A layer for the compiled pass; without an input norm where something else takes its place."""
+    norms = [(kernels.POST_NORM, post_norm)]
+    if input_norm is not None:
+        norms.append((kernels.INPUT_NORM, input_norm))
+    if attention.norms is not None:
+        q_norm, k_norm = attention.norms
+        norms += [(kernels.Q_NORM, q_norm), (kernels.K_NORM, k_norm)]
+    linears = [
+        (kernels.QKV, attention.qkv_proj),
+        (kernels.O, attention.o_proj),
+        (kernels.GATE_UP, mlp.gate_up_proj),
+        (kernels.DOWN, mlp.down_proj),
+    ]
+    return LayerParts(norms, linears)
+
+
 class DecoderLayer(nn.Module):
     """Attention, then the feed-forward block, each behind a norm and added to the residual."""
 
@@ -134,18 +161,9 @@ class DecoderLayer(nn.Module):
 
     def parts(self) -> LayerParts:
         """For the compiled pass."""
-        norms = [(kernels.INPUT_NORM, self.input_layernorm)]
-        norms.append((kernels.POST_NORM, self.post_attention_layernorm))
-        if self.self_attn.norms is not None:
-            q_norm, k_norm = self.self_attn.norms
-            norms += [(kernels.Q_NORM, q_norm), (kernels.K_NORM, k_norm)]
-        linears = [
-            (kernels.QKV, self.self_attn.qkv_proj),
-            (kernels.O, self.self_attn.o_proj),
-            (kernels.GATE_UP, self.mlp.gate_up_proj),
-            (kernels.DOWN, self.mlp.down_proj),
-        ]
-        return LayerParts(norms, linears)
+        return layer_parts(
+            self.input_layernorm, self.self_attn, self.post_attention_layernorm, self.mlp
+        )
 
     def slots(self) -> Iterator[tuple[str, Tensor | None]]:
         """As CausalLM.checkpoint_slots, without the prefix of the layer."""
@@ -195,6 +213,7 @@ class CausalLM(nn.Module):
         self.packing = Packing.PLAIN
         self._attention = attention
         self._compiled: CompiledForward | None = None
+        self._packed_head: kernels.Head | None = None
 
     def forward(
         self,
@@ -260,8 +279,9 @@ class CausalLM(nn.Module):
 
     def best_tokens(self, hidden_RD: Tensor) -> Tensor:
         """int64 [R]: argmax of the logits, without keeping these."""
-        if self._compiled is not None and len(hidden_RD) <= MAX_ROWS:
-            return self._compiled.best_tokens(hidden_RD, self.lm_head)
+        head = self._packed_head
+        if self._compiled is not None and head is not None and len(hidden_RD) <= MAX_ROWS:
+            return self._compiled.best_tokens(hidden_RD, head)
         return self.logits(hidden_RD).argmax(dim=-1)
 
     def greedy_chain(
@@ -274,13 +294,22 @@ class CausalLM(nn.Module):
 
         Each batch reads one row a request, the tokens that were chosen before it.
         """
-        if self._compiled is not None and len(first_ids_B) <= MAX_ROWS:
-            return self._compiled.greedy_chain(first_ids_B, self.lm_head, caches, batches)
+        head = self._packed_head
+        if self._compiled is not None and head is not None and len(first_ids_B) <= MAX_ROWS:
+            return self._compiled.greedy_chain(first_ids_B, None, head, caches, batches)
         ids = [first_ids_B]
         for batch in batches:
             hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
             ids.append(self.best_tokens(hidden_BD))
         return torch.stack(ids)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        """For passes over at most MAX_ROWS rows, one a request; None: there is nothing compiled."""
+        if self._compiled is None or self._packed_head is None:
+            return None
+        return self._compiled.chain(self._packed_head, caches, batches)
 
     @property
     def weight_bytes(self) -> int:
@@ -325,6 +354,7 @@ class CausalLM(nn.Module):
         self.packing = packing
         if packing is Packing.BF16 and self.dtype is torch.float32:
             self._compiled = self._compile()
+            self._packed_head = packed_head(self.lm_head)
 
     def _compile(self) -> CompiledForward | None:
         """The compiled pass, where the attention has a compiled kernel."""
@@ -332,6 +362,7 @@ class CausalLM(nn.Module):
             return None
         return CompiledForward(
             self.config,
+            Entry(token_norm=norm_address(self._layers[0].input_layernorm)),
             self.embed_tokens.weight,
             self.rotary,
             [layer.parts() for layer in self._layers],

@@ -9,7 +9,9 @@ The *position* is that of the token being chosen. The *anchor* of noise that dec
 Positions past the end of a step come back in the next one, and block verification has looked at
 their drafts and coins to find that end: noise that was keyed by the position alone would be
 conditioned on the outcome of the step before, and the output would be biased. SAMPLE and RECOVER
-noise is used for emitted tokens only, so it needs no anchor.
+noise is used for emitted tokens only, so it needs no anchor. In a tree several nodes draw at one
+position: the anchor of a drawn child is the number of committed tokens + (its parent's row << 24),
+so that the draws of a level are independent.
 
 This module is written with tensors, for any device; `noise_cpu` is its fast twin for the CPU.
 

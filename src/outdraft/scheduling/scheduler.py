@@ -36,8 +36,7 @@ class Scheduler:
         drafter_reads_ahead: bool = False,
     ) -> None:
         """`drafter_reads_ahead`: what the drafter keeps for a token depends on the one behind it
-        (EAGLE). Then the last block of a known prefix is not taken: what comes behind it may be
-        another token than it was."""
+        (EAGLE). Then a block is found again only if this one, too, is what it was."""
         self.config = config
         self.pool = pool
         self.max_model_len = max_model_len
@@ -45,7 +44,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self._block_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
-        self._drafter_reads_ahead = drafter_reads_ahead
+        self._look_ahead = 1 if drafter_reads_ahead else 0
         self._order = POLICIES[config.policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
@@ -220,7 +219,8 @@ class Scheduler:
         """A running request's work, with as many of its drafts as rows and blocks are left for."""
         table = self.table(request)
         samples = num_new == request.num_uncomputed
-        if choice is not None and samples:
+        # With more tokens left, the target has not yet made what a drafter may have to read.
+        if choice is not None and samples and num_new == 1:
             free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
             room = free_slots - request.num_tokens
             choice = choice.truncated(min(budget, room, request.max_drafts))
@@ -278,7 +278,11 @@ class Scheduler:
     def _name_blocks(self, request: Request) -> None:
         """Hash the blocks that could be taken from the cache: one token is left to compute."""
         extend_hashes(
-            request.block_hashes, request.token_ids, self._block_size, request.num_tokens - 1
+            request.block_hashes,
+            request.token_ids,
+            self._block_size,
+            request.num_tokens - 1,
+            self._look_ahead,
         )
 
     def _cached_prefix(self, request: Request) -> list[int]:
@@ -294,7 +298,7 @@ class Scheduler:
             if block is None:
                 break
             blocks.append(block)
-        return blocks[:-1] if self._drafter_reads_ahead else blocks
+        return blocks
 
     def _skip_drafter_filled(self, request: Request) -> None:
         """Count for the drafter what it has read for another request, in blocks that both hold."""
@@ -337,9 +341,9 @@ class Scheduler:
         size = self._block_size
         # Tokens behind the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        extend_hashes(request.block_hashes, request.token_ids, size, valid)
+        extend_hashes(request.block_hashes, request.token_ids, size, valid, self._look_ahead)
         blocks = self.table(request).ids
-        for block in range(computed // size, valid // size):
+        for block in range(computed // size, min(valid // size, len(request.block_hashes))):
             self.pool.remember(blocks[block], request.block_hashes[block])
         drafter_valid = min(request.num_drafter_computed, valid)
         for block in range(drafter_computed // size, drafter_valid // size):

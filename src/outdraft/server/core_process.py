@@ -87,6 +87,7 @@ def _start(
         memory=str(memory),
         weight_bytes=models.target.weight_bytes,
         tokenizer_path=str(resolve_model_path(config.tokenizer or config.model)),
+        lossless=speculation.is_lossless,
     )
     return EngineLoop(engine, commands, reports), info
 

@@ -130,6 +130,7 @@ class EngineInfo(Struct, tag=True, frozen=True):
 
     Attributes:
         speculation_methods: sources that requests may name, most preferred first; empty: off.
+        lossless: outputs have the target's own distribution.
         memory: the memory table, as text.
         tokenizer_path: a directory.
     """
@@ -148,6 +149,7 @@ class EngineInfo(Struct, tag=True, frozen=True):
     memory: str
     weight_bytes: int
     tokenizer_path: str = ""
+    lossless: bool = True
 
 
 class Steps(Struct, tag=True, frozen=True):

@@ -10,7 +10,6 @@ from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
 from outdraft.server.messages import EngineInfo, Steps
@@ -42,7 +41,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         make = _Maker(self.registry, model_name)
         self._engine = _EngineMetrics(make)
-        self._speculation = _SpeculationMetrics(make, info.num_speculative_tokens)
+        self._speculation = _SpeculationMetrics(make, info)
         self._requests = _RequestMetrics(make, info.max_model_len)
 
     def observe_steps(self, steps: Steps) -> None:
@@ -132,9 +131,9 @@ class _EngineMetrics:
         self._generated = make.counter("generation_tokens", "Generated tokens.")
         self._step_s = make.counters(
             "step_seconds",
-            "Seconds of engine steps by phase: draft (the draft model), verify (the target's "
-            "forward), sample (choosing and accepting), host (all the rest, drafts without a model "
-            "included).",
+            "Seconds of engine steps by phase: draft (a network's drafts), verify (the target's "
+            "forward), sample (choosing and accepting), host (all the rest, drafts without a "
+            "network included).",
             "phase",
             ("draft", "verify", "sample", "host"),
         )
@@ -155,8 +154,8 @@ class _EngineMetrics:
 class _SpeculationMetrics:
     """What was drafted, what was accepted, and what it is worth."""
 
-    def __init__(self, make: _Maker, num_speculative_tokens: int) -> None:
-        sources = [str(source) for source in DraftSource]
+    def __init__(self, make: _Maker, info: EngineInfo) -> None:
+        sources = info.speculation_methods  # zeros of what cannot draft would be noise
         self._plain_speed = PlainSpeed()
         self._drafts = make.counter("spec_decode_num_drafts", "Drafts verified.")
         self._drafted = make.counter("spec_decode_num_draft_tokens", "Drafted tokens.")
@@ -167,13 +166,26 @@ class _SpeculationMetrics:
             "spec_decode_num_accepted_tokens_per_pos",
             "Accepted tokens by position (depth) in the draft, from 0.",
             "position",
-            [str(position) for position in range(num_speculative_tokens)],
+            [str(position) for position in range(info.num_speculative_tokens)],
         )
         self._drafted_by = make.counters(
             "spec_decode_draft_tokens_by_source", "Drafted tokens by source.", "source", sources
         )
         self._accepted_by = make.counters(
             "spec_decode_accepted_tokens_by_source", "Accepted tokens by source.", "source", sources
+        )
+        self._drafts_by = make.counters(
+            "spec_decode_drafts_by_source",
+            "Drafts verified, by the source that drafted first: another may have gone on.",
+            "source",
+            sources,
+        )
+        self._accepted_of = make.counters(
+            "spec_decode_accepted_tokens_by_first_source",
+            "Accepted tokens by the source that drafted first, whoever drafted the token. One plus "
+            "these per spec_decode_drafts_by_source_total is the acceptance length by source.",
+            "source",
+            sources,
         )
         self._draft_length = make.histogram(
             "chosen_draft_length",
@@ -201,6 +213,10 @@ class _SpeculationMetrics:
             self._drafted_by(str(source)).inc(count)
         for source, count in step.accepted_by_source.items():
             self._accepted_by(str(source)).inc(count)
+        for source, count in step.drafts_by_source.items():
+            self._drafts_by(str(source)).inc(count)
+        for source, count in step.accepted_by_first_source.items():
+            self._accepted_of(str(source)).inc(count)
         for length in step.draft_lengths:
             self._draft_length.observe(length)
         self._plain_speed.add(step)

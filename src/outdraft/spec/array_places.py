@@ -10,6 +10,8 @@ import numpy as np
 from numba import carray, njit, types
 from numba.extending import intrinsic
 
+_INT32 = np.dtype(np.int32)  # to compare with this is cheap, with np.int32 it is not
+
 
 @intrinsic
 def _pointer(typing_context, address):
@@ -28,20 +30,26 @@ def place_of_array(array: np.ndarray) -> tuple[int, int, int]:
     return array.ctypes.data, *array.shape
 
 
-def place_of_text(token_ids: np.ndarray) -> tuple[int, int, int]:
-    """The same of contiguous int32 token ids, as an array of one row."""
-    assert token_ids.dtype == np.int32
-    assert token_ids.flags.c_contiguous
-    return _address(token_ids), 1, len(token_ids)
+def address_of(token_ids: np.ndarray) -> int:
+    """Where contiguous int32 token ids, [T], begin."""
+    assert token_ids.dtype == _INT32
+    return _address(token_ids)
 
 
 @njit(cache=True)
 def _address(array: np.ndarray) -> int:
     """Every request is asked for this in every step: numpy's own answer takes ten times as long."""
+    assert len(array) < 2 or array.strides[0] == array.itemsize
     return array.ctypes.data
 
 
 @njit(cache=True)
 def array_at(place_3: np.ndarray) -> np.ndarray:
-    """The array at a place, int64 [3], that a function above has named."""
+    """The array at a place, int64 [3], as `place_of_array` names it."""
     return carray(_pointer(place_3[0]), (place_3[1], place_3[2]))
+
+
+@njit(cache=True)
+def text_at(address: int, num_tokens: int) -> np.ndarray:
+    """The token ids that begin at an address."""
+    return carray(_pointer(address), num_tokens)

@@ -9,7 +9,10 @@ Kernels offer rows with two or three numbers of their own, which they get back w
 taken, and then offer what may follow it. Whoever offers the likeliest of siblings first may offer
 each other one when the one before it is taken.
 
-Dimension key: K drafted tokens, F rows that wait, M fields, C columns, B requests.
+The functions are compiled into their callers: calls, with the counts of references that they take,
+would cost more than what is done.
+
+Dimension key: K drafted tokens, W rows that wait, M fields, C columns, B requests, F places.
 """
 
 from typing import NamedTuple
@@ -38,14 +41,14 @@ class GrowingTree(NamedTuple):
     Attributes:
         rows_K1C: int64 [K + 1, 3], the root's first; parents as in core.draft.Draft.
         probs_K1: float64 [K + 1].
-        waiting_FC: int64 [F, 6]; waiting_probs_F: float64 [F].
+        waiting_WC: int64 [W, 6]; waiting_probs_W: float64 [W].
         fields_M: int64 [M].
     """
 
     rows_K1C: np.ndarray
     probs_K1: np.ndarray
-    waiting_FC: np.ndarray
-    waiting_probs_F: np.ndarray
+    waiting_WC: np.ndarray
+    waiting_probs_W: np.ndarray
     fields_M: np.ndarray
 
 
@@ -61,99 +64,120 @@ def new_tree() -> GrowingTree:
     )
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def clear(tree: GrowingTree) -> None:
     """Back to the root."""
     tree.fields_M[NUM_ROWS] = 0
     tree.fields_M[NUM_WAITING] = 0
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def offer(
     tree: GrowingTree, prob: float, parent: int, token: int, first: int, second: int, third: int
 ) -> None:
     """Let a row wait, with the probability of its path and the caller's own numbers."""
-    waiting_FC, at = tree.waiting_FC, tree.fields_M[NUM_WAITING]
+    waiting_WC, at = tree.waiting_WC, tree.fields_M[NUM_WAITING]
     tree.fields_M[NUM_WAITING] += 1
-    tree.waiting_probs_F[at] = prob
-    waiting_FC[at, TOKEN] = token
-    waiting_FC[at, PARENT] = parent
-    waiting_FC[at, DEPTH] = tree.rows_K1C[parent, DEPTH] + 1
-    waiting_FC[at, OWN] = first
-    waiting_FC[at, OWN + 1] = second
-    waiting_FC[at, OWN + 2] = third
+    tree.waiting_probs_W[at] = prob
+    waiting_WC[at, TOKEN] = token
+    waiting_WC[at, PARENT] = parent
+    waiting_WC[at, DEPTH] = tree.rows_K1C[parent, DEPTH] + 1
+    waiting_WC[at, OWN] = first
+    waiting_WC[at, OWN + 1] = second
+    waiting_WC[at, OWN + 2] = third
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def take(tree: GrowingTree) -> tuple[int, int, int, int, int]:
     """Add the best of the waiting rows: its number, its parent's, and the caller's own numbers."""
-    rows_K1C, waiting_FC, probs_F = tree.rows_K1C, tree.waiting_FC, tree.waiting_probs_F
+    rows_K1C, waiting_WC, probs_W = tree.rows_K1C, tree.waiting_WC, tree.waiting_probs_W
     num_waiting = tree.fields_M[NUM_WAITING]
     best = 0
     for at in range(1, num_waiting):
-        if probs_F[at] > probs_F[best] or (
-            probs_F[at] == probs_F[best] and _goes_before(waiting_FC, at, best)
+        if probs_W[at] > probs_W[best] or (
+            probs_W[at] == probs_W[best] and _goes_before(waiting_WC, at, best)
         ):
             best = at
     tree.fields_M[NUM_WAITING] -= 1
     tree.fields_M[NUM_ROWS] += 1
     row = tree.fields_M[NUM_ROWS]
-    tree.probs_K1[row] = probs_F[best]
+    tree.probs_K1[row] = probs_W[best]
     for column in range(OWN):
-        rows_K1C[row, column] = waiting_FC[best, column]
+        rows_K1C[row, column] = waiting_WC[best, column]
     first, second, third = (
-        waiting_FC[best, OWN],
-        waiting_FC[best, OWN + 1],
-        waiting_FC[best, OWN + 2],
+        waiting_WC[best, OWN],
+        waiting_WC[best, OWN + 1],
+        waiting_WC[best, OWN + 2],
     )
     for at in range(best + 1, num_waiting):  # the others stay in the order of their offers
-        probs_F[at - 1] = probs_F[at]
+        probs_W[at - 1] = probs_W[at]
         for column in range(COLUMNS):
-            waiting_FC[at - 1, column] = waiting_FC[at, column]
+            waiting_WC[at - 1, column] = waiting_WC[at, column]
     return row, rows_K1C[row, PARENT], first, second, third
 
 
-@njit(cache=True)
-def _goes_before(waiting_FC: np.ndarray, at: int, other: int) -> bool:
+@njit(cache=True, inline="always")
+def _goes_before(waiting_WC: np.ndarray, at: int, other: int) -> bool:
     """Of equals: whether a row that was offered later is taken first."""
-    if waiting_FC[at, DEPTH] != waiting_FC[other, DEPTH]:
-        return waiting_FC[at, DEPTH] > waiting_FC[other, DEPTH]
-    return waiting_FC[at, PARENT] < waiting_FC[other, PARENT]
+    if waiting_WC[at, DEPTH] != waiting_WC[other, DEPTH]:
+        return waiting_WC[at, DEPTH] > waiting_WC[other, DEPTH]
+    return waiting_WC[at, PARENT] < waiting_WC[other, PARENT]
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def can_take(tree: GrowingTree, max_rows: int) -> bool:
     """Whether there is room for one more row, and one that waits."""
     return tree.fields_M[NUM_ROWS] < max_rows and tree.fields_M[NUM_WAITING] > 0
 
 
-@njit(cache=True)
-def write(tree: GrowingTree, draft_2K: np.ndarray) -> int:
-    """Write token ids and parents to a row of a batch; return how many."""
+@njit(cache=True, inline="always")
+def write(tree: GrowingTree, draft_F: np.ndarray) -> None:
+    """Write the number of rows, their token ids, and their parents, one behind the other."""
     num_rows = tree.fields_M[NUM_ROWS]
-    for row in range(num_rows):
-        draft_2K[0, row] = tree.rows_K1C[row + 1, TOKEN]
-        draft_2K[1, row] = tree.rows_K1C[row + 1, PARENT]
-    return num_rows
+    draft_F[0] = num_rows
+    for row in range(1, num_rows + 1):
+        draft_F[row] = tree.rows_K1C[row, TOKEN]
+        draft_F[num_rows + row] = tree.rows_K1C[row, PARENT]
 
 
-class DraftBatch:
-    """What a kernel writes: drafts int32 [B, 2, K], token ids and parents, filled from the left;
-    their sizes int64 [B], and their scores float64 [B]."""
+@njit(cache=True, inline="always")
+def end_of(draft_F: np.ndarray) -> int:
+    """How many places a draft that was written takes."""
+    return 1 + 2 * draft_F[0]
 
-    def __init__(self, max_tokens_B: np.ndarray) -> None:
-        num_requests = len(max_tokens_B)
-        self.drafts_B2K = np.empty((num_requests, 2, max(max_tokens_B.tolist())), np.int32)
-        self.sizes_B = np.empty(num_requests, np.int64)
-        self.scores_B = np.empty(num_requests, np.float64)
 
-    def to_drafts(self) -> list[Draft]:
-        """One draft per request, in order."""
-        sizes, scores = self.sizes_B.tolist(), self.scores_B.tolist()
-        largest = max(sizes)
-        return [
-            Draft(tuple(token_ids[:size]), tuple(parents[:size]), score) if size else Draft()
-            for (token_ids, parents), size, score in zip(
-                self.drafts_B2K[:, :, :largest].tolist(), sizes, scores, strict=True
-            )
-        ]
+class DraftRoom:
+    """Where a kernel leaves the drafts of a batch; kept from step to step.
+
+    Attributes:
+        drafts_F: int32 [F], what `write` wrote for one request behind that of another.
+        scores_B: float64 [B].
+    """
+
+    def __init__(self) -> None:
+        self.drafts_F = np.empty(0, np.int32)
+        self.scores_B = np.empty(0, np.float64)
+
+    def reserve(self, num_requests: int) -> None:
+        """Make room for this many requests; what was there may be lost."""
+        if num_requests > len(self.scores_B):
+            self.drafts_F = np.empty(num_requests * (1 + 2 * MAX_DRAFTS), np.int32)
+            self.scores_B = np.empty(num_requests, np.float64)
+
+    def to_drafts(self, num_requests: int, num_places: int) -> list[Draft]:
+        """One draft per request, in order, from the first places."""
+        numbers: list[int] = self.drafts_F[:num_places].tolist()
+        scores: list[float] = self.scores_B[:num_requests].tolist()
+        drafts: list[Draft] = []
+        start = 1
+        for score in scores:
+            middle = start + numbers[start - 1]
+            stop = 2 * middle - start
+            if stop > start:
+                drafts.append(
+                    Draft(tuple(numbers[start:middle]), tuple(numbers[middle:stop]), score)
+                )
+            else:
+                drafts.append(Draft())
+            start = stop + 1
+        return drafts

@@ -11,13 +11,14 @@ target's vocabulary.
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kv.feature_cache import FeatureCache
+from outdraft.models.compiled_forward import CompiledChain
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.language_model import LanguageModel
+from outdraft.models.llama import CausalLM
 from outdraft.spec.target_states import TargetStates
 
 
@@ -72,6 +73,12 @@ class DraftNetwork(Protocol):
         every batch."""
         ...
 
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        """What a compiled loop over these passes needs; None: the network has no such passes."""
+        ...
+
 
 class LanguageModelNetwork:
     """A small language model."""
@@ -107,6 +114,15 @@ class LanguageModelNetwork:
         batches: Sequence[AttentionMetadata],
     ) -> Tensor:
         return self._model.greedy_chain(self.best_tokens(states_BD), caches, batches)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        return (
+            self._model.compiled_chain(caches, batches)
+            if isinstance(self._model, CausalLM)
+            else None
+        )
 
 
 class EagleDraftNetwork:
@@ -146,8 +162,9 @@ class EagleDraftNetwork:
         caches: Sequence[LayerCache],
         batches: Sequence[AttentionMetadata],
     ) -> Tensor:
-        ids = [self.best_tokens(states_BD)]
-        for batch in batches:
-            states_BD = self.read(ids[-1], states_BD, caches, batch)
-            ids.append(self.best_tokens(states_BD))
-        return torch.stack(ids)
+        return self._network.greedy_chain(states_BD, caches, batches)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        return self._network.compiled_chain(caches, batches)

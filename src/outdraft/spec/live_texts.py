@@ -4,7 +4,11 @@ A proposer's memory of a request lies in a few int32 arrays that grow with the t
 request has a row, and a table says where the arrays of a row are: a kernel that gets this table,
 and where the texts are, serves a whole batch in one call.
 
-Dimension key: B requests, R rows, A arrays of a row, 3: see array_places.
+A step at batch 1 costs little more than what happens here: the table is kept from step to step, all
+that a step says about its texts is in one array, and whether a text goes on where it stood is for
+the kernel to find out, which reads it anyway.
+
+Dimension key: B requests, R rows, A arrays of a row, 3: see array_places, T tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,9 +16,17 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numba import njit
 
 from outdraft.core.draft import MAX_DRAFTS, DraftAsk
-from outdraft.spec.array_places import place_of_array, place_of_text
+from outdraft.spec.array_places import address_of, place_of_array, text_at
+
+# Columns of a request in a batch.
+ROW = 0
+ADDRESS = 1  # of its token ids
+LENGTH = 2  # their number
+MAX_TOKENS = 3  # rows that its draft may have
+COLUMNS = 4
 
 
 class TextState(Protocol):
@@ -22,7 +34,7 @@ class TextState(Protocol):
 
     @property
     def capacity(self) -> int:
-        """Tokens of the longest text that there is room for."""
+        """Tokens of the longest text that may be read before `reserve` is called again."""
         ...
 
     @property
@@ -38,16 +50,14 @@ class TextState(Protocol):
 class TextBatch(NamedTuple):
     """The texts of a batch; good until the next one, and while its asks are.
 
+    A text that does not continue the one of its row starts anew: kernels see to it.
+
     Attributes:
-        rows_B: int64 [B].
-        texts_B3: int64 [B, 3], the places of the token ids.
-        max_tokens_B: int64 [B], rows that each draft may have.
+        asks_B4: int64 [B, 4], columns as above.
         places_RA3: int64 [R, A, 3], the places of the arrays.
     """
 
-    rows_B: np.ndarray
-    texts_B3: np.ndarray
-    max_tokens_B: np.ndarray
+    asks_B4: np.ndarray
     places_RA3: np.ndarray
 
 
@@ -55,15 +65,7 @@ class TextBatch(NamedTuple):
 class _LiveText:
     row: int
     state: TextState
-    num_read: int = 0
-    newest_token: int = -1
-
-    def is_continued_by(self, token_ids: np.ndarray) -> bool:
-        """Whether this text can be the one that was read, grown (judged by one token)."""
-        read = self.num_read
-        return read == 0 or (
-            read <= len(token_ids) and int(token_ids[read - 1]) == self.newest_token
-        )
+    capacity: int
 
 
 class LiveTexts:
@@ -73,9 +75,6 @@ class LiveTexts:
         self._new_state = new_state
         self._texts: dict[str, _LiveText] = {}
         self._free_rows: list[int] = []
-        # Texts that were begun anew: a batch may name a request twice, and its kernel then still
-        # reads the arrays of the first.
-        self._replaced: list[_LiveText] = []
         self._places_RA3 = np.zeros((0, len(new_state().arrays), 3), np.int64)
 
     def __len__(self) -> int:
@@ -83,25 +82,20 @@ class LiveTexts:
 
     def batch(self, asks: Sequence[DraftAsk]) -> TextBatch:
         """Rows for the asks, with room for their texts; the kernel must be given all of them."""
-        self._free_rows += [text.row for text in self._replaced]
-        self._replaced.clear()
-        rows: list[int] = []
+        columns: list[tuple[int, int, int, int]] = []
         for ask in asks:
-            text = self._text_of(ask)
-            rows.append(text.row)
-            num_tokens = len(ask.token_ids)
-            if num_tokens > text.num_read:
-                text.num_read = num_tokens
-                text.newest_token = int(ask.token_ids[-1])
-                if num_tokens > text.state.capacity:
-                    text.state.reserve(num_tokens)
-                    self._point(text)
-        return TextBatch(
-            np.array(rows, np.int64),
-            np.array([place_of_text(ask.token_ids) for ask in asks], np.int64),
-            np.array([min(ask.max_tokens, MAX_DRAFTS) for ask in asks], np.int64),
-            self._places_RA3,
-        )
+            token_ids = ask.token_ids
+            text = self._texts.get(ask.request_id)
+            if text is None:
+                text = self._add(ask.request_id)
+            num_tokens = len(token_ids)
+            if num_tokens > text.capacity:
+                text.state.reserve(num_tokens)
+                self._point(text)
+            columns.append(
+                (text.row, address_of(token_ids), num_tokens, min(ask.max_tokens, MAX_DRAFTS))
+            )
+        return TextBatch(np.array(columns, np.int64), self._places_RA3)
 
     def finish(self, request_id: str) -> None:
         """Forget a text; unknown ids are fine."""
@@ -109,20 +103,16 @@ class LiveTexts:
         if text is not None:
             self._free_rows.append(text.row)
 
-    def _text_of(self, ask: DraftAsk) -> _LiveText:
-        text = self._texts.get(ask.request_id)
-        if text is not None:
-            if text.is_continued_by(ask.token_ids):
-                return text
-            self._replaced.append(text)
+    def _add(self, request_id: str) -> _LiveText:
         if not self._free_rows:
             self._add_rows()
-        text = _LiveText(self._free_rows.pop(), self._new_state())
-        self._texts[ask.request_id] = text
+        text = _LiveText(self._free_rows.pop(), self._new_state(), 0)
+        self._texts[request_id] = text
         self._point(text)
         return text
 
     def _point(self, text: _LiveText) -> None:
+        text.capacity = text.state.capacity
         for place_3, array in zip(self._places_RA3[text.row], text.state.arrays, strict=True):
             place_3[:] = place_of_array(array)
 
@@ -132,3 +122,15 @@ class LiveTexts:
         grown[:rows] = self._places_RA3
         self._places_RA3 = grown
         self._free_rows += range(rows, len(grown))
+
+
+@njit(cache=True)
+def text_of(ask_4: np.ndarray) -> np.ndarray:
+    """The token ids of a request in a batch: int32 [T]."""
+    return text_at(ask_4[ADDRESS], ask_4[LENGTH])
+
+
+@njit(cache=True)
+def is_continued(text_T: np.ndarray, num_read: int, newest_token: int) -> bool:
+    """Whether a text can be the one that was read, grown (judged by one token)."""
+    return num_read == 0 or (num_read <= len(text_T) and text_T[num_read - 1] == newest_token)

@@ -21,6 +21,7 @@ from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.kv.cache import KVCache
+from outdraft.models.compiled_forward import MAX_ROWS
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 from outdraft.spec.backlog import catch_up, text_places, whole_span
@@ -33,6 +34,7 @@ from outdraft.spec.model_drafts import (
     sampled_chains,
     without_surplus,
 )
+from outdraft.spec.sampled_chain_cpu import can_draw_chain, draw_chain_cpu
 from outdraft.spec.target_states import TargetStates
 from outdraft.spec.tree_proposer import level_batch
 
@@ -121,6 +123,26 @@ class NetworkProposer:
         sampling: SamplingBatch,
     ) -> ModelDrafts:
         """Drafts drawn with the requests' parameters."""
+        if can_draw_chain(sampling) and len(states_BD) <= MAX_ROWS:
+            chain = self.network.compiled_chain(self.cache.layers, extensions)
+            if chain is not None:
+                ids_BK, probs_BKV = draw_chain_cpu(
+                    chain, states_BD, positions_KB, num_tokens_B, sampling, self._purpose
+                )
+                return sampled_chains(ids_BK, probs_BKV, sampling)
+        return self._sample_chain_by_passes(
+            states_BD, positions_KB, extensions, num_tokens_B, sampling
+        )
+
+    def _sample_chain_by_passes(
+        self,
+        states_BD: Tensor,
+        positions_KB: Tensor,
+        extensions: Sequence[AttentionMetadata],
+        num_tokens_B: Tensor,
+        sampling: SamplingBatch,
+    ) -> ModelDrafts:
+        """The same with any network, on any device."""
         requests_B = torch.arange(len(states_BD), device=states_BD.device)
         ids: list[Tensor] = []
         probs: list[Tensor] = []

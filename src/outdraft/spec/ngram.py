@@ -12,7 +12,7 @@ import numpy as np
 
 from outdraft.config.speculation import NgramConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
-from outdraft.spec.best_first import DraftBatch
+from outdraft.spec.best_first import DraftRoom
 from outdraft.spec.live_texts import LiveTexts
 from outdraft.spec.ngram_index import NgramIndex, step_all
 
@@ -34,15 +34,17 @@ class NgramProposer:
         self._texts = LiveTexts(
             lambda: NgramIndex(config.prompt_lookup_min, config.prompt_lookup_max, config.branching)
         )
+        self._room = DraftRoom()
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask; see HostProposer."""
         if len(asks) == 0:
             return []
+        room = self._room
+        room.reserve(len(asks))
         texts = self._texts.batch(asks)
-        batch = DraftBatch(texts.max_tokens_B)
-        step_all(*texts, self._min_n, batch.drafts_B2K, batch.sizes_B, batch.scores_B)
-        return batch.to_drafts()
+        num_places = step_all(*texts, self._min_n, room.drafts_F, room.scores_B)
+        return room.to_drafts(len(asks), num_places)
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
         """Forget the request; nothing is learned from its text."""

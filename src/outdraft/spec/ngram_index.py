@@ -5,9 +5,12 @@ links from there to the older ones, as in zlib's search for matches: a new token
 look-ups, however long the text is. The tables hold places only; what stands there is compared with
 the text itself.
 
+A text that is about to outgrow its tables fills the next, larger ones a few tokens a step beside
+them: no step has to enter the whole text again.
+
 Dimension key: B requests, T tokens, P branching, the newest places that count, L tokens there is
-room for, S places of a table, N the values of n, M fields, R rows, A arrays of a row, K drafted
-tokens.
+room for, S places of a table, N the values of n, M fields, R rows, A arrays of a row, F places of
+the drafts.
 """
 
 from typing import NamedTuple
@@ -21,11 +24,13 @@ from outdraft.spec.best_first import (
     GrowingTree,
     can_take,
     clear,
+    end_of,
     new_tree,
     offer,
     take,
     write,
 )
+from outdraft.spec.live_texts import MAX_TOKENS, ROW, is_continued, text_of
 
 # Every match length starts from one token that came true and one that did not.
 PRIOR_RIGHT = 1
@@ -37,14 +42,33 @@ JUDGED = 1
 
 # Fields of an index.
 NUM_TOKENS = 0  # of the text at the last step
-NUM_INDEXED = 1  # n-grams that end in the first NUM_INDEXED tokens are in the tables
-MATCH_N = 2  # match length of the last draft
-NUM_MATCHES = 3  # places that it was looked up at, 0: no draft
-MAX_DEPTH = 4  # tokens that it could look ahead
-MATCHES = 5  # the first of P: what followed these places starts here, the newest first
+NEWEST_TOKEN = 1
+NUM_INDEXED = 2  # n-grams that end in the first NUM_INDEXED tokens are in the tables
+NUM_COMING = 3  # the same of the tables that come next
+MATCH_N = 4  # match length of the last draft
+NUM_MATCHES = 5  # places that it was looked up at, 0: no draft
+MAX_DEPTH = 6  # tokens that it could look ahead
+MATCHES = 7  # the first of P: what followed these places starts here, the newest first
 
-EMPTY = -1
-LEAST_PLACES = 64
+# A place is named by the token behind it: that of nothing is 0, which memory holds from the start.
+EMPTY = 0
+LEAST_PLACES = 1024
+
+# The last quarter of the room is for filling the next tables: 4 tokens for each new one would do.
+COMING_PER_TOKEN = 5
+
+
+class _Tables(NamedTuple):
+    """Where n-grams occurred; int32.
+
+    Attributes:
+        table_NS: last places of the n-grams of min_n + row tokens; EMPTY: none.
+        links_LN: of the place before each place, the one before; no columns where the newest places
+            are enough.
+    """
+
+    table_NS: np.ndarray
+    links_LN: np.ndarray
 
 
 class _Index(NamedTuple):
@@ -52,15 +76,15 @@ class _Index(NamedTuple):
 
     Attributes:
         text_T: the tokens, the caller's own.
-        table_NS: last places of the n-grams of min_n + row tokens; EMPTY: none.
-        links_LN: the place before, EMPTY: none; no columns where the newest places are enough.
+        tables: all n-grams.
+        coming: some of them; no places: not needed yet.
         tallies_2N: by match length from 0, tokens that came true, and of how many.
         fields_M: see above.
     """
 
     text_T: np.ndarray
-    table_NS: np.ndarray
-    links_LN: np.ndarray
+    tables: _Tables
+    coming: _Tables
     tallies_2N: np.ndarray
     fields_M: np.ndarray
 
@@ -74,69 +98,100 @@ class NgramIndex:
         self._tallies = np.empty((2, max_n + 1), np.int32)
         self._tallies[RIGHT], self._tallies[JUDGED] = PRIOR_RIGHT, PRIOR_JUDGED
         self._fields = np.zeros((1, MATCHES + branching), np.int32)
-        self._table = np.empty((0, 0), np.int32)
-        self._links = np.empty((0, 0), np.int32)
-        self.reserve(1)
+        self._tables = self._coming = self._new_tables(0)
 
     @property
     def capacity(self) -> int:
-        return self._links.shape[0]
+        room = self._tables.links_LN.shape[0]
+        return room if self._coming.table_NS.size else room - room // 4
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self._table, self._links, self._tallies, self._fields
+        return *self._tables, *self._coming, self._tallies, self._fields
 
     def reserve(self, num_tokens: int) -> None:
-        """Make room; the tables are two thirds full at most, and filled again by the next step."""
-        places = LEAST_PLACES
+        """Make room; a text that fills three quarters of it gets the next tables, too."""
+        if num_tokens > self._tables.links_LN.shape[0]:
+            self._tables = self._coming
+            self._fields[0, NUM_INDEXED] = self._fields[0, NUM_COMING]
+            self._coming = self._new_tables(0)
+        if num_tokens > self._tables.links_LN.shape[0]:
+            self._tables = self._new_tables(2 * num_tokens)
+            self._fields[0, NUM_INDEXED] = 0
+        if num_tokens > self.capacity:
+            self._coming = self._new_tables(self._tables.links_LN.shape[0] + 1)
+            self._fields[0, NUM_COMING] = 0
+
+    def _new_tables(self, num_tokens: int) -> _Tables:
+        """Tables that are two thirds full at most; memory that is never touched costs nothing."""
+        places = LEAST_PLACES if num_tokens else 0
         while 2 * places < 3 * num_tokens:
             places *= 2
-        self._table = np.full((self._num_ns, places), EMPTY, np.int32)
-        self._links = np.empty((2 * places // 3, self._num_links), np.int32)
-        self._fields[0, NUM_INDEXED] = 0
+        table_NS = np.zeros((self._num_ns, places), np.int32)
+        return _Tables(table_NS, np.empty((2 * places // 3, self._num_links), np.int32))
 
 
 @njit(cache=True)
 def step_all(
-    rows_B: np.ndarray,
-    texts_B3: np.ndarray,
-    max_tokens_B: np.ndarray,
+    asks_B4: np.ndarray,
     places_RA3: np.ndarray,
     min_n: int,
-    drafts_B2K: np.ndarray,
-    sizes_B: np.ndarray,
+    drafts_F: np.ndarray,
     scores_B: np.ndarray,
-) -> None:
-    """Read the new tokens of every request and draft for it.
+) -> int:
+    """Read the new tokens of every request and draft for it; return how many places drafts take.
 
-    The first arguments are those of TextBatch, the last ones those of DraftBatch.
+    The first arguments are those of TextBatch, the last ones those of DraftRoom.
     """
     tree = new_tree()
-    for b in range(len(rows_B)):
-        places_A3 = places_RA3[rows_B[b]]
+    end = 0
+    for b in range(len(asks_B4)):
+        places_A3 = places_RA3[asks_B4[b, ROW]]
         index = _Index(
-            array_at(texts_B3[b])[0],
-            array_at(places_A3[0]),
-            array_at(places_A3[1]),
-            array_at(places_A3[2]),
-            array_at(places_A3[3])[0],
+            text_of(asks_B4[b]),
+            _Tables(array_at(places_A3[0]), array_at(places_A3[1])),
+            _Tables(array_at(places_A3[2]), array_at(places_A3[3])),
+            array_at(places_A3[4]),
+            array_at(places_A3[5])[0],
         )
-        scores_B[b] = _step(index, min_n, max_tokens_B[b], tree)
-        sizes_B[b] = write(tree, drafts_B2K[b])
+        scores_B[b] = _step(index, min_n, asks_B4[b, MAX_TOKENS], tree)
+        write(tree, drafts_F[end:])
+        end += end_of(drafts_F[end:])
+    return end
 
 
 @njit(cache=True)
 def _step(index: _Index, min_n: int, max_tokens: int, tree: GrowingTree) -> float:
     """Grow the draft and return its score."""
-    fields_M = index.fields_M
+    text_T, fields_M = index.text_T, index.fields_M
+    if not is_continued(text_T, fields_M[NUM_TOKENS], fields_M[NEWEST_TOKEN]):
+        _forget(index)
     _judge(index)
-    fields_M[NUM_TOKENS] = len(index.text_T)
-    _enter(index, min_n)
+    num_new = len(text_T) - fields_M[NUM_TOKENS]
+    fields_M[NUM_TOKENS] = len(text_T)
+    if len(text_T) > 0:
+        fields_M[NEWEST_TOKEN] = text_T[-1]
+    fields_M[NUM_INDEXED] = _enter(
+        index, index.tables, min_n, fields_M[NUM_INDEXED], len(text_T) - 1
+    )
+    if index.coming.table_NS.size > 0:
+        stop = min(fields_M[NUM_COMING] + COMING_PER_TOKEN * num_new, len(text_T) - 1)
+        fields_M[NUM_COMING] = _enter(index, index.coming, min_n, fields_M[NUM_COMING], stop)
     fields_M[MATCH_N], fields_M[NUM_MATCHES] = _look_up(index, min_n)
     fields_M[MAX_DEPTH] = max_tokens
     n = fields_M[MATCH_N]
     rate = float(index.tallies_2N[RIGHT, n] / index.tallies_2N[JUDGED, n])
     return _grow(index, rate, max_tokens, tree)
+
+
+@njit(cache=True)
+def _forget(index: _Index) -> None:
+    """Start with another text."""
+    index.tables.table_NS[:] = EMPTY
+    index.coming.table_NS[:] = EMPTY
+    index.tallies_2N[RIGHT] = PRIOR_RIGHT
+    index.tallies_2N[JUDGED] = PRIOR_JUDGED
+    index.fields_M[:] = 0
 
 
 @njit(cache=True)
@@ -168,47 +223,50 @@ def _judge(index: _Index) -> None:
 
 
 @njit(cache=True)
-def _enter(index: _Index, min_n: int) -> None:
-    """Enter the n-grams that something follows: all but those that end with the newest token."""
-    text_T, fields_M = index.text_T, index.fields_M
-    has_links = index.links_LN.shape[1] > 0
+def _enter(index: _Index, tables: _Tables, min_n: int, start: int, stop: int) -> int:
+    """Enter the n-grams that end with the tokens from `start` to `stop`; return where it stopped.
+
+    Those that end with the newest token are left out, for nothing follows them yet.
+    """
+    text_T = index.text_T
+    has_links = tables.links_LN.shape[1] > 0
     max_n = index.tallies_2N.shape[1] - 1
-    for end in range(fields_M[NUM_INDEXED], len(text_T) - 1):
+    for end in range(start, stop):
         key = 0
         for n in range(1, min(max_n, end + 1) + 1):
             key = _extend_key(key, int(text_T[end - n + 1]))
             if n >= min_n:
-                table_S = index.table_NS[n - min_n]
+                table_S = tables.table_NS[n - min_n]
                 place = _place_of(table_S, key, text_T, end, n)
                 if has_links:
-                    index.links_LN[end, n - min_n] = table_S[place]
-                table_S[place] = end
-    fields_M[NUM_INDEXED] = max(0, len(text_T) - 1)
+                    tables.links_LN[end, n - min_n] = table_S[place]
+                table_S[place] = end + 1
+    return max(start, stop)
 
 
 @njit(cache=True)
 def _look_up(index: _Index, min_n: int) -> tuple[int, int]:
     """Find the newest places of the longest match; return its n and their number."""
-    text_T = index.text_T
+    text_T, tables = index.text_T, index.tables
     last = len(text_T) - 1
     key = 0
-    match_n, end = 0, EMPTY
+    match_n, after = 0, EMPTY
     for n in range(1, min(index.tallies_2N.shape[1] - 1, last) + 1):
         key = _extend_key(key, int(text_T[last - n + 1]))
         if n < min_n:
             continue
-        table_S = index.table_NS[n - min_n]
+        table_S = tables.table_NS[n - min_n]
         place = _place_of(table_S, key, text_T, last, n)
         if table_S[place] == EMPTY:
             break  # a longer n-gram cannot have occurred either
-        match_n, end = n, table_S[place]
+        match_n, after = n, table_S[place]
     num_matches = 0
-    while end != EMPTY:
-        index.fields_M[MATCHES + num_matches] = end + 1
+    while after != EMPTY:
+        index.fields_M[MATCHES + num_matches] = after
         num_matches += 1
         if MATCHES + num_matches == len(index.fields_M):
             break
-        end = index.links_LN[end, match_n - min_n]
+        after = tables.links_LN[after - 1, match_n - min_n]
     return match_n, num_matches
 
 
@@ -226,7 +284,7 @@ def _grow(index: _Index, rate: float, max_tokens: int, tree: GrowingTree) -> flo
     return score
 
 
-@njit(cache=True)
+@njit(cache=True, inline="always")
 def _offer_followers(index: _Index, matches: int, rate: float, row: int, tree: GrowingTree) -> None:
     """Offer the tokens that follow a row at some of the matches, which are bits.
 
@@ -276,7 +334,7 @@ def _place_of(table_S: np.ndarray, key: int, text_T: np.ndarray, end: int, n: in
     mask = len(table_S) - 1
     place = key & mask
     while table_S[place] != EMPTY:
-        found = table_S[place]
+        found = table_S[place] - 1
         same = 0
         while same < n and text_T[found - same] == text_T[end - same]:
             same += 1

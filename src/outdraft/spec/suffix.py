@@ -15,10 +15,10 @@ import numpy as np
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
-from outdraft.spec.best_first import DraftBatch
+from outdraft.spec.best_first import DraftRoom
 from outdraft.spec.live_texts import LiveTexts
 from outdraft.spec.suffix_automaton import SuffixAutomaton
-from outdraft.spec.suffix_draft import draft_all
+from outdraft.spec.suffix_draft import Rule, draft_all
 from outdraft.spec.suffix_tree import SuffixTree
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
@@ -47,6 +47,12 @@ class SuffixProposer:
     def __init__(self, config: SuffixConfig, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
         self._config = config
         self._max_cached_tokens = max_cached_tokens
+        self._rule = Rule(
+            config.suffix_decoding_max_tree_depth,
+            float(config.suffix_decoding_max_spec_factor),
+            float(config.suffix_decoding_min_token_prob),
+        )
+        self._room = DraftRoom()
         self._texts = LiveTexts(lambda: SuffixAutomaton(config.branching))
         self._finished = SuffixTree(config.suffix_decoding_max_tree_depth, config.branching)
         self._waiting: deque[np.ndarray] = deque()  # finished, not in the tree yet
@@ -59,22 +65,17 @@ class SuffixProposer:
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask; see HostProposer."""
-        self._learn(max(LEARNED_PER_CALL, self.num_to_learn // LEARNED_SHARE))
+        num_to_learn = self.num_to_learn
+        if num_to_learn > 0:
+            self._learn(max(LEARNED_PER_CALL, num_to_learn // LEARNED_SHARE))
         if len(asks) == 0:
             return []
+        room = self._room
+        room.reserve(len(asks))
         texts = self._texts.batch(asks)
-        batch = DraftBatch(texts.max_tokens_B)
-        draft_all(
-            *texts,
-            self._config.suffix_decoding_max_tree_depth,
-            float(self._config.suffix_decoding_max_spec_factor),
-            float(self._config.suffix_decoding_min_token_prob),
-            *self._finished.arrays,
-            batch.drafts_B2K,
-            batch.sizes_B,
-            batch.scores_B,
-        )
-        return batch.to_drafts()
+        arrays = self._finished.arrays
+        num_places = draft_all(*texts, *self._rule, *arrays, room.drafts_F, room.scores_B)
+        return room.to_drafts(len(asks), num_places)
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
         """Forget the request; its text is learned by and by.

@@ -20,7 +20,8 @@ import numpy as np
 from numba import njit
 
 from outdraft.spec.array_places import array_at
-from outdraft.spec.pair_table import find, put, put_all, table_for
+from outdraft.spec.live_texts import is_continued
+from outdraft.spec.pair_table import EMPTY, find, put, put_all, table_for
 
 # Columns of a state.
 LENGTH = 0  # of its longest string
@@ -42,7 +43,8 @@ NUM_STATES = 1
 NUM_EDGES = 2
 WHOLE = 3  # the state of the whole text
 CONTEXT = 4  # the state of the text's longest suffix of at most max_depth - 1 tokens
-NUM_FIELDS = 5
+NEWEST_TOKEN = 5
+NUM_FIELDS = 6
 
 ROOT = 0
 
@@ -66,9 +68,7 @@ class SuffixAutomaton:
         self._fields_M = np.zeros(NUM_FIELDS, np.int32)
         self._capacity = 0
         self.reserve(0)
-        self._states[ROOT] = -1
-        self._states[ROOT, [LENGTH, COUNT]] = 0
-        self._fields_M[NUM_STATES] = 1
+        _begin(Automaton(self._states, self._edges, self._table_S, self._fields_M))
 
     @property
     def capacity(self) -> int:
@@ -83,8 +83,8 @@ class SuffixAutomaton:
         return self._states.nbytes + self._edges.nbytes + self._table_S.nbytes
 
     def reserve(self, num_tokens: int) -> None:
-        """Room for the worst text of this length, and a quarter more to grow into."""
-        num_tokens += num_tokens // 4 + 64
+        """Room for the worst text of twice this length."""
+        num_tokens = 2 * num_tokens + 64
         self._states = _grown(self._states, 2 * num_tokens + 1)
         self._edges = _grown(self._edges, 3 * num_tokens)
         self._table_S = table_for(3 * num_tokens)
@@ -111,11 +111,30 @@ def automaton_at(places_A3: np.ndarray) -> Automaton:
 
 
 @njit(cache=True)
-def append(automaton: Automaton, token_ids_T: np.ndarray, max_depth: int) -> None:
-    """Continue the text; the caller sees to it that there is room."""
-    for token in token_ids_T:
+def _begin(automaton: Automaton) -> None:
+    """The empty text: a root alone."""
+    states, _, table_S, fields_M = automaton
+    table_S[:] = EMPTY
+    fields_M[:] = 0
+    fields_M[NUM_STATES] = 1
+    states[ROOT] = -1
+    states[ROOT, LENGTH] = 0
+    states[ROOT, COUNT] = 0
+
+
+@njit(cache=True)
+def read(automaton: Automaton, text_T: np.ndarray, max_depth: int) -> None:
+    """Continue with the tokens that are new; the caller sees to it that there is room.
+
+    A text that is no continuation is read from its start.
+    """
+    fields_M = automaton.fields_M
+    if not is_continued(text_T, fields_M[NUM_TOKENS], fields_M[NEWEST_TOKEN]):
+        _begin(automaton)
+    for token in text_T[fields_M[NUM_TOKENS] :]:
         _extend(token, automaton)
         _count(token, max_depth, automaton)
+        fields_M[NEWEST_TOKEN] = token
 
 
 @njit(cache=True)

@@ -6,8 +6,8 @@ product along its path. The tree with the largest sum, the expected number of ac
 drafted; equal sums go to the longest suffix. Suffixes that occurred at the same places go on alike,
 and count as one, which may draft as deep as the one of them that may draft deepest.
 
-Dimension key: B requests, T tokens, R rows, A arrays of a row, K drafted tokens, C places of the
-ring of texts, S places of the table.
+Dimension key: B requests, T tokens, R rows, A arrays of a row, F places of the drafts, C places of
+the ring of texts, S places of the table.
 """
 
 from typing import NamedTuple
@@ -15,17 +15,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
-from outdraft.spec.array_places import array_at
 from outdraft.spec.best_first import (
     DEPTH,
     GrowingTree,
     can_take,
     clear,
+    end_of,
     new_tree,
     offer,
     take,
     write,
 )
+from outdraft.spec.live_texts import MAX_TOKENS, ROW, text_of
 from outdraft.spec.pair_table import find
 from outdraft.spec.suffix_automaton import (
     BEST_EDGE,
@@ -34,8 +35,8 @@ from outdraft.spec.suffix_automaton import (
     NUM_TOKENS,
     TARGET,
     Automaton,
-    append,
     automaton_at,
+    read,
 )
 from outdraft.spec.suffix_automaton import COUNT as STATE_COUNT
 from outdraft.spec.suffix_automaton import LENGTH as STATE_LENGTH
@@ -76,9 +77,7 @@ class Finished(NamedTuple):
 
 @njit(cache=True)
 def draft_all(
-    rows_B: np.ndarray,
-    texts_B3: np.ndarray,
-    max_tokens_B: np.ndarray,
+    asks_B4: np.ndarray,
     places_RA3: np.ndarray,
     max_depth: int,
     max_spec_factor: float,
@@ -87,30 +86,30 @@ def draft_all(
     nodes: np.ndarray,
     label_starts: np.ndarray,
     table_S: np.ndarray,
-    drafts_B2K: np.ndarray,
-    sizes_B: np.ndarray,
+    drafts_F: np.ndarray,
     scores_B: np.ndarray,
-) -> None:
+) -> int:
     """Read the new tokens of every request and write the better draft of its own and others' texts.
 
     The first arguments are those of TextBatch, the next ones those of Rule and Finished, the last
-    ones those of DraftBatch. Among equals the own text is taken.
+    ones those of DraftRoom. Among equals the own text is taken. Returns how many places drafts
+    take.
     """
     rule = Rule(max_depth, max_spec_factor, min_token_prob)
     finished = Finished(ring_C, nodes, label_starts, table_S)
     tree = new_tree()
-    for b in range(len(rows_B)):
-        automaton = automaton_at(places_RA3[rows_B[b]])
-        text_T = array_at(texts_B3[b])[0]
-        append(automaton, text_T[automaton.fields_M[NUM_TOKENS] :], max_depth)
-        size, score = draft_own(automaton, max_tokens_B[b], rule, tree, drafts_B2K[b])
+    end = 0
+    for b in range(len(asks_B4)):
+        automaton = automaton_at(places_RA3[asks_B4[b, ROW]])
+        text_T = text_of(asks_B4[b])
+        read(automaton, text_T, max_depth)
+        max_tokens = asks_B4[b, MAX_TOKENS]
+        draft_F = drafts_F[end:]
+        score = draft_own(automaton, max_tokens, rule, tree, draft_F)
         context = text_T[max(0, len(text_T) - max_depth + 1) :]
-        other_size, other_score = draft_finished(
-            finished, context, max_tokens_B[b], rule, score, tree, drafts_B2K[b]
-        )
-        if other_size > 0:
-            size, score = other_size, other_score
-        sizes_B[b], scores_B[b] = size, score
+        scores_B[b] = draft_finished(finished, context, max_tokens, rule, score, tree, draft_F)
+        end += end_of(draft_F)
+    return end
 
 
 @njit(cache=True)
@@ -121,11 +120,13 @@ def _limit(match_len: int, max_tokens: int, rule: Rule) -> int:
 
 @njit(cache=True)
 def draft_own(
-    automaton: Automaton, max_tokens: int, rule: Rule, tree: GrowingTree, draft_2K: np.ndarray
-) -> tuple[int, float]:
-    """Write the best draft from a text's own past; its size and score."""
+    automaton: Automaton, max_tokens: int, rule: Rule, tree: GrowingTree, draft_F: np.ndarray
+) -> float:
+    """Write the best draft from a text's own past; return its score."""
     states = automaton.states
-    best_size, best_score = 0, 0.0
+    clear(tree)
+    write(tree, draft_F)
+    best_score = 0.0
     state = automaton.fields_M[CONTEXT]
     longest = min(automaton.fields_M[NUM_TOKENS], rule.max_depth - 1)
     while state != ROOT:
@@ -135,9 +136,10 @@ def draft_own(
             limit = max(limit, _limit(match_len, max_tokens, rule))
         score = _grow_own(automaton, state, limit, max_tokens, rule.min_token_prob, tree)
         if score > best_score:
-            best_size, best_score = write(tree, draft_2K), score
+            write(tree, draft_F)
+            best_score = score
         state = states[state, LINK]
-    return best_size, best_score
+    return best_score
 
 
 @njit(cache=True)
@@ -186,10 +188,13 @@ def draft_finished(
     rule: Rule,
     least_score: float,
     tree: GrowingTree,
-    draft_2K: np.ndarray,
-) -> tuple[int, float]:
-    """Write the best draft from finished texts, if its score is above `least_score`; 0 if none."""
-    best_size, best_score = 0, 0.0
+    draft_F: np.ndarray,
+) -> float:
+    """Write the best draft from finished texts if its score is above `least_score`.
+
+    Returns the score of what is written then.
+    """
+    best_score = 0.0
     shortest = 1
     while shortest <= len(context):
         node, used = _locate(context[-shortest:], finished)
@@ -201,9 +206,10 @@ def draft_finished(
             limit = max(limit, _limit(match_len, max_tokens, rule))
         score = _grow_finished(finished, node, used, limit, max_tokens, rule.min_token_prob, tree)
         if score > least_score and score >= best_score:
-            best_size, best_score = write(tree, draft_2K), score
+            write(tree, draft_F)
+            best_score = score
         shortest = longest + 1
-    return best_size, best_score
+    return max(least_score, best_score)
 
 
 @njit(cache=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
@@ -42,11 +43,13 @@ def fake_inputs() -> InputProcessor:
 
 @dataclass
 class FakeEngine:
-    """Every step accepts one prediction token of two drafted ones, so two tokens a step.
+    """Every step accepts the first of two drafted tokens, so two tokens a step.
 
     Attributes:
         fail_at: the update, from 0, in whose place `error` is raised.
         stall_at: the update before which it waits for ever.
+        lossless: what it says of its own outputs.
+        drafters: who drafts the first and the second token of a step.
         aborted: ids of requests whose reader left before they ended.
     """
 
@@ -56,6 +59,8 @@ class FakeEngine:
     fail_at: int = 0
     stall_at: int | None = None
     is_alive: bool = True
+    lossless: bool = True
+    drafters: tuple[str, str] = ("prediction", "prediction")
     requests: list[tuple[EncodedPrompt, SamplingParams, int]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -81,8 +86,9 @@ class FakeEngine:
         self.started.append(request_id)
         text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
         output = _new_output(request_id, prompt, params)
+        output.metrics.speculative_decoding.lossless = self.lossless
         writers = [
-            _Writer(tokenizer().encode(self.script(text, index)).ids, output, index, params)
+            _Writer(self.script(text, index), output, index, params, self.drafters)
             for index in range(params.n)
         ]
         number = 0
@@ -136,10 +142,16 @@ class _Writer:
     """One choice."""
 
     def __init__(
-        self, ids: list[int], output: RequestOutput, index: int, params: SamplingParams
+        self,
+        text: str,
+        output: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        drafters: tuple[str, str],
     ) -> None:
-        self._ids = ids
+        self._ids = tokenizer().encode(text).ids
         self._params = params
+        self._drafters = drafters
         self._metrics = output.metrics.speculative_decoding
         self._one = output.outputs[index]
         self._detokenizer = Detokenizer(
@@ -170,9 +182,9 @@ class _Writer:
                 one.finish_reason = "stop"
             elif len(one.token_ids) == params.max_tokens:
                 one.finish_reason = "length"
-        origins = [TokenOrigin.PREDICTION, TokenOrigin.RECOVERED][: len(new)]
+        origins = [TokenOrigin(self._drafters[0]), TokenOrigin.RECOVERED][: len(new)]
         one.origins += origins
-        self._metrics.record({"prediction": 2}, {"prediction": 1})
+        self._metrics.record(Counter(self._drafters), {self._drafters[0]: 1})
         rows = None
         if params.logprobs is not None:
             first = len(one.token_ids) - len(new)
@@ -184,7 +196,7 @@ class _Writer:
             one.text = self._detokenizer.text
         steps = None
         if params.speculation.trace:
-            steps = [DraftStep(["prediction", "prediction"], [new[0], 20], [], [0], len(new), 0.25)]
+            steps = [DraftStep(list(self._drafters), [new[0], 20], [], [0], len(new), 0.25)]
         return TextDelta(
             one.index,
             one.text[told:],

@@ -1,11 +1,12 @@
 """/v1/chat/completions, asked by OpenAI's own client."""
 
 import json
+from dataclasses import replace
 
 import openai
 import pytest
 
-from tests.server.api.fake_engine import TEXT, with_script
+from tests.server.api.fake_engine import TEXT, FakeEngine, with_script
 from tests.server.api.serving import MODEL, serve
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -214,6 +215,18 @@ def test_speculation_metrics_have_vllms_names(client, extra):
     assert last.model_extra["metrics"]["speculative_decoding"] == metrics
 
 
+@pytest.mark.parametrize("lossless", [True, False])
+def test_chats_and_completions_say_whether_the_engine_is_lossless(lossless):
+    with serve(replace(FakeEngine(), lossless=lossless)) as served:
+        client = served.client()
+        asked = {"max_tokens": 4, "extra_body": {"include_metrics": True}}
+        *_, chunk = chat(client, stream=True, **asked)
+        *_, text_chunk = client.completions.create(model="tiny", prompt="a", stream=True, **asked)
+        whole = client.completions.create(model="tiny", prompt="a", **asked)
+        for answer in (chat(client, **asked), chunk, whole, text_chunk):
+            assert answer.model_extra["metrics"]["speculative_decoding"]["lossless"] is lossless
+
+
 def test_nobody_gets_metrics_unasked(client):
     assert "metrics" not in chat(client).model_extra
 
@@ -230,6 +243,18 @@ def test_a_trace_tells_of_every_token_and_draft(client):
     assert step["source"] == "prediction"
     assert [token["text"] for token in step["drafted"]] == ["the", step["drafted"][1]["text"]]
     assert (step["accepted_rows"], step["num_emitted"], step["seconds"]) == ([0], 2, 0.25)
+
+
+def test_every_drafted_token_of_a_mixed_draft_names_its_source():
+    with serve(replace(FakeEngine(), drafters=("suffix", "draft_model"))) as served:
+        extra = {"speculation": {"trace": True}}
+        *chunks, last = chat(served.client(), stream=True, extra_body=extra, max_tokens=2)
+        [step] = chunks[1].choices[0].model_extra["outdraft"]["steps"]
+        assert step["source"] == "suffix"
+        assert [token["source"] for token in step["drafted"]] == ["suffix", "draft_model"]
+        report = last.model_extra["metrics"]["speculative_decoding"]
+        assert report["drafted_by_source"] == {"suffix": 1, "draft_model": 1}
+        assert report["accepted_by_source"] == {"suffix": 1, "draft_model": 0}
 
 
 def test_calls_are_told_apart_from_text():

@@ -31,7 +31,7 @@ INFO = EngineInfo(
     eos_token_ids=[0],
     max_num_seqs=8,
     max_waiting=8,
-    speculation_methods=["suffix", "draft_model"],
+    speculation_methods=["prediction", "suffix", "draft_model"],
     num_speculative_tokens=3,
     memory="",
     weight_bytes=0,
@@ -53,17 +53,20 @@ def step(
     """A step of chains: drafted and accepted tokens of each request that sampled."""
     accepted = accepted or (0,) * len(draft_lengths)
     drafted, taken = sum(draft_lengths), sum(accepted)
+    num_drafts = sum(length > 0 for length in draft_lengths)
     return StepStats(
         num_requests=len(draft_lengths) + bool(prefill_rows),
         num_waiting=0,
         num_rows=len(draft_lengths) + drafted + prefill_rows,
         num_emitted=len(draft_lengths) + taken,
-        num_drafts=sum(length > 0 for length in draft_lengths),
+        num_drafts=num_drafts,
         num_draft_tokens=drafted,
         num_accepted_tokens=taken,
         accepted_at=tuple(sum(a > i for a in accepted) for i in range(max(accepted, default=0))),
         drafted_by_source={source: drafted} if drafted else {},
         accepted_by_source={source: taken} if drafted else {},
+        drafts_by_source={source: num_drafts} if drafted else {},
+        accepted_by_first_source={source: taken} if drafted else {},
         kv_usage=0.0,
         times=PhaseTimes(draft_s, verify_s, sample_s),
         host_s=host_s,

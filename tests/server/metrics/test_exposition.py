@@ -38,6 +38,8 @@ GOLDEN = {
     "spec_decode_num_accepted_tokens_per_pos": ("counter", ("position",)),
     "spec_decode_draft_tokens_by_source": ("counter", ("source",)),
     "spec_decode_accepted_tokens_by_source": ("counter", ("source",)),
+    "spec_decode_drafts_by_source": ("counter", ("source",)),
+    "spec_decode_accepted_tokens_by_first_source": ("counter", ("source",)),
     "chosen_draft_length": ("histogram", ()),
     "step_seconds": ("counter", ("phase",)),
     "estimated_tokens_per_second_without_speculation": ("gauge", ()),
@@ -91,7 +93,7 @@ def test_label_values_are_there_before_anything_happened():
             values.setdefault(label, set()).add(value)
     assert values["finished_reason"] == {"stop", "length", "abort", "error"}
     assert values["phase"] == {"draft", "verify", "sample", "host"}
-    assert values["source"] == {"prediction", "suffix", "ngram", "draft_model"}
+    assert values["source"] == {"prediction", "suffix", "draft_model"}  # this engine's
     assert values["position"] == {"0", "1", "2"}
 
 

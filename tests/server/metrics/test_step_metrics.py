@@ -1,11 +1,12 @@
 """What steps add up to, worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from outdraft.core.draft import DraftSource
-from tests.server.metrics.scripted import Exposed, metrics, report, step
+from tests.server.metrics.scripted import INFO, Exposed, metrics, report, step
 
 
 def test_gauges_show_the_last_report():
@@ -34,23 +35,43 @@ def test_tokens_and_drafts_are_added_up():
     assert at == [1 + 2, 1 + 1, 0 + 1]
 
 
-def test_tokens_are_told_apart_by_source():
+def test_tokens_and_drafts_are_told_apart_by_source():
     counted = metrics()
-    counted.observe_steps(report(step((3,), (2,)), step((3,), (0,), source=DraftSource.MODEL)))
+    counted.observe_steps(report(step((3,), (2,)), step((3, 1), (0, 1), source=DraftSource.MODEL)))
     exposed = Exposed(counted)
 
     def by_source(what: str) -> list[float]:
-        name = f"spec_decode_{what}_tokens_by_source_total"
-        return [exposed.value(name, source=str(source)) for source in DraftSource]
+        name = f"spec_decode_{what}_total"
+        return [exposed.value(name, source=source) for source in INFO.speculation_methods]
 
-    assert [str(source) for source in DraftSource] == [
-        "prediction",
-        "suffix",
-        "ngram",
-        "draft_model",
-    ]
-    assert by_source("draft") == [0, 3, 0, 3]
-    assert by_source("accepted") == [0, 2, 0, 0]
+    assert INFO.speculation_methods == ["prediction", "suffix", "draft_model"]
+    assert by_source("draft_tokens_by_source") == [0, 3, 4]
+    assert by_source("accepted_tokens_by_source") == [0, 2, 1]
+    assert by_source("drafts_by_source") == [0, 1, 2]
+    assert by_source("accepted_tokens_by_first_source") == [0, 2, 1]
+
+
+def test_what_a_network_adds_to_a_draft_counts_for_who_began_it_too():
+    counted = metrics()
+    one = replace(
+        step((4,), (3,)),
+        drafted_by_source={DraftSource.SUFFIX: 2, DraftSource.MODEL: 2},
+        accepted_by_source={DraftSource.SUFFIX: 2, DraftSource.MODEL: 1},
+    )
+    counted.observe_steps(report(one))
+    exposed = Exposed(counted)
+    name = "spec_decode_accepted_tokens_by_source_total"
+    assert exposed.value(name, source="draft_model") == 1
+    first = "spec_decode_accepted_tokens_by_first_source_total"
+    assert exposed.value(first, source="suffix") == 3
+    assert exposed.value(first, source="draft_model") == 0
+
+
+def test_a_source_that_the_engine_did_not_name_is_counted_when_it_drafts():
+    counted = metrics()
+    counted.observe_steps(report(step((2,), (1,), source=DraftSource.MEDUSA)))
+    name = "spec_decode_draft_tokens_by_source_total"
+    assert Exposed(counted).value(name, source="medusa") == 2
 
 
 def test_a_position_deeper_than_the_configured_drafts_is_counted_too():

@@ -99,6 +99,15 @@ def agree(params: SamplingParams) -> RequestOutput:
     return got
 
 
+def test_reports_of_a_lossy_engine_say_that_it_is():
+    speculation = {"method": "ngram", "rejection_sample_method": "lossy_typical"}
+    lossy = LLM.from_config(config(speculative_config=speculation), offline().models)
+    output, _ = reported(lossy, PROMPTS[0], SamplingParams(max_tokens=8, seed=1))
+    assert output.metrics.speculative_decoding.lossless is False
+    exact, _ = reported(fresh(), PROMPTS[0], SamplingParams(max_tokens=8, seed=1))
+    assert exact.metrics.speculative_decoding.lossless is True
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_reports_make_the_same_output(case: str):
     output = agree(SamplingParams(max_tokens=40, **CASES[case]))

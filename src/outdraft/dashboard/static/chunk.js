@@ -8,8 +8,8 @@
  * @returns {{
  *   text: string,
  *   tokens: {text: string, origin: string | null}[],
- *   steps: {source: string | null, drafted: string[], parents: number[], accepted: Set<number>,
- *           numEmitted: number, seconds: number}[],
+ *   steps: {sources: string[], drafted: {text: string, source: string}[], parents: number[],
+ *           accepted: Set<number>, numEmitted: number, seconds: number}[],
  *   finishReason: string | null,
  *   usage: object | null,
  *   error: string | null,
@@ -33,12 +33,13 @@ export function decodeChunk(chunk) {
 /**
  * A row is the number of a drafted token plus one: row 0 is the last token before the draft.
  * Parents are rows, accepted_rows are numbers of drafted tokens; a chain may leave parents out.
+ * One source may go on where another ended: `sources` has each once, who drafted first comes first.
  */
 function decodeStep(step) {
-  const drafted = (step.drafted ?? []).map(({ text }) => text);
+  const drafted = (step.drafted ?? []).map(({ text, source }) => ({ text, source }));
   const chain = drafted.map((_, row) => row);
   return {
-    source: step.source ?? null,
+    sources: [...new Set(drafted.map(({ source }) => source))],
     drafted,
     parents: step.parents?.length ? step.parents : chain,
     accepted: new Set((step.accepted_rows ?? []).map((drafted) => drafted + 1)),

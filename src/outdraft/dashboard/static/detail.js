@@ -3,7 +3,7 @@
 import { byId, html } from "./dom.js";
 import { branches, visible } from "./draft.js";
 import { milliseconds } from "./format.js";
-import { originLabel } from "./origins.js";
+import { sourcesInWords } from "./origins.js";
 
 const GAP_PX = 8;
 const MOST_BRANCHES = 8;
@@ -69,7 +69,7 @@ export function describeStep(step) {
   const time = milliseconds(step.seconds);
   if (!step.drafted.length) return `nothing drafted, ${time}`;
   const counts = `${step.accepted.size} of ${step.drafted.length} accepted`;
-  return `${originLabel(step.source).toLowerCase()}: ${counts}, ${time}`;
+  return `${sourcesInWords(step.sources)}: ${counts}, ${time}`;
 }
 
 /** The contents of the tooltip: a title, the step in words, and its guesses. */
@@ -93,13 +93,15 @@ function guesses(step) {
 function branch(path) {
   const kept = path.filter(({ accepted }) => accepted);
   const rejected = path.filter(({ accepted }) => !accepted);
-  const begin = marked("ins", "accepted: ", kept);
-  return html("li", {}, ...begin, ...marked("del", " rejected: ", rejected));
+  const begin = marked("ins", "token ", "accepted: ", kept);
+  return html("li", {}, ...begin, ...marked("del", "", " rejected: ", rejected));
 }
 
 /** Tokens as elements of their own, after a word for those who cannot see how they look. */
-function marked(tag, word, tokens) {
+function marked(tag, look, word, tokens) {
   if (!tokens.length) return [];
-  const elements = tokens.map(({ text }) => html(tag, {}, visible(text)));
+  const elements = tokens.map(({ text, source }) =>
+    html(tag, { class: `${look}origin-${source}` }, visible(text)),
+  );
   return [html("span", { class: "hidden" }, word), ...elements];
 }

@@ -4,7 +4,7 @@
  * Every path from the root to a leaf, the one with the most accepted guesses first.
  *
  * @param step a step as decodeChunk gives it.
- * @returns {{text: string, accepted: boolean}[][]}
+ * @returns {{text: string, source: string, accepted: boolean}[][]}
  */
 export function branches(step) {
   const isParent = new Set(step.parents);
@@ -19,7 +19,7 @@ export function branches(step) {
 function pathTo(step, leaf) {
   const path = [];
   for (let row = leaf; row > 0; row = step.parents[row - 1]) {
-    path.unshift({ text: step.drafted[row - 1], accepted: step.accepted.has(row) });
+    path.unshift({ ...step.drafted[row - 1], accepted: step.accepted.has(row) });
   }
   return path;
 }

@@ -3,38 +3,43 @@
 import { Chart } from "./chart.js";
 import { byId } from "./dom.js";
 import { number, percent } from "./format.js";
-import { ORIGINS, originLabel } from "./origins.js";
+import { originLabel } from "./origins.js";
 
 const WINDOW_S = 300;
 const RETRY_MS = 2000;
-const TARGET_ORIGINS = ["plain", "bonus", "recovered"];
-const SOURCES = ORIGINS.map(({ name }) => name).filter((name) => !TARGET_ORIGINS.includes(name));
 const PHASES = ["verify", "draft", "sample", "host"];
 
+/** Charts of what the sources of an engine bring. */
+function sourceCharts(sources) {
+  const series = sources.map((name) => ({ name, label: originLabel(name) }));
+  return [
+    {
+      title: "Throughput",
+      unit: "tokens/s",
+      series: [{ name: "own", label: "Model itself" }, ...series],
+      stacked: true,
+      top: null,
+      values: (second) => tokensBySource(second, sources),
+      headline: (second) => second.tokens_per_s,
+      format: number,
+    },
+    {
+      title: "Acceptance length",
+      unit: "tokens a draft",
+      series: [{ name: "all", label: "All drafts" }, ...series],
+      stacked: false,
+      top: null,
+      values: (second) => [
+        second.acceptance_length,
+        ...sources.map((name) => second.acceptance_length_by_source[name] ?? null),
+      ],
+      headline: (second) => second.acceptance_length,
+      format: number,
+    },
+  ];
+}
+
 const CHARTS = [
-  {
-    title: "Throughput",
-    unit: "tokens/s",
-    series: [{ name: "throughput", label: "Generated" }],
-    stacked: true,
-    top: null,
-    values: (second) => [second.tokens_per_s],
-    headline: (second) => second.tokens_per_s,
-    format: number,
-  },
-  {
-    title: "Acceptance length",
-    unit: "tokens a draft",
-    series: [
-      { name: "own", label: "Model itself" },
-      ...SOURCES.map((name) => ({ name, label: originLabel(name) })),
-    ],
-    stacked: true,
-    top: null,
-    values: acceptedBySource,
-    headline: (second) => second.acceptance_length,
-    format: number,
-  },
   {
     title: "Draft length",
     unit: "tokens a draft",
@@ -80,10 +85,11 @@ const CHARTS = [
   },
 ];
 
-/** Tokens a draft: the target's own one, then what each source brought. */
-function acceptedBySource(second) {
-  if (!second.drafts) return [null, ...SOURCES.map(() => null)];
-  return [1, ...SOURCES.map((name) => (second.accepted[name] ?? 0) / second.drafts)];
+/** The target's own tokens, then what each source brought. */
+function tokensBySource(second, sources) {
+  const accepted = sources.map((name) => second.accepted[name] ?? 0);
+  const sum = accepted.reduce((left, right) => left + right, 0);
+  return [Math.max(0, second.tokens_per_s - sum), ...accepted]; // texts may end inside a draft
 }
 
 function timeShares(second) {
@@ -98,8 +104,17 @@ export class Live {
     this.api = api;
     this.onFacts = onFacts;
     this.seconds = [];
-    this.charts = CHARTS.map((description) => new Chart(description));
-    byId("charts").append(...this.charts.map((chart) => chart.element));
+    this.sources = null;
+    this.showCharts([]);
+  }
+
+  /** The charts of an engine with these sources, made anew only if they are others. */
+  showCharts(sources) {
+    if (this.sources?.join() === sources.join()) return;
+    this.sources = sources;
+    const descriptions = [...sourceCharts(sources), ...CHARTS];
+    this.charts = descriptions.map((description) => new Chart(description));
+    byId("charts").replaceChildren(...this.charts.map((chart) => chart.element));
     this.draw();
   }
 
@@ -120,6 +135,7 @@ export class Live {
   take({ event, data }) {
     if (event === "facts") {
       this.seconds = [];
+      this.showCharts(data.speculation_methods);
       this.onFacts(data);
     }
     if (event === "seconds") {

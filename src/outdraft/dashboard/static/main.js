@@ -4,7 +4,7 @@ import { Api } from "./api.js";
 import { Detail } from "./detail.js";
 import { byId } from "./dom.js";
 import { Live } from "./live.js";
-import { Playground } from "./playground.js";
+import { Playground, showLegends } from "./playground.js";
 import { showFacts } from "./settings.js";
 import { bindThemeButton } from "./theme.js";
 
@@ -32,9 +32,10 @@ function bindTabs(onChange) {
 }
 
 function showEngine(facts) {
-  const { model, device, dtype } = facts;
+  const { model, device, dtype, speculation_methods: sources } = facts;
   byId("engine").textContent = [model, device, dtype].filter(Boolean).join(" · ");
   showFacts(facts);
+  showLegends(sources);
 }
 
 const api = new Api(() => byId("api-key").value); // the key is nowhere but in its field

@@ -3,7 +3,7 @@
 import { describeStep, stepDetail } from "./detail.js";
 import { html, rovingFocus } from "./dom.js";
 import { duration, milliseconds, number } from "./format.js";
-import { isKnownOrigin, ORIGINS, originLabel } from "./origins.js";
+import { isKnownOrigin, ORIGINS, originLabel, sourcesInWords } from "./origins.js";
 
 const FIGURES = [
   ["First token", "ttft", (run) => duration(run.ttft)],
@@ -123,23 +123,20 @@ export class Pane {
   }
 
   step(step, index) {
-    const { drafted, accepted, source, seconds } = step;
-    const bar = html("span", { class: "bar-track" }, html("span", { class: "bar-fill" }));
-    const share = drafted.length ? accepted.size / drafted.length : 0;
-    bar.firstChild.style.width = `${100 * share}%`;
-    const label = source === null ? "plain" : originLabel(source);
+    const { drafted, accepted, sources, seconds } = step;
+    const words = sourcesInWords(sources) || "plain";
     const counts = drafted.length ? `${accepted.size}/${drafted.length}` : "";
     return html(
       "li",
       {
-        class: `step origin-${source ?? "plain"}`,
+        class: `step origin-${sources[0] ?? "plain"}`,
         "data-index": index,
         tabindex: index === 0 ? 0 : -1,
         "aria-label": `Step ${index + 1}, ${describeStep(step)}`,
       },
-      html("span", { class: "step-source" }, label),
+      html("span", { class: "step-source" }, words[0].toUpperCase() + words.slice(1)),
       html("span", { class: "step-counts" }, counts),
-      bar,
+      html("span", { class: "bar" }, ...bars(step)),
       html("span", { class: "step-time" }, milliseconds(seconds)),
     );
   }
@@ -169,4 +166,15 @@ export class Pane {
   unmark() {
     for (const token of this.output.querySelectorAll(".marked")) token.classList.remove("marked");
   }
+}
+
+/** What was accepted, then what was rejected, each by source. */
+function bars({ drafted, accepted, sources }) {
+  const bar = (isAccepted, source) => {
+    const isIt = (token, i) => token.source === source && accepted.has(i + 1) === isAccepted;
+    const part = html("span", { class: `origin-${source}${isAccepted ? " accepted" : ""}` });
+    part.style.flexGrow = String(drafted.filter(isIt).length);
+    return part;
+  };
+  return [true, false].flatMap((isAccepted) => sources.map((source) => bar(isAccepted, source)));
 }

@@ -2,7 +2,7 @@
 
 import { byId, html } from "./dom.js";
 import { duration, number } from "./format.js";
-import { ORIGINS } from "./origins.js";
+import { originsWith } from "./origins.js";
 import { Pane } from "./pane.js";
 import { firstDifference, Run } from "./run.js";
 import * as settings from "./settings.js";
@@ -27,7 +27,6 @@ export class Playground {
 
   bind() {
     settings.bindSettings();
-    showLegends();
     for (const [label, text] of EXAMPLES) {
       const button = html("button", { type: "button", class: "example" }, label);
       button.addEventListener("click", () => {
@@ -123,7 +122,7 @@ export class Playground {
     announce(summary(panes[0].run));
     if (panes.length < 2) return;
     const [on, off] = panes.map((pane) => pane.run);
-    const outcome = compare(on, off, body.temperature > 0);
+    const outcome = compare(on, off, body.temperature > 0, settings.isLossless());
     verdict.replaceChildren(html("strong", {}, outcome.headline), ` ${outcome.text}`);
     verdict.dataset.same = String(outcome.same);
     verdict.hidden = false;
@@ -177,12 +176,13 @@ export class Playground {
 }
 
 /** What a comparison came to. The same text is promised at temperature 0 only. */
-export function compare(on, off, sampled) {
+export function compare(on, off, sampled, lossless) {
   const at = firstDifference(on.text, off.text);
   const speed = `${number(off.total / on.total)} times as fast`;
   const times = `Speculation: ${duration(on.total)}. Without: ${duration(off.total)}.`;
   if (at === null) return { same: true, headline: "Identical text,", text: `${speed}. ${times}` };
-  const why = sampled ? " Sampled texts may differ; their distribution is the same." : "";
+  const distribution = lossless ? "is the same" : "is not the model’s own";
+  const why = sampled ? ` Sampled texts may differ; their distribution ${distribution}.` : "";
   const headline = `The texts differ from character ${at + 1},`;
   return { same: false, headline, text: `${speed}. ${times}${why}` };
 }
@@ -195,8 +195,11 @@ function announce(text) {
   byId("status").textContent = text;
 }
 
-function showLegends() {
-  for (const { name, label, meaning } of ORIGINS) {
+/** Explain the origins that an engine with these sources gives. */
+export function showLegends(sources) {
+  byId("legend").replaceChildren();
+  byId("meanings").replaceChildren();
+  for (const { name, label, meaning } of originsWith(sources)) {
     const sample = html("span", { class: `token origin-${name}` }, label);
     byId("legend").append(html("li", {}, sample));
     const term = html("span", { class: `token origin-${name}` }, label);

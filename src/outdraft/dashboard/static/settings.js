@@ -18,6 +18,7 @@ export function showFacts(facts) {
   const isOff = !facts.speculation_methods.length;
   byId("speculation").disabled = isOff;
   byId("speculation-off").hidden = !isOff;
+  byId("speculation-lossy").hidden = facts.lossless;
 }
 
 /** The fields that a request with speculation and the same one without it share. */
@@ -54,6 +55,11 @@ export function isSpeculating() {
 
 export function isComparing() {
   return isSpeculating() && byId("compare").checked;
+}
+
+/** Whether sampled texts have the model's own distribution. */
+export function isLossless() {
+  return byId("speculation-lossy").hidden;
 }
 
 /** What depends on whether speculation is on is out of reach while it is off. */

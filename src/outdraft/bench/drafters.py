@@ -1,0 +1,118 @@
+"""Every drafter of one target side by side: what it brings, what it costs, what it keeps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from outdraft.bench.host_drafts import draft_us_per_request_32k
+from outdraft.bench.side_by_side import (
+    PLAIN,
+    Sample,
+    acceptance_length,
+    complete_in_turn,
+    median_ratio,
+    median_tokens_per_s,
+    ms_per_step,
+    share_target,
+)
+from outdraft.config.engine import EngineConfig
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import build_engine
+from outdraft.engine.drafters import cache_bytes
+from outdraft.engine.loading import LoadedModels
+
+TEMPERATURES = (0, 1)
+TOKENS_OF_KV = 1000  # whose keys, values and features are counted
+
+
+def temperature_key(temperature: int) -> str:
+    """Under which a drafter's numbers at one temperature stand."""
+    return f"temperature_{temperature}"
+
+
+def measure_drafters(
+    configs: Mapping[str, EngineConfig],
+    warm_up: str,
+    prompts: Sequence[str],
+    max_tokens: int,
+    on_done: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """The result: plain decoding, and under `drafters` each of the others.
+
+    Every prompt is completed by `max_tokens` tokens, whatever they are. Each temperature has
+    engines of its own, so that no drafter remembers a prompt from the other one.
+
+    Args:
+        configs: with plain decoding under PLAIN, the first one.
+        on_done: called whenever a request is done, warm-ups included.
+
+    Raises:
+        ConfigError: a network is missing or does not fit the target.
+    """
+    models = share_target(configs)
+    result = {name: _kept(configs[name], models[name]) for name in configs}
+    for temperature in TEMPERATURES:
+        engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
+        params = [
+            SamplingParams(
+                temperature=float(temperature),
+                seed=seed,
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for seed in range(len(prompts))
+        ]
+        samples = complete_in_turn(engines, warm_up, prompts, params, on_done)
+        for name, own in samples.items():
+            result[name][temperature_key(temperature)] = _speed(own, samples[PLAIN])
+            if temperature == 0:
+                pairs = zip(own, samples[PLAIN], strict=True)
+                result[name]["identical"] = all(a.token_ids == b.token_ids for a, b in pairs)
+    plain = result.pop(PLAIN)
+    target = models[PLAIN]
+    return {
+        "model_id": configs[PLAIN].model,
+        "dtype": str(target.target.dtype).removeprefix("torch."),
+        "device": str(target.device),
+        "num_prompts": len(prompts),
+        "max_tokens": max_tokens,
+        "all_identical": all(one["identical"] for one in result.values()),
+        PLAIN: {
+            "weight_bytes": target.target.memory_bytes,
+            "kv_bytes_per_1k_tokens": _per_1k_tokens(
+                configs[PLAIN],
+                lambda size: cache_bytes(target.target.config, size, target.target.dtype),
+            ),
+            **{key: plain[key] for key in map(temperature_key, TEMPERATURES)},
+        },
+        "drafters": result,
+    }
+
+
+def _kept(config: EngineConfig, models: LoadedModels) -> dict[str, Any]:
+    """Memory, and the time of the host's search."""
+    kept: dict[str, Any] = {"weight_bytes": 0, "kv_bytes_per_1k_tokens": 0}
+    if models.drafter is not None:
+        kept["weight_bytes"] = models.drafter.memory_bytes
+        kept["kv_bytes_per_1k_tokens"] = _per_1k_tokens(config, models.drafter.bytes_per_block)
+    if config.speculation.sources:
+        host_us = draft_us_per_request_32k(config.speculation.sources)
+        kept |= {} if host_us is None else {"draft_us_per_request_32k": host_us}
+    return kept
+
+
+def _per_1k_tokens(config: EngineConfig, bytes_per_block: Callable[[int], int]) -> int:
+    size = config.cache.block_size
+    return bytes_per_block(size) * TOKENS_OF_KV // size
+
+
+def _speed(samples: Sequence[Sample], plain: Sequence[Sample]) -> dict[str, float]:
+    return {
+        "acceptance_length": acceptance_length(samples),
+        "draft_ms": ms_per_step(samples, lambda stats: stats.draft_s),
+        "verify_ms": ms_per_step(samples, lambda stats: stats.verify_s),
+        "sample_ms": ms_per_step(samples, lambda stats: stats.sample_s),
+        "host_ms": ms_per_step(samples, lambda stats: stats.host_s),
+        "tokens_per_s": median_tokens_per_s(samples),
+        "ratio_to_plain": median_ratio(samples, plain),
+    }

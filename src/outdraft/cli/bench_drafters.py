@@ -1,0 +1,160 @@
+"""`outdraft bench drafters`: everything that can draft for one target, side by side."""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from outdraft import assets
+from outdraft.cli.embedded import with_embedded_network
+from outdraft.cli.options import EngineOptions, engine_config, parse_json_object
+from outdraft.cli.threads import use_physical_cores
+from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.errors import ConfigError
+
+TREE_LEVELS = (2, 2, 1, 1)
+# With a draft model, or for other targets.
+OF_THE_HOST: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram"},
+    "suffix": {"method": "suffix"},
+}
+EMBEDDED: dict[str, dict[str, Any]] = {
+    "draft_model": {"method": "draft_model"},
+    "draft_model-tree": {"method": "draft_model", "tree_levels": TREE_LEVELS},
+    "eagle3": {"method": "eagle3"},
+    "eagle3-tree": {"method": "eagle3", "tree_levels": TREE_LEVELS},
+    "medusa": {"method": "medusa"},
+    "mlp_speculator": {"method": "mlp_speculator"},
+    **OF_THE_HOST,
+    "combined": {"method": "combined"},
+}
+
+
+def drafters(
+    model: Annotated[
+        str | None, typer.Argument(help="Directory or hub name; default: the embedded model.")
+    ] = None,
+    *,
+    json_: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
+    ] = False,
+    prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the package.")] = 6,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 64,
+    chosen: Annotated[
+        str | None,
+        typer.Option("--drafters", metavar="a,b,c", help="Only these; default: all there are."),
+    ] = None,
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(help="JSON with vLLM's keys: one more to measure; repeatable."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="In bfloat16 texts may part where the target is undecided.")
+    ] = "float32",
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None,
+    max_model_len: Annotated[
+        int | None, typer.Option(help="Longest prompt + output, in tokens.")
+    ] = None,
+) -> None:
+    """Measure what each drafter brings and costs, one request at a time.
+
+    All of them share the target, and take turns prompt by prompt with plain decoding. Exits with 1
+    if any changes a single token of plain decoding's greedy texts.
+    """
+    texts = [prompt.text for prompt in assets.prompts()]
+    if prompts >= len(texts):
+        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    selected = select(available(model, speculative_config or ()), chosen)
+    engine = EngineOptions(
+        dtype=dtype, device=device, max_model_len=max_model_len, speculative_config="null"
+    )
+    base = engine_config(model, engine)
+    use_physical_cores(os.environ)
+    from outdraft.bench.drafters import TEMPERATURES, measure_drafters
+    from outdraft.bench.environment import compute, environment
+    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.cli.drafters_view import show
+
+    configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
+    count = len(TEMPERATURES) * len(configs) * (1 + prompts)
+    with tqdm(total=count, desc="requests", unit="req", leave=False) as bar:
+        result = measure_drafters(
+            configs, texts[prompts], texts[:prompts], max_tokens, lambda: bar.update()
+        )
+    for name, values in selected.items():
+        result["drafters"][name] = {"speculative_config": values} | result["drafters"][name]
+    if json_:
+        typer.echo(json.dumps(result | {"environment": environment() | compute()}))
+    else:
+        show(result)
+    if not result["all_identical"]:
+        raise typer.Exit(1)
+
+
+def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What can draft for the target, by name: speculative_configs, those of the user last.
+
+    Raises:
+        ConfigError: one of the user's is wrong.
+    """
+    found = OF_THE_HOST if model is not None else _of_this_installation()
+    named = dict(found)
+    for text in more:
+        values = parse_json_object(text)
+        if values is None:
+            raise ConfigError("--speculative-config must name a drafter: plain is measured anyway")
+        if model is None:
+            values = with_embedded_network(values)
+        name = _name(values)
+        taken = sum(other == name or other.startswith(f"{name}#") for other in named)
+        named[f"{name}#{taken + 1}" if taken else name] = values
+    return named
+
+
+def select(named: dict[str, dict[str, Any]], chosen: str | None) -> dict[str, dict[str, Any]]:
+    """Those that --drafters lists; all without it.
+
+    Raises:
+        ConfigError: there is none of such a name.
+    """
+    if chosen is None:
+        return named
+    names = [name.strip() for name in chosen.split(",")]
+    for name in names:
+        if name in named:
+            continue
+        if name.removesuffix("-tree") in assets.HEADS:
+            assets.head_path(name.removesuffix("-tree"))
+        raise ConfigError(f"--drafters must be of {', '.join(named)}; got {name!r}")
+    return {name: named[name] for name in names}
+
+
+def _of_this_installation() -> dict[str, dict[str, Any]]:
+    missing = set(assets.HEADS) - set(assets.available_heads())
+    return {
+        name: with_embedded_network(values)
+        for name, values in EMBEDDED.items()
+        if values["method"] not in missing
+    }
+
+
+def _name(values: dict[str, Any]) -> str:
+    """A short one: the methods, and whether they draft trees."""
+    config = parse_speculative_config(values)
+    methods = "+".join(map(str, config.methods))
+    has_tree = config.network is not None and config.network.tree is not None
+    return f"{methods}-tree" if has_tree else methods
+
+
+def _alone(base: EngineConfig, values: dict[str, Any] | None) -> EngineConfig:
+    return replace(
+        base,
+        # Drafters that come later must not profit from a prompt that is computed already.
+        cache=replace(base.cache, enable_prefix_caching=False),
+        speculation=parse_speculative_config(values),
+    )

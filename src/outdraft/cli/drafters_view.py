@@ -1,0 +1,67 @@
+"""What `outdraft bench drafters` shows to people."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outdraft.bench.drafters import TEMPERATURES, temperature_key
+from outdraft.bench.side_by_side import PLAIN
+
+MIN_WIDTH = 100  # letters; a narrower terminal breaks the lines, a file has no width
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, and below it what its columns mean."""
+    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    console.print(
+        f"One request at a time: {result['num_prompts']} prompts of {result['max_tokens']} tokens, "
+        f"{result['dtype']}, {result['device']}",
+        style="bold",
+    )
+    table = Table("drafter")
+    keys = [temperature_key(temperature) for temperature in TEMPERATURES]
+    for heading in (
+        *(f"length\nT = {temperature}" for temperature in TEMPERATURES),
+        "draft\nms",
+        "verify\nms",
+        *(f"tokens/s\nT = {temperature}" for temperature in TEMPERATURES),
+        "weights\nMiB",
+        "KV KiB\nper 1k",
+        "same\nids",
+    ):
+        table.add_column(heading, justify="right")
+    for name, numbers in ({PLAIN: result[PLAIN]} | result["drafters"]).items():
+        runs = [numbers[key] for key in keys]
+        is_plain = name == PLAIN
+        table.add_row(
+            name,
+            *("" if is_plain else f"{run['acceptance_length']:.2f}" for run in runs),
+            "" if is_plain else f"{runs[0]['draft_ms']:.2f}",
+            f"{runs[0]['verify_ms']:.2f}",
+            *(f"{run['tokens_per_s']:.0f} {run['ratio_to_plain']:.2f}x" for run in runs),
+            f"{numbers['weight_bytes'] / 2**20:.1f}",
+            f"{numbers['kv_bytes_per_1k_tokens'] / 2**10:.0f}",
+            "" if is_plain else "yes" if numbers["identical"] else "[bold red]NO[/]",
+        )
+    console.print(table)
+    console.print(
+        "length: tokens a verified draft brought, the target's own one included. draft, verify: a "
+        "step at T = 0. tokens/s: median of the prompts, and of their ratios to plain decoding. "
+        "KV: of a thousand tokens, beside the target's. same ids: as plain decoding at T = 0.",
+        style="dim",
+    )
+    searches = {
+        name: numbers["draft_us_per_request_32k"]
+        for name, numbers in result["drafters"].items()
+        if "draft_us_per_request_32k" in numbers
+    }
+    if searches:
+        listed = ", ".join(f"{name} {us:.1f} us" for name, us in searches.items())
+        console.print(f"A draft behind a text of 32k tokens: {listed}.")
+    if result["all_identical"]:
+        console.print("At T = 0 every drafter gave plain decoding's tokens.")
+    else:
+        changed = [name for name, one in result["drafters"].items() if not one["identical"]]
+        console.print(f"[bold red]At T = 0 tokens were changed by {', '.join(changed)}.[/]")

@@ -1,0 +1,127 @@
+# numba infers the types of these functions and specialises on them.
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false
+# pyright: reportCallIssue=false
+# ruff: noqa: ANN001
+"""Drawn chains of a network with a compiled pass: all passes, and all draws, in one call.
+
+The fast twin of the loop in `NetworkProposer`, which calls the same kernels one by one.
+
+NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
+this file too.
+
+Dimension key: K drafts, B requests, D the network's state, V vocabulary, F fields of a pass.
+"""
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from outdraft.models.compiled_forward import CompiledChain
+from outdraft.models.forward_kernels import draft_logits, read_chosen, spread_logits
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+from outdraft.sampling.processors_cpu import process_rows
+from outdraft.sampling.sampler_cpu import choose_rows_with_probs
+
+
+def can_draw_chain(sampling: SamplingBatch) -> bool:
+    """Whether all that is left to do to the logits is compiled."""
+    return sampling.allowed is None and sampling.bias is None and not sampling.all_greedy
+
+
+def draw_chain_cpu(
+    chain: CompiledChain,
+    states_BD: Tensor,
+    positions_KB: Tensor,
+    num_tokens_B: Tensor,
+    sampling: SamplingBatch,
+    purpose: Purpose,
+) -> tuple[Tensor, Tensor]:
+    """Drafts, int64 [B, K], and float32 [B, K, V] what they were drawn from.
+
+    As `draft_sampling.sample_drafts` behind the states, and then behind each pass of the chain.
+
+    Args:
+        positions_KB, num_tokens_B: int64, text positions of the drafts, committed tokens.
+        sampling: as `drafting_parameters` leaves it; see `can_draw_chain`.
+    """
+    num_passes, num_requests = positions_KB.shape
+    ids_KB = np.empty((num_passes, num_requests), dtype=np.int64)
+    probs_KBV = np.empty((num_passes, num_requests, sampling.vocab_size), dtype=np.float32)
+    anchors_B = num_tokens_B if purpose is Purpose.DRAFT else torch.zeros_like(num_tokens_B)
+    min_p_B = sampling.min_p_B
+    _draw_chain(
+        chain.shape,
+        chain.rows_KF,
+        chain.layers_LF,
+        chain.head,
+        states_BD.numpy().copy(),
+        np.ascontiguousarray(positions_KB.numpy()),
+        np.ascontiguousarray(anchors_B.numpy()),
+        np.ascontiguousarray(sampling.seeds_B.numpy()),
+        np.ascontiguousarray(sampling.is_greedy_B.numpy()),
+        np.ascontiguousarray(sampling.temperature_B.numpy()),
+        np.ascontiguousarray((min_p_B.log() if sampling.needs_min_p else min_p_B).numpy()),
+        np.ascontiguousarray(sampling.top_k_B.numpy()),
+        np.ascontiguousarray(sampling.top_p_B.numpy()),
+        sampling.needs_min_p,
+        int(purpose),
+        ids_KB,
+        probs_KBV,
+    )
+    ids_BK = torch.from_numpy(ids_KB).T.contiguous()
+    return ids_BK, torch.from_numpy(probs_KBV).transpose(0, 1).contiguous()
+
+
+@njit(cache=True, nogil=True)
+def _draw_chain(
+    shape,
+    rows_KF,
+    layers_LF,
+    head,
+    states_BD,
+    positions_KB,
+    anchors_B,
+    seeds_B,
+    is_greedy_B,
+    temperature_B,
+    least_B,
+    top_k_B,
+    top_p_B,
+    needs_min_p,
+    purpose,
+    ids_KB,
+    probs_KBV,
+) -> None:
+    num_requests, vocab_size = probs_KBV.shape[1:]
+    requests_B = np.arange(num_requests)
+    spread_BV = np.empty((num_requests, vocab_size), dtype=np.float32)
+    processed_BV = np.empty((num_requests, vocab_size), dtype=np.float32)
+    for k in range(len(ids_KB)):
+        if k > 0:
+            read_chosen(shape, rows_KF[k - 1], layers_LF, ids_KB[k - 1], states_BD)
+        logits_BV = draft_logits(shape, head, states_BD)
+        if head.draft_ids != 0:
+            spread_logits(head, logits_BV, spread_BV)
+            logits_BV = spread_BV
+        process_rows(
+            logits_BV,
+            requests_B,
+            temperature_B,
+            least_B,
+            top_k_B,
+            top_p_B,
+            needs_min_p,
+            processed_BV,
+        )
+        choose_rows_with_probs(
+            processed_BV,
+            seeds_B,
+            positions_KB[k],
+            anchors_B,
+            is_greedy_B,
+            purpose,
+            ids_KB[k],
+            probs_KBV[k],
+        )

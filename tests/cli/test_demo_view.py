@@ -1,0 +1,29 @@
+"""The demo tells every source apart, and explains the ones that its engine has."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from outdraft.cli.comparison import method_configs
+from outdraft.cli.demo import load
+from outdraft.cli.demo_view import LABELS, STYLES, DemoView
+from outdraft.core.draft import DraftSource
+from tests.cli.pair import pair
+
+
+def test_every_source_has_a_label_and_a_style_of_its_own():
+    assert set(STYLES) == set(LABELS) == {str(source) for source in DraftSource}
+    assert len(set(STYLES.values())) == len(set(LABELS.values())) == len(DraftSource)
+
+
+@pytest.mark.parametrize(
+    ("method", "legend"),
+    [("suffix", "suffix."), ("combined", "suffix, n-gram, draft model.")],
+)
+def test_the_legend_names_what_the_engine_has(method, legend):
+    configs = method_configs(pair().target, pair().drafter)
+    llm = load({"combined": configs["combined"], method: configs[method]})[method]
+    written = io.StringIO()
+    DemoView(Console(file=written, width=200), llm, ()).header()
+    assert written.getvalue().rstrip().endswith(f"Accepted drafts: {legend}")

@@ -1,0 +1,114 @@
+"""One compiled call of an EAGLE drafter computes what its layers compute, in every layout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.cpu import CpuAttention
+from outdraft.attention.rows import Span, lay_out, send
+from outdraft.kv.cache import KVCache
+from outdraft.models.compiled_forward import MAX_ROWS
+from outdraft.models.eagle import EagleNetwork
+from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.layers.linear import Packing
+from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
+
+TABLES = ((3, 1, 7, 5), (2, 8, 0))
+CPU = torch.device("cpu")
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module", params=sorted(LAYOUTS))
+def network(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> EagleNetwork:
+    """Of a packed target, loaded in float32 from weights that bfloat16 holds exactly."""
+    attention = CpuAttention(1)
+    target = random_target(attention, torch.float32)
+    target.pack(Packing.BF16)
+    path: Path = LAYOUTS[request.param].save(tmp_path_factory.mktemp("checkpoint"))
+    return load_eagle(path, target, torch.float32, "cpu", attention)
+
+
+def new_cache(network: EagleNetwork) -> KVCache:
+    sizes = (network.num_kv_heads, network.head_size, torch.float32, CPU)
+    return KVCache(network.num_layers, 12, 4, *sizes)
+
+
+def batch_of(spans: list[Span]) -> AttentionMetadata:
+    return send(lay_out(spans, 4), [], CPU)[0]
+
+
+def random_rows(network: EagleNetwork, num_rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids_T = torch.randint(0, VOCABULARY, (num_rows,), generator=generator)
+    return ids_T, torch.randn(num_rows, network.feature_size, generator=generator)
+
+
+def test_it_agrees_with_the_layers(network: EagleNetwork):
+    """Two requests: prompt chunks, then a chunk with a drafted tree and one with a chain."""
+    first, second = TABLES
+    steps = [
+        [Span(0, 9, (), first), Span(0, 2, (), second)],
+        [Span(9, 2, (0, 0, 1, 3), first), Span(2, 3, (0, 1), second)],
+    ]
+    caches = [new_cache(network), new_cache(network)]
+    for seed, spans in enumerate(steps):
+        ids_T, states_TF = random_rows(network, sum(span.num_rows for span in spans), seed)
+        fast, slow = (
+            run(ids_T, states_TF, cache.layers, batch_of(spans))
+            for run, cache in zip((network, network.forward_by_layers), caches, strict=True)
+        )
+        torch.testing.assert_close(fast, slow, **CLOSE)
+    for mine, other in zip(*(cache.layers for cache in caches), strict=True):
+        torch.testing.assert_close(mine.k_PSGC, other.k_PSGC, **CLOSE)
+        torch.testing.assert_close(mine.v_PSGC, other.v_PSGC, **CLOSE)
+
+
+def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(network: EagleNetwork):
+    """Behind a text of five tokens, in two requests at once."""
+    ids_T, states_TF = random_rows(network, 10, 5)
+    text = batch_of([Span(0, 5, (), table) for table in TABLES])
+    batches = [batch_of([Span(at, 1, (), table) for table in TABLES]) for at in range(5, 10)]
+    caches = [new_cache(network), new_cache(network)]
+    states_BD, _ = (
+        network.forward_by_layers(ids_T, states_TF, cache.layers, text)[[4, 9]] for cache in caches
+    )
+    before_BD = states_BD.clone()
+
+    chain_KB = network.greedy_chain(states_BD, caches[0].layers, batches)
+
+    assert torch.equal(states_BD, before_BD)
+    ids = [network.logits(states_BD).argmax(1)]
+    for batch in batches:
+        states_BD = network.forward_by_layers(ids[-1], states_BD, caches[1].layers, batch)
+        ids.append(network.logits(states_BD).argmax(1))
+    assert torch.equal(chain_KB, torch.stack(ids))
+
+
+def test_the_best_tokens_are_the_argmax_of_the_logits(network: EagleNetwork):
+    states_RD = torch.randn(
+        3, network.config.layer.hidden_size, generator=torch.Generator().manual_seed(1)
+    )
+    for rows_RD in (states_RD, states_RD[1:2], states_RD[[2, 0]], states_RD[::2]):
+        best_R = network.best_tokens(rows_RD)
+        assert torch.equal(best_R, network.logits(rows_RD).argmax(1))
+        assert best_R.dtype == torch.int64
+
+
+def test_a_text_that_is_too_long_for_one_call_goes_by_layers(network: EagleNetwork):
+    attention_span = Span(0, MAX_ROWS + 1, (), tuple(range(17)))
+    sizes = (network.num_kv_heads, network.head_size, torch.float32, CPU)
+    caches = [KVCache(network.num_layers, 17, 4, *sizes) for _ in range(2)]
+    ids_T, states_TF = random_rows(network, MAX_ROWS + 1, 6)
+
+    whole_TD = network(ids_T, states_TF, caches[0].layers, batch_of([attention_span]))
+
+    first = batch_of([Span(0, MAX_ROWS, (), attention_span.block_ids)])
+    last = batch_of([Span(MAX_ROWS, 1, (), attention_span.block_ids)])
+    network(ids_T[:-1], states_TF[:-1], caches[1].layers, first)
+    last_TD = network(ids_T[-1:], states_TF[-1:], caches[1].layers, last)
+    torch.testing.assert_close(whole_TD[-1:], last_TD, **CLOSE)

@@ -1,0 +1,161 @@
+"""Whatever of a draft is accepted, caches hold what a prefill of the text would hold.
+
+Steps verify random trees and chains and accept a random path of each, right or wrong; the logits
+behind the newest token are then compared with those of models that read the text afresh.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outdraft.attention.base import causal_metadata
+from outdraft.core.draft import tree_depths
+from outdraft.core.plan import Work
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+from outdraft.kv.cache import KVCache
+from outdraft.models.config import ModelConfig
+from outdraft.models.eagle import EagleNetwork
+from outdraft.models.llama import CausalLM
+from outdraft.runner.model_runner import TargetPass
+from outdraft.spec.draft_batch import DraftBatch, row_start_B
+from outdraft.spec.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.spec.model_drafts import DraftModelAsk
+from outdraft.spec.network_proposer import DraftStart, NetworkProposer
+from outdraft.spec.verify import Verdict
+from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
+
+LENGTHS, NUM_TOKENS, CLOSE = (3, 21, 12), 16, 1e-10
+EXACT = {"dtype": "float64", "attention": "reference", "num_blocks": 300}
+
+
+def cache_of(layers: ModelConfig, num_tokens: int) -> KVCache:
+    sizes = layers.num_kv_heads, layers.head_size
+    return KVCache(layers.num_layers, 1, num_tokens, *sizes, torch.float64, torch.device("cpu"))
+
+
+def read_afresh(target: CausalLM, text: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Hidden states of the whole text, and the tapped ones."""
+    batch = causal_metadata(0, len(text), torch.arange(len(text)), torch.zeros(1).int())
+    layers = cache_of(target.config, len(text)).layers
+    return target.forward_by_layers(text, batch.positions_T, layers, batch, taps)
+
+
+def drafter_afresh(target: CausalLM, network: Any, text: Tensor) -> Tensor:
+    """[V]: what the drafter expects behind the text."""
+    if isinstance(network, LanguageModelNetwork):
+        model = network._model
+        assert isinstance(model, CausalLM)
+        return model.logits(read_afresh(model, text, ())[0][-1:])[0]
+    assert isinstance(network, EagleDraftNetwork)
+    eagle: EagleNetwork = network._network
+    features = eagle.features(*read_afresh(target, text, eagle.taps))[:-1]
+    count = len(text) - 1
+    batch = causal_metadata(0, count, torch.arange(count), torch.zeros(1).int())
+    layers = cache_of(eagle.config.layer, count).layers
+    return eagle.logits(eagle(text[1:], features, layers, batch)[-1:])[0]
+
+
+class RandomAcceptance:
+    """Stands in for verification, and compares first."""
+
+    def __init__(self, llm: LLM, seed: int) -> None:
+        self.runner = llm.engine.executor.runner
+        self.runner._verify = self.verify
+        self.rng = np.random.default_rng(seed)
+        self.num_branches = 0
+        self.num_drafter_checks = 0
+        proposer = self.runner.drafter
+        if isinstance(proposer, NetworkProposer):
+            self._watch(proposer)
+        elif proposer is not None:
+            self._watch(proposer._drafter)
+
+    def verify(
+        self,
+        works: Sequence[Work],
+        target: TargetPass,
+        drafts: DraftBatch,
+        sampling: object,
+        paths: object,
+    ) -> tuple[Verdict, None]:
+        model = self.runner.model
+        logits_RV = model.logits(target.logit_hidden_RD)
+        for work, root in zip(works, row_start_B(drafts).tolist(), strict=True):
+            text = torch.from_numpy(work.request.token_ids.astype(np.int64))
+            fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
+            torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
+        return self._verdict(drafts), None
+
+    def _verdict(self, drafts: DraftBatch) -> Verdict:
+        """A random row of each draft is the last that is accepted; or none is."""
+        ids_BN1 = torch.full((drafts.num_requests, drafts.width + 1), -1)
+        rows_BN = torch.full((drafts.num_requests, drafts.width), -1)
+        for b, number in enumerate(drafts.num_drafts_B.tolist()):
+            parents = drafts.parents_BN[b, :number].tolist()
+            row, path = int(self.rng.integers(0, number + 1)), []
+            while row > 0:
+                path.append(row - 1)
+                row = parents[row - 1]
+            path.reverse()
+            depths = tree_depths(parents)
+            self.num_branches += any(depths[row] != row + 1 for row in path)
+            rows_BN[b, : len(path)] = torch.tensor(path, dtype=torch.int64)
+            tokens = [*drafts.token_ids_BN[b, path].tolist(), int(self.rng.integers(0, VOCAB_SIZE))]
+            ids_BN1[b, : len(tokens)] = torch.tensor(tokens)
+        return Verdict(ids_BN1, (ids_BN1 >= 0).sum(1), rows_BN)
+
+    def _watch(self, proposer: NetworkProposer) -> None:
+        start = proposer._start
+
+        def checked(asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
+            found = start(asks, token_ids_SL)
+            logits_BV = proposer.network.logits(found.states_BD)
+            for ask, logits_V in zip(asks, logits_BV, strict=True):
+                text = token_ids_SL[ask.state_row, : ask.num_tokens]
+                fresh = drafter_afresh(self.runner.model, proposer.network, text)
+                torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
+                self.num_drafter_checks += 1
+            return found
+
+        proposer._start = checked
+
+
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10_000), block_size=st.sampled_from([1, 4, 16]))
+@pytest.mark.parametrize("family", ["llama-llama3-rope", "mistral-window", "qwen3-window"])
+def test_after_random_trees_the_target_reads_on_as_after_a_prefill(
+    family: str, seed: int, block_size: int
+):
+    llm = engine(family, "ngram", num_drafts=16, block_size=block_size, **EXACT)
+    llm.engine.drafting = NoisePolicy(llm, {}, seed)
+    acceptance = RandomAcceptance(llm, seed)
+    run(llm, prompts_of(LENGTHS), sampled())
+    assert acceptance.num_branches > 0
+
+
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 10_000), block_size=st.sampled_from([2, 16]))
+@pytest.mark.parametrize(
+    "method", ["draft_model", "draft_model-tree", "eagle", "eagle-tree", "eagle3", "eagle3-tree"]
+)
+def test_the_drafter_too_and_whether_it_paused_or_not(method: str, seed: int, block_size: int):
+    llm = engine("llama-llama3-rope", method, block_size=block_size, **EXACT)
+    policy, rng = llm.engine.drafting, np.random.default_rng(seed)
+    choose = policy.choose
+    policy.choose = lambda *args: choose(*args) if rng.random() < 0.7 else {}
+    acceptance = RandomAcceptance(llm, seed)
+    prompts = prompts_of(LENGTHS)
+    run(llm, [*prompts, prompts[1], [*prompts[1][:17], 5, 6]], sampled())
+    assert acceptance.num_drafter_checks > 10
+    assert acceptance.num_branches > 0 or "tree" not in method
+
+
+def sampled() -> SamplingParams:
+    return SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True)
