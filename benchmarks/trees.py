@@ -214,11 +214,13 @@ def verdict(sizes: Sequence[dict[str, Any]]) -> str:
     for size in sizes:
         accepted, time = size["accepted"], size["time"]
         errors, is_faster = accepted["standard_errors"], time["ratio"] > 1
-        amount = "more" if errors > SURE else "fewer" if errors < -SURE else "as many"
+        kind = "no surely different number of"
+        if abs(errors) > SURE:
+            kind = "more" if errors > 0 else "fewer"
         link = "and" if is_faster == (accepted["ratio"] > 1) else "but"
         parts.append(
-            f"{size['num_rows']} rows: a step accepts {amount} drafts with the best tree than with "
-            f"the best chain ({accepted['ratio']:.2f} times), {link} the fastest tree is "
+            f"{size['num_rows']} rows: the best tree has {kind} drafts accepted a step "
+            f"({accepted['ratio']:.2f} times the best chain's), {link} the fastest tree is "
             f"{'faster' if is_faster else 'slower'} than the fastest chain ({time['ratio']:.2f} "
             "times its tokens a second)"
         )

@@ -11,6 +11,7 @@ Dimension key: L tokens of a prompt and of what the target writes after it.
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from acceptance import Judge, acceptance_length
@@ -38,6 +39,25 @@ def written(target: LlamaForCausalLM, prompt: list[int], max_tokens: int, greedy
     )
 
 
+def texts_to_judge(target: LlamaForCausalLM, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the target writes after each prompt, the same for all heads: from `--texts`, if made."""
+    texts: Path = args.texts
+    if not texts.exists():
+        tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
+        torch.manual_seed(args.seed)
+        entries = []
+        for prompt in held_out_prompts(args.data, args.prompts):
+            ids = tokenizer.encode(prompt.text).ids
+            entry: dict[str, Any] = {"prompt_length": len(ids)}
+            for kind in ("greedy", "sampled"):
+                text = written(target, ids, args.max_tokens, greedy=kind == "greedy")
+                entry[kind] = text[0].tolist()
+            entries.append(entry)
+        texts.with_suffix(".new").write_text(json.dumps(entries))
+        texts.with_suffix(".new").replace(texts)
+    return json.loads(texts.read_text())
+
+
 def lengths_by_drafts(chances: list[Tensor]) -> dict[str, float]:
     """Acceptance length with chains of 1, 2, ... drafts; each of `chances` is [1, T, S]."""
     tokens = sum(each.shape[1] for each in chances)
@@ -58,25 +78,24 @@ def main() -> None:
     parser.add_argument("head", choices=list(HEADS))
     parser.add_argument("--data", type=Path, required=True, help="folder of the embedded pair")
     parser.add_argument("--model", type=Path, required=True, help="folder of the trained head")
+    parser.add_argument("--texts", type=Path, required=True, help="to read, or to write at first")
     parser.add_argument("--prompts", type=int, default=24)
     parser.add_argument("--max-tokens", type=int, default=256, help="written after each prompt")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     target = load_target(args.data / "target" / "model")
     head = read_head(args.head, args.model)
-    tokenizer = Tokenizer.from_file(str(args.data / "tokenizer.json"))
-    torch.manual_seed(args.seed)
     found: dict[str, list[Tensor]] = {"greedy": [], "sampled": [], "overlap": []}
-    for prompt in held_out_prompts(args.data, args.prompts):
-        ids = tokenizer.encode(prompt.text).ids
+    texts = texts_to_judge(target, args)
+    for text in texts:
         for kind in ("greedy", "sampled"):
-            text = written(target, ids, args.max_tokens, greedy=kind == "greedy")
-            chances = Judge(target, text, len(ids), NUM_DRAFTS).accept_chances(head)
+            judge = Judge(target, torch.tensor([text[kind]]), text["prompt_length"], NUM_DRAFTS)
+            chances = judge.accept_chances(head)
             found[kind].append(chances[kind])
             if kind == "sampled":
                 found["overlap"].append(chances["overlap"])
     report = {
-        "prompts": args.prompts,
+        "prompts": len(texts),
         "tokens": sum(each.shape[1] for each in found["greedy"]),
         "parameters": sum(parameter.numel() for parameter in head.parameters()),
         "greedy_rates": mean_rates(found["greedy"]),

@@ -12,9 +12,9 @@ python=${PYTHON:-$root/.venv/bin/python}
 export PYTHONPATH=$root/recipes/embedded_pair
 
 case $head in
-    eagle3) flags=(--steps 850 --decay-steps 500 --short-steps 300) ;;
-    medusa) flags=(--steps 600 --decay-steps 400) ;;
-    mlp_speculator) flags=(--steps 600 --decay-steps 400) ;;
+    eagle3) flags=(--steps 540 --decay-steps 220 --short-steps 300) ;;
+    medusa) flags=(--steps 600 --decay-steps 400 --matrix-lr 0.03 --vocabulary-lr 3e-3) ;;
+    mlp_speculator) flags=(--steps 560 --decay-steps 320 --short-steps 240 --vocabulary-lr 3e-3) ;;
     *) echo "no such head: $head" >&2; exit 2 ;;
 esac
 
@@ -22,6 +22,6 @@ if [ ! -f "$out/heads/$head/model/model.safetensors" ]; then
     "$python" "$here/train.py" "$head" --data "$out" --out "$out/heads/$head" "${flags[@]}"
 fi
 "$python" "$here/measure_acceptance.py" "$head" --data "$out" --model "$out/heads/$head/model" \
-    > "$out/heads/$head/acceptance.new"
+    --texts "$out/heads/judged_texts.json" > "$out/heads/$head/acceptance.new"
 mv "$out/heads/$head/acceptance.new" "$out/heads/$head/acceptance.json"
 "$python" "$here/export.py" --data "$out/heads" --out "$root/src/outdraft/assets"

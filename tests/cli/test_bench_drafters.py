@@ -112,7 +112,7 @@ def test_another_target_has_those_of_the_host_and_what_is_configured(command, pa
     ],
 )
 def test_what_cannot_be_measured_is_one_line_and_exit_code_2(command, arguments, complaint):
-    result = run(command, "bench", "drafters", *arguments)
+    result = run(command, "bench", "drafters", "--prompts", "1", *arguments)
     assert result.exit_code == 2
     assert complaint in result.stderr
     assert result.stderr.count("\n") == 1

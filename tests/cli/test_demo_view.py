@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from outdraft.cli.comparison import method_configs
-from outdraft.cli.demo import load
+from outdraft import LLM
 from outdraft.cli.demo_view import LABELS, STYLES, DemoView
 from outdraft.core.draft import DraftSource
 from tests.cli.pair import pair
@@ -22,8 +21,16 @@ def test_every_source_has_a_label_and_a_style_of_its_own():
     [("suffix", "suffix."), ("combined", "suffix, n-gram, draft model.")],
 )
 def test_the_legend_names_what_the_engine_has(method, legend):
-    configs = method_configs(pair().target, pair().drafter)
-    llm = load({"combined": configs["combined"], method: configs[method]})[method]
+    speculation = {"method": method}
+    if method == "combined":
+        speculation["model"] = str(pair().drafter)
+    llm = LLM(
+        str(pair().target),
+        dtype="float32",
+        device="cpu",
+        num_blocks=64,
+        speculative_config=speculation,
+    )
     written = io.StringIO()
     DemoView(Console(file=written, width=200), llm, ()).header()
     assert written.getvalue().rstrip().endswith(f"Accepted drafts: {legend}")

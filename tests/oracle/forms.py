@@ -17,6 +17,8 @@ from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
 from tests.engine.byte_level import tokenizer
 from tests.models.checkpoints import llama, randomised, save
+from tests.oracle.engines import BASIC, TREE
+from tests.oracle.heads import random_head
 
 EOS, MAX_LEN = 1, 640
 PROMPTS = ([70, 71, 72, 70, 71, 72, 70], [2, 3, 4, 5, 200, 201], [9] * 20)
@@ -43,8 +45,13 @@ def folders() -> tuple[Path, Path]:
 
 
 @cache
-def models(drafter: Path, device: str) -> LoadedModels:
-    return load_models(config({"method": "draft_model", "model": str(drafter)}, device=device))
+def models(method: str, drafter: Path, device: str) -> LoadedModels:
+    return load_models(config({"method": method, "model": str(drafter)}, device=device))
+
+
+@cache
+def head(method: str) -> Path:
+    return random_head(method, folders()[0], Path(mkdtemp()) / method)
 
 
 def config(speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:
@@ -54,22 +61,28 @@ def config(speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:
     )
 
 
+METHODS = (*BASIC, "perfect-tree", "eagle3-tree", "medusa")
+
+
 def engine(method: str, rule: str = "block", **options: Any) -> LLM:
     """`method` as in tests.oracle.engines."""
     target, other = folders()
-    drafter = target if method == "perfect" else other
-    speculative: dict[str, Any] | None = {
-        "method": "draft_model" if method == "perfect" else method,
-        "num_speculative_tokens": 4,
+    name = method.removesuffix("-tree")
+    if name in ("eagle3", "medusa"):
+        kind, drafter = name, head(name)
+    else:
+        kind, drafter = "draft_model", target if name == "perfect" else other
+    speculative: dict[str, Any] = {
+        "method": kind if name in ("perfect", kind) else name,
         "rejection_sample_method": rule,
     }
-    assert speculative is not None
-    if method in ("ngram", "combined"):
+    speculative |= TREE if method.endswith("-tree") else {"num_speculative_tokens": 4}
+    if name in ("ngram", "combined"):
         speculative["prompt_lookup_min"] = 1
-    if method in ("draft_model", "perfect", "combined"):
+    if name not in ("ngram", "suffix"):
         speculative["model"] = str(drafter)
     chosen = config(None if method == "plain" else speculative, **options)
-    return LLM.from_config(chosen, models(drafter, chosen.device))
+    return LLM.from_config(chosen, models(kind, drafter, chosen.device))
 
 
 def asking(form: Form, **changes: Any) -> SamplingParams:

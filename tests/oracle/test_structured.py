@@ -18,9 +18,10 @@ from outdraft.engine.llm import LLM
 from outdraft.runner import model_runner
 from outdraft.structured import compiler
 from tests.engine.byte_level import tokenizer
-from tests.oracle.engines import METHODS, NoisePolicy, ids, run
+from tests.oracle.engines import NoisePolicy, ids, run
 from tests.oracle.forms import (
     EOS,
+    METHODS,
     PROMPTS,
     REGEXES,
     Form,

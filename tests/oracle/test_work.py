@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.runner import model_runner
-from tests.oracle.engines import engine, greedy, prompts_of, run
+from tests.oracle.engines import NETWORKS, engine, greedy, prompts_of, run
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
@@ -19,20 +19,20 @@ def test_a_perfect_drafter_takes_the_fewest_steps(num_drafts: int):
     assert output.metrics.speculative_decoding.draft_acceptance_rate == 1.0
 
 
-@pytest.mark.parametrize("method", ["plain", "ngram", "combined"])
+@pytest.mark.parametrize("method", ["plain", "ngram", "combined", "eagle3-tree", "medusa"])
 def test_rows_computed_are_rows_planned(method: str):
     llm = engine("qwen3-window", method)
     runner = llm.engine.executor.runner
     computed = []
-    forward = runner.model.forward
-    runner.model.forward = lambda ids_T, *rest: (
+    forward = runner.model.forward_tapped
+    runner.model.forward_tapped = lambda ids_T, *rest: (
         computed.append(len(ids_T)),
         forward(ids_T, *rest),
     )[1]
     try:
         run(llm, prompts_of([12, 30]), greedy(20))
     finally:
-        runner.model.forward = forward
+        runner.model.forward_tapped = forward
     assert sum(computed) == llm.engine.stats.num_rows
     assert len(computed) == llm.engine.stats.num_steps
 
@@ -53,7 +53,7 @@ class _Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("method", ["plain", "draft_model", "combined"])
+@pytest.mark.parametrize("method", ["plain", *NETWORKS, "combined"])
 def test_no_operator_of_a_step_reads_a_value_and_one_copy_goes_back(
     method: str, temperature: float, monkeypatch
 ):

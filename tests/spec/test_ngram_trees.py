@@ -161,3 +161,19 @@ def test_rows_of_finished_requests_are_used_again() -> None:
     assert len(ours._texts._places_RA3) == 1
     assert len(ours._texts) == 0
     assert ours.propose([]) == []
+
+
+@pytest.mark.parametrize("branching", [1, 3])
+@pytest.mark.parametrize("pieces", [[13], [300, 7], [900, 1]])
+def test_a_text_that_outgrows_its_tables_drafts_the_merged_scans(
+    branching: int, pieces: list[int]
+) -> None:
+    text = np.random.default_rng(0).integers(0, 40, 3000).tolist()
+    ours, brute = proposer(branching, 2, 3), BruteNgramTree(2, 3, branching)
+    length = 0
+    for piece in pieces * 300:
+        length += piece
+        [draft] = ours.propose([ask(text[:length])])
+        assert as_tuple(draft) == brute.propose(text[:length], 4)
+        if length >= len(text):
+            break

@@ -8,7 +8,7 @@ from rich.table import Table
 from outdraft.bench.drafters import TEMPERATURES, temperature_key
 from outdraft.bench.side_by_side import PLAIN
 
-MIN_WIDTH = 100  # letters; a narrower terminal breaks the lines, a file has no width
+MIN_WIDTH = 110  # letters; a narrower terminal breaks the lines, a file has no width
 
 
 def show(result: dict[str, Any]) -> None:
@@ -20,7 +20,8 @@ def show(result: dict[str, Any]) -> None:
         f"{result['dtype']}, {result['device']}",
         style="bold",
     )
-    table = Table("drafter")
+    table = Table()
+    table.add_column("drafter", no_wrap=True)
     keys = [temperature_key(temperature) for temperature in TEMPERATURES]
     for heading in (
         *(f"length\nT = {temperature}" for temperature in TEMPERATURES),

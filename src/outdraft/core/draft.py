@@ -46,8 +46,8 @@ class Draft:
             raise ValueError(f"{len(self.token_ids)} tokens but {len(self.parents)} parents")
         if len(self.token_ids) > MAX_DRAFTS:
             raise ValueError(f"a draft has at most {MAX_DRAFTS} rows, got {len(self.token_ids)}")
-        is_late = any(map(gt, self.parents, range(len(self.parents))))
-        if is_late or min(self.parents, default=0) < 0:
+        parents = self.parents
+        if parents and (min(parents) < 0 or any(map(gt, parents, range(len(parents))))):
             raise ValueError(f"parents must point to an earlier row, got {self.parents}")
 
     def __len__(self) -> int:

@@ -28,6 +28,7 @@ from outdraft.spec.backlog import catch_up, text_places, whole_span
 from outdraft.spec.draft_network import DraftNetwork
 from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
 from outdraft.spec.draft_tree import Frontier
+from outdraft.spec.level_batch import level_batch
 from outdraft.spec.model_drafts import (
     DraftModelAsk,
     ModelDrafts,
@@ -36,7 +37,6 @@ from outdraft.spec.model_drafts import (
 )
 from outdraft.spec.sampled_chain_cpu import can_draw_chain, draw_chain_cpu
 from outdraft.spec.target_states import TargetStates
-from outdraft.spec.tree_proposer import level_batch
 
 
 @dataclass(frozen=True, slots=True)

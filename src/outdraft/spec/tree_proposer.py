@@ -1,7 +1,6 @@
 """Drafts trees with any drafter that can say what follows each node of a level.
 
-Dimension key: B requests that draft, F nodes of a level, V vocabulary, D the network's state,
-R = B * F rows, P blocks, K rows of a tree.
+Dimension key: B requests that draft, F nodes of a level, V vocabulary, R = B * F rows.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
@@ -106,44 +104,6 @@ class TreeProposer:
         for _ in range(self._shape.depth - 1):
             builder.extend(_processed(levels.next_logits(builder.frontier), sampling))
         return builder.finish()
-
-
-def level_batch(
-    frontier: Frontier,
-    context_lens_B: Tensor,
-    num_drafts_B: Tensor,
-    block_table_BP: Tensor,
-    block_size: int,
-    max_seq_len: int,
-) -> AttentionMetadata:
-    """The batch of a level whose rows are kept behind a network's committed tokens.
-
-    Rows for which a request has no slot are computed, and kept and seen by nobody.
-
-    Args:
-        context_lens_B: int64; what the network has read of each text.
-        num_drafts_B: int64; slots behind that which belong to each request.
-        max_seq_len: an upper bound.
-    """
-    num_requests, width = frontier.token_ids_BF.shape
-    device = context_lens_B.device
-    places_F = torch.arange(width, device=device) + frontier.first_row
-    has_slot_BF = places_F < num_drafts_B[:, None]
-    index_BF = torch.where(has_slot_BF, context_lens_B[:, None] + places_F, 0)
-    blocks_BF = block_table_BP.gather(1, index_BF // block_size)
-    slots_BF = blocks_BF.long() * block_size + index_BF % block_size
-    own_bits_B = (1 << num_drafts_B) - 1
-    return AttentionMetadata(
-        query_start_B1=torch.arange(num_requests + 1, dtype=torch.int32, device=device) * width,
-        context_lens_B=context_lens_B.int(),
-        num_causal_B=torch.zeros(num_requests, dtype=torch.int32, device=device),
-        ancestors_T=(frontier.ancestors_BF & own_bits_B[:, None]).flatten(),
-        positions_T=(context_lens_B + (frontier.depth - 1)).repeat_interleave(width),
-        slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
-        block_table_BP=block_table_BP,
-        max_rows=width,
-        max_seq_len=max_seq_len,
-    )
 
 
 def _processed(logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
