@@ -83,7 +83,7 @@ def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site
     box = page.locator(".step")
     assert box.inner_text().split("\n")[0] == "Suffix, EAGLE-3"
     assert box.get_attribute("aria-label") == ("Step 1, suffix, EAGLE-3: 3 of 5 accepted, 12.4 ms")
-    parts = box.locator(".bar > *").evaluate_all(
+    parts = box.locator(".step-bar > *").evaluate_all(
         "all => all.map(each => [each.className, each.style.flexGrow])"
     )
     assert parts == [
@@ -92,6 +92,7 @@ def test_every_guess_of_a_mixed_tree_shows_its_own_source(page: Page, site: Site
         ["origin-suffix", "0"],
         ["origin-eagle3", "2"],
     ]
+    assert box.locator(".step-bar").evaluate("each => each.offsetHeight") == 4
     box.hover()
     branches = page.locator("#detail .branches li")
     assert [" ".join(each.split()) for each in branches.all_inner_texts()] == [

@@ -136,7 +136,7 @@ export class Pane {
       },
       html("span", { class: "step-source" }, words[0].toUpperCase() + words.slice(1)),
       html("span", { class: "step-counts" }, counts),
-      html("span", { class: "bar" }, ...bars(step)),
+      html("span", { class: "step-bar" }, ...bars(step)),
       html("span", { class: "step-time" }, milliseconds(seconds)),
     );
   }
