@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.engine.llm import LLM
 from tests.oracle.engines import (
     FAMILIES,
     HEADS,
@@ -16,10 +17,13 @@ from tests.oracle.engines import (
     VOCAB_SIZE,
     MixedPolicy,
     NoisePolicy,
+    checkpoint,
+    config,
     engine,
     greedy,
     greedy_oracle,
     ids,
+    models,
     prompts_of,
     run,
 )
@@ -182,3 +186,16 @@ def test_a_request_at_the_end_of_its_context_harms_no_other(family: str):
     alone = [run(engine(family, "plain"), [p], greedy(40))[0] for p in prompts_of(lengths)]
     assert ids(outputs) == ids(alone)
     assert len(outputs[0].outputs[0].token_ids) == 5
+
+
+def test_a_tree_deeper_than_the_heads_is_refused_and_beside_other_sources_chains_are_cut():
+    medusa = {"method": "medusa", "model": str(checkpoint("qwen2", "medusa"))}
+    shared = models("qwen2", ("medusa", medusa["model"]), "float32", "cpu", None)
+    deep = medusa | {"tree_levels": [1] * (NUM_HEADS + 1)}
+    with pytest.raises(ConfigError, match="depth of the tree"):
+        LLM.from_config(config("qwen2", {"sources": [{"method": "suffix"}, deep]}), shared)
+    sources = {"sources": [{"method": "suffix"}, medusa], "num_speculative_tokens": NUM_HEADS + 3}
+    llm = LLM.from_config(config("qwen2", sources), shared)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
+    assert llm.engine.stats.drafted_by_source[DraftSource.MEDUSA] > 0

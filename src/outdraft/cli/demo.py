@@ -25,7 +25,7 @@ def demo(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 96,
-    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 6,
+    prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
 ) -> None:
     """Measure what speculation gains on this machine, in float32 on the CPU.
 

@@ -98,12 +98,16 @@ def _verifier(config: SpeculationConfig) -> Verifier:
 
 
 def _check_num_drafts(config: SpeculationConfig, drafter: LoadedDrafter | None) -> None:
-    """Heads draft so far and no further."""
-    network, most = config.network, drafter.max_drafts if drafter is not None else None
-    if network is None or most is None:
+    """Heads draft so far and no further. Beside other sources their chains are cut instead."""
+    network = config.network
+    if network is None or drafter is None:
         return
-    depth = network.tree.depth if network.tree is not None else config.num_speculative_tokens
-    if depth > most and len(config.sources) == 1:
+    depth, most = config.num_speculative_tokens, drafter.max_drafts
+    if network.tree is not None:
+        depth = network.tree.depth
+    elif len(config.sources) > 1:
+        return
+    if depth > most:
         raise ConfigError(
             f"{network.source} {network.model!r} has {most} heads, so it drafts no further than "
             f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
