@@ -15,6 +15,52 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"method": "medusa", "model": "m", "speculative_token_tree": 5},
+        {"method": "medusa", "model": "m", "speculative_token_tree": [0, 1]},
+        {"method": "medusa", "model": "m", "tree_levels": "2,1"},
+        {"method": "medusa", "model": "m", "tree_levels": [2, 1.5]},
+        {"method": "medusa", "model": "m", "tree_levels": [2, 1], "num_speculative_tokens": 4},
+        {"method": "combined", "tree_levels": [2, 2]},
+        {"method": "combined", "parallel_drafting": True},
+        {"method": "draft_model", "model": "m", "parallel_drafting": "false"},
+        {"method": "eagle3", "model": "m", "parallel_drafting": True, "tree_levels": [2, 1]},
+        {"method": "medusa", "model": "m", "parallel_drafting": True},
+        {"method": "draft_model", "model": 5},
+        {"method": "ngram", "rejection_sample_method": "lossy_typical", "posterior_alpha": 0},
+        {"method": "ngram", "posterior_alpha": 0.2},
+        {"sources": []},
+        {"sources": [{"method": "ngram"}, {"method": "ngram"}]},
+        {"sources": [{"method": "combined"}]},
+        {"sources": [{"method": "eagle3", "model": "a"}, {"method": "medusa", "model": "b"}]},
+        {"sources": [{"method": "ngram", "model": "m"}]},
+        {"sources": [{"method": "ngram"}], "model": "m"},
+    ],
+)
+def test_what_makes_no_sense_is_refused(values):
+    with pytest.raises(ConfigError):
+        parse_speculative_config(values)
+
+
+def test_sources_keep_their_order_and_a_tree_brings_its_number_of_rows():
+    config = parse_speculative_config(
+        {
+            "sources": [
+                {"method": "ngram", "branching": 2},
+                {"method": "suffix"},
+                {"method": "eagle3", "model": "m", "tree_levels": [2, 2, 1]},
+            ]
+        }
+    )
+    assert [str(method) for method in config.methods] == ["ngram", "suffix", "eagle3"]
+    assert config.num_speculative_tokens == 5
+    assert config.network is not None
+    assert config.network.tree is not None
+    assert config.network.tree.levels == (2, 2, 1)
+
+
 def test_no_configuration_is_plain_decoding():
     config = parse_speculative_config(None)
     assert config == SpeculationConfig()

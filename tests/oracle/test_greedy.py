@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import (
     FAMILIES,
@@ -199,3 +200,47 @@ def test_a_tree_deeper_than_the_heads_is_refused_and_beside_other_sources_chains
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
     assert llm.engine.stats.drafted_by_source[DraftSource.MEDUSA] > 0
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
+    method: str, dtype: str
+):
+    """Their levels run on for others, whose texts are shorter or who want more drafts."""
+    exact = {"dtype": dtype, "attention": "reference" if dtype == "float64" else None}
+    exact |= {"num_blocks": 200}
+    path = str(checkpoint("qwen2", "drafter" if method == "draft_model" else method))
+    levels = [2, 2, 1, 1] if method == "medusa" else [2, 2, 1, 1, 1, 1]
+    speculative = {"method": method, "model": path, "tree_levels": levels}
+    shared = models("qwen2", (method, path), dtype, "cpu", exact["attention"])
+    llm = LLM.from_config(config("qwen2", speculative, **exact), shared)
+    prompts = prompts_of((85, 20, 30, 60))
+    params = [
+        greedy(90),
+        greedy(40),
+        greedy(40, speculation={"num_speculative_tokens": 1}),
+        greedy(90, speculation={"num_speculative_tokens": 3}),
+    ]
+    outputs = run(llm, prompts, params)
+    plain = run(engine("qwen2", "plain", **exact), prompts, params)
+    assert ids(outputs) == ids(plain)
+    assert len(outputs[0].outputs[0].token_ids) == 96 - 85
+
+
+def test_heads_draft_from_the_state_of_their_own_text():
+    """A prompt of which one token is left drafts before it has ever sampled: not from the state
+    of whoever had its place before."""
+    prompt = prompts_of([25])[0]
+    params = SamplingParams(
+        temperature=1.0, seed=1, max_tokens=8, ignore_eos=True, speculation={"trace": True}
+    )
+    traces = []
+    for others in ((), (12,), (17, 9)):
+        llm = engine("qwen2", "medusa", enable_prefix_caching=False)
+        if others:
+            run(llm, prompts_of(others, seed=4), greedy(6))
+        (output,) = run(llm, [prompt], params)
+        traces.append((output.outputs[0].token_ids, output.outputs[0].trace))
+    assert traces[0][1][0].drafted_ids
+    assert traces[0] == traces[1] == traces[2]

@@ -97,6 +97,12 @@ class DraftNetworkConfig:
 
     def __post_init__(self) -> None:
         check_choice("method", self.source, NETWORK_SOURCES)
+        if not isinstance(self.model, str):
+            raise ConfigError(f"model must be a directory or a name, got {self.model!r}")
+        if not isinstance(self.parallel_drafting, bool):
+            raise ConfigError(
+                f"parallel_drafting must be true or false, got {self.parallel_drafting!r}"
+            )
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 1)
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
@@ -146,7 +152,7 @@ class SpeculationConfig:
         check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
         for name in ("posterior_threshold", "posterior_alpha"):
-            check_number(name, getattr(self, name), 0, 1)
+            check_number(name, getattr(self, name), 1e-6, 1)
         bounds = self.posterior_threshold, self.posterior_alpha
         if self.is_lossless and bounds != (POSTERIOR_THRESHOLD, POSTERIOR_ALPHA):
             raise ConfigError(

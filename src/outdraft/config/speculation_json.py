@@ -136,7 +136,7 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
             [bound] = bounds.values()
             bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
         sources.append(NgramConfig(**bounds, **_chosen(given, ("branching",))))
-    if method in map(str, NETWORK_SOURCES) or "model" in given:
+    if method in map(str, NETWORK_SOURCES) or any(key in given for key in _MODEL_KEYS):
         if "model" not in given:
             raise ConfigError(f"speculative_config of method {method!r} needs a model")
         kind = DraftSource.MODEL if method == "combined" else DraftSource(method)
@@ -156,7 +156,7 @@ def _tree(given: Mapping[str, Any]) -> TreeShape | TreeTemplate | None:
     template = given["speculative_token_tree"]
     if isinstance(template, str):  # as vLLM has it
         return TreeTemplate.parse(template)
-    return TreeTemplate.of_paths([tuple(path) for path in template], template)
+    return TreeTemplate.of_paths(template)
 
 
 def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

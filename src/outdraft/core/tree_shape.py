@@ -32,6 +32,10 @@ class TreeShape:
     def depth(self) -> int:
         return len(self.levels)
 
+    def with_depth(self, depth: int) -> "TreeShape":
+        """Its first levels."""
+        return self if depth == self.depth else TreeShape(self.levels[:depth])
+
     @classmethod
     def of_levels(cls, levels: object) -> "TreeShape":
         """From configuration.

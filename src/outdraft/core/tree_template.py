@@ -48,6 +48,12 @@ class TreeTemplate:
         in_order = tuple(sorted(self.paths, key=lambda path: (len(path), path)))
         object.__setattr__(self, "paths", in_order)
 
+    def with_depth(self, depth: int) -> "TreeTemplate":
+        """Its first levels."""
+        if depth == self.depth:
+            return self
+        return TreeTemplate(tuple(path for path in self.paths if len(path) <= depth))
+
     @classmethod
     def parse(cls, text: str) -> "TreeTemplate":
         """From the notation of configuration files.

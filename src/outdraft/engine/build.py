@@ -50,7 +50,7 @@ def build_engine(
     check_shared(config, models.config)
     target, drafter = models.target, models.drafter if speculation.network else None
     max_model_len = _max_model_len(config.max_model_len, target)
-    _check_num_drafts(speculation, drafter)
+    _check_num_drafts(speculation, drafter, target.config.vocab_size)
     memory = _plan_memory(config, models, drafter, max_model_len)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device)
     proposer = None
@@ -97,7 +97,9 @@ def _verifier(config: SpeculationConfig) -> Verifier:
     return Verifier(config.rejection_sample_method, bounds)
 
 
-def _check_num_drafts(config: SpeculationConfig, drafter: LoadedDrafter | None) -> None:
+def _check_num_drafts(
+    config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
+) -> None:
     """Heads draft so far and no further. Beside other sources their chains are cut instead."""
     network = config.network
     if network is None or drafter is None:
@@ -105,6 +107,11 @@ def _check_num_drafts(config: SpeculationConfig, drafter: LoadedDrafter | None) 
     depth, most = config.num_speculative_tokens, drafter.max_drafts
     if network.tree is not None:
         depth = network.tree.depth
+        if max(network.tree.levels) > vocab_size:
+            raise ConfigError(
+                f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
+                f"the target {vocab_size} tokens"
+            )
     elif len(config.sources) > 1:
         return
     if depth > most:
@@ -180,6 +187,7 @@ def _step_memory(
         samples_drafts=network is not None and network.samples,
         dtype=target.dtype,
         device=models.device,
+        tree=network.tree if network is not None else None,
     )
     states = 0
     if drafter is not None and drafter.reads_states:

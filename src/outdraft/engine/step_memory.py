@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from outdraft.config.engine import SchedulerConfig
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
 from outdraft.models.config import ModelConfig
 from outdraft.runner.logprobs import PROMPT_ROWS
 
@@ -26,6 +28,8 @@ class StepShape:
     Attributes:
         num_draft_rows: most drafts of all requests; 0 without speculation.
         samples_drafts: the draft model draws from its distribution, which is then kept.
+        tree: of what the drafter makes; its rows have no part in the scheduler's budget until
+            they are verified.
     """
 
     scheduler: SchedulerConfig
@@ -34,10 +38,13 @@ class StepShape:
     samples_drafts: bool
     dtype: torch.dtype
     device: torch.device
+    tree: TreeShape | TreeTemplate | None = None
 
     @property
     def num_rows(self) -> int:
-        return self.scheduler.max_num_batched_tokens
+        """Of one pass of the target or the drafter."""
+        widest = max(self.tree.levels) if self.tree is not None else 0
+        return max(self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs * widest)
 
     @property
     def num_logit_rows(self) -> int:
@@ -93,6 +100,8 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     if not shape.samples_drafts:
         return 0
     num_drafts = min(shape.num_draft_rows, shape.num_rows)
+    if shape.tree is not None:
+        num_drafts = shape.scheduler.max_num_seqs * shape.tree.num_rows
     return DRAFT_TENSORS * num_drafts * vocab_size * 4
 
 

@@ -209,11 +209,10 @@ class ModelRunner:
 
 def _target_states(target: TargetPass, verdict: Verdict | None) -> TargetStates:
     rows = target.rows
-    nobody = verdict is None
-    return TargetStates(
-        target.hidden_TD,
-        target.tapped_KTD,
-        rows.metadata.slots_T if nobody else rows.kept_slots_T(verdict),
-        rows.root_rows_B if nobody else rows.last_rows_B(verdict),
-        rows.state_rows_B,
-    )
+    slots_T = rows.metadata.slots_T
+    last_rows, state_rows = rows.chunk_rows_C, rows.chunk_state_rows_C
+    if verdict is not None:
+        slots_T = rows.kept_slots_T(verdict)
+        last_rows = torch.cat([rows.last_rows_B(verdict), last_rows])
+        state_rows = torch.cat([rows.state_rows_B, state_rows])
+    return TargetStates(target.hidden_TD, target.tapped_KTD, slots_T, last_rows, state_rows)

@@ -1,6 +1,6 @@
 """Which rows a step computes, on the device: their tokens, their places, whose logits are needed.
 
-Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
+Dimension key: B requests that sample in this step, C others, N most drafts of one of them, T rows,
 R rows whose logits are needed, S state rows, L tokens, W works.
 """
 
@@ -31,6 +31,8 @@ class StepRows:
         logit_rows_R: int64; per sampling request its root, then its drafts.
         state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
         root_rows_B: int64; the row of each sampling request's root.
+        chunk_rows_C, chunk_state_rows_C: int64; the last row, and the row of the device state, of
+            requests that do not sample.
         draft_slots_BN: cache slots behind each root, int64, padded with -1; where drafts stand
             and where the accepted ones belong.
     """
@@ -43,6 +45,8 @@ class StepRows:
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
     root_rows_B: Tensor
+    chunk_rows_C: Tensor
+    chunk_state_rows_C: Tensor
     draft_slots_BN: Tensor
 
     def shaped_by(self, drafts: DraftBatch) -> "StepRows":
@@ -177,7 +181,17 @@ def step_rows(
         dtype=np.int64,
     )
     sampling_3B = sampling_3B.reshape(num_sampling, 3).T.copy()
-    extra = [state_index_T, draft_index_T, logit_rows_R, *sampling_3B, root_rows_B, draft_slots_BN]
+    is_chunk_W = ~samples_W
+    extra = [
+        state_index_T,
+        draft_index_T,
+        logit_rows_R,
+        *sampling_3B,
+        root_rows_B,
+        layout.query_start_B1[1:][is_chunk_W].astype(np.int64) - 1,
+        state_rows_W[is_chunk_W],
+        draft_slots_BN,
+    ]
     metadata, sent = send(layout, extra, device)
     return StepRows(metadata, *sent)
 

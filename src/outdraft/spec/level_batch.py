@@ -53,12 +53,13 @@ def level_batch_on_any_device(
     blocks_BF = block_table_BP.gather(1, index_BF // block_size)
     slots_BF = blocks_BF.long() * block_size + index_BF % block_size
     own_bits_B = (1 << num_drafts_B) - 1
+    depth_B = num_drafts_B.clamp(max=frontier.depth)  # deeper rows have no slot
     return AttentionMetadata(
         query_start_B1=torch.arange(num_requests + 1, dtype=torch.int32, device=device) * width,
         context_lens_B=context_lens_B.int(),
         num_causal_B=torch.zeros(num_requests, dtype=torch.int32, device=device),
         ancestors_T=(frontier.ancestors_BF & own_bits_B[:, None]).flatten(),
-        positions_T=(context_lens_B + (frontier.depth - 1)).repeat_interleave(width),
+        positions_T=(context_lens_B + depth_B - 1).repeat_interleave(width),
         slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
         block_table_BP=block_table_BP,
         max_rows=width,
@@ -130,7 +131,8 @@ def _place_level(
         for f in range(width):
             row, place = b * width + f, first_row + f
             ancestors_T[row] = ancestors_BF[b, f] & own_bits
-            positions_T[row] = context_lens_B[b] + depth - 1
+            # Rows deeper than that have no slot.
+            positions_T[row] = context_lens_B[b] + min(depth, num_drafts_B[b]) - 1
             slots_T[row] = -1
             if place < num_drafts_B[b]:
                 index = context_lens_B[b] + place

@@ -224,7 +224,6 @@ class NetworkProposer:
             start.metadata.slots_T.device,
         )
         positions, reads, contexts, slots, query_start, num_causal, ancestors = sent
-        longest = int(lengths_B2[:, 0].max())
         batches = [
             AttentionMetadata(
                 query_start_B1=query_start,
@@ -235,7 +234,7 @@ class NetworkProposer:
                 slots_T=slots[step],
                 block_table_BP=start.metadata.block_table_BP,
                 max_rows=1,
-                max_seq_len=longest + step + 1,
+                max_seq_len=int(context_lens_KB[step].max()) + 1,
             )
             for step in range(most - 1)
         ]
@@ -263,7 +262,8 @@ class NetworkLevels:
         self._context_lens_B, self._num_drafts_B = to_device(
             [np.array(contexts), np.array(num_drafts)], start.states_BD.device
         )
-        self._max_seq_len = max(contexts) + max(num_drafts)
+        # Of one request: no table of blocks reaches further.
+        self._max_seq_len = max(map(sum, zip(contexts, num_drafts, strict=True)))
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the newest token."""

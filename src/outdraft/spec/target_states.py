@@ -1,6 +1,6 @@
 """What the target's pass leaves for drafters that read its hidden states.
 
-Dimension key: T rows of the pass, D hidden of the target, K tapped layers, B requests that sampled.
+Dimension key: T rows of the pass, D hidden of the target, K tapped layers, B requests.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class TargetStates:
         tapped_KTD: residual streams behind the layers that the drafter asked for.
         slots_T: int64; where the token of each row stands in the caches from now on, -1 if it is
             a draft that was refused. Prompt chunks are among the rows.
-        last_rows_B: int64; the row of each text's last computed token: behind it stands one more,
-            which was just sampled.
+        last_rows_B: int64; the row of each text's last computed token, of all requests of the
+            step: also of those that have more of their prompt to read.
         state_rows_B: int64; the rows of the same requests in the device's state.
     """
 

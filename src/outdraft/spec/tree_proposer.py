@@ -91,9 +91,12 @@ class TreeProposer:
         device = token_ids_SL.device
         (num_tokens_B,) = to_device([np.array([ask.num_tokens for ask in asks])], device)
         sampling = drafting_parameters(sampling)
+        num_drafts = [ask.num_drafts for ask in asks]
+        # A row of a level has as many rows above it, itself included: who wants fewer has none.
+        shape = self._shape.with_depth(min(self._shape.depth, max(num_drafts)))
         builder = TreeBuilder(
-            self._shape,
-            [ask.num_drafts for ask in asks],
+            shape,
+            num_drafts,
             num_tokens_B,
             sampling,
             samples=self._samples,
@@ -101,7 +104,7 @@ class TreeProposer:
         )
         levels = self._drafter.levels(asks, token_ids_SL)
         builder.start(_processed(levels.first_logits()[:, None], sampling)[:, 0])
-        for _ in range(self._shape.depth - 1):
+        for _ in range(shape.depth - 1):
             builder.extend(_processed(levels.next_logits(builder.frontier), sampling))
         return builder.finish()
 
