@@ -9,6 +9,7 @@ import torch
 from outdraft.attention.reference import ReferenceAttention
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.tree_shape import TreeShape
 from outdraft.engine import build
 from outdraft.engine.build import build_engine
 from outdraft.engine.step_memory import (
@@ -171,6 +172,15 @@ def test_logits_are_counted_for_the_rows_that_can_be_sampled():
 def test_only_sampled_drafts_have_probabilities():
     assert draft_prob_bytes(step_shape(3 * 4, samples_drafts=True), 1000) == 3 * 4 * 3 * 1000 * 4
     assert draft_prob_bytes(step_shape(3 * 4), 1000) == 0
+
+
+def test_a_tree_is_paid_for_in_full_however_few_of_its_rows_are_verified():
+    """Four requests of one row each in the scheduler's budget; the drafter's levels are as wide."""
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 4}
+    tree = replace(step_shape(4 * 16, samples_drafts=True, **sizes), tree=TreeShape((8, 8)))
+    assert draft_prob_bytes(tree, 1000) == 3 * 4 * 16 * 1000 * 4
+    model = model_config(64, 64, 1, 1)
+    assert activation_bytes(tree, [model]) == 8 * activation_bytes(step_shape(**sizes), [model])
 
 
 def test_texts_are_what_the_device_state_takes():

@@ -195,6 +195,9 @@ def test_a_tree_deeper_than_the_heads_is_refused_and_beside_other_sources_chains
     deep = medusa | {"tree_levels": [1] * (NUM_HEADS + 1)}
     with pytest.raises(ConfigError, match="depth of the tree"):
         LLM.from_config(config("qwen2", {"sources": [{"method": "suffix"}, deep]}), shared)
+    wide = medusa | {"tree_levels": [VOCAB_SIZE + 1]}
+    with pytest.raises(ConfigError, match=f"vocabulary of the target {VOCAB_SIZE} tokens"):
+        LLM.from_config(config("qwen2", wide), shared)
     sources = {"sources": [{"method": "suffix"}, medusa], "num_speculative_tokens": NUM_HEADS + 3}
     llm = LLM.from_config(config("qwen2", sources), shared)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))

@@ -119,28 +119,55 @@ class HeadBatch:
         return of_heads[requests_B1, heads_BK]
 
 
-class MedusaProposer:
-    """Drafts chains of which every token is drawn without a look at the ones before it."""
+class _HeadProposer:
+    """What proposers with heads have in common.
+
+    Attributes:
+        max_drafts: heads, each of which drafts one token.
+    """
 
     reads_states = True
     taps: tuple[int, ...] = ()
+    max_passes = 1
 
     def __init__(
-        self, heads: MedusaHeads, num_state_rows: int, *, samples: bool, shares_noise: bool
+        self,
+        heads: MedusaHeads | MLPSpeculator,
+        hidden_size: int,
+        num_state_rows: int,
+        source: DraftSource,
+        *,
+        samples: bool,
+        shares_noise: bool,
     ) -> None:
-        """`samples`: draw drafts from the heads' distributions instead of taking the best.
-        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
-        self.heads = heads
-        self.drafting = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
-        self.max_drafts, self.max_passes = heads.num_heads, 1
-        size = heads.config.hidden_size
-        self._last = LastHidden(num_state_rows, size, heads.dtype, heads.device)
+        self.drafting = ModelDrafting(source, max_kept=0)
+        self.max_drafts = heads.num_heads
+        self._last = LastHidden(num_state_rows, hidden_size, heads.dtype, heads.device)
         self._samples = samples
         self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
 
     def keep(self, states: TargetStates) -> None:
         """The target has computed these."""
         self._last.keep(states)
+
+
+class MedusaProposer(_HeadProposer):
+    """Drafts chains of which every token is drawn without a look at the ones before it."""
+
+    def __init__(
+        self, heads: MedusaHeads, num_state_rows: int, *, samples: bool, shares_noise: bool
+    ) -> None:
+        """`samples`: draw drafts from the heads' distributions instead of taking the best.
+        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+        super().__init__(
+            heads,
+            heads.config.hidden_size,
+            num_state_rows,
+            DraftSource.MEDUSA,
+            samples=samples,
+            shares_noise=shares_noise,
+        )
+        self.heads = heads
 
     def propose(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
@@ -185,28 +212,23 @@ class MedusaProposer:
         )
 
 
-class MLPSpeculatorProposer:
+class MLPSpeculatorProposer(_HeadProposer):
     """Drafts chains with a recurrence that reads each draft before it draws the next one."""
-
-    reads_states = True
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self, speculator: MLPSpeculator, num_state_rows: int, *, samples: bool, shares_noise: bool
     ) -> None:
         """`samples`: draw drafts from the heads' distributions instead of taking the best.
         `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+        super().__init__(
+            speculator,
+            speculator.config.emb_dim,
+            num_state_rows,
+            DraftSource.MLP,
+            samples=samples,
+            shares_noise=shares_noise,
+        )
         self.speculator = speculator
-        self.drafting = ModelDrafting(DraftSource.MLP, max_kept=0)
-        self.max_drafts, self.max_passes = speculator.num_heads, 1
-        size = speculator.config.emb_dim
-        self._last = LastHidden(num_state_rows, size, speculator.dtype, speculator.device)
-        self._samples = samples
-        self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
-
-    def keep(self, states: TargetStates) -> None:
-        """The target has computed these."""
-        self._last.keep(states)
 
     def propose(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
