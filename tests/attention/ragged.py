@@ -149,10 +149,10 @@ def build_batch(
         size = (request.seq_len, model.num_kv_heads, model.head_size)
         keys.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
         values.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
-        for i in request.seen_keys():
-            block = metadata.block_table_BP[b, i // model.block_size]
-            cache.k_PSGC[block, i % model.block_size] = keys[b][i]
-            cache.v_PSGC[block, i % model.block_size] = values[b][i]
+        seen = torch.tensor(request.seen_keys())
+        places = metadata.block_table_BP[b, seen // model.block_size], seen % model.block_size
+        cache.k_PSGC[places] = keys[b][seen]
+        cache.v_PSGC[places] = values[b][seen]
     num_rows = sum(request.num_rows for request in requests)
     size = (num_rows, model.num_heads, model.head_size)
     q_THC = torch.randn(size, generator=rng, dtype=torch.float64).to(dtype)

@@ -1,8 +1,9 @@
 """Paged tree attention on the CPU, without gathering the cache first.
 
-The kernels are in cpu_kernels.py. Small batches run in the calling thread. Large ones are shared
-with a few threads of our own: the kernels release the GIL, and a second OpenMP runtime beside
-PyTorch's would fight it for the cores.
+The kernels are in cpu_kernels.py. Small batches run in the calling thread. Large ones, and long
+contexts of few rows, are shared with a few threads of our own: the kernels release the GIL, and a
+second OpenMP runtime beside PyTorch's would fight it for the cores. The number of threads changes
+no bit of the result.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.cpu_kernels import Batch, attend, write_rows
+from outdraft.attention.cpu_kernels import Batch, attend, merge, partial_bytes, write_rows
 from outdraft.core.errors import ConfigError
 
 CPU_DTYPES = (torch.float32, torch.bfloat16)
-_WORK_PER_SHARE = 1 << 22  # multiply-adds below which waking a thread costs more than it saves
+_WORK_PER_SHARE = 3 << 20  # multiply-adds below which waking a thread costs more than it saves
+_LANES_PER_READ = 8  # reading keys and values takes as long as this many lanes' multiply-adds
 NO_WINDOW = 1 << 62
 
 
@@ -96,15 +98,29 @@ class CpuAttention:
             is_bf16_query=_is_bf16(q_THC),
             is_bf16_cache=_is_bf16(cache.k_PSGC),
         )
-        work = num_rows * num_heads * head_size * metadata.max_seq_len
-        self._attend_shared(batch, min(self._num_threads, 1 + work // _WORK_PER_SHARE))
+        num_keys = min(metadata.max_seq_len, batch.window + metadata.max_rows)
+        num_shares = _work_per_key(batch) * num_keys // _WORK_PER_SHARE
+        self._attend_shared(batch, max(1, min(self._num_threads, num_shares)))
         return out_THC
 
     def _attend_shared(self, batch: Batch, num_shares: int) -> None:
-        others = [self._pool.submit(attend, batch, i, num_shares) for i in range(1, num_shares)]
-        attend(batch, 0, num_shares)
+        if num_shares == 1:
+            attend(batch, 0, 1, 0)
+            return
+        partial = torch.empty(partial_bytes(batch, num_shares), dtype=torch.uint8)
+        shared = num_shares, partial.data_ptr()
+        others = [self._pool.submit(attend, batch, i, *shared) for i in range(1, num_shares)]
+        attend(batch, 0, *shared)
         for other in others:
             other.result()
+        merge(batch, *shared)
+
+
+def _work_per_key(batch: Batch) -> int:
+    """Multiply-adds, or what takes as long, for one more key of every request."""
+    lanes = batch.num_rows * batch.num_heads
+    reads = batch.num_requests * batch.num_kv_heads
+    return (lanes + _LANES_PER_READ * reads) * batch.head_size
 
 
 def _with_dense_rows(rows_THC: Tensor) -> Tensor:

@@ -253,4 +253,4 @@ def _attend(shape, rows, layer, q_THC, k_TGC, v_TGC, out_THC):
         False,
         False,
     )
-    attend(batch, 0, 1)
+    attend(batch, 0, 1, 0)
