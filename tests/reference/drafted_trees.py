@@ -44,31 +44,41 @@ def without(q, tokens):
     return rest / rest.sum() if rest.sum() > 0 else rest
 
 
-def every_tree(branches, proposer):
-    """The trees of `branches(prefix, tree so far) -> (deterministic tokens, draws one more)`."""
+def every_tree(branches, proposer, next_row=lambda tree, waiting: waiting[0]):
+    """The trees of `branches(prefix, tree so far) -> (deterministic tokens, number of draws)`.
+
+    A row's draws are without replacement, and without its deterministic tokens. `next_row` says
+    which of the waiting rows gets its children next.
+    """
 
     def grow(tree, waiting):
         if not waiting:
             yield tree
             return
-        row, later = waiting[0], waiting[1:]
+        row = next_row(tree, waiting)
+        later = [other for other in waiting if other != row]
         prefix = tree.prefix(row)
-        tokens, draws = branches(prefix, tree)
-        q = without(proposer(prefix), tokens)
-        drawn = [int(x) for x in np.flatnonzero(q)] if draws and q.sum() > 0 else [None]
-        for x in drawn:
+        tokens, num_draws = branches(prefix, tree)
+        # Deterministic siblings may be tested first or last.
+        draws_first = (len(prefix) + row) % 2 == 0
+        fixed = [(int(token), None) for token in tokens]
+        for drawn in draws(without(proposer(prefix), tokens), num_draws):
             grown = tree
-            # The order of siblings in the tree must not matter.
-            is_first = (len(prefix) + row) % 2 == 0
-            if x is not None and is_first:
-                grown = grown.with_draft(x, row, q)
-            for token in tokens:
-                grown = grown.with_draft(int(token), row)
-            if x is not None and not is_first:
-                grown = grown.with_draft(x, row, q)
+            for token, q in [*drawn, *fixed] if draws_first else [*fixed, *drawn]:
+                grown = grown.with_draft(token, row, q)
             yield from grow(grown, [*later, *range(len(tree) + 1, len(grown) + 1)])
 
     yield from grow(Tree(), [0])
+
+
+def draws(q, count):
+    """All sequences of (token, what it is drawn from); fewer where q has not as many tokens."""
+    if count == 0 or q.sum() == 0:
+        yield []
+        return
+    for x in np.flatnonzero(q).tolist():
+        for more in draws(without(q, [x]), count - 1):
+            yield [(x, q), *more]
 
 
 def pruned(tree, keeps):

@@ -82,37 +82,69 @@ def prefixes(token_ids: Sequence[int], parents: Sequence[int]) -> list[tuple[int
 def walk_trees(
     drafts: ModelDrafts, model: TabledModel, rng: np.random.Generator, length: int
 ) -> np.ndarray:
-    """int64 [B, length]: the first tokens that the tree rule of arXiv 2502.18779 emits with this
-    target, decoded on with the target where it emits fewer."""
+    """int64 [B, length]: the first tokens that traversal verification (arXiv 2505.12398) emits with
+    this target, decoded on with the target where it emits fewer. Drafts of -1 are no rows."""
     assert drafts.parents_BK is not None
     assert drafts.probs_BKV is not None
     assert drafts.is_sampled_BK is not None
+    tables = [logits_XV.double().softmax(1).numpy() for logits_XV in model.logits_XV]
     token_ids_BK = drafts.token_ids_BK.numpy()
-    parents_BK = drafts.parents_BK.numpy()
-    drawn_BK = drafts.is_sampled_BK.numpy() & (token_ids_BK >= 0)
-    q_BKV = drafts.probs_BKV.double().numpy()
-    num_requests = len(token_ids_BK)
-    every_B = np.arange(num_requests)
-    row_B = np.zeros(num_requests, np.int64)  # -1: has left the tree
-    prefix_B = np.zeros(num_requests, np.int64)
-    emitted = np.empty((num_requests, length), np.int64)
+    parents_BK = np.where(token_ids_BK >= 0, drafts.parents_BK.numpy(), -1)
+    one_hot_BKV = np.eye(model.vocab_size)[token_ids_BK]
+    is_sampled_BK1 = drafts.is_sampled_BK.numpy()[:, :, None]
+    q_BKV = np.where(is_sampled_BK1, drafts.probs_BKV.double().numpy(), one_hot_BKV)
+    emitted = np.full((len(token_ids_BK), len(tables) + 1), -1)
+    shapes, shape_of_B = np.unique(parents_BK, axis=0, return_inverse=True)
+    for number, parents_K in enumerate(shapes):
+        at = np.flatnonzero(shape_of_B.ravel() == number)
+        emitted[at] = _traverse(parents_K.tolist(), token_ids_BK[at], q_BKV[at], tables, rng)
+    prefix_B = np.zeros(len(emitted), np.int64)
     for place in range(length):
-        table_XV = model.logits_XV[place].double().softmax(1).numpy()
-        p_BV = table_XV[prefix_B]
-        is_child_BK = (parents_BK == row_B[:, None]) & (token_ids_BK >= 0)
-        is_drawn_BK = is_child_BK & drawn_BK
-        x_B, has_x_B = is_drawn_BK.argmax(1), is_drawn_BK.any(1)
-        q_BV = q_BKV[every_B, x_B]
-        token_B = token_ids_BK[every_B, x_B]
-        coin_B = rng.random(num_requests)
-        accepts_B = has_x_B & (coin_B * q_BV[every_B, token_B] < p_BV[every_B, token_B])
-        left_BV = np.where(has_x_B[:, None], np.maximum(p_BV - q_BV, 0), p_BV)
-        left_BV = np.where(left_BV.sum(1, keepdims=True) > 0, left_BV, p_BV)
-        bounds_BV = left_BV.cumsum(1)
-        y_B = (rng.random((num_requests, 1)) * bounds_BV[:, -1:] > bounds_BV).sum(1)
-        token_B = np.where(accepts_B, token_B, y_B)
-        is_next_BK = is_child_BK & (token_ids_BK == token_B[:, None])
-        row_B = np.where(is_next_BK.any(1), is_next_BK.argmax(1) + 1, -1)
-        emitted[:, place] = token_B
-        prefix_B = prefix_B * model.vocab_size + token_B
+        next_B = _sample(tables[place][prefix_B], rng)
+        emitted[:, place] = np.where(emitted[:, place] < 0, next_B, emitted[:, place])
+        prefix_B = prefix_B * model.vocab_size + emitted[:, place]
+    return emitted[:, :length]
+
+
+def _traverse(
+    parents: list[int],
+    token_ids_BK: np.ndarray,
+    q_BKV: np.ndarray,
+    tables: list[np.ndarray],
+    rng: np.random.Generator,
+) -> np.ndarray:
+    """int64 [B, depth + 1]: what trees of one shape emit, then -1. All of them visit all rows; what
+    a tree emits is settled by the first row that stops."""
+    every_B = np.arange(len(token_ids_BK))
+    emitted = np.full((len(token_ids_BK), len(tables) + 1), -1)
+
+    def visit(row: int, path: list[np.ndarray], weight_B: np.ndarray) -> None:
+        prefix_B = np.zeros(len(every_B), np.int64)
+        for token_B in path:
+            prefix_B = prefix_B * tables[0].shape[1] + token_B
+        left_BV = tables[len(path)][prefix_B]
+        for child, parent in enumerate(parents):
+            if parent != row:
+                continue
+            token_B, q_BV = token_ids_BK[:, child], q_BKV[:, child]
+            ratio_B = left_BV[every_B, token_B] / q_BV[every_B, token_B]
+            visit(child + 1, [*path, token_B], np.minimum(weight_B * ratio_B, 1))
+            refused_BV = np.maximum(weight_B[:, None] * left_BV - q_BV, 0)
+            sum_B = refused_BV.sum(1)
+            chance_B = sum_B + (1 - weight_B)  # that the child is refused; 0: it never is
+            left_BV = np.where(sum_B[:, None] > 0, refused_BV, left_BV)
+            left_BV = left_BV / left_BV.sum(1, keepdims=True)
+            weight_B = np.divide(sum_B, chance_B, out=np.ones_like(sum_B), where=chance_B > 0)
+        stops_B = (rng.random(len(every_B)) < weight_B) & (emitted[:, 0] < 0)
+        for place, token_B in enumerate([*path, _sample(left_BV, rng)]):
+            emitted[stops_B, place] = token_B[stops_B]
+
+    visit(0, [], np.ones(len(every_B)))
+    assert (emitted[:, 0] >= 0).all(), "the root is never refused"
     return emitted
+
+
+def _sample(weights_BV: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """int64 [B]: a token of each row, in proportion to its weights."""
+    bounds_BV = weights_BV.cumsum(1)
+    return (rng.random((len(bounds_BV), 1)) * bounds_BV[:, -1:] >= bounds_BV).sum(1)

@@ -52,64 +52,56 @@ def last_distribution(p, q, accepted, weight):
     return residual / residual.sum() if residual.sum() > 0 else p[accepted]
 
 
-def sampled_child(parents, is_sampled, row):
-    """The draft behind `row` that was sampled, None if there is none."""
-    return next((j for j, at in enumerate(parents) if at == row and is_sampled[j]), None)
+def tree_stops(token_ids, parents, q, p):
+    """Where traversal verification may end a tree, in the order in which it is asked.
 
-
-def after_refusal(p, q):
-    """Distribution of the token behind a row whose sampled child was refused."""
-    left = np.maximum(p - q, 0)
-    return left / left.sum() if left.sum() > 0 else p
-
-
-def walk_tree(token_ids, parents, is_sampled, p, q, coins, draw):
-    """(emitted ids, accepted rows): Hu et al. 2025. p has one row more than q.
-
-    `draw(distribution, depth)` draws a token.
+    Each is (row, with which probability, distribution of the token behind it). Weng et al. 2025,
+    algorithm 1, by recursion. `q[j]`: what draft j was drawn from, None if it is deterministic; p
+    has one row more.
     """
-    row, rows = 0, []
-    while True:
-        x = sampled_child(parents, is_sampled, row)
-        if x is not None and coins[len(rows)] * q[x][token_ids[x]] < p[row][token_ids[x]]:
-            child = x
-        else:
-            y = draw(p[row] if x is None else after_refusal(p[row], q[x]), len(rows))
-            fixed = [
-                j
-                for j, at in enumerate(parents)
-                if at == row and token_ids[j] == y and not is_sampled[j]
-            ]
-            if not fixed:
-                return [*(token_ids[j] for j in rows), y], rows
-            child = fixed[0]
-        rows.append(child)
-        row = child + 1
+    stops = []
+
+    def visit(row, weight):
+        rest = np.asarray(p[row], dtype=np.float64)
+        for j in [j for j, parent in enumerate(parents) if parent == row]:
+            drawn_from = np.eye(len(rest))[token_ids[j]] if q[j] is None else q[j]
+            visit(j + 1, min(1.0, weight * rest[token_ids[j]] / drawn_from[token_ids[j]]))
+            left = np.maximum(weight * rest - drawn_from, 0)
+            whole = left.sum() + 1 - weight
+            weight = left.sum() / whole if whole > 0 else 0.0
+            rest = left / left.sum() if left.sum() > 0 else left
+        stops.append((row, weight, rest if rest.sum() > 0 else p[row]))
+
+    visit(0, 1.0)
+    return [*stops[:-1], (0, 1.0, stops[-1][2])]
 
 
-def tree_outcomes(token_ids, parents, is_sampled, p, q):
+def path_to(parents, row):
+    """Drafts from the root's child to a row."""
+    path = []
+    while row:
+        path.insert(0, row - 1)
+        row = parents[row - 1]
+    return path
+
+
+def walk_tree(token_ids, parents, q, p, coins, draw):
+    """(emitted ids, accepted drafts); `draw(distribution, depth)` draws a token."""
+    for row, share, last in tree_stops(token_ids, parents, q, p):
+        if row == 0 or coins[row - 1] < share:
+            path = path_to(parents, row)
+            return [*(token_ids[j] for j in path), draw(last, len(path))], path
+    raise AssertionError("the root ends every walk")
+
+
+def tree_outcomes(token_ids, parents, q, p):
     """{emitted ids: probability} of `walk_tree` over all coins and draws."""
-    outcomes = defaultdict(float)
-
-    def go_on(row, ids, weight):
-        x = sampled_child(parents, is_sampled, row)
-        last = p[row]
-        if x is not None:
-            share = min(1.0, p[row][token_ids[x]] / q[x][token_ids[x]])
-            go_on(x + 1, (*ids, token_ids[x]), weight * share)
-            weight, last = weight * (1 - share), after_refusal(p[row], q[x])
-        fixed = {
-            token_ids[j]: j
-            for j, at in reversed(list(enumerate(parents)))
-            if at == row and not is_sampled[j]
-        }
-        for y, share in enumerate(last):
-            if weight * share > 0 and y in fixed:
-                go_on(fixed[y] + 1, (*ids, y), weight * share)
-            elif weight * share > 0:
-                outcomes[(*ids, y)] += weight * share
-
-    go_on(0, (), 1.0)
+    outcomes, chance = defaultdict(float), 1.0
+    for row, share, last in tree_stops(token_ids, parents, q, p):
+        ids = tuple(token_ids[j] for j in path_to(parents, row))
+        for y in np.flatnonzero(np.asarray(last) * chance * share > 0).tolist():
+            outcomes[(*ids, y)] += last[y] * chance * share
+        chance *= 1 - share
     return outcomes
 
 

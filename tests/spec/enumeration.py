@@ -1,9 +1,8 @@
 """What a rule emits, by enumeration: no sampling noise, only arithmetic.
 
 Decisions come from the production rules. A rule compares coins with thresholds; these are found
-by bisection on the rule itself, or proposed and then tried on it, and every combination of coins
-below and above them, and of draws, is judged by the rule. What it emits is decoded on with the
-target.
+by bisection on the rule itself, and every combination of coins below and above them, and of draws,
+is judged by the rule. What it emits is decoded on with the target.
 """
 
 import itertools
@@ -13,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outdraft.core.draft import tree_depths
 from outdraft.spec.draft_batch import row_start_B
 from outdraft.spec.verify import last_weights
 from tests.reference.drafted_trees import as_batch, target_rows
@@ -95,23 +93,15 @@ def chains_emit(drafts, p_BN1V, weights, accept, last=last_weights):
 class Script:
     """Draws what it is told, and keeps what it would have been drawn from."""
 
-    ids_BA: torch.Tensor
-
-    def __post_init__(self):
-        self.log_weights = []
+    ids_B: torch.Tensor
 
     def __call__(self, log_weights_BV, depth_B, _):
-        depth = int(depth_B[0])
-        self.log_weights.append(log_weights_BV)
-        return self.ids_BA[:, depth] if depth < self.ids_BA.shape[1] else self.ids_BA[:, 0]
+        self.weights_BV = log_weights_BV.softmax(1)
+        return self.ids_B
 
     def shares_B(self):
         """The probability of these draws."""
-        chosen = [
-            x_BV.softmax(1).gather(1, self.ids_BA[:, depth : depth + 1])[:, 0]
-            for depth, x_BV in enumerate(self.log_weights[: self.ids_BA.shape[1]])
-        ]
-        return torch.stack(chosen, 1).prod(1)
+        return self.weights_BV.gather(1, self.ids_B[:, None])[:, 0]
 
 
 def repeated(drafts, logits_RV, index_B):
@@ -130,88 +120,54 @@ def repeated(drafts, logits_RV, index_B):
 
 
 def limits(rule, trees, drafts, logits_RV):
-    """float64 [B, N1]: below which coin the sampled child of a row is accepted; 0.5: there is none.
+    """float64 [B, N]: below which coin of its own the path ends at a draft; 0 in the padding.
 
-    That is p / q; the rule, led to the row by coins and draws, must change its answer just there.
+    Found by bisection, all other coins against it.
     """
-    limit_BN1 = torch.full((len(trees), drafts.width + 1), 0.5, dtype=torch.float64)
-    cases = [
-        (b, at)
-        for b, tree in enumerate(trees)
-        for at in range(len(tree))
-        if drafts.is_sampled_BN[b, at]
-    ]
+    limit_BN = torch.zeros(drafts.token_ids_BN.shape, dtype=torch.float64)
+    cases = [(b, j) for b, tree in enumerate(trees) for j in range(len(tree))]
     if not cases:
-        return limit_BN1
+        return limit_BN
     trees_C, at_C = (torch.tensor(one) for one in zip(*cases, strict=True))
-    coins_CN = torch.ones((len(cases), drafts.width), dtype=torch.float64)
-    ids_CN = torch.zeros((len(cases), drafts.width), dtype=torch.int64)
-    depth_C = torch.zeros(len(cases), dtype=torch.int64)
-    paths: list[list[int]] = []
-    for c, (b, at) in enumerate(cases):
-        row, path = trees[b].parents[at], []
-        while row:
-            path.insert(0, row - 1)
-            row = trees[b].parents[row - 1]
-        depth_C[c] = len(path)
-        paths.append(path)
-        for depth, draft in enumerate(path):
-            ids_CN[c, depth] = trees[b].token_ids[draft]
-            coins_CN[c, depth] = 0.0 if drafts.is_sampled_BN[b, draft] else ALMOST_ONE
     batch, rows_RV = repeated(drafts, logits_RV, trees_C)
-    parents_C = drafts.parents_BN[trees_C, at_C]
-    ids_C = drafts.token_ids_BN[trees_C, at_C]
-    p_CV = logits_RV[row_start_B(drafts)[trees_C] + parents_C].exp()
-    p_C = p_CV.gather(1, ids_C[:, None])[:, 0]
-    limit_C = (p_C / drafts.probs_BNV[trees_C, at_C, ids_C]).clamp(max=1)
-    for step, answer in ((-1e-13, True), (1e-13, False)):
-        coins_CN.scatter_(1, depth_C[:, None], (limit_C + step)[:, None])
-        verdict = rule(rows_RV, batch, coins_CN, Script(ids_CN))
-        taken_C = verdict.rows_BN.gather(1, depth_C[:, None])[:, 0] == at_C
-        came_C = torch.tensor(
-            [
-                path == rows[: len(path)]
-                for path, rows in zip(paths, verdict.rows_BN.tolist(), strict=True)
-            ]
-        )
-        may_C = (limit_C > 0) if answer else (limit_C < 1)
-        assert (taken_C == answer)[came_C & may_C].all(), "the rule has another threshold"
-    limit_BN1[trees_C, parents_C] = limit_C
-    return limit_BN1
+    coins_CN = torch.ones((len(cases), drafts.width), dtype=torch.float64)
+    low_C, high_C = (torch.full((len(cases),), end, dtype=torch.float64) for end in (0, 1))
+    for _ in range(54):
+        middle_C = (low_C + high_C) / 2
+        coins_CN.scatter_(1, at_C[:, None], middle_C[:, None])
+        verdict = rule(rows_RV, batch, coins_CN, Script(torch.zeros_like(at_C)))
+        ends_there_C = (verdict.rows_BN == at_C[:, None]).any(1)
+        low_C = torch.where(ends_there_C, middle_C, low_C)
+        high_C = torch.where(ends_there_C, high_C, middle_C)
+    limit_BN[trees_C, at_C] = low_C
+    return limit_BN
 
 
 def trees_emit(rule, trees, target, drafts=None):
     """{sequence: probability} of what one step emits."""
     drafts = as_batch(trees, V) if drafts is None else drafts
     logits_RV = target_rows(trees, target)
-    limit_BN1 = limits(rule, trees, drafts, logits_RV)
-    levels = max(max(tree_depths(tree.parents), default=0) for tree in trees)
-    scripts = [
-        (*coins, *ids)
-        for coins in itertools.product((0.0, ALMOST_ONE), repeat=levels)
-        for ids in all_sequences(V, levels + 1)
+    limit_BN = limits(rule, trees, drafts, logits_RV)
+    cases = [
+        (b, *coins, *[ALMOST_ONE] * (drafts.width - len(tree)), y)
+        for b, tree in enumerate(trees)
+        for coins in itertools.product((0.0, ALMOST_ONE), repeat=len(tree))
+        for y in range(V)
     ]
-    tree_B = torch.arange(len(trees)).repeat_interleave(len(scripts))
-    script_BA = torch.tensor(scripts, dtype=torch.float64).repeat(len(trees), 1)
-    coins_BN = torch.ones((len(tree_B), drafts.width), dtype=torch.float64)
-    coins_BN[:, :levels] = script_BA[:, :levels]
-    script = Script(script_BA[:, levels:].long())
-    batch, rows_RV = repeated(drafts, logits_RV, tree_B)
-    verdict = rule(rows_RV, batch, coins_BN, script)
-
-    share_B = script.shares_B() * torch.tensor([tree.weight for tree in trees])[tree_B]
-    row_B = torch.zeros_like(tree_B)
-    for depth in range(levels):
-        limit_B = torch.where(row_B >= 0, limit_BN1[tree_B, row_B.clamp(min=0)], 0.5)
-        share_B = share_B * torch.where(script_BA[:, depth] == 0, limit_B, 1 - limit_B)
-        taken_B = verdict.rows_BN[:, depth]
-        row_B = torch.where(taken_B >= 0, taken_B + 1, -1)
+    case_CA = torch.tensor(cases, dtype=torch.float64)
+    tree_C, coins_CN = case_CA[:, 0].long(), case_CA[:, 1:-1]
+    limit_CN = limit_BN[tree_C]
+    share_C = torch.tensor([tree.weight for tree in trees], dtype=torch.float64)[tree_C]
+    share_C = share_C * torch.where(coins_CN == 0, limit_CN, 1 - limit_CN).prod(1)
+    live_C = (share_C > 0).nonzero()[:, 0]
+    script = Script(case_CA[live_C, -1].long())
+    batch, rows_RV = repeated(drafts, logits_RV, tree_C[live_C])
+    verdict = rule(rows_RV, batch, coins_CN[live_C], script)
     emitted = defaultdict(float)
-    live = (share_B > 0).nonzero()[:, 0]
     for ids, count, share in zip(
-        verdict.token_ids_BN1[live].tolist(),
-        verdict.num_emitted_B[live].tolist(),
-        share_B[live].tolist(),
+        verdict.token_ids_BN1.tolist(),
+        verdict.num_emitted_B.tolist(),
+        (share_C[live_C] * script.shares_B()).tolist(),
         strict=True,
     ):
         emitted[tuple(ids[:count])] += share

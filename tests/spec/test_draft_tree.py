@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from outdraft.core.tree_template import TreeTemplate
 from outdraft.sampling import noise
 from outdraft.sampling.noise import Purpose
 from outdraft.spec.draft_tree import TreeBuilder
-from outdraft.spec.drawn_level import LevelTask, draw_level
+from outdraft.spec.drawn_level import LevelTask, draw_level, side_shares
 from outdraft.spec.drawn_level_cpu import draw_level_cpu
 from tests.reference.tabled_drafter import (
     TabledModel,
@@ -28,6 +29,7 @@ from tests.reference.tabled_drafter import (
 )
 
 TEMPLATE = TreeTemplate.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)]")
+WIDE_ROOT = TreeTemplate.parse("[(0,), (1,), (2,), (3,), (0, 0), (1, 0), (1, 1), (3, 0)]")
 
 
 def build(
@@ -50,7 +52,7 @@ def build(
 
 shapes = st.one_of(
     st.lists(st.integers(1, 5), min_size=1, max_size=3).map(lambda rows: TreeShape(tuple(rows))),
-    st.just(TEMPLATE),
+    st.sampled_from([TEMPLATE, WIDE_ROOT]),
 )
 
 
@@ -84,9 +86,9 @@ def test_a_draft_is_a_tree_of_as_many_rows_as_the_request_wants(batch):
         assert max(tree_depths(parents[:count])) <= shape.depth
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(batches())
-def test_of_the_children_of_a_row_one_is_drawn_from_what_the_others_leave(batch):
+def test_the_children_of_a_row_are_drawn_from_what_those_before_them_leave(batch):
     shape, model, temperatures, num_rows = batch
     drafts, _ = build(shape, model, temperatures, num_rows=num_rows)
     if drafts.is_sampled_BK is None:
@@ -101,20 +103,15 @@ def test_of_the_children_of_a_row_one_is_drawn_from_what_the_others_leave(batch)
             continue
         for row, prefix in enumerate(prefixes(ids, parents)):
             children = children_of(parents, row)
-            drawn = [j for j in children if is_drawn[j]]
-            assert len(drawn) <= 1
-            ranked = [ids[j] for j in children if not is_drawn[j]]
-            rest = model.probs(prefix) if len(prefix) < shape.depth else np.zeros(5)
-            best = np.sort(rest)[::-1][: len(ranked)].sum()
-            assert rest[ranked].sum() == pytest.approx(best), "they are the likeliest"
-            rest[ranked] = 0
-            if not drawn:
-                cut = row == 0 or count < shape.num_rows
-                assert not children or rest.sum() < 1e-6 or (shape is TEMPLATE and cut)
-                continue
-            q = drafts.probs_BKV[b, drawn[0]].numpy()
-            np.testing.assert_allclose(q, rest / rest.sum(), atol=1e-6)
-            assert rest[ids[drawn[0]]] > 0, "it has mass, and is none of the others"
+            left = model.probs(prefix) if children else None
+            for child in children:
+                assert is_drawn[child] == (left.sum() > 0), "while there is something to draw from"
+                if is_drawn[child]:
+                    q = drafts.probs_BKV[b, child].numpy()
+                    np.testing.assert_allclose(q, left / left.sum(), atol=1e-6)
+                    assert left[ids[child]] > 0
+                left[ids[child]] = 0
+            assert len({ids[child] for child in children}) == len(children)
 
 
 @settings(max_examples=30, deadline=None)
@@ -208,19 +205,16 @@ def test_greedy_trees_keep_the_best_of_all_candidates(levels):
 
 def test_what_is_drawn_has_no_say_in_its_own_level():
     num_requests = 400
-    model = TabledModel(3, 6, 3)
+    model = TabledModel(3, 6, 3, zeros=0.5)
     drafts, levels = build(TreeShape((3, 5, 4)), model, [1.0] * num_requests)
     before = [()] * num_requests  # what was drawn at the levels above
     start, num_seen = 0, []
     for level in levels:
         num_rows = level.origins_BF.shape[1]
         is_drawn_BF = drafts.is_sampled_BK[:, start : start + num_rows]
-        ranked_BF = torch.where(is_drawn_BF, -1, level.token_ids_BF)
         structure = [
-            (str(origins), str(drawn), str(ranked))
-            for origins, drawn, ranked in zip(
-                level.origins_BF.tolist(), is_drawn_BF.tolist(), ranked_BF.tolist(), strict=True
-            )
+            (tuple(origins), tuple(drawn))
+            for origins, drawn in zip(level.origins_BF.tolist(), is_drawn_BF.tolist(), strict=True)
         ]
         num_seen.append(len(set(structure)))
         assert len(set(zip(before, structure, strict=True))) == len(set(before))
@@ -243,15 +237,43 @@ def is_plausible(statistic, degrees):
     return statistic < degrees + 6 * np.sqrt(2 * degrees)
 
 
-@pytest.mark.parametrize("shape", [TreeShape((1,)), TreeShape((3,)), TEMPLATE])
-def test_drawn_tokens_follow_their_distribution(shape):
-    model, num_requests = TabledModel(1, 5, 3), 20_000
+def without_replacement(q, num_ranks):
+    """{ranks: probability} of the first tokens that are drawn."""
+    joint = {}
+    for ranks in itertools.permutations(np.flatnonzero(q), num_ranks):
+        before = np.concatenate([[0], q[list(ranks)].cumsum()[:-1]])
+        joint[ranks] = np.prod(q[list(ranks)] / (1 - before))
+    return joint
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("shape", [TreeShape((3, 1)), TEMPLATE, WIDE_ROOT], ids=str)
+@pytest.mark.parametrize("zeros", [0.0, 0.3])
+def test_the_children_of_a_node_follow_drawing_without_replacement(shape, num_ranks, zeros):
+    model, num_requests = TabledModel(1, 5, 3, zeros), 20_000
     drafts, _ = build(shape, model, [1.0] * num_requests)
-    row = int(drafts.is_sampled_BK[0].int().argmax())
-    q = drafts.probs_BKV[0, row].double().numpy()
-    counts = np.bincount(drafts.token_ids_BK[:, row].numpy(), minlength=5)
-    assert counts[q == 0].sum() == 0
-    assert is_plausible(chi_square(counts[q > 0], num_requests * q[q > 0]), int((q > 0).sum()) - 1)
+    joint = without_replacement(model.probs(()), num_ranks)
+    assert sum(joint.values()) == pytest.approx(1)
+    drawn = Counter(map(tuple, drafts.token_ids_BK[:, :num_ranks].tolist()))
+    assert drawn.keys() <= joint.keys()
+    expected = num_requests * np.array(list(joint.values()))
+    counts = np.array([drawn[ranks] for ranks in joint])
+    assert is_plausible(chi_square(counts, expected), len(joint) - 1)
+    if num_ranks > 1:
+        in_other_order = np.array([drawn[ranks[::-1]] for ranks in joint])
+        assert not is_plausible(chi_square(in_other_order, expected), len(joint) - 1)
+
+
+def test_the_children_of_a_drawn_node_follow_drawing_without_replacement():
+    model, num_requests = TabledModel(1, 4, 3), 40_000
+    drafts, _ = build(TEMPLATE, model, [1.0] * num_requests)
+    for parent in range(4):
+        at = drafts.token_ids_BK[:, 0] == parent
+        joint = without_replacement(model.probs((parent,)), 2)
+        drawn = Counter(map(tuple, drafts.token_ids_BK[at, 3:5].tolist()))
+        expected = int(at.sum()) * np.array(list(joint.values()))
+        counts = np.array([drawn[ranks] for ranks in joint])
+        assert is_plausible(chi_square(counts, expected), len(joint) - 1)
 
 
 def test_nodes_of_one_level_draw_independently():
@@ -265,7 +287,16 @@ def test_nodes_of_one_level_draw_independently():
     assert abs(rate - chance) < 6 * np.sqrt(chance * (1 - chance) / num_requests)
 
 
-EXACT_SHAPES = [TreeShape((2, 2)), TreeShape((3, 2, 2)), TreeShape((1, 3)), TEMPLATE]
+EXACT_SHAPES = [
+    TreeShape((1, 1, 1)),
+    TreeShape((2, 2)),
+    TreeShape((3, 2, 2)),
+    TreeShape((1, 3)),
+    TreeShape((4,)),
+    TreeShape((4, 5)),
+    TEMPLATE,
+    WIDE_ROOT,
+]
 
 
 def emitted_statistic(drafts, target, seed=0, length=3):
@@ -286,8 +317,7 @@ def emitted_statistic(drafts, target, seed=0, length=3):
 @pytest.mark.parametrize("zeros", [0.0, 0.5])
 def test_drawn_trees_emit_the_targets_joint_distribution(shape, zeros):
     drafter, target = TabledModel(11, 5, 3, zeros), TabledModel(12, 5, 3)
-    num_requests = 30_000 if shape is TEMPLATE or zeros else 100_000
-    drafts, _ = build(shape, drafter, [1.0] * num_requests)
+    drafts, _ = build(shape, drafter, [1.0] * 40_000)
     assert is_plausible(*emitted_statistic(drafts, target))
 
 
@@ -300,21 +330,37 @@ def test_requests_that_want_fewer_rows_emit_the_targets_joint_distribution():
         assert is_plausible(*emitted_statistic(drafts, target))
 
 
-@pytest.mark.parametrize("fault", ["q of all tokens", "pruned after drawing", "one noise"])
+@pytest.mark.parametrize(
+    "fault", [None, "q not renormalised", "pruned after drawing", "one noise", "in another order"]
+)
 def test_faulty_drawn_trees_do_not(fault):
     drafter, target = TabledModel(11, 5, 3), TabledModel(12, 5, 3)
-    seeds = [0] * 30_000 if fault == "one noise" else None
-    drafts, _ = build(TreeShape((2, 2)), drafter, [1.0] * 30_000, seeds=seeds)
-    if fault == "q of all tokens":
-        whole_V = torch.tensor(drafter.probs(()), dtype=torch.float32)
+    seeds = [0] * 40_000 if fault == "one noise" else None
+    drafts, _ = build(TreeShape((3, 2)), drafter, [1.0] * 40_000, seeds=seeds)
+    if fault == "q not renormalised":
         probs_BKV = drafts.probs_BKV.clone()
-        probs_BKV[:, :2] = whole_V
+        probs_BKV[:, 1:3] = torch.tensor(drafter.probs(()), dtype=torch.float32)
         drafts = replace(drafts, probs_BKV=probs_BKV)
     if fault == "pruned after drawing":
         own_BK = drafts.probs_BKV.gather(2, drafts.token_ids_BK[:, :, None])[:, :, 0]
         is_unlikely_BK = drafts.is_sampled_BK & (own_BK < 0.4)
         drafts = replace(drafts, token_ids_BK=drafts.token_ids_BK.masked_fill(is_unlikely_BK, -1))
-    assert not is_plausible(*emitted_statistic(drafts, target))
+    if fault == "in another order":
+        drafts = with_swapped_first_rows(drafts)
+    assert is_plausible(*emitted_statistic(drafts, target)) == (fault is None)
+
+
+def with_swapped_first_rows(drafts):
+    """The same trees, whose first two rows, both children of the root, change places."""
+    order = [1, 0, *range(2, drafts.token_ids_BK.shape[1])]
+    parents_BK = drafts.parents_BK[:, order]
+    return replace(
+        drafts,
+        token_ids_BK=drafts.token_ids_BK[:, order],
+        parents_BK=torch.where(parents_BK == 1, 2, torch.where(parents_BK == 2, 1, parents_BK)),
+        probs_BKV=drafts.probs_BKV[:, order],
+        is_sampled_BK=drafts.is_sampled_BK[:, order],
+    )
 
 
 @pytest.mark.parametrize("shape", [TreeShape((2, 3, 2)), TEMPLATE])
@@ -352,21 +398,24 @@ def test_a_vocabulary_that_cannot_fill_a_level_is_refused():
         build(TreeShape((4,)), TabledModel(0, 3, 1), [0.0])
 
 
+TWIN_TEMPLATE = [[0, 0, 0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 0, 0, 1, 2]]  # origins, ranks
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("has_template", [False, True])
-def test_both_twins_draw_the_same_level(seed, has_template):
+@pytest.mark.parametrize("most_with_mass", [1, 3, 60])
+def test_both_twins_draw_the_same_level(seed, has_template, most_with_mass):
     rng = np.random.default_rng(seed)
     num_requests, num_nodes, num_rows, size = 5, 3, int(rng.integers(1, 9)), 60
     logits_BEV = torch.tensor(rng.normal(0, 2, (num_requests, num_nodes, size))).float()
-    is_zero = rng.random(logits_BEV.shape) < rng.choice([0.0, 0.5, 0.97])
-    is_zero[:, :, 7] = False
-    logits_BEV[torch.tensor(is_zero)] = -torch.inf
+    num_with_mass_BE1 = rng.integers(1, most_with_mass + 1, (num_requests, num_nodes, 1))
+    places_BEV = rng.permuted(np.broadcast_to(np.arange(size), logits_BEV.shape), axis=2)
+    logits_BEV[torch.tensor(places_BEV >= num_with_mass_BE1)] = -torch.inf
     weight_BE = torch.tensor(rng.random((num_requests, num_nodes))).float()
     num_kept_B = torch.tensor(rng.integers(-1, num_rows + 2, num_requests))
-    template_2F = torch.tensor([[1, 0, 0, 2, 2, 2, 1, 1], [0, 0, 1, 1, 2, 0, 1, 2]])[:, :num_rows]
     task = LevelTask(
         num_rows=num_rows,
-        template_2F=template_2F if has_template else None,
+        template_2F=torch.tensor(TWIN_TEMPLATE)[:, :num_rows] if has_template else None,
         num_kept_B=num_kept_B if seed % 2 else None,
         depth=2,
         first_above=4,
@@ -381,9 +430,51 @@ def test_both_twins_draw_the_same_level(seed, has_template):
     assert torch.equal(slow.is_drawn_BF, fast.is_drawn_BF)
     torch.testing.assert_close(slow.weight_BF, fast.weight_BF, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(slow.probs_BFV[slow.is_drawn_BF], fast.probs_BFV[fast.is_drawn_BF])
-    has_mass_BF = slow.weight_BF > 1e-5  # of tokens without mass any does
+    assert ((slow.weight_BF > 0) == slow.is_drawn_BF).all()
+    is_kept_BF = torch.ones_like(slow.is_drawn_BF)
+    if task.num_kept_B is not None:
+        is_kept_BF = torch.arange(num_rows) < task.num_kept_B[:, None]
     ids_BF = slow.rows.token_ids_BF
-    assert torch.equal(ids_BF[has_mass_BF], fast.rows.token_ids_BF[has_mass_BF])
+    assert torch.equal(ids_BF[is_kept_BF], fast.rows.token_ids_BF[is_kept_BF])
+    if not has_template and num_rows <= int(num_with_mass_BE1.sum(1).min()):
+        assert torch.equal(slow.is_drawn_BF, is_kept_BF), "rows go where there is something to draw"
+
+
+@pytest.mark.parametrize("draw", [draw_level, draw_level_cpu])
+def test_rows_go_where_most_is_expected(draw):
+    sure, torn = [0.96, 0.02, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]
+    logits_BEV = torch.tensor([[sure, torn, torn]]).log()
+    task = LevelTask(
+        num_rows=9,
+        template_2F=None,
+        num_kept_B=None,
+        depth=1,
+        first_above=1,
+        num_tokens_B=torch.tensor([10]),
+        sampling=sampling_of([1.0], [0], 4),
+    )
+    level = draw(logits_BEV, torch.tensor([[1.0, 0.8, 0.05]]), task)
+    acceptance = 0.47 + 0.42 * np.array([0.96, 0.25, 0.25])
+    weight = np.array([1.0, 0.8, 0.05])
+    gains = {(node, 0): weight[node] * acceptance[node] ** 0.5 for node in range(3)}
+    for rank, share in ((1, 0.35), (2, 0.2), (3, 0.14)):
+        gains |= {(node, rank): weight[node] * (1 - acceptance[node]) * share for node in range(3)}
+    best = sorted(gains, key=lambda place: -gains[place])[:9]
+    assert level.rows.origins_BF.tolist() == [[node for node, _ in best]]
+    for row, (node, rank) in enumerate(best):
+        own = float(level.probs_BFV[0, row, level.rows.token_ids_BF[0, row]])
+        first = weight[node] * (0.45 + 0.5 * own**0.5) ** 0.5
+        expected = first if rank == 0 else 0.7 * gains[node, rank]
+        assert float(level.weight_BF[0, row]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_what_further_ranks_cover_falls_and_is_less_than_the_whole():
+    assert side_shares(1) == []
+    assert side_shares(3) == [0.35, 0.2]
+    shares = side_shares(63)
+    assert len(shares) == 62
+    assert shares[3:5] == pytest.approx([0.14 * 0.8, 0.14 * 0.64])
+    assert all(before > after > 0 for before, after in itertools.pairwise(shares))
 
 
 def test_a_template_lists_its_rows_level_by_level():

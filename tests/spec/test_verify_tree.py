@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outdraft.spec.draft_batch import row_start_B
-from outdraft.spec.verify import Verdict, accept_block
+from outdraft.spec.verify import accept_block, accept_tokens
 from outdraft.spec.verify_tree import verify_tree
 from tests.reference.drafted_trees import as_batch, every_tree, pruned, target_rows
 from tests.reference.verification import total_variation, tree_outcomes, walk_tree
@@ -29,7 +28,7 @@ from tests.spec.enumeration import (
     trees_emit,
 )
 
-# Ways to draft: (prefix, tree so far, proposer's distribution) -> (tokens, draws one more).
+# Ways to draft: (prefix, tree so far, proposer's distribution) -> (tokens, number of draws).
 
 
 def best(q, count):
@@ -37,50 +36,55 @@ def best(q, count):
 
 
 def of_width(n, depth):
-    return lambda prefix, _, q: (best(q, n - 1), True) if len(prefix) < depth else ((), False)
+    return lambda prefix, _, q: ((), n if len(prefix) < depth else 0)
+
+
+def one_draw(n, depth):
+    """Top-(n-1)+1 of Hu et al., ICLR 2025, arXiv 2502.18779."""
+    return lambda prefix, _, q: (best(q, n - 1), 1) if len(prefix) < depth else ((), 0)
 
 
 def mixed_widths(prefix, _, q):
-    """1, 2 or 3 children by the prefix, some of them without a sampled one."""
+    """0 to 3 children by the prefix, of either kind."""
     if len(prefix) == 2:
-        return (), False
+        return (), 0
     code = sum((at + 2) * token for at, token in enumerate(prefix))
-    return best(q, (code + 1) % 3), code % 4 != 3
+    return best(q, (code + 1) % 3), (code + 1) % 4 % 3
 
 
 def likely_tokens(prefix, _, q):
     """As many deterministic children as are likely; leaves where the proposer is unsure."""
     is_leaf = len(prefix) == 3 or (len(prefix) > 0 and q.max() < 0.5)
-    return ((), False) if is_leaf else (tuple(np.flatnonzero(q > 0.4).tolist()), True)
+    return ((), 0) if is_leaf else (tuple(np.flatnonzero(q > 0.4).tolist()), 1)
 
 
 def some_branches(prefix, _, q):
     """Three levels, but only below the token 0 and below nothing twice."""
     if len(prefix) == 3 or (prefix and prefix[-1] != 0 and len(prefix) > 1):
-        return (), False
-    return (best(q, 1), True) if prefix[:1] != (2,) else ((), False)
+        return (), 0
+    return (best(q, 1), 1) if prefix[:1] != (2,) else ((), 0)
 
 
 def by_another_branch(prefix, tree, q):
-    """The deterministic child of the root goes on as far as the sampled one's token says."""
+    """The second child of the root goes on as far as the first one's token says."""
     if not prefix:
-        return best(q, 1), True
-    drawn = next(
-        (t for t, q in zip(tree.token_ids, tree.drawn_from, strict=True) if q is not None), -1
-    )
-    is_fixed = prefix[0] != drawn
-    return (best(q, 1), True) if len(prefix) < 2 and (not is_fixed or drawn != 1) else ((), False)
+        return (), 2
+    is_second = prefix[0] != tree.token_ids[0]
+    return ((), 2) if len(prefix) < 2 and (not is_second or tree.token_ids[0] != 1) else ((), 0)
 
 
 def sampled_below_fixed(prefix, _, q):
     """Nothing is sampled at the root; below it, everything is."""
-    return (best(q, 2), False) if not prefix else ((), len(prefix) < 3)
+    return (best(q, 2), 0) if not prefix else ((), int(len(prefix) < 3))
 
 
 SHAPES = {
-    "n = 1": of_width(1, 3),
-    "n = 2": of_width(2, 2),
-    "n = 3": of_width(3, 2),
+    "1 draw": of_width(1, 3),
+    "2 draws": of_width(2, 2),
+    "3 draws": lambda prefix, _, q: ((), max(0, 3 - 2 * len(prefix))),
+    "two chains": lambda prefix, _, q: ((), (2, 1, 1, 0)[len(prefix)]),
+    "n = 2": one_draw(2, 2),
+    "n = 3": one_draw(3, 2),
     "mixed widths": mixed_widths,
     "likely tokens": likely_tokens,
     "some branches": some_branches,
@@ -93,41 +97,62 @@ def drawn_trees(shape, proposer):
     return list(every_tree(lambda prefix, tree: shape(prefix, tree, proposer(prefix)), proposer))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("kinds", [KINDS, ("plain",), ("plain", "zeros")], ids=len)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_trees_are_exact_for_any_pair_of_distributions(shape, seed):
-    target, proposer = random_model(seed)
-    emitted = trees_emit(verify_tree, drawn_trees(shape, proposer), target)
-    assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
-    assert bias(emitted, target) < 1e-12
+def test_trees_are_exact_for_any_pair_of_distributions(shape, kinds):
+    for seed in range(2):
+        target, proposer = random_model(seed, kinds)
+        emitted = trees_emit(verify_tree, drawn_trees(shape, proposer), target)
+        assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
+        assert bias(emitted, target) < 1e-12
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_trees_that_grow_where_most_is_expected_are_exact(seed):
+    """Best first, up to five rows: every row that exists was decided by all drawn before it."""
+    target, proposer = random_model(seed, ("plain",))
+
+    def likelihood(tree, row):
+        prefix = tree.prefix(row)
+        return np.prod([proposer(prefix[:at])[token] for at, token in enumerate(prefix)])
+
+    def branches(prefix, tree):
+        num_draws = 2 if proposer(prefix).max() < 0.7 else 1
+        return (), min(num_draws, 5 - len(tree)) if len(prefix) < 3 else 0
+
+    trees = list(
+        every_tree(
+            branches,
+            proposer,
+            lambda tree, waiting: max(waiting, key=lambda row: likelihood(tree, row)),
+        )
+    )
+    assert len({tree.parents for tree in trees}) > 1
+    assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_trees_are_exact_in_every_special_case(n, kind):
+@pytest.mark.parametrize("shape", ["1 draw", "2 draws", "3 draws", "n = 2", "n = 3"])
+def test_trees_are_exact_in_every_special_case(shape, kind):
     target, proposer = random_model(3, (kind,))
-    trees = drawn_trees(of_width(n, 2), proposer)
+    trees = drawn_trees(SHAPES[shape], proposer)
     assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
 
 
-def test_full_trees_of_three_levels_are_exact():
-    target, proposer = random_model(4)
-    trees = drawn_trees(of_width(2, 3), proposer)
-    assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
+def outcomes_of(tree, target, looks_at_q=True):
+    """{emitted ids: probability} of one tree, by the slow twin."""
+    p = [target(tree.prefix(row)) for row in range(len(tree) + 1)]
+    q = tree.drawn_from if looks_at_q else [None] * len(tree)
+    return tree_outcomes(tree.token_ids, tree.parents, q, p)
 
 
-def mean_tokens_of(trees, target, is_sampled):
-    """Expected tokens of a step, by the slow twin."""
-    mean = 0.0
-    for tree in trees:
-        p = [target(tree.prefix(row)) for row in range(len(tree) + 1)]
-        marks = [is_sampled and q is not None for q in tree.drawn_from]
-        outcomes = tree_outcomes(tree.token_ids, tree.parents, marks, p, tree.drawn_from)
-        mean += tree.weight * mean_tokens(outcomes)
-    return mean
+def mean_tokens_of(trees, target, looks_at_q=True):
+    """Expected tokens of a step."""
+    means = [mean_tokens(outcomes_of(tree, target, looks_at_q)) for tree in trees]
+    return np.dot([tree.weight for tree in trees], means)
 
 
-@pytest.mark.parametrize("shape", ["n = 1", "n = 2", "mixed widths", "likely tokens"])
+@pytest.mark.parametrize("shape", ["1 draw", "2 draws", "n = 2", "mixed widths"])
 def test_looking_at_probabilities_accepts_more_than_matching_the_same_trees(shape):
     gains = []
     for seed in range(8):
@@ -142,7 +167,7 @@ def test_acceptance_at_a_row_is_the_best_possible():
     """Hu et al. 2025, theorem 4: p(T) + the sum of min(p, q) over all other tokens."""
     for seed in range(5):
         target, proposer = random_model(seed, ("plain",))
-        trees = drawn_trees(of_width(2, 1), proposer)
+        trees = drawn_trees(one_draw(2, 1), proposer)
         p, q = target(()), proposer(())
         top = q.argmax()
         rest = np.where(np.arange(V) == top, 0, q) / (1 - q[top])
@@ -179,9 +204,8 @@ def test_the_rule_is_its_slow_twin_on_random_trees():
                 ids, rows = walk_tree(
                     tree.token_ids,
                     tree.parents,
-                    [q is not None for q in tree.drawn_from],
-                    [target(tree.prefix(row)) for row in range(len(tree) + 1)],
                     tree.drawn_from,
+                    [target(tree.prefix(row)) for row in range(len(tree) + 1)],
                     coins[b],
                     lambda p, depth, noise=gumbel: int((np.log(p) + noise[depth]).argmax()),
                 )
@@ -195,9 +219,7 @@ def test_the_outcomes_of_the_slow_twin_are_those_of_the_enumeration():
     target, proposer = random_model(6)
     for tree in drawn_trees(mixed_widths, proposer)[:4]:
         tree = replace(tree, weight=1.0)
-        p = [target(tree.prefix(row)) for row in range(len(tree) + 1)]
-        is_sampled = [q is not None for q in tree.drawn_from]
-        slow = tree_outcomes(tree.token_ids, tree.parents, is_sampled, p, tree.drawn_from)
+        slow = outcomes_of(tree, target)
         assert total_variation(trees_emit(verify_tree, [tree], target), slow) < 1e-12
 
 
@@ -230,7 +252,18 @@ def test_probabilities_that_are_not_renormalised_would_be_seen():
         )
         for tree in trees
     ]
-    assert wrong_bias(trees, drafts=as_batch(whole, V), target=target) > 0.03
+    assert wrong_bias(trees, drafts=as_batch(whole, V), target=target) > 0.01
+
+
+def test_siblings_that_are_not_tested_as_they_were_drawn_would_be_seen():
+    target, proposer = random_model(19, ("plain",))
+    trees = drawn_trees(of_width(2, 1), proposer)
+    turned = [
+        replace(tree, token_ids=tree.token_ids[::-1], drawn_from=tree.drawn_from[::-1])
+        for tree in trees
+    ]
+    assert wrong_bias(trees, target=target) < 1e-12
+    assert wrong_bias(turned, target=target) > 0.05
 
 
 def test_a_residual_that_is_not_subtracted_would_be_seen(monkeypatch):
@@ -240,69 +273,67 @@ def test_a_residual_that_is_not_subtracted_would_be_seen(monkeypatch):
     assert wrong_bias(trees, target=target) > 0.05
 
 
-def on_a_grid(rule, proposer, target, coin_of=None, cells=4000):
-    """{token: probability} of the first token, by one coin on a fine grid, one level of n = 2.
+def on_a_grid(proposer, target, depends, cells=4000):
+    """{token: probability} of the first token of two draws behind the root.
 
-    `coin_of(u)`: None draws x with its own noise; otherwise x is drawn with u, and so is the coin.
+    `depends`: what else the coin of the first draw decides: "nothing", "its sibling", "its token".
     """
-    trees = drawn_trees(of_width(2, 1), proposer)
     first = defaultdict(float)
-    u_C = (np.arange(cells) + 0.5) / cells
-    for tree in trees:
+    u_C = torch.tensor((np.arange(cells) + 0.5) / cells)
+    for tree in drawn_trees(of_width(2, 1), proposer):
         drafts, logits_RV = as_batch([tree], V), target_rows([tree], target)
-        q = next(one for one in tree.drawn_from if one is not None)
-        x = next(
-            t for t, one in zip(tree.token_ids, tree.drawn_from, strict=True) if one is not None
-        )
-        weight_C = np.full(cells, tree.weight / cells)
-        if coin_of is not None:
+        batch, rows_RV = repeated(drafts, logits_RV, torch.zeros(cells, dtype=torch.int64))
+        other_C = u_C if depends == "its sibling" else u_C[torch.randperm(cells)]
+        weight_C = torch.full((cells,), tree.weight / cells)
+        if depends == "its token":
+            x, q = tree.token_ids[0], tree.drawn_from[0]
             ends = q.cumsum()
-            weight_C = ((u_C >= ends[x] - q[x]) & (u_C < ends[x])) / cells
+            is_x_C = (u_C >= ends[x] - q[x]) & (u_C < ends[x])
+            weight_C = is_x_C * tree.weight / q[x] / cells
         for y in range(V):
-            script = Script(torch.full((cells, 2), y))
-            batch, rows_RV = repeated(drafts, logits_RV, torch.zeros(cells, dtype=torch.int64))
-            coins_CN = torch.tensor(u_C)[:, None].expand(-1, drafts.width)
-            verdict = rule(rows_RV, batch, coins_CN, script)
-            share_C = script.log_weights[0].softmax(1)[:, y].numpy() * weight_C
-            for token, share in zip(verdict.token_ids_BN1[:, 0].tolist(), share_C, strict=True):
+            script = Script(torch.full((cells,), y))
+            verdict = verify_tree(rows_RV, batch, torch.stack([u_C, other_C], 1), script)
+            shares = (script.shares_B() * weight_C).tolist()
+            for token, share in zip(verdict.token_ids_BN1[:, 0].tolist(), shares, strict=True):
                 first[(token,)] += share
     return first
 
 
-def fixed_first(logits_RV, drafts, coins_BN, draw):
-    """Wrong: deterministic siblings are tested before the sampled one, with the same coin."""
-    right = verify_tree(logits_RV, drafts, coins_BN, draw)
-    p_BV = logits_RV[row_start_B(drafts)].softmax(1)
-    is_fixed_BN = ~drafts.is_sampled_BN & drafts.is_draft_BN & (drafts.parents_BN == 0)
-    fixed_B = drafts.token_ids_BN.gather(1, is_fixed_BN.int().argmax(1, keepdim=True))[:, 0]
-    takes_B = is_fixed_BN.any(1) & (coins_BN[:, 0] < p_BV.gather(1, fixed_B[:, None])[:, 0])
-    first_B = torch.where(takes_B, fixed_B, right.token_ids_BN1[:, 0])
-    return Verdict(first_B[:, None], torch.ones_like(first_B), right.rows_BN)
-
-
 def test_a_coin_that_decides_siblings_or_drew_the_draft_would_be_seen():
-    target, proposer = random_model(14, ("plain",))
+    torch.manual_seed(0)
+    target, proposer = random_model(19, ("plain",))
     want = {(v,): share for v, share in enumerate(target(()))}
-    assert total_variation(on_a_grid(verify_tree, proposer, target), want) < 1e-3
-    assert total_variation(on_a_grid(fixed_first, proposer, target), want) > 0.03
-    shared = on_a_grid(verify_tree, proposer, target, coin_of=lambda u: u)
-    assert total_variation(shared, want) > 0.03
+    apart = {
+        depends: total_variation(on_a_grid(proposer, target, depends), want)
+        for depends in ("nothing", "its sibling", "its token")
+    }
+    assert apart["nothing"] < 0.01
+    assert apart["its sibling"] > 0.03
+    assert apart["its token"] > 0.03
 
 
-def block_of_chains(trees, target):
-    """What block verification emits, of trees that are all chains of one length."""
+def as_chains(trees, target, accept):
+    """What a rule of chains emits, of trees that are all chains of one length."""
     drafts = replace(as_batch(trees, V), is_chain=True, sampled_trees=False)
     p_BN1V = target_rows(trees, target).exp().view(len(trees), -1, V)
-    return chains_emit(drafts, p_BN1V, [tree.weight for tree in trees], accept_block)
+    return chains_emit(drafts, p_BN1V, [tree.weight for tree in trees], accept)
+
+
+def test_of_chains_it_is_block_verification():
+    target, proposer = random_model(15, ("plain", "zeros"))
+    chains = [tree for tree in drawn_trees(of_width(1, 3), proposer) if len(tree) == 3]
+    as_trees = trees_emit(verify_tree, chains, target)
+    assert total_variation(as_trees, as_chains(chains, target, accept_block)) < 1e-12
+    assert total_variation(as_trees, as_chains(chains, target, accept_tokens)) > 0.01
 
 
 def test_the_rule_must_not_be_chosen_by_the_shape_that_a_tree_came_out_with():
-    """Block verification of the trees that happen to be chains, where that depends on a draw."""
+    """Token-level verification of trees that happen to be chains, where that depends on a draw."""
 
     def branches_after_a_token(prefix, _, q):
         if len(prefix) == 2 and prefix[-1] == 0:
-            return best(q, 1), True
-        return (), len(prefix) < 3
+            return (), 2
+        return (), int(len(prefix) < 3)
 
     target, proposer = random_model(15, ("plain",))
     trees = drawn_trees(branches_after_a_token, proposer)
@@ -312,7 +343,7 @@ def test_the_rule_must_not_be_chosen_by_the_shape_that_a_tree_came_out_with():
     assert others
     assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
     by_shape = trees_emit(verify_tree, others, target)
-    for sequence, weight in block_of_chains(chains, target).items():
+    for sequence, weight in as_chains(chains, target, accept_tokens).items():
         by_shape[sequence] += weight
     assert sum(by_shape.values()) == pytest.approx(1, abs=1e-12)
     assert bias(by_shape, target) > 0.003

@@ -1,7 +1,7 @@
 """One level of trees with drawn tokens, for any device; `drawn_level_cpu` is its fast twin.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
-node's children (0: the drawn one), V vocabulary.
+node's children (in the order in which they are drawn), V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -9,25 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
-from outdraft.sampling.sampler import sample_with_probs
-from outdraft.spec.tree_level import (
-    Children,
-    NewRows,
-    at_places,
-    best_places,
-    likeliest_children,
-)
+from outdraft.spec.tree_level import NewRows, at_places, best_places
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
 
-# What the drafter's own probabilities say about acceptance, fitted on the embedded pair. They only
-# decide which nodes get the rows, so a bad fit costs speed.
-DRAWN_BASE, DRAWN_SLOPE = 0.47, 0.45  # acceptance of one draw, by the drafter's best probability
-RANKED_GAIN = 0.75  # of a likely token beside the draw: of what the draw would then not cover
-OWN_BASE, OWN_SLOPE = 0.42, 0.53  # acceptance of a drawn token, by the root of its probability
-NO_MASS = 1e-5  # less than this is what rounding leaves
+# What rows are worth, by the drafter's own probabilities, fitted on the embedded pair. They only
+# decide which nodes get the rows, so a bad fit costs speed, never exactness.
+RANK0_BASE, RANK0_SLOPE = 0.47, 0.42  # acceptance of a first draw, by the best probability
+OWN_BASE, OWN_SLOPE = 0.45, 0.5  # acceptance of a drawn token, by the root of its probability
+DECAY = 0.5  # a path is worth more than the product of these: what is below makes up for refusals
+SIDE = (0.35, 0.2, 0.14)  # shares of what the first draw leaves that ranks 1, 2, 3 cover
+SIDE_DECAY = 0.8  # from each further rank to the next
+SIDE_WEIGHT = 0.7  # of a row of these ranks below it, by what it is worth itself
+
+_LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +34,8 @@ class LevelTask:
 
     Attributes:
         num_rows: F.
-        template_2F: int64; origins and ranks of the rows; None: where the most is expected.
+        template_2F: int64; origins and ranks of the rows, those of a node in order; None: where the
+            most is expected.
         num_kept_B: int64; how many of them each request wants, anything below 0 for none; None:
             all do.
         depth: of the nodes above; 0: the root.
@@ -59,9 +58,11 @@ class DrawnLevel:
     """The rows of a level. Those that a request does not want hold anything but their origins.
 
     Attributes:
-        is_drawn_BF: bool.
+        is_drawn_BF: bool; not where a node has fewer tokens with mass than rows: those it lacks
+            hold the lowest ids without mass.
         probs_BFV: float32, what the drawn rows were drawn from; the others' hold anything.
-        weight_BF: float32, how likely each row is to be accepted; 0 where it is not wanted.
+        weight_BF: float32, how much each row is worth to those below it; 0 where it is not wanted
+            or not drawn.
     """
 
     rows: NewRows
@@ -72,91 +73,88 @@ class DrawnLevel:
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
     """The rows behind the nodes whose logits these are; `weight_BE` as in DrawnLevel."""
-    children = likeliest_children(logits_BEV, task.num_rows)
+    num_ranks = min(task.num_rows, logits_BEV.shape[2])
+    gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
     if task.template_2F is None:
-        origins_BF, ranks_BF = _spread(children, weight_BE, task.num_rows)
+        places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
+        origins_BF, ranks_BF = places_BF // num_ranks, places_BF % num_ranks
     else:
         origins_BF, ranks_BF = task.template_2F[:, None].expand(-1, len(logits_BEV), -1)
-    is_kept_BF = _is_kept(ranks_BF, task.num_kept_B)
-    num_ranked_BE = torch.zeros_like(weight_BE, dtype=torch.int64).scatter_add_(
-        1, origins_BF, ((ranks_BF > 0) & is_kept_BF).long()
-    )
-    drawn_BE, probs_BEV, has_mass_BE = _draw(logits_BEV, children, num_ranked_BE, task)
-    is_first_BF = ranks_BF == 0
-    places_BF = (ranks_BF - 1).clamp_(min=0)
-    token_ids_BF = torch.where(
-        is_first_BF,
-        drawn_BE.gather(1, origins_BF),
-        at_places(children.token_ids_BEC, origins_BF, places_BF),
-    )
-    probs_BFV = probs_BEV.gather(1, origins_BF[:, :, None].expand(-1, -1, probs_BEV.shape[2]))
-    own_BF = probs_BFV.gather(2, token_ids_BF[:, :, None])[:, :, 0]
-    left_BE = 1 - _mass_of_first(children.probs_BEC, num_ranked_BE)
-    share_BF = torch.where(
-        is_first_BF,
-        left_BE.gather(1, origins_BF) * (OWN_BASE + OWN_SLOPE * own_BF.sqrt()),
-        at_places(children.probs_BEC, origins_BF, places_BF),
-    )
+    drawn_BEC = _draw(logits_BEV, num_ranks, task)
+    token_ids_BF = at_places(drawn_BEC, origins_BF, ranks_BF)
+    left_BFV = _without_lower_ranks(logits_BEV, drawn_BEC, origins_BF, ranks_BF)
+    probs_BFV = torch.softmax(left_BFV, dim=2, dtype=torch.float32)
+    at_token_BF1 = token_ids_BF[:, :, None]
+    has_mass_BF = left_BFV.gather(2, at_token_BF1)[:, :, 0] > -torch.inf
+    is_drawn_BF = has_mass_BF & _is_kept(task, ranks_BF)
+    own_BF = probs_BFV.gather(2, at_token_BF1)[:, :, 0]
+    first_BF = weight_BE.gather(1, origins_BF) * (OWN_BASE + OWN_SLOPE * own_BF.sqrt()) ** DECAY
+    side_BF = SIDE_WEIGHT * at_places(gain_BEC, origins_BF, ranks_BF)
     return DrawnLevel(
         NewRows(token_ids_BF, origins_BF),
-        is_first_BF & has_mass_BE.gather(1, origins_BF) & is_kept_BF,
+        is_drawn_BF,
         probs_BFV,
-        weight_BE.gather(1, origins_BF) * share_BF * is_kept_BF,
+        torch.where(ranks_BF == 0, first_BF, side_BF) * is_drawn_BF,
     )
 
 
-def _is_kept(ranks_BF: Tensor, num_kept_B: Tensor | None) -> Tensor:
-    if num_kept_B is None:
-        return torch.ones_like(ranks_BF, dtype=torch.bool)
-    return torch.arange(ranks_BF.shape[1], device=ranks_BF.device) < num_kept_B[:, None]
+def side_shares(num_ranks: int) -> list[float]:
+    """Of what the first draw of a node leaves, the shares that ranks 1 to `num_ranks` - 1 cover."""
+    further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
+    return [*SIDE, *further][: num_ranks - 1]
 
 
-def _draw(
-    logits_BEV: Tensor, children: Children, num_ranked_BE: Tensor, task: LevelTask
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every node the drawn child [B, E], what it comes from [B, E, V], and whether there was
-    anything to draw [B, E]; if not, the child is the first of the tokens without mass."""
+def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:
+    """float32 [B, E, C]: how many accepted rows more are expected of each rank. They fall with the
+    rank, so the best rows of a node are its first ranks."""
+    best_BE = (logits_BEV.amax(2) - logits_BEV.logsumexp(2)).exp().float()
+    first_BE = RANK0_BASE + RANK0_SLOPE * best_BE
+    side_BE = weight_BE * (1 - first_BE)
+    sides = [side_BE * share for share in side_shares(num_ranks)]
+    gain_BEC = torch.stack([weight_BE * first_BE**DECAY, *sides], dim=2)
+    num_with_mass_BE = (logits_BEV > -torch.inf).sum(2)
+    ranks_C = torch.arange(num_ranks, device=logits_BEV.device)
+    return gain_BEC * (ranks_C < num_with_mass_BE[:, :, None])
+
+
+def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
+    """int64 [B, E, C]: of every node the tokens of the largest logits + noise, the largest first:
+    drawn without replacement. Those without mass come last, the lowest id first."""
     num_nodes, size = logits_BEV.shape[1:]
-    next_BE1 = num_ranked_BE[:, :, None]
-    has_mass_BE1 = children.logits_BEC.gather(2, next_BE1) > -torch.inf
-    places_C = torch.arange(children.logits_BEC.shape[2], device=logits_BEV.device)
-    is_out_BEC = (places_C < next_BE1) & has_mass_BE1
-    outside_BEC = children.logits_BEC.masked_fill(is_out_BEC, -torch.inf)
-    outside_BEV = logits_BEV.scatter(2, children.token_ids_BEC, outside_BEC)
     rows_E = torch.arange(num_nodes, device=logits_BEV.device) + task.first_above
     anchors_BE = task.num_tokens_B[:, None] + (rows_E << PARENT_SHIFT)
-    drawn_R, probs_RV = sample_with_probs(
-        outside_BEV.flatten(0, 1),
+    noise_RV = noise.gumbel(
         task.sampling.seeds_B.repeat_interleave(num_nodes),
         (task.num_tokens_B + task.depth).repeat_interleave(num_nodes),
-        task.sampling.is_greedy_B.repeat_interleave(num_nodes),
         Purpose.DRAFT,
-        all_greedy=False,
-        anchors_R=anchors_BE.flatten(),
+        size,
+        anchors_BE.flatten(),
     )
-    spare_BE = children.token_ids_BEC.gather(2, next_BE1)[:, :, 0]
-    has_mass_BE = has_mass_BE1[:, :, 0]
-    drawn_BE = torch.where(has_mass_BE, drawn_R.view(-1, num_nodes), spare_BE)
-    return drawn_BE, probs_RV.view(-1, num_nodes, size), has_mass_BE
+    low_V = _LOW * torch.arange(1, size + 1, device=logits_BEV.device)
+    keys_BEV = torch.where(
+        logits_BEV > -torch.inf, logits_BEV + noise_RV.view_as(logits_BEV), low_V
+    )
+    return keys_BEV.topk(num_ranks, dim=2).indices
 
 
-def _spread(children: Children, weight_BE: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Origins and ranks of a level's rows, int64 [B, F]: those that raise the expected number of
-    accepted rows most, the best first. A node's rows are its first ranks."""
-    p_BEC = children.probs_BEC
-    covered_BEC = p_BEC.cumsum(2)
-    left_BEC = 1 - covered_BEC
-    left_BEC = torch.where(left_BEC > NO_MASS, left_BEC, 0)
-    before_BEC = (left_BEC + p_BEC).clamp_(min=torch.finfo(p_BEC.dtype).tiny)
-    ranked_BEC = RANKED_GAIN * p_BEC * left_BEC / before_BEC
-    drawn_BE1 = DRAWN_BASE + DRAWN_SLOPE * p_BEC[:, :, :1]
-    gain_BEC = torch.cat([drawn_BE1, ranked_BEC[:, :, :-1]], dim=2).cummin(2).values
-    num_ranks = gain_BEC.shape[2]
-    places_BF = best_places((gain_BEC * weight_BE[:, :, None]).flatten(1), num_rows)
-    return places_BF // num_ranks, places_BF % num_ranks
+def _without_lower_ranks(
+    logits_BEV: Tensor, drawn_BEC: Tensor, origins_BF: Tensor, ranks_BF: Tensor
+) -> Tensor:
+    """[B, F, V]: the logits that each row was drawn from: its node's without the tokens of the
+    lower ranks. All of the node's where these have left nothing."""
+    origins_BF1 = origins_BF[:, :, None]
+    logits_BFV = logits_BEV.gather(1, origins_BF1.expand(-1, -1, logits_BEV.shape[2]))
+    drawn_BFC = drawn_BEC.gather(1, origins_BF1.expand(-1, -1, drawn_BEC.shape[2]))
+    drawn_logits_BFC = logits_BFV.gather(2, drawn_BFC)
+    has_mass_BF1 = drawn_logits_BFC.gather(2, ranks_BF[:, :, None]) > -torch.inf
+    ranks_C = torch.arange(drawn_BEC.shape[2], device=logits_BEV.device)
+    is_out_BFC = (ranks_C < ranks_BF[:, :, None]) & has_mass_BF1
+    return logits_BFV.scatter_(2, drawn_BFC, drawn_logits_BFC.masked_fill(is_out_BFC, -torch.inf))
 
 
-def _mass_of_first(probs_BEC: Tensor, count_BE: Tensor) -> Tensor:
-    """[B, E]: what the first entries of each node sum up to."""
-    places_C = torch.arange(probs_BEC.shape[2], device=probs_BEC.device)
-    return (probs_BEC * (places_C < count_BE[:, :, None])).sum(2)
+def _is_kept(task: LevelTask, ranks_BF: Tensor) -> Tensor:
+    """bool [B, F]: the request wants this row."""
+    if task.num_kept_B is None:
+        return torch.ones_like(ranks_BF, dtype=torch.bool)
+    places_F = torch.arange(ranks_BF.shape[1], device=ranks_BF.device)
+    return places_F < task.num_kept_B[:, None]

@@ -1,12 +1,12 @@
 # numba infers the types of these functions and specialises on them.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
-# ruff: noqa: ANN001
+# ruff: noqa: ANN001, ANN202
 """The fast twin of `drawn_level` for float32 tensors on the CPU: one call for a level.
 
 It draws only where a row asks for it.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
-node's children (0: the drawn one), V vocabulary.
+node's children (in the order in which they are drawn), V vocabulary.
 """
 
 import numpy as np
@@ -18,15 +18,16 @@ from outdraft.sampling.noise import Purpose
 from outdraft.sampling.noise_cpu import sample_logits
 from outdraft.sampling.row_kernels import exp_below, maximum, softmax, total
 from outdraft.spec.drawn_level import (
-    DRAWN_BASE,
-    DRAWN_SLOPE,
-    NO_MASS,
+    DECAY,
     OWN_BASE,
     OWN_SLOPE,
     PARENT_SHIFT,
-    RANKED_GAIN,
+    RANK0_BASE,
+    RANK0_SLOPE,
+    SIDE_WEIGHT,
     DrawnLevel,
     LevelTask,
+    side_shares,
 )
 from outdraft.spec.tree_level import NewRows
 
@@ -62,7 +63,7 @@ def draw_level_cpu(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> Dr
         np.ascontiguousarray(task.num_tokens_B.numpy()),
         np.ascontiguousarray(task.sampling.seeds_B.numpy()),
         np.ascontiguousarray(task.sampling.is_greedy_B.numpy()),
-        num_ranks,
+        np.array(side_shares(num_ranks), dtype=np.float32),
         places_2BF,
         is_drawn_BF,
         probs_BFV,
@@ -88,93 +89,81 @@ def _draw_level(
     num_tokens_B,
     seeds_B,
     is_greedy_B,
-    num_ranks,
+    side_shares_C,
     places_2BF,
     is_drawn_BF,
     probs_BFV,
     weight_BF,
 ) -> None:
     num_nodes, size = logits_BEV.shape[1:]
-    ids_EC = np.empty((num_nodes, num_ranks), dtype=np.int64)
-    shares_EC = np.empty((num_nodes, num_ranks), dtype=np.float32)
-    num_ranked_E = np.empty(num_nodes, dtype=np.int64)
+    num_rows = weight_BF.shape[1]
+    gain_EC = np.empty((num_nodes, len(side_shares_C) + 1), dtype=np.float32)
+    ids_EF = np.empty((num_nodes, num_rows), dtype=np.int64)
     buffer_V = np.empty(size, dtype=np.float32)
-    ranks_F = np.empty(weight_BF.shape[1], dtype=np.int64)
+    ranks_F = np.empty(num_rows, dtype=np.int64)
     for b in range(len(logits_BEV)):
         if is_greedy_B[b]:
             continue
         for node in range(num_nodes):
-            _likeliest(logits_BEV[b, node], buffer_V, ids_EC[node], shares_EC[node])
-        origins_F = places_2BF[1, b]
+            _write_gains(
+                logits_BEV[b, node], weight_BE[b, node], side_shares_C, buffer_V, gain_EC[node]
+            )
+        token_ids_F, origins_F = places_2BF[0, b], places_2BF[1, b]
         if template_2F.shape[1] > 0:
             origins_F[:] = template_2F[0]
             ranks_F[:] = template_2F[1]
         else:
-            _spread(shares_EC, weight_BE[b], origins_F, ranks_F)
-        num_kept = max(0, min(num_kept_B[b], len(ranks_F)))
-        num_ranked_E[:] = 0
-        for row in range(num_kept):
-            if ranks_F[row] > 0:
-                num_ranked_E[origins_F[row]] += 1
-        for row in range(num_kept):
+            _spread(gain_EC, origins_F, ranks_F)
+        for row in range(max(0, min(num_kept_B[b], num_rows))):
             node, rank = origins_F[row], ranks_F[row]
-            if rank > 0:
-                places_2BF[0, b, row] = ids_EC[node, rank - 1]
-                weight_BF[b, row] = weight_BE[b, node] * shares_EC[node, rank - 1]
-                continue
-            num_ranked = num_ranked_E[node]
-            left = np.float32(1)
-            for at in range(num_ranked):
-                left -= shares_EC[node, at]
-            own = np.float32(0)
-            token = ids_EC[node, num_ranked]
-            if logits_BEV[b, node, token] > -np.inf:
-                buffer_V[:] = logits_BEV[b, node]
-                for at in range(num_ranked):
-                    buffer_V[ids_EC[node, at]] = -np.inf
-                anchor = num_tokens_B[b] + ((first_above + node) << PARENT_SHIFT)
-                token = sample_logits(buffer_V, seeds_B[b], num_tokens_B[b] + depth, anchor, _DRAFT)
-                softmax(buffer_V, probs_BFV[b, row])
-                own = probs_BFV[b, row, token]
+            before_C = ids_EF[node, :rank]
+            buffer_V[:] = logits_BEV[b, node]
+            for token in before_C:
+                buffer_V[token] = -np.inf
+            # The noise is the node's: without the tokens before it the best is the next one.
+            anchor = num_tokens_B[b] + ((first_above + node) << PARENT_SHIFT)
+            token = sample_logits(buffer_V, seeds_B[b], num_tokens_B[b] + depth, anchor, _DRAFT)
+            if buffer_V[token] > -np.inf:
                 is_drawn_BF[b, row] = True
-            places_2BF[0, b, row] = token
-            weight_BF[b, row] = weight_BE[b, node] * left * (OWN_BASE + OWN_SLOPE * np.sqrt(own))
+                softmax(buffer_V, probs_BFV[b, row])
+                own = OWN_BASE + OWN_SLOPE * np.sqrt(probs_BFV[b, row, token])
+                first = weight_BE[b, node] * own**DECAY
+                weight_BF[b, row] = first if rank == 0 else SIDE_WEIGHT * gain_EC[node, rank]
+            else:
+                token = _lowest_other(before_C)
+            token_ids_F[row] = ids_EF[node, rank] = token
 
 
 @njit(cache=True, nogil=True)
-def _likeliest(logits_V, buffer_V, ids_C, shares_C) -> None:
-    """Write the likeliest tokens, the lowest id of equals first, and their shares."""
-    num_ranks, found = len(ids_C), 0
+def _write_gains(logits_V, weight, side_shares_C, buffer_V, gain_C) -> None:
+    """Write how many accepted rows more are expected of each rank of a node."""
+    num_ranks = len(gain_C)
+    num_with_mass = 0
     for token in range(len(logits_V)):
-        if found == num_ranks and not logits_V[token] > logits_V[ids_C[found - 1]]:
-            continue
-        at = found if found < num_ranks else found - 1
-        found = at + 1
-        while at > 0 and logits_V[token] > logits_V[ids_C[at - 1]]:
-            ids_C[at] = ids_C[at - 1]
-            at -= 1
-        ids_C[at] = token
+        num_with_mass += logits_V[token] > -np.inf
+        if num_with_mass == num_ranks:
+            break
     exp_below(logits_V, maximum(logits_V), buffer_V)
-    whole = total(buffer_V)
-    for at in range(num_ranks):
-        shares_C[at] = buffer_V[ids_C[at]] / whole
+    first = RANK0_BASE + RANK0_SLOPE / total(buffer_V)
+    gain_C[0] = weight * first**DECAY
+    for rank in range(1, num_ranks):
+        share = side_shares_C[rank - 1] if rank < num_with_mass else 0.0
+        gain_C[rank] = weight * (1 - first) * share
 
 
 @njit(cache=True, nogil=True)
-def _spread(shares_EC, weight_E, origins_F, ranks_F) -> None:
+def _lowest_other(ids_C):
+    """The lowest id that is none of these."""
+    for token in range(len(ids_C)):
+        if not (ids_C == token).any():
+            return token
+    return len(ids_C)
+
+
+@njit(cache=True, nogil=True)
+def _spread(gain_EC, origins_F, ranks_F) -> None:
     """Write the origins and ranks of the rows of which most is expected."""
-    num_nodes, num_ranks = shares_EC.shape
-    gain_EC = np.empty((num_nodes, num_ranks), dtype=np.float32)
-    for node in range(num_nodes):
-        gain = DRAWN_BASE + DRAWN_SLOPE * shares_EC[node, 0]
-        gain_EC[node, 0] = gain * weight_E[node]
-        covered = 0.0
-        for rank in range(1, num_ranks):
-            share = shares_EC[node, rank - 1]
-            covered += share
-            left = 1.0 - covered
-            gain = min(gain, RANKED_GAIN * share * left / (left + share) if left > NO_MASS else 0.0)
-            gain_EC[node, rank] = gain * weight_E[node]
+    num_nodes, num_ranks = gain_EC.shape
     next_E = np.zeros(num_nodes, dtype=np.int64)
     for row in range(len(origins_F)):
         best = -1

@@ -1,22 +1,25 @@
-"""Trees for requests whose drafts are drawn: at every node one child is, the others are not.
+"""Trees for requests whose drafts are drawn.
 
-The other children T of a node are the likeliest tokens of the drafter's distribution q, and the
-drawn one comes from q' = q outside T, renormalised: top-(n-1)+1 of Hu et al., ICLR 2025, arXiv
-2502.18779. Its verification is exact as long as nobody, to decide whether a row is verified, looks
-at that row's own token or at what is below it. Hence:
+The children of a node are drawn one after the other from the drafter's distribution q, without
+replacement (Jeon et al. 2024, arXiv 2402.14160): the child of rank r is the token with the
+(r + 1)-th largest log q + Gumbel noise of the node, and what it was drawn from is q without the
+tokens of the ranks before it, renormalised. Where q has no more tokens, children are deterministic.
 
-- Which rows a level has, and so T of every node, depends on the distributions behind the nodes
-  above it and on the tokens of the levels above it: never on what is drawn at this level or below.
+Traversal verification (arXiv 2505.12398) gives every node a weight and accepts its subtree with
+exactly this probability, whatever is drawn below it and however the shape goes on. All it needs is
+that every token comes from its own row of probabilities, given all that was drawn before it: then
+the weights of all branches are martingales, orthogonal to each other, and may have a say in where
+other branches go on. Hence:
+
+- Whether a row exists is decided before its token is drawn. Which rows a level has depends on the
+  distributions behind the nodes above it and on the tokens of the levels above it, also those of
+  other branches: never on what is drawn at this level or below.
 - Afterwards no row is left out. A request that wants fewer rows than others gets the first ones,
   level after level, in the order of an expectation that was there before the level was drawn; how
-  many is known before anything is. T is what is left of it then.
-- The walk that verifies a tree comes to a node of a level by looking at this level and those above
-  it. So what is drawn below the node is fresh when its turn comes, although rows of other branches
-  had a say in whether it was drawn at all.
+  many is known before anything is.
+- The draws of every node have their own noise: its key names the node.
 
-The last of these does not hold for block verification, which looks further down before it stops:
-these trees are verified by the walk even where one comes out as a chain. The draws of one level
-have different noise: its key names the parent.
+Siblings are tested in the order in which they were drawn, which is that of their rows.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, K rows of a tree,
 V vocabulary.
@@ -32,7 +35,7 @@ from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.row_kernels import is_compiled_for
 from outdraft.spec.drawn_level import DrawnLevel, LevelTask, draw_level
 from outdraft.spec.drawn_level_cpu import draw_level_cpu
-from outdraft.spec.ranked_tree import Levels, join_levels, level_tensors
+from outdraft.spec.ranked_tree import join_levels, level_tensors
 from outdraft.spec.tree_level import NewRows
 
 
@@ -43,7 +46,7 @@ class DrawnRows:
     Attributes:
         token_ids_BK, parents_BK: int64, level after level; parents as in `DraftBatch`.
         is_drawn_BK: bool.
-        probs_BKV: float32, q' of the drawn ones.
+        probs_BKV: float32, what the drawn ones were drawn from.
     """
 
     token_ids_BK: Tensor
@@ -63,18 +66,16 @@ class DrawnTrees:
         num_tokens_B: Tensor,
         sampling: SamplingBatch,
     ) -> None:
-        """`template`: where the rows stand; None: where the most is expected of them.
-        `num_rows_B`: how many of them each request wants; None: all do. `num_tokens_B`: committed
-        tokens."""
+        """`template`: where the rows stand, ranks in the order of draws; None: where the most is
+        expected of them. `num_rows_B`: how many of them each request wants; None: all do.
+        `num_tokens_B`: committed tokens."""
         self._levels = levels
         self._num_rows_B = num_rows_B
         self._num_tokens_B = num_tokens_B
         self._sampling = sampling
         self._templates: list[Tensor] | None = None
         if template is not None:
-            pairs = level_tensors(
-                template.origins, _ranks_with_draws(template), num_tokens_B.device
-            )
+            pairs = level_tensors(template.origins, template.ranks, num_tokens_B.device)
             self._templates = [torch.stack(pair) for pair in zip(*pairs, strict=True)]
         self._drawn: list[DrawnLevel] = []
         self._weight_BE = torch.ones_like(num_tokens_B, dtype=torch.float32)[:, None]
@@ -111,14 +112,3 @@ class DrawnTrees:
             torch.cat([level.is_drawn_BF for level in self._drawn], dim=1),
             torch.cat([level.probs_BFV for level in self._drawn], dim=1),
         )
-
-
-def _ranks_with_draws(template: TreeTemplate) -> Levels:
-    """The ranks of a template's rows, where the last of siblings is 0, the others 1, 2, ..."""
-    return tuple(
-        tuple(
-            rank + 1 if (origin, rank + 1) in set(zip(origins, ranks, strict=True)) else 0
-            for origin, rank in zip(origins, ranks, strict=True)
-        )
-        for origins, ranks in zip(template.origins, template.ranks, strict=True)
-    )

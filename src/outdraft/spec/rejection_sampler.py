@@ -52,10 +52,10 @@ class Verifier:
     """Verifies the drafts of a step. Stateless: the same arguments give the same verdict.
 
     Greedy requests and deterministic drafts are matched with the target's own choices. Drafts
-    with sampled rows are verified by the tree rule if they were laid out as trees, otherwise by
-    `method`: "block" (accepts more) and "token" are rejection sampling; all of these are exact in
-    distribution. "drafter_invariant" matches everything, for proposers that draw with SAMPLE noise
-    on purpose, so that ids do not depend on any draft.
+    with sampled rows are verified by `method`: "block" (accepts more) and "token" are rejection
+    sampling, exact in distribution; trees are verified as "block" says, whatever the method.
+    "drafter_invariant" matches everything, for proposers that draw with SAMPLE noise on purpose,
+    so that ids do not depend on any draft.
 
     "lossy_typical" is NOT exact: it keeps what the target finds plausible, in all requests but
     the greedy ones; see `TypicalAcceptance`.
@@ -100,12 +100,13 @@ class Verifier:
         if rule == Rule.MATCH or sampling.all_greedy:
             return _match(step)
         if drafts.sampled_trees:
-            return _walk(step)
-        rejected = _reject(step, block_verify if rule == Rule.BLOCK else rejection_sample)
+            verified = verify_tree(step.processed_RV, drafts, step.coins(), step.draw)
+        else:
+            verified = _reject(step, block_verify if rule == Rule.BLOCK else rejection_sample)
         if drafts.all_sampled and not sampling.any_greedy:
-            return rejected
+            return verified
         is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
-        return _merge(is_sampled_B & ~sampling.is_greedy_B, rejected, _match(step))
+        return _merge(is_sampled_B & ~sampling.is_greedy_B, verified, _match(step))
 
     def _keep_typical(self, step: "_Step") -> Verdict:
         if step.drafts.width == 0 or step.sampling.all_greedy:
@@ -127,7 +128,7 @@ class _Step:
     num_tokens_B: Tensor
 
     def coins(self) -> Tensor:
-        """float32 [B, N]: one per depth."""
+        """float32 [B, N]: one per draft."""
         position_BN = self.num_tokens_B[:, None] + torch.arange(
             self.drafts.width, device=self.drafts.device
         )
@@ -166,13 +167,6 @@ def _match(step: _Step) -> Verdict:
 def _reject(step: _Step, rule: Callable[[Tensor, DraftBatch, Tensor, Draw], Verdict]) -> Verdict:
     target_BN1V = step.processed_RV.softmax(1)[row_index_BN1(step.drafts)]
     return rule(target_BN1V, step.drafts, step.coins(), step.draw)
-
-
-def _walk(step: _Step) -> Verdict:
-    """All requests by the tree rule, which matches those without sampled drafts."""
-    is_sampled_BN = step.drafts.is_sampled_BN & ~step.sampling.is_greedy_B[:, None]
-    drafts = replace(step.drafts, is_sampled_BN=is_sampled_BN)
-    return verify_tree(step.processed_RV, drafts, step.coins(), step.draw)
 
 
 def match_choices(choices_R: Tensor, drafts: DraftBatch) -> Verdict:

@@ -101,19 +101,27 @@ def match_draft(choices_BN1: Tensor, drafts: DraftBatch) -> Verdict:
         last_B1 = choices_BN1.gather(1, num_accepted_B[:, None])
         return chain_verdict(drafts, num_accepted_B, last_B1[:, 0])
     is_on_path_BN = _matched_rows(choices_BN1, drafts)
-    last_B1 = choices_BN1.gather(1, _last_row_B(is_on_path_BN)[:, None])
+    last_B1 = choices_BN1.gather(1, last_row_B(is_on_path_BN)[:, None])
     return tree_verdict(drafts, is_on_path_BN, last_B1[:, 0])
 
 
 def _matched_rows(choices_BN1: Tensor, drafts: DraftBatch) -> Tensor:
     """bool [B, N]: the draft and all its ancestors are what the target chose at their parents."""
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
-    hit_BN = (choices_BN1.gather(1, parents_BN) == drafts.token_ids_BN) & drafts.is_draft_BN
-    # Of siblings that hold the same token the first one is taken.
+    is_hit_BN = (choices_BN1.gather(1, parents_BN) == drafts.token_ids_BN) & drafts.is_draft_BN
+    return path_of_firsts(is_hit_BN, drafts)  # siblings may hold the same token
+
+
+def path_of_firsts(is_hit_BN: Tensor, drafts: DraftBatch) -> Tensor:
+    """bool [B, N]: the draft and all its ancestors are hit, and none of their earlier siblings.
+
+    Padding must not be hit.
+    """
+    parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     same_parent_BNN = parents_BN[:, :, None] == parents_BN[:, None, :]
-    is_repeated_BN = (same_parent_BNN & hit_BN[:, None, :]).tril(-1).any(2)
-    hit_BN = hit_BN & ~is_repeated_BN
-    return (hit_BN[:, None, :] | ~ancestors_BN1N(drafts)[:, 1:]).all(2)
+    is_later_BN = (same_parent_BNN & is_hit_BN[:, None, :]).tril(-1).any(2)
+    is_first_BN = is_hit_BN & ~is_later_BN
+    return (is_first_BN[:, None, :] | ~ancestors_BN1N(drafts)[:, 1:]).all(2)
 
 
 def chain_verdict(drafts: DraftBatch, num_accepted_B: Tensor, last_B: Tensor) -> Verdict:
@@ -146,7 +154,7 @@ def tree_verdict(drafts: DraftBatch, is_on_path_BN: Tensor, last_B: Tensor) -> V
     )
 
 
-def _last_row_B(is_on_path_BN: Tensor) -> Tensor:
+def last_row_B(is_on_path_BN: Tensor) -> Tensor:
     """int64 [B]: the row, 0 = root, where each path ends."""
     rows_N = torch.arange(1, is_on_path_BN.shape[1] + 1, device=is_on_path_BN.device)
     return pad(is_on_path_BN * rows_N, (1, 0)).amax(1)
@@ -204,7 +212,7 @@ def last_weights(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)
     at_B = acceptance.num_accepted_B
     p_BV = target_BN1V[requests_B, at_B]
-    q_BV = _drawn_from(drafts, at_B.clamp(max=drafts.width - 1))
+    q_BV = drawn_from(drafts, at_B.clamp(max=drafts.width - 1))
     residual_BV = residual(p_BV, q_BV, acceptance.weight_B)
     is_bonus_B1 = (at_B == drafts.num_drafts_B)[:, None]
     is_empty_B1 = residual_BV.amax(1, keepdim=True) <= 0
@@ -254,7 +262,7 @@ def _drafted(target_BN1V: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
     return p_BN, torch.where(drafts.is_sampled_BN, q_BN, 1.0)
 
 
-def _drawn_from(drafts: DraftBatch, row_B: Tensor) -> Tensor:
+def drawn_from(drafts: DraftBatch, row_B: Tensor) -> Tensor:
     """[B, V]: the proposer's distribution of one draft of each request, one-hot if it has none."""
     assert drafts.probs_BNV is not None
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)

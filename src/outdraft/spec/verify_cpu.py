@@ -18,7 +18,7 @@ from torch import Tensor
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.verify import Verdict
-from outdraft.spec.verify_chain_cpu import accept_block, accept_tokens, last_token
+from outdraft.spec.verify_chain_cpu import accept_tokens, last_token
 from outdraft.spec.verify_tree_cpu import child_of, match_tree, walk_tree
 
 _NO_PROBS = np.empty((0, 0, 0), dtype=np.float32)
@@ -27,7 +27,8 @@ _NO_PROBS = np.empty((0, 0, 0), dtype=np.float32)
 class Rule(IntEnum):
     """How drafts with sampled rows are verified in sampled requests; all others are matched.
 
-    TOKEN and BLOCK are rules of chains; trees have a rule of their own.
+    BLOCK is traversal verification, which is block verification where a tree is a chain. TOKEN is
+    a rule of chains: trees are verified by BLOCK then.
     """
 
     MATCH = 0
@@ -154,7 +155,7 @@ def _verify(
 ) -> None:
     token_ids_BN1[:] = -1
     rows_BN[:] = -1
-    buffer_V = np.empty(logits_RV.shape[1], dtype=np.float32)
+    rests_DV = np.empty((drafted_BN.shape[1] + 1, logits_RV.shape[1]), dtype=np.float32)
     root = 0
     for b in range(len(num_drafts_B)):
         num_drafts, seed, num_tokens = num_drafts_B[b], seeds_B[b], num_tokens_B[b]
@@ -176,27 +177,24 @@ def _verify(
             )
             continue
         probs_NV = probs_BNV[b]
-        if sampled_trees:
-            num_emitted_B[b] = walk_tree(
-                rows_NV,
-                drafted_N,
-                parents_N,
-                is_sampled_N,
-                probs_NV,
-                seed,
-                num_tokens,
-                buffer_V,
-                emitted_N1,
-                rows_N,
-            )
+        if rule == _TOKEN and not sampled_trees:
+            chain = (rows_NV, drafted_N, is_sampled_N, probs_NV)
+            accepted = accept_tokens(*chain, seed, num_tokens, rests_DV[0])
+            for place in range(accepted):
+                emitted_N1[place] = drafted_N[place]
+                rows_N[place] = place
+            emitted_N1[accepted] = last_token(*chain, accepted, seed, num_tokens, rests_DV[0])
+            num_emitted_B[b] = accepted + 1
             continue
-        chain = (rows_NV, drafted_N, is_sampled_N, probs_NV)
-        if rule == _TOKEN:
-            accepted, weight = accept_tokens(*chain, seed, num_tokens, buffer_V), 1.0
-        else:
-            accepted, weight = accept_block(*chain, seed, num_tokens, buffer_V)
-        for place in range(accepted):
-            emitted_N1[place] = drafted_N[place]
-            rows_N[place] = place
-        emitted_N1[accepted] = last_token(*chain, accepted, weight, seed, num_tokens, buffer_V)
-        num_emitted_B[b] = accepted + 1
+        num_emitted_B[b] = walk_tree(
+            rows_NV,
+            drafted_N,
+            parents_N,
+            is_sampled_N,
+            probs_NV,
+            seed,
+            num_tokens,
+            rests_DV,
+            emitted_N1,
+            rows_N,
+        )

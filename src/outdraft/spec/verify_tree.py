@@ -1,5 +1,22 @@
 """Verification of trees with sampled drafts: a pure function, as those of `verify`.
 
+Traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398): block verification of trees.
+A row has a weight, how likely it is that its subtree is accepted, and a rest, what its children
+leave of the target's p. The root's weight is 1, and every rest begins as p. Children are tested in
+the order of their rows. A child x that was drawn from q has the weight min(1, w * rest(x) / q(x));
+if its subtree is refused,
+
+    left = max(w * rest - q, 0),   rest = left / sum(left),   w = sum(left) / (sum(left) + 1 - w)
+
+and the next child has its turn. After the last one the path ends here with probability w, with a
+token of the rest; otherwise this subtree is refused too. A deterministic child was drawn from a
+distribution with one token.
+
+Whatever is drawn below a row, its subtree is accepted with the row's weight exactly. Hence trees
+may grow by any rule that decides whether a row exists before the row's own token is drawn, and
+with its own noise: it may look at all that was drawn earlier, in other branches too. Each child's q
+may depend on the siblings before it: without replacement, they are excluded.
+
 Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
 rows, V vocabulary.
 """
@@ -8,77 +25,68 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.spec.draft_batch import DraftBatch, row_start_B
-from outdraft.spec.verify import Draw, Verdict, residual
+from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N, row_start_B
+from outdraft.spec.verify import (
+    Draw,
+    Verdict,
+    drawn_from,
+    last_row_B,
+    path_of_firsts,
+    residual,
+    tree_verdict,
+)
 
 
 def verify_tree(logits_RV: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw: Draw) -> Verdict:
-    """Walk down padded trees, N at least 1; "top-(n-1)+1" of Hu et al. 2025 (arXiv 2502.18779).
+    """Accept a path of each padded tree, N at least 1.
 
-    At a row with a sampled child x: accept x while coin < p(x) / q(x); else draw y from
-    max(p - q, 0), where nothing of x is left, and go on at the deterministic child that holds y.
-    At a row without one: draw y from p. A y that no child holds is the last token. One draw
-    decides all deterministic children at once: for trees drafted this way no rule accepts more.
-
-    Exact if x was drawn from q, and if whether a row is verified never depends on that row's own
-    token (unless it is deterministic) or on its descendants; what stands in other branches, and
-    the row's own prefix, may decide it. One loop over the depth, all requests at once.
+    Weights do not depend on coins, so they come first, of all rows; the path ends at the first
+    row, children before their parent, whose coin is below its weight.
 
     Args:
         logits_RV: processed logits of the target, flat rows.
-        drafts: trees; of the children of a row at most one is sampled. q is normalised over what
-            it could have been: without its deterministic siblings.
-        coins_BN: uniform noise in (0, 1), one per depth, independent of everything else.
-        draw: draws y, with noise independent of everything else, for every depth.
+        drafts: trees; of each sampled draft the probabilities that it was drawn from, given its
+            siblings of smaller rows.
+        coins_BN: uniform noise in (0, 1), one per draft, independent of everything else.
+        draw: draws the last token, with noise independent of everything else.
     """
-    start_B = row_start_B(drafts)
-    row_B = torch.zeros_like(start_B)
-    walks_B = torch.ones_like(start_B, dtype=torch.bool)
-    tokens: list[Tensor] = []
-    rows: list[Tensor] = []
-    # The deepest row has no children to toss a coin for.
-    for depth, coin_B in enumerate(pad(coins_BN, (0, 1)).unbind(1)):
-        depth_B = torch.full_like(row_B, depth)
-        token_B, child_B = _step(logits_RV[start_B + row_B], drafts, row_B, coin_B, depth_B, draw)
-        tokens.append(torch.where(walks_B, token_B, -1))
-        walks_B = walks_B & (child_B >= 0)
-        rows.append(torch.where(walks_B, child_B, -1))
-        row_B = torch.where(walks_B, child_B + 1, row_B)
-    token_ids_BN1 = torch.stack(tokens, 1)
-    return Verdict(
-        token_ids_BN1=token_ids_BN1,
-        num_emitted_B=(token_ids_BN1 >= 0).sum(1),
-        rows_BN=torch.stack(rows[:-1], 1),
-    )
+    weight_BN, rest_RV = _all_refused(logits_RV, drafts)
+    stops_BN = (coins_BN < weight_BN) & drafts.is_draft_BN
+    stops_below_BN = (ancestors_BN1N(drafts)[:, 1:] & stops_BN[:, :, None]).any(1)
+    is_on_path_BN = path_of_firsts(stops_below_BN, drafts)
+
+    last_B = last_row_B(is_on_path_BN)
+    at_B = row_start_B(drafts) + last_B
+    rest_BV = rest_RV[at_B]
+    has_rest_B1 = rest_BV.amax(1, keepdim=True) > 0  # nothing is left where p == q up to rounding
+    log_weights_BV = torch.where(has_rest_B1, rest_BV.log(), logits_RV[at_B])
+    is_refused_B = ((drafts.parents_BN == last_B[:, None]) & drafts.is_draft_BN).any(1)
+    token_B = draw(log_weights_BV, is_on_path_BN.sum(1), is_refused_B)
+    return tree_verdict(drafts, is_on_path_BN, token_B)
 
 
-def _step(
-    logits_BV: Tensor,
-    drafts: DraftBatch,
-    row_B: Tensor,
-    coin_B: Tensor,
-    depth_B: Tensor,
-    draw: Draw,
-) -> tuple[Tensor, Tensor]:
-    """The token behind each row, and the draft that holds it, -1 if none does."""
-    assert drafts.probs_BNV is not None
+def _all_refused(logits_RV: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
+    """Of every draft its weight [B, N], of every row its rest [R, V], its children refused."""
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)
-    is_child_BN = (drafts.parents_BN == row_B[:, None]) & drafts.is_draft_BN
-    has_x_B, x_B = _first(is_child_BN & drafts.is_sampled_BN)
-    x_id_B = drafts.token_ids_BN[requests_B, x_B]
-    p_BV, q_BV = logits_BV.softmax(1), drafts.probs_BNV[requests_B, x_B]
-    p_B, q_B = (of_BV.gather(1, x_id_B.clamp(min=0)[:, None])[:, 0] for of_BV in (p_BV, q_BV))
-    takes_x_B = has_x_B & (coin_B * q_B < p_B)
+    start_B, is_draft_BN = row_start_B(drafts), drafts.is_draft_BN
+    rest_RV = logits_RV.softmax(1)
+    weight_BN1 = torch.zeros_like(pad(is_draft_BN, (1, 0)), dtype=torch.float64)
+    weight_BN1[:, 0] = 1
+    for draft in range(drafts.width):
+        is_draft_B, ids_B = is_draft_BN[:, draft], drafts.token_ids_BN[:, draft].clamp(min=0)
+        parent_B = torch.where(is_draft_B, drafts.parents_BN[:, draft], 0)
+        at_B = start_B + parent_B
+        weight_B, rest_BV = weight_BN1[requests_B, parent_B], rest_RV[at_B]
+        q_BV = drawn_from(drafts, torch.full_like(parent_B, draft))
+        p_B, q_B = (of_BV[requests_B, ids_B].double() for of_BV in (rest_BV, q_BV))
+        own_B = (weight_B * p_B / q_B.clamp(min=torch.finfo(torch.float64).tiny)).clamp(max=1)
+        weight_BN1[:, draft + 1] = torch.where(is_draft_B, own_B, 0)
 
-    left_BV = residual(p_BV, q_BV, torch.ones_like(p_B))
-    has_left_B = has_x_B & (left_BV.amax(1) > 0)  # nothing is left where p == q up to rounding
-    y_B = draw(torch.where(has_left_B[:, None], left_BV.log(), logits_BV), depth_B, has_x_B)
-    is_fixed_BN = is_child_BN & ~drafts.is_sampled_BN
-    has_child_B, child_B = _first(is_fixed_BN & (drafts.token_ids_BN == y_B[:, None]))
-    child_B = torch.where(takes_x_B, x_B, torch.where(has_child_B, child_B, -1))
-    return torch.where(takes_x_B, x_id_B, y_B), child_B
-
-
-def _first(is_it_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """([B], [B]): is there one, and the place of the first; 0 if there is none."""
-    return is_it_BN.any(1), is_it_BN.int().argmax(1)
+        left_BV = residual(rest_BV, q_BV, weight_B.to(rest_BV.dtype))
+        left_B = left_BV.sum(1, dtype=torch.float64)
+        has_left_B = is_draft_B & (left_B > 0)
+        refused_B = torch.where(has_left_B, left_B / (left_B + 1 - weight_B), 0)
+        weight_BN1[requests_B, parent_B] = torch.where(is_draft_B, refused_B, weight_B)
+        left_BV = torch.where(has_left_B[:, None], left_BV / left_B[:, None], 0)
+        rest_RV[at_B] = torch.where(is_draft_B[:, None], left_BV.to(rest_BV.dtype), rest_BV)
+    return weight_BN1[:, 1:], rest_RV

@@ -1,7 +1,7 @@
 # numba infers the types of these functions and specialises on them.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
 # ruff: noqa: ANN001, ANN201, ANN202
-"""The walk down one tree, for `verify_cpu`: as `verify_tree.verify_tree` and `verify.match_draft`.
+"""The walk through one tree, for `verify_cpu`: as `verify_tree.verify_tree` and `match_draft`.
 
 NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
 files that import it too.
@@ -16,10 +16,9 @@ from outdraft.sampling.noise import Purpose
 from outdraft.sampling.noise_cpu import sample_logits
 from outdraft.sampling.row_kernels import softmax
 from outdraft.sampling.sampler_cpu import choose_row
-from outdraft.spec.verify_chain_cpu import coin, recovered_token, subtract
+from outdraft.spec.verify_chain_cpu import TINY, coin, recovered_token, subtract, subtract_one
 
 _SAMPLE = int(Purpose.SAMPLE)
-_ONE = np.float32(1)
 
 
 @njit(cache=True)
@@ -33,20 +32,10 @@ def child_of(drafted_N, parents_N, num_drafts, row, choice):
 
 
 @njit(cache=True)
-def _fixed_child(drafted_N, parents_N, is_sampled_N, row, choice):
-    """`child_of` among the deterministic drafts."""
-    for draft in range(row, len(drafted_N)):
-        is_child = parents_N[draft] == row and not is_sampled_N[draft]
-        if is_child and drafted_N[draft] == choice:
-            return draft
-    return -1
-
-
-@njit(cache=True)
-def _sampled_child(parents_N, is_sampled_N, row):
-    """The draft after `row` that was sampled, -1 if there is none."""
-    for draft in range(row, len(parents_N)):
-        if parents_N[draft] == row and is_sampled_N[draft]:
+def _next_child(parents_N, row, first):
+    """The first draft from `first` on that continues `row`, -1 if there is none."""
+    for draft in range(first, len(parents_N)):
+        if parents_N[draft] == row:
             return draft
     return -1
 
@@ -76,28 +65,57 @@ def walk_tree(
     probs_NV,
     seed,
     num_tokens,
-    buffer_V,
+    rests_DV,
     token_ids_N1,
     rows_N,
 ):
-    """Write the path of the tree rule through one draft; how many tokens it has."""
-    row, emitted = 0, 0
+    """Write the path of traversal verification through one draft; how many tokens it has.
+
+    Goes down to the first leaf, and back as long as coins refuse; looks only at rows on its way.
+
+    Args:
+        rests_DV: scratch, one row more than the tree has levels: what is left of the target at
+            the rows of the path.
+    """
+    row_D = np.zeros(len(rests_DV), dtype=np.int64)
+    next_D = np.zeros(len(rests_DV), dtype=np.int64)  # the draft from which on to look for children
+    weight_D = np.ones(len(rests_DV))
+    factor_D = np.ones(len(rests_DV))  # times the rest as it stands: the rest times the weight
+    depth = 0
     while True:
-        position = num_tokens + emitted
-        child = _sampled_child(parents_N, is_sampled_N, row)
-        if child < 0:
-            token = sample_logits(rows_NV[row], seed, position, 0, _SAMPLE)
-            child = _fixed_child(drafted_N, parents_N, is_sampled_N, row, token)
-        else:
+        row = row_D[depth]
+        can_go_on = weight_D[depth] > 0
+        child = _next_child(parents_N, row, next_D[depth]) if can_go_on else -1
+        if child >= 0:
+            if next_D[depth] == row:
+                softmax(rows_NV[row], rests_DV[depth])
+            next_D[depth] = child + 1
             token = drafted_N[child]
-            softmax(rows_NV[row], buffer_V)
-            if not coin(seed, num_tokens, emitted) * probs_NV[child, token] < buffer_V[token]:
-                subtract(buffer_V, probs_NV[child], _ONE)
-                token = recovered_token(rows_NV[row], buffer_V, seed, position)
-                child = _fixed_child(drafted_N, parents_N, is_sampled_N, row, token)
-        token_ids_N1[emitted] = token
-        emitted += 1
-        if child < 0:
-            return emitted
-        rows_N[emitted - 1] = child
-        row = child + 1
+            q = np.float64(probs_NV[child, token]) if is_sampled_N[child] else 1.0
+            weight = min(1.0, factor_D[depth] * rests_DV[depth, token] / max(q, TINY))
+            rows_N[depth] = child
+            depth += 1
+            row_D[depth], next_D[depth] = child + 1, child + 1
+            weight_D[depth], factor_D[depth] = weight, weight
+        elif depth == 0 or coin(seed, num_tokens, row - 1) < weight_D[depth]:
+            break
+        else:
+            depth -= 1
+            child = row - 1
+            rest_V, factor = rests_DV[depth], np.float32(factor_D[depth])
+            if is_sampled_N[child]:
+                left = subtract(rest_V, probs_NV[child], factor)
+            else:
+                left = subtract_one(rest_V, drafted_N[child], factor)
+            whole = left + (1.0 - weight_D[depth])
+            factor_D[depth] = 1.0 / whole if whole > 0 else 0.0
+            weight_D[depth] = left * factor_D[depth]
+    for place in range(depth):
+        token_ids_N1[place] = drafted_N[rows_N[place]]
+    rows_N[depth:] = -1
+    position, row = num_tokens + depth, row_D[depth]
+    if next_D[depth] == row:
+        token_ids_N1[depth] = sample_logits(rows_NV[row], seed, position, 0, _SAMPLE)
+    else:
+        token_ids_N1[depth] = recovered_token(rows_NV[row], rests_DV[depth], seed, position)
+    return depth + 1
