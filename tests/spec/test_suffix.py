@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
+from outdraft.spec.pair_table import EMPTY
 from outdraft.spec.proposer import HostProposer
 from outdraft.spec.suffix import LEARNED_PER_CALL, SuffixProposer
-from outdraft.spec.suffix_automaton import SuffixAutomaton
+from outdraft.spec.suffix_automaton import NUM_COMING, NUM_EDGES, SuffixAutomaton
 from tests.reference.brute_suffix import speculate
 
 
@@ -64,10 +65,69 @@ def test_every_step_of_a_growing_text_drafts_like_counting(
         assert draft.is_chain
 
 
-def test_an_automaton_takes_some_hundred_bytes_a_token() -> None:
-    automaton = SuffixAutomaton(branching=1)
-    automaton.reserve(20_000)
-    assert automaton.num_bytes < 120 * 2 * 20_000  # room for twice the text
+def automaton_of(ours: SuffixProposer) -> SuffixAutomaton:
+    [text] = ours._texts._texts.values()
+    assert isinstance(text.state, SuffixAutomaton)
+    return text.state
+
+
+@pytest.mark.parametrize("max_token", [3, 50_000])
+def test_an_automaton_takes_some_hundred_bytes_a_token(max_token: int) -> None:
+    text = np.random.default_rng(0).integers(0, max_token, 20_000).tolist()
+    ours = proposer()
+    ours.propose([ask(text)])
+    assert 40 * 20_000 < automaton_of(ours).num_bytes < 150 * 20_000
+
+
+@pytest.mark.parametrize("pieces", [[1], [13], [300, 7], [900, 1], [*[1] * 49, 30]])
+def test_a_text_that_outgrows_its_room_drafts_like_counting(pieces: list[int]) -> None:
+    text = np.random.default_rng(0).integers(0, 5, 1500).tolist()
+    ours = proposer()
+    rooms: set[int] = set()
+    length = 0
+    for step, piece in enumerate(pieces * 1500):
+        length += piece
+        context = text[:length]
+        [draft] = ours.propose([ask(context)])
+        automaton = automaton_of(ours)
+        rooms.add(automaton.capacity)
+        assert (automaton._table_S != EMPTY).sum() == automaton._fields_M[NUM_EDGES]
+        if step % 50 == 0 or len(pieces) > 1:
+            want = speculate(context, [context], 8, 24, 1.0, 0.1)
+            assert (list(draft.token_ids), draft.score) == want
+        if length >= 1200:
+            break
+    assert len(rooms) > 1
+
+
+@pytest.mark.parametrize("size", [2, 10**6])
+def test_the_next_table_holds_every_edge_when_it_is_needed(size: int) -> None:
+    text = np.random.default_rng(0).integers(0, size, 3000).tolist()
+    ours = proposer()
+    num_tables = 1
+    ours.propose([ask(text[:1])])
+    automaton = automaton_of(ours)
+    for length in range(4, len(text), 3):
+        coming, edges = automaton._fields_M[[NUM_COMING, NUM_EDGES]]
+        table_S = automaton._table_S
+        ours.propose([ask(text[:length])])
+        if automaton._table_S is not table_S:
+            num_tables += 1
+            assert coming == edges
+    assert num_tables == 7
+
+
+def test_another_text_may_begin_while_the_next_table_is_filled() -> None:
+    rng = np.random.default_rng(0)
+    for turn in (58, 200, 250):
+        ours = proposer()
+        for text, stop in ((rng.integers(0, 4, 300), turn), (rng.integers(0, 4, 700), 700)):
+            tokens = text.tolist()
+            for length in range(10, stop, 5):
+                context = tokens[:length]
+                [draft] = ours.propose([ask(context)])
+                want = speculate(context, [context], 8, 24, 1.0, 0.1)
+                assert (list(draft.token_ids), draft.score) == want
 
 
 @settings(deadline=None)

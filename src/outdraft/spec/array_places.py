@@ -1,7 +1,7 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # ruff: noqa: ANN001, ANN202
 # numba infers the types of these functions and specialises on them.
-"""Arrays that a kernel finds by their address: as many as a batch needs, in one argument.
+"""Arrays without owners: found by their address, as many as a batch needs, or not counted.
 
 NOTE: whoever hands out an address keeps the array alive while a kernel may use it.
 """
@@ -53,3 +53,24 @@ def array_at(place_3: np.ndarray) -> np.ndarray:
 def text_at(address: int, num_tokens: int) -> np.ndarray:
     """The token ids that begin at an address."""
     return carray(_pointer(address), num_tokens)
+
+
+@intrinsic
+def _uncounted(typing_context, array):
+    """An array that has no owner to count references for."""
+
+    def generate(context, builder, signature, arguments):
+        view = context.make_array(signature.return_type)(context, builder, arguments[0])
+        view.meminfo = view.meminfo.type(None)
+        return view._getvalue()
+
+    return array(array), generate
+
+
+@njit(cache=True)
+def uncounted(array: np.ndarray) -> np.ndarray:
+    """An argument of a kernel, which its caller keeps alive, without a count of references.
+
+    Counting is atomic: handing an array on to small functions costs more than what they do.
+    """
+    return _uncounted(array)

@@ -21,6 +21,7 @@ import numpy as np
 from numba import njit
 
 from outdraft.core.draft import MAX_DRAFTS, Draft
+from outdraft.spec.array_places import uncounted
 
 # Fields of a tree.
 NUM_ROWS = 0  # taken, without the root
@@ -61,6 +62,18 @@ def new_tree() -> GrowingTree:
         np.empty((MAX_DRAFTS + 2, COLUMNS), np.int64),
         np.empty(MAX_DRAFTS + 2),
         np.zeros(NUM_FIELDS, np.int64),
+    )
+
+
+@njit(cache=True)
+def uncounted_tree(tree: GrowingTree) -> GrowingTree:
+    """The same tree for a kernel whose caller keeps it; see array_places."""
+    return GrowingTree(
+        uncounted(tree.rows_K1C),
+        uncounted(tree.probs_K1),
+        uncounted(tree.waiting_WC),
+        uncounted(tree.waiting_probs_W),
+        uncounted(tree.fields_M),
     )
 
 
@@ -166,7 +179,7 @@ class DraftRoom:
 
     def to_drafts(self, num_requests: int, num_places: int) -> list[Draft]:
         """One draft per request, in order, from the first places."""
-        numbers: list[int] = self.drafts_F[:num_places].tolist()
+        numbers: tuple[int, ...] = tuple(self.drafts_F[:num_places].tolist())
         scores: list[float] = self.scores_B[:num_requests].tolist()
         drafts: list[Draft] = []
         start = 1
@@ -174,9 +187,7 @@ class DraftRoom:
             middle = start + numbers[start - 1]
             stop = 2 * middle - start
             if stop > start:
-                drafts.append(
-                    Draft(tuple(numbers[start:middle]), tuple(numbers[middle:stop]), score)
-                )
+                drafts.append(Draft(numbers[start:middle], numbers[middle:stop], score))
             else:
                 drafts.append(Draft())
             start = stop + 1

@@ -11,6 +11,7 @@ the kernel to find out, which reads it anyway.
 Dimension key: B requests, R rows, A arrays of a row, 3: see array_places, T tokens.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,6 +28,7 @@ ADDRESS = 1  # of its token ids
 LENGTH = 2  # their number
 MAX_TOKENS = 3  # rows that its draft may have
 COLUMNS = 4
+PACKED_ASK = struct.Struct(f"={COLUMNS}q")  # the columns as bytes, which numpy takes fastest
 
 
 class TextState(Protocol):
@@ -76,13 +78,17 @@ class LiveTexts:
         self._texts: dict[str, _LiveText] = {}
         self._free_rows: list[int] = []
         self._places_RA3 = np.zeros((0, len(new_state().arrays), 3), np.int64)
+        self._batch = TextBatch(np.empty((0, COLUMNS), np.int64), self._places_RA3)
 
     def __len__(self) -> int:
         return len(self._texts)
 
     def batch(self, asks: Sequence[DraftAsk]) -> TextBatch:
         """Rows for the asks, with room for their texts; the kernel must be given all of them."""
-        columns: list[tuple[int, int, int, int]] = []
+        if len(asks) != len(self._batch.asks_B4):
+            asks_B4 = np.empty((len(asks), COLUMNS), np.int64)
+            self._batch = TextBatch(asks_B4, self._places_RA3)
+        packed, start = self._batch.asks_B4.data, 0
         for ask in asks:
             token_ids = ask.token_ids
             text = self._texts.get(ask.request_id)
@@ -92,10 +98,12 @@ class LiveTexts:
             if num_tokens > text.capacity:
                 text.state.reserve(num_tokens)
                 self._point(text)
-            columns.append(
-                (text.row, address_of(token_ids), num_tokens, min(ask.max_tokens, MAX_DRAFTS))
+            max_tokens = min(ask.max_tokens, MAX_DRAFTS)
+            PACKED_ASK.pack_into(
+                packed, start, text.row, address_of(token_ids), num_tokens, max_tokens
             )
-        return TextBatch(np.array(columns, np.int64), self._places_RA3)
+            start += PACKED_ASK.size
+        return self._batch
 
     def finish(self, request_id: str) -> None:
         """Forget a text; unknown ids are fine."""
@@ -121,6 +129,7 @@ class LiveTexts:
         grown = np.zeros((2 * rows + 1, *shape), np.int64)
         grown[:rows] = self._places_RA3
         self._places_RA3 = grown
+        self._batch = TextBatch(self._batch.asks_B4, grown)
         self._free_rows += range(rows, len(grown))
 
 

@@ -11,7 +11,10 @@ suffix that occurs in more places. For strings of up to `max_depth` tokens the a
 Longer strings are never asked for, and their counts are not maintained. A text of T tokens has at
 most 2T states and 3T edges; a token costs amortised constant time, however long the text is.
 
-Dimension key: T tokens, E edges, S places of the table, M fields, P branching.
+A text that is about to outgrow its table of edges fills the next, larger one beside it, a little at
+each token: no step has to enter all edges again.
+
+Dimension key: T tokens, E edges, S places of a table, M fields, P branching.
 """
 
 from typing import NamedTuple
@@ -44,17 +47,35 @@ NUM_EDGES = 2
 WHOLE = 3  # the state of the whole text
 CONTEXT = 4  # the state of the text's longest suffix of at most max_depth - 1 tokens
 NEWEST_TOKEN = 5
-NUM_FIELDS = 6
+NUM_EMPTIED = 6  # places of the next table, at its start
+NUM_COMING = 7  # edges in the next table, the first ones
+NUM_FIELDS = 8
 
 ROOT = 0
 
+# The last quarter of the room is for the next table: half of it to empty at most 18 places for each
+# token of the room, half of it to enter at most three edges for each.
+EMPTIED_PER_TOKEN = 144
+COMING_PER_TOKEN = 24
+NO_TABLE_S = np.empty(0, np.int32)
+
+# States and edges have room for many times more tokens than the table, or they would be copied as
+# often. They are written before they are read: pages that are not touched cost no memory.
+ROWS_AHEAD = 8
+
 
 class Automaton(NamedTuple):
-    """What a kernel reads and writes: states, edges and table as above, int32 fields_M."""
+    """What a kernel reads and writes: states, edges and fields as above, all int32.
+
+    Attributes:
+        table_S: all edges.
+        coming_S: the next table, with some of them; no places: not needed yet.
+    """
 
     states: np.ndarray
     edges: np.ndarray
     table_S: np.ndarray
+    coming_S: np.ndarray
     fields_M: np.ndarray
 
 
@@ -64,38 +85,62 @@ class SuffixAutomaton:
     def __init__(self, branching: int) -> None:
         self._states = np.empty((0, BEST_EDGE + branching), np.int32)
         self._edges = np.empty((0, EDGE_COLUMNS), np.int32)
-        self._table_S = table_for(0)
+        self._table_S = self._coming_S = NO_TABLE_S
         self._fields_M = np.zeros(NUM_FIELDS, np.int32)
-        self._capacity = 0
-        self.reserve(0)
-        _begin(Automaton(self._states, self._edges, self._table_S, self._fields_M))
+        self._room = 0  # tokens
+        self._grow(0)
+        _begin(Automaton(self._states, self._edges, self._table_S, self._coming_S, self._fields_M))
 
     @property
     def capacity(self) -> int:
-        return self._capacity
+        return self._room if self._coming_S.size else self._room - self._room // 4
 
     @property
     def arrays(self) -> tuple[np.ndarray, ...]:
-        return self._states, self._edges, self._table_S[None], self._fields_M[None]
+        return (
+            self._states,
+            self._edges,
+            self._table_S[None],
+            self._coming_S[None],
+            self._fields_M[None],
+        )
 
     @property
     def num_bytes(self) -> int:
-        return self._states.nbytes + self._edges.nbytes + self._table_S.nbytes
+        """Memory that is touched."""
+        states = self._states[: self._fields_M[NUM_STATES]]
+        edges = self._edges[: self._fields_M[NUM_EDGES]]
+        return states.nbytes + edges.nbytes + self._table_S.nbytes + self._coming_S.nbytes
 
     def reserve(self, num_tokens: int) -> None:
-        """Room for the worst text of twice this length."""
-        num_tokens = 2 * num_tokens + 64
-        self._states = _grown(self._states, 2 * num_tokens + 1)
-        self._edges = _grown(self._edges, 3 * num_tokens)
-        self._table_S = table_for(3 * num_tokens)
-        put_all(self._table_S, self._edges, 0, int(self._fields_M[NUM_EDGES]))
-        self._capacity = num_tokens
+        """Make room; a text that fills three quarters of it gets the next table, too."""
+        if num_tokens > self._room:
+            self._grow(num_tokens)
+        if num_tokens > self.capacity:
+            self._coming_S = np.empty(2 * len(self._table_S), np.int32)
+            self._fields_M[NUM_EMPTIED] = self._fields_M[NUM_COMING] = 0
+
+    def _grow(self, num_tokens: int) -> None:
+        """Go on with the next table, or make room for the worst text of twice this length."""
+        fields_M = self._fields_M
+        if num_tokens <= 2 * self._room and self._coming_S.size:
+            self._room *= 2
+            self._coming_S[fields_M[NUM_EMPTIED] :] = EMPTY
+        else:
+            self._room = 2 * num_tokens + 64
+            self._coming_S = table_for(3 * self._room)
+            fields_M[NUM_COMING] = 0
+        if len(self._edges) < 3 * self._room:
+            rows = ROWS_AHEAD * self._room
+            self._states = _grown(self._states, fields_M[NUM_STATES], 2 * rows + 1)
+            self._edges = _grown(self._edges, fields_M[NUM_EDGES], 3 * rows)
+        put_all(self._coming_S, self._edges, fields_M[NUM_COMING], fields_M[NUM_EDGES])
+        self._table_S, self._coming_S = self._coming_S, NO_TABLE_S
 
 
-def _grown(rows: np.ndarray, num_rows: int) -> np.ndarray:
-    # Rows are written before they are read: untouched pages of the reserve cost no memory.
+def _grown(rows: np.ndarray, num_used: int, num_rows: int) -> np.ndarray:
     grown = np.empty((num_rows, rows.shape[1]), rows.dtype)
-    grown[: len(rows)] = rows
+    grown[:num_used] = rows[:num_used]
     return grown
 
 
@@ -107,13 +152,14 @@ def automaton_at(places_A3: np.ndarray) -> Automaton:
         array_at(places_A3[1]),
         array_at(places_A3[2])[0],
         array_at(places_A3[3])[0],
+        array_at(places_A3[4])[0],
     )
 
 
 @njit(cache=True)
 def _begin(automaton: Automaton) -> None:
     """The empty text: a root alone."""
-    states, _, table_S, fields_M = automaton
+    states, _, table_S, _, fields_M = automaton
     table_S[:] = EMPTY
     fields_M[:] = 0
     fields_M[NUM_STATES] = 1
@@ -131,16 +177,35 @@ def read(automaton: Automaton, text_T: np.ndarray, max_depth: int) -> None:
     fields_M = automaton.fields_M
     if not is_continued(text_T, fields_M[NUM_TOKENS], fields_M[NEWEST_TOKEN]):
         _begin(automaton)
+    num_new = len(text_T) - fields_M[NUM_TOKENS]
     for token in text_T[fields_M[NUM_TOKENS] :]:
         _extend(token, automaton)
         _count(token, max_depth, automaton)
         fields_M[NEWEST_TOKEN] = token
+    if automaton.coming_S.size > 0:
+        _fill_coming(num_new, automaton)
+
+
+@njit(cache=True)
+def _fill_coming(num_new: int, automaton: Automaton) -> None:
+    """Go on with the next table, in step with the text: empty it, then enter the edges."""
+    _, edges, _, coming_S, fields_M = automaton
+    if fields_M[NUM_EMPTIED] < len(coming_S):
+        start = fields_M[NUM_EMPTIED]
+        stop = min(start + EMPTIED_PER_TOKEN * num_new, len(coming_S))
+        coming_S[start:stop] = EMPTY
+        fields_M[NUM_EMPTIED] = stop
+    else:
+        start = fields_M[NUM_COMING]
+        stop = min(start + COMING_PER_TOKEN * num_new, fields_M[NUM_EDGES])
+        put_all(coming_S, edges, start, stop)
+        fields_M[NUM_COMING] = stop
 
 
 @njit(cache=True)
 def _extend(token: int, automaton: Automaton) -> None:
     """Add the suffixes that end with a new token: the textbook construction."""
-    states, edges, table_S, fields_M = automaton
+    states, edges, table_S, _, fields_M = automaton
     whole = fields_M[NUM_STATES]
     fields_M[NUM_STATES] += 1
     fields_M[NUM_TOKENS] += 1
@@ -177,7 +242,7 @@ def _extend(token: int, automaton: Automaton) -> None:
 
 @njit(cache=True)
 def _add_edge(source: int, token: int, target: int, automaton: Automaton) -> int:
-    states, edges, table_S, fields_M = automaton
+    states, edges, table_S, _, fields_M = automaton
     edge = fields_M[NUM_EDGES]
     fields_M[NUM_EDGES] += 1
     edges[edge, SOURCE] = source
@@ -192,7 +257,7 @@ def _add_edge(source: int, token: int, target: int, automaton: Automaton) -> int
 @njit(cache=True)
 def _clone(state: int, length: int, automaton: Automaton) -> int:
     """A new class for the shorter strings of a state: same past, but a different future."""
-    states, edges, _, fields_M = automaton
+    states, edges, _, _, fields_M = automaton
     clone = fields_M[NUM_STATES]
     fields_M[NUM_STATES] += 1
     for column in range(FIRST_EDGE, states.shape[1]):
@@ -213,7 +278,7 @@ def _clone(state: int, length: int, automaton: Automaton) -> int:
 @njit(cache=True)
 def _count(token: int, max_depth: int, automaton: Automaton) -> None:
     """Count the new suffixes of at most max_depth tokens, each a continuation of an old one."""
-    states, edges, table_S, fields_M = automaton
+    states, edges, table_S, _, fields_M = automaton
     old_len = min(fields_M[NUM_TOKENS] - 1, max_depth - 1)
     old = fields_M[CONTEXT]
     # Where the token has split this class, the token follows both halves: start with the longer.

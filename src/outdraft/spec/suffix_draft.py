@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import njit
 
+from outdraft.spec.array_places import uncounted
 from outdraft.spec.best_first import (
     DEPTH,
     GrowingTree,
@@ -24,6 +25,7 @@ from outdraft.spec.best_first import (
     new_tree,
     offer,
     take,
+    uncounted_tree,
     write,
 )
 from outdraft.spec.live_texts import MAX_TOKENS, ROW, text_of
@@ -48,6 +50,7 @@ from outdraft.spec.suffix_tree_update import (
     NONE,
     PARENT,
     ROOT,
+    TOKEN,
     find_best_children,
 )
 
@@ -95,18 +98,37 @@ def draft_all(
     ones those of DraftRoom. Among equals the own text is taken. Returns how many places drafts
     take.
     """
-    rule = Rule(max_depth, max_spec_factor, min_token_prob)
-    finished = Finished(ring_C, nodes, label_starts, table_S)
-    tree = new_tree()
+    return _draft_each(
+        uncounted(asks_B4),
+        uncounted(places_RA3),
+        Rule(max_depth, max_spec_factor, min_token_prob),
+        Finished(uncounted(ring_C), uncounted(nodes), uncounted(label_starts), uncounted(table_S)),
+        new_tree(),
+        uncounted(drafts_F),
+        uncounted(scores_B),
+    )
+
+
+@njit(cache=True)
+def _draft_each(
+    asks_B4: np.ndarray,
+    places_RA3: np.ndarray,
+    rule: Rule,
+    finished: Finished,
+    tree: GrowingTree,
+    drafts_F: np.ndarray,
+    scores_B: np.ndarray,
+) -> int:
+    tree = uncounted_tree(tree)
     end = 0
     for b in range(len(asks_B4)):
         automaton = automaton_at(places_RA3[asks_B4[b, ROW]])
         text_T = text_of(asks_B4[b])
-        read(automaton, text_T, max_depth)
+        read(automaton, text_T, rule.max_depth)
         max_tokens = asks_B4[b, MAX_TOKENS]
         draft_F = drafts_F[end:]
         score = draft_own(automaton, max_tokens, rule, tree, draft_F)
-        context = text_T[max(0, len(text_T) - max_depth + 1) :]
+        context = text_T[max(0, len(text_T) - rule.max_depth + 1) :]
         scores_B[b] = draft_finished(finished, context, max_tokens, rule, score, tree, draft_F)
         end += end_of(draft_F)
     return end
@@ -134,10 +156,11 @@ def draft_own(
         limit = 0
         for match_len in range(shortest, min(longest, states[state, STATE_LENGTH]) + 1):
             limit = max(limit, _limit(match_len, max_tokens, rule))
-        score = _grow_own(automaton, state, limit, max_tokens, rule.min_token_prob, tree)
-        if score > best_score:
-            write(tree, draft_F)
-            best_score = score
+        if limit > best_score:  # the rows of each depth add up to less than one
+            score = _grow_own(automaton, state, limit, max_tokens, rule.min_token_prob, tree)
+            if score > best_score:
+                write(tree, draft_F)
+                best_score = score
         state = states[state, LINK]
     return best_score
 
@@ -152,8 +175,6 @@ def _grow_own(
     tree: GrowingTree,
 ) -> float:
     clear(tree)
-    if max_depth < 1:
-        return 0.0
     score = 0.0
     _offer_edge(automaton, state, BEST_EDGE, 0, min_prob, tree)
     while can_take(tree, max_tokens):
@@ -170,7 +191,7 @@ def _offer_edge(
     automaton: Automaton, state: int, column: int, row: int, min_prob: float, tree: GrowingTree
 ) -> None:
     """Offer what a best edge of a state leads to, behind the row that led to the state."""
-    states, edges, _, _ = automaton
+    states, edges, _, _, _ = automaton
     if column == states.shape[1] or states[state, column] == -1:
         return
     edge = states[state, column]
@@ -195,20 +216,24 @@ def draft_finished(
     Returns the score of what is written then.
     """
     best_score = 0.0
+    if len(context) == 0:
+        return least_score
     shortest = 1
-    while shortest <= len(context):
-        node, used = _locate(context[-shortest:], finished)
-        if node == NONE:
-            break  # nor does a longer match exist
-        longest = _longest_alike(context, shortest, finished.nodes[node, COUNT], finished)
+    node, used = _locate(context[-shortest:], finished)
+    while node != NONE:
+        longest, longer, longer_used = _longest_alike(context, shortest, node, used, finished)
         limit = 0
         for match_len in range(shortest, longest + 1):
             limit = max(limit, _limit(match_len, max_tokens, rule))
-        score = _grow_finished(finished, node, used, limit, max_tokens, rule.min_token_prob, tree)
-        if score > least_score and score >= best_score:
-            write(tree, draft_F)
-            best_score = score
+        if limit > max(least_score, best_score):
+            score = _grow_finished(
+                finished, node, used, limit, max_tokens, rule.min_token_prob, tree
+            )
+            if score > least_score and score >= best_score:
+                write(tree, draft_F)
+                best_score = score
         shortest = longest + 1
+        node, used = longer, longer_used
     return max(least_score, best_score)
 
 
@@ -224,8 +249,6 @@ def _grow_finished(
 ) -> float:
     """As from the own text; the context's own occurrence counts as one without continuation."""
     clear(tree)
-    if max_depth < 1:
-        return 0.0
     score = 0.0
     _offer_next(finished, node, used, 0, min_prob, tree)
     while can_take(tree, max_tokens):
@@ -280,28 +303,50 @@ def _offer_token(
         seen += 1
     prob = tree.probs_K1[row] * (nodes[node, COUNT] / seen)
     if prob >= min_prob:
-        place = (label_starts[node] + used) & (len(ring_C) - 1)
-        offer(tree, prob, row, int(ring_C[place]), node, used, column)
+        token = nodes[node, TOKEN]  # at hand, unlike the text
+        if used > 0:
+            token = ring_C[(label_starts[node] + used) & (len(ring_C) - 1)]
+        offer(tree, prob, row, int(token), node, used, column)
 
 
 @njit(cache=True)
-def _longest_alike(context: np.ndarray, match_len: int, count: int, finished: Finished) -> int:
+def _longest_alike(
+    context: np.ndarray, match_len: int, node: int, used: int, finished: Finished
+) -> tuple[int, int, int]:
     """The longest match that occurs as often as a shorter one, hence at the same places.
 
-    Matches that occur at the same places are continued alike: one walk serves them all.
+    Matches that occur at the same places are continued alike: one walk serves them all. Returns
+    its length, and where the match of one token more is, as `_locate` does.
     """
-    stride = 1
-    while match_len < len(context):
-        longer = min(match_len + stride, len(context))
-        node, _ = _locate(context[-longer:], finished)
-        if node != NONE and finished.nodes[node, COUNT] == count:
-            match_len = longer
-            stride *= 2
-        elif stride > 1:
-            stride = 1
+    nodes = finished.nodes
+    count, newest_end = nodes[node, COUNT], finished.label_starts[node] + used
+    furthest = max(match_len, _len_before(newest_end, context, finished.ring_C))
+    longer, longer_used = NONE, 0
+    most = tried = furthest  # where phrases come again, this is it
+    while match_len < most:
+        node, used = _locate(context[-tried:], finished)
+        if node != NONE and nodes[node, COUNT] == count:
+            match_len = tried
         else:
-            break
-    return match_len
+            most, longer, longer_used = tried - 1, node, used
+        # Where it is not, one token more is too many most often.
+        tried = match_len + 1 if tried == furthest else (match_len + most + 1) // 2
+    if most == furthest and furthest < len(context):
+        longer, longer_used = _locate(context[-furthest - 1 :], finished)
+    return match_len, longer, longer_used
+
+
+@njit(cache=True)
+def _len_before(end: int, context: np.ndarray, ring_C: np.ndarray) -> int:
+    """How many of the context's last tokens stand before a place of the ring.
+
+    No match at this place is longer; what stands there may begin in another text, though.
+    """
+    mask = len(ring_C) - 1
+    length = 0
+    while length < len(context) and ring_C[(end - 1 - length) & mask] == context[-1 - length]:
+        length += 1
+    return length
 
 
 @njit(cache=True)
@@ -312,9 +357,13 @@ def _locate(context: np.ndarray, finished: Finished) -> tuple[int, int]:
     node, used = ROOT, 0
     at = 0
     while at < len(context):
-        node = find(table_S, nodes, node, context[at])
-        if node == NONE:
-            return NONE, 0
+        best = nodes[node, BEST_CHILD]
+        if best >= 0 and nodes[best, TOKEN] == context[at]:
+            node = best
+        else:
+            node = find(table_S, nodes, node, context[at])
+            if node == NONE:
+                return NONE, 0
         used = min(nodes[node, LENGTH], len(context) - at)
         for offset in range(1, used):
             if ring_C[(label_starts[node] + offset) & mask] != context[at + offset]:
