@@ -21,8 +21,8 @@ Path = tuple[int, ...]
 class TreeTemplate:
     """The rows of a tree, level after level.
 
-    Where drafts are drawn, the last child of every row (the only one, if there is one) is drawn
-    from what the others leave, and these are the likeliest tokens.
+    Where drafts are drawn, the ranks of a row's children are the order in which they are drawn,
+    without replacement.
 
     Attributes:
         paths: distinct, sorted by level, then by rank. All prefixes of a path are paths too, and

@@ -30,20 +30,19 @@ class DraftBatch:
         parents_BN: int64; the row that each draft continues: 0 = root, j + 1 = drafted row j.
             A parent precedes its children. Padding may hold anything.
         num_drafts_B: int64.
-        probs_BNV: float32; what each sampled draft was really drawn from: of a node with
-            deterministic children too, its distribution over the other tokens. Rows of drafts
-            that are not sampled may hold anything.
+        probs_BNV: float32; what each sampled draft was really drawn from, given its siblings of
+            smaller rows: without replacement, the distribution over all other tokens. Rows of
+            drafts that are not sampled may hold anything.
         is_sampled_BN: bool; this draft was drawn from its row of `probs_BNV`. False: it is
-            deterministic. Of the children of a row (the root included) at most one is sampled.
-            Padding may hold anything.
+            deterministic. Padding may hold anything.
         is_chain: known on the host: every draft is a chain.
         any_sampled: known on the host: some of `is_sampled_BN` is true.
         all_sampled: known on the host: every request's drafts are all sampled. Saves noise,
             changes nothing else; False is always right.
         sampled_trees: known on the host: drafts with sampled rows were laid out as trees, and are
             verified as trees even where one came out as a chain. False: they are chains. The
-            shape itself must not decide: it may depend on what was drawn, and block verification
-            judges a draft by what was drawn after it.
+            shape itself must not decide, where these have another rule ("token"): it may depend on
+            what was drawn.
     """
 
     token_ids_BN: Tensor
