@@ -36,13 +36,13 @@ from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 
-CHAINS = (2, 3, 4, 6, 8, 12, 16)
+CHAINS = (2, 4, 8, 10, 12, 16, 20)
 TREES = {
     4: ((2, 1, 1), (2, 2)),
-    6: ((2, 2, 1, 1), (2, 1, 1, 1, 1)),
-    8: ((2, 2, 2, 1, 1), (2, 1, 1, 1, 1, 1, 1)),
-    12: ((3, 3, 2, 2, 1, 1), (2, 2, 2, 2, 2, 1, 1)),
-    16: ((3, 3, 3, 2, 2, 1, 1, 1), (4, 4, 3, 3, 2)),
+    8: ((2, 1, 1, 1, 1, 1, 1),),
+    12: ((3, 2, 1, 1, 1, 1, 1, 1, 1),),
+    16: ((4, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1),),
+    24: ((5, 4, 3, 2, 2, 2, 2, 1, 1, 1, 1),),
 }
 SURE = 2.0  # standard errors
 

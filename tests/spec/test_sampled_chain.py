@@ -1,26 +1,21 @@
 """A drawn chain in one compiled call is the chain that is drawn pass by pass, bit for bit."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from outdraft.attention.cpu import CpuAttention
 from outdraft.core.draft import DraftSource
 from outdraft.core.sampling import SamplingParams
 from outdraft.kv.cache import KVCache
-from outdraft.kv.feature_cache import FeatureCache
-from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.layers.linear import Packing
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.spec import network_proposer
-from outdraft.spec.draft_network import DraftNetwork, EagleDraftNetwork, LanguageModelNetwork
+from outdraft.spec.draft_network import DraftNetwork
 from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.spec.network_proposer import NetworkProposer
-from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
+from tests.models.eagle_checkpoints import VOCABULARY
+from tests.spec.small_networks import KINDS as NETWORKS
+from tests.spec.small_networks import small_network
 
-CPU = torch.device("cpu")
-NUM_BLOCKS, BLOCK_SIZE = 24, 4
+NUM_BLOCKS = 24
 LENGTHS, WANTED = (9, 5, 14), (4, 2, 3)
 KINDS = {
     "plain": [SamplingParams(temperature=1.0)] * 3,
@@ -42,25 +37,11 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module", params=["language model", "eagle", "eagle3", "eagle3.1"])
+@pytest.fixture(scope="module", params=NETWORKS)
 def network(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[DraftNetwork, KVCache]:
-    attention = CpuAttention(1)
-    target = random_target(attention, torch.float32)
-    target.pack(Packing.BF16)
-    if request.param == "language model":
-        shape, drafting = target.config, LanguageModelNetwork(target)
-    else:
-        path: Path = LAYOUTS[request.param].save(tmp_path_factory.mktemp("checkpoint"))
-        shape = load_eagle(path, target, torch.float32, "cpu", attention)
-        features = FeatureCache(NUM_BLOCKS, BLOCK_SIZE, shape.feature_size, torch.float32, CPU)
-        generator = torch.Generator().manual_seed(4)
-        slots_T = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-        features.write(torch.randn(len(slots_T), shape.feature_size, generator=generator), slots_T)
-        drafting = EagleDraftNetwork(shape, features)
-    sizes = (shape.num_kv_heads, shape.head_size, torch.float32, CPU)
-    return drafting, KVCache(shape.num_layers, NUM_BLOCKS, BLOCK_SIZE, *sizes)
+    return small_network(request.param, NUM_BLOCKS, tmp_path_factory.mktemp("checkpoint"))
 
 
 def drafts(

@@ -25,6 +25,7 @@ from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 
 MAX_ROWS = 64  # with more, the layers' own calls cost nothing and can share the work
+_LONG_TEXT = 4096  # tokens; attention to more gains more by a second thread than the calls cost
 _NO_STATES = np.empty((0, 0), dtype=np.float32)
 
 
@@ -41,7 +42,7 @@ class CompiledChain:
 class CompiledForward:
     """The pass of a network over at most MAX_ROWS rows, on the weights where its layers keep them.
 
-    It does not keep these alive.
+    It does not keep these alive. Its attention is computed by one thread, see `suits`.
     """
 
     def __init__(
@@ -85,6 +86,12 @@ class CompiledForward:
         states = _NO_STATES if states_TD is None else states_TD.contiguous().numpy()
         kernels.forward(bound.shape, rows, bound.layers_LF, states, taps_K, tapped_KTD, hidden_TD)
         return torch.from_numpy(hidden_TD), torch.from_numpy(tapped_KTD)
+
+    def suits(self, num_rows: int, batches: Sequence[AttentionMetadata]) -> bool:
+        """Whether passes over so many rows are faster here than by layers, whose attention shares
+        its work among threads."""
+        longest = max((metadata.max_seq_len for metadata in batches), default=0)
+        return num_rows <= MAX_ROWS and (self._team is None or longest <= _LONG_TEXT)
 
     def best_tokens(self, states_RD: Tensor, head: kernels.Head) -> Tensor:
         """int64 [R]: the best token behind each state."""

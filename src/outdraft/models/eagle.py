@@ -184,7 +184,7 @@ class EagleNetwork(nn.Module):
             token_ids_T: int64, the token behind each row's position.
             states_TF: `features` of the row's position; in a draft, the state of its parent.
         """
-        if self._compiled is not None and len(token_ids_T) <= MAX_ROWS:
+        if self._compiled is not None and self._compiled.suits(len(token_ids_T), [metadata]):
             return self._compiled(token_ids_T, caches, metadata, states_TD=states_TF)[0]
         return self.forward_by_layers(token_ids_T, states_TF, caches, metadata)
 
@@ -243,9 +243,9 @@ class EagleNetwork(nn.Module):
     ) -> Tensor:
         """int64 [K, B]: the best token behind each state, then behind each of these, once for
         every batch, which reads one row a request."""
-        ids, head = [self.best_tokens(states_BD)], self._packed_head()
-        if self._compiled is not None and head is not None and len(states_BD) <= MAX_ROWS:
-            return self._compiled.greedy_chain(ids[0], states_BD, head, caches, batches)
+        ids, network, head = [self.best_tokens(states_BD)], self._compiled, self._packed_head()
+        if network is not None and head is not None and network.suits(len(states_BD), batches):
+            return network.greedy_chain(ids[0], states_BD, head, caches, batches)
         for batch in batches:
             states_BD = self(ids[-1], states_BD, caches, batch)
             ids.append(self.best_tokens(states_BD))

@@ -234,7 +234,7 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """As `forward_by_layers`; a few rows on a CPU in one compiled call."""
-        if self._compiled is not None and len(token_ids_T) <= MAX_ROWS:
+        if self._compiled is not None and self._compiled.suits(len(token_ids_T), [metadata]):
             return self._compiled(token_ids_T, caches, metadata, taps)
         return self.forward_by_layers(token_ids_T, positions_T, caches, metadata, taps)
 
@@ -294,9 +294,9 @@ class CausalLM(nn.Module):
 
         Each batch reads one row a request, the tokens that were chosen before it.
         """
-        head = self._packed_head
-        if self._compiled is not None and head is not None and len(first_ids_B) <= MAX_ROWS:
-            return self._compiled.greedy_chain(first_ids_B, None, head, caches, batches)
+        network, head = self._compiled, self._packed_head
+        if network is not None and head is not None and network.suits(len(first_ids_B), batches):
+            return network.greedy_chain(first_ids_B, None, head, caches, batches)
         ids = [first_ids_B]
         for batch in batches:
             hidden_BD = self(ids[-1], batch.positions_T, caches, batch)

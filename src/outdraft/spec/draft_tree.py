@@ -57,8 +57,8 @@ class Frontier:
 class TreeBuilder:
     """Grows one tree for every request.
 
-    Requests of temperature 0 get the likeliest tokens, others a drawn token at every node beside
-    them (see `drawn_tree`). With `shares_noise` these get the tokens that the target itself would
+    Requests of temperature 0 get the likeliest tokens, others draws without replacement (see
+    `drawn_tree`). With `shares_noise` these get the tokens that the target itself would
     likeliest choose with its noise if it had the drafter's logits: matched with the target's own
     choices, so that the output does not depend on them.
     """

@@ -5,6 +5,9 @@
 
 It draws only where a row asks for it.
 
+NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
+files that import it too.
+
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children (in the order in which they are drawn), V vocabulary.
 """
@@ -38,13 +41,9 @@ _NO_TEMPLATE = np.empty((2, 0), dtype=np.int64)
 def draw_level_cpu(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
     """As `drawn_level.draw_level`."""
     num_requests, num_nodes, size = logits_BEV.shape
-    num_ranks = min(task.num_rows, size)
-    if num_nodes * num_ranks < task.num_rows:
-        raise ValueError(
-            f"{num_nodes * num_ranks} tokens cannot fill {task.num_rows} rows of a level"
-        )
+    num_ranks = ranks_of_level(num_nodes, task.num_rows, size)
     shape_BF = (num_requests, task.num_rows)
-    places_2BF = np.zeros((2, *shape_BF), dtype=np.int64)
+    token_ids_BF, origins_BF = np.zeros((2, *shape_BF), dtype=np.int64)
     is_drawn_BF = np.zeros(shape_BF, dtype=np.bool_)
     probs_BFV = np.empty((*shape_BF, size), dtype=np.float32)
     weight_BF = np.zeros(shape_BF, dtype=np.float32)
@@ -64,18 +63,30 @@ def draw_level_cpu(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> Dr
         np.ascontiguousarray(task.sampling.seeds_B.numpy()),
         np.ascontiguousarray(task.sampling.is_greedy_B.numpy()),
         np.array(side_shares(num_ranks), dtype=np.float32),
-        places_2BF,
+        token_ids_BF,
+        origins_BF,
         is_drawn_BF,
         probs_BFV,
         weight_BF,
     )
-    token_ids_BF, origins_BF = torch.from_numpy(places_2BF)
     return DrawnLevel(
-        NewRows(token_ids_BF, origins_BF),
+        NewRows(torch.from_numpy(token_ids_BF), torch.from_numpy(origins_BF)),
         torch.from_numpy(is_drawn_BF),
         torch.from_numpy(probs_BFV),
         torch.from_numpy(weight_BF),
     )
+
+
+def ranks_of_level(num_nodes: int, num_rows: int, vocab_size: int) -> int:
+    """C: ranks of a node that a level can need.
+
+    Raises:
+        ValueError: all of them are not enough.
+    """
+    num_ranks = min(num_rows, vocab_size)
+    if num_nodes * num_ranks < num_rows:
+        raise ValueError(f"{num_nodes * num_ranks} tokens cannot fill {num_rows} rows of a level")
+    return num_ranks
 
 
 @njit(cache=True, nogil=True)
@@ -90,48 +101,87 @@ def _draw_level(
     seeds_B,
     is_greedy_B,
     side_shares_C,
-    places_2BF,
+    token_ids_BF,
+    origins_BF,
     is_drawn_BF,
     probs_BFV,
     weight_BF,
 ) -> None:
-    num_nodes, size = logits_BEV.shape[1:]
-    num_rows = weight_BF.shape[1]
+    for b in range(len(logits_BEV)):
+        if is_greedy_B[b]:
+            continue
+        draw_rows(
+            logits_BEV[b],
+            weight_BE[b],
+            template_2F,
+            num_kept_B[b],
+            depth,
+            first_above,
+            num_tokens_B[b],
+            seeds_B[b],
+            side_shares_C,
+            token_ids_BF[b],
+            origins_BF[b],
+            is_drawn_BF[b],
+            probs_BFV[b],
+            weight_BF[b],
+        )
+
+
+@njit(cache=True, nogil=True)
+def draw_rows(
+    logits_EV,
+    weight_E,
+    template_2F,
+    num_kept,
+    depth,
+    first_above,
+    num_tokens,
+    seed,
+    side_shares_C,
+    token_ids_F,
+    origins_F,
+    is_drawn_F,
+    probs_FV,
+    weight_F,
+) -> None:
+    """Write one request's rows of a level, the last five, as `draw_level` has them.
+
+    The arguments are those of `LevelTask`; a template without columns is none. `side_shares_C` are
+    those of all ranks but the first; more than the level can need change nothing. Ids, weights and
+    what is drawn are 0 before.
+    """
+    num_nodes, size = logits_EV.shape
+    num_rows = len(weight_F)
     gain_EC = np.empty((num_nodes, len(side_shares_C) + 1), dtype=np.float32)
     ids_EF = np.empty((num_nodes, num_rows), dtype=np.int64)
     buffer_V = np.empty(size, dtype=np.float32)
     ranks_F = np.empty(num_rows, dtype=np.int64)
-    for b in range(len(logits_BEV)):
-        if is_greedy_B[b]:
-            continue
-        for node in range(num_nodes):
-            _write_gains(
-                logits_BEV[b, node], weight_BE[b, node], side_shares_C, buffer_V, gain_EC[node]
-            )
-        token_ids_F, origins_F = places_2BF[0, b], places_2BF[1, b]
-        if template_2F.shape[1] > 0:
-            origins_F[:] = template_2F[0]
-            ranks_F[:] = template_2F[1]
+    for node in range(num_nodes):
+        _write_gains(logits_EV[node], weight_E[node], side_shares_C, buffer_V, gain_EC[node])
+    if template_2F.shape[1] > 0:
+        origins_F[:] = template_2F[0]
+        ranks_F[:] = template_2F[1]
+    else:
+        _spread(gain_EC, origins_F, ranks_F)
+    for row in range(max(0, min(num_kept, num_rows))):
+        node, rank = origins_F[row], ranks_F[row]
+        before_C = ids_EF[node, :rank]
+        buffer_V[:] = logits_EV[node]
+        for token in before_C:
+            buffer_V[token] = -np.inf
+        # The noise is the node's: without the tokens before it the best is the next one.
+        anchor = num_tokens + ((first_above + node) << PARENT_SHIFT)
+        token = sample_logits(buffer_V, seed, num_tokens + depth, anchor, _DRAFT)
+        if buffer_V[token] > -np.inf:
+            is_drawn_F[row] = True
+            softmax(buffer_V, probs_FV[row])
+            own = OWN_BASE + OWN_SLOPE * np.sqrt(probs_FV[row, token])
+            first = weight_E[node] * own**DECAY
+            weight_F[row] = first if rank == 0 else SIDE_WEIGHT * gain_EC[node, rank]
         else:
-            _spread(gain_EC, origins_F, ranks_F)
-        for row in range(max(0, min(num_kept_B[b], num_rows))):
-            node, rank = origins_F[row], ranks_F[row]
-            before_C = ids_EF[node, :rank]
-            buffer_V[:] = logits_BEV[b, node]
-            for token in before_C:
-                buffer_V[token] = -np.inf
-            # The noise is the node's: without the tokens before it the best is the next one.
-            anchor = num_tokens_B[b] + ((first_above + node) << PARENT_SHIFT)
-            token = sample_logits(buffer_V, seeds_B[b], num_tokens_B[b] + depth, anchor, _DRAFT)
-            if buffer_V[token] > -np.inf:
-                is_drawn_BF[b, row] = True
-                softmax(buffer_V, probs_BFV[b, row])
-                own = OWN_BASE + OWN_SLOPE * np.sqrt(probs_BFV[b, row, token])
-                first = weight_BE[b, node] * own**DECAY
-                weight_BF[b, row] = first if rank == 0 else SIDE_WEIGHT * gain_EC[node, rank]
-            else:
-                token = _lowest_other(before_C)
-            token_ids_F[row] = ids_EF[node, rank] = token
+            token = _lowest_other(before_C)
+        token_ids_F[row] = ids_EF[node, rank] = token
 
 
 @njit(cache=True, nogil=True)

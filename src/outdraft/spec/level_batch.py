@@ -1,6 +1,6 @@
 # numba infers the types of these functions and specialises on them.
 # pyright: reportMissingParameterType=false, reportUnknownParameterType=false
-# ruff: noqa: ANN001, ANN202
+# ruff: noqa: ANN001
 """The attention batch that reads one level of growing trees.
 
 Dimension key: B requests, F nodes of a level, T = B * F rows, P blocks.
@@ -77,10 +77,8 @@ def level_batch_on_cpu(
 ) -> AttentionMetadata:
     """As `level_batch`, in one compiled call."""
     num_requests, width = frontier.token_ids_BF.shape
-    query_start_B1 = np.empty(num_requests + 1, dtype=np.int32)
-    context_lens, num_causal_B = np.zeros((2, num_requests), dtype=np.int32)
-    ancestors_T, positions_T, slots_T = np.empty((3, num_requests * width), dtype=np.int64)
-    _place_level(
+    batch = blank_batch(num_requests, width, block_table_BP, max_seq_len)
+    place_level(
         np.ascontiguousarray(frontier.ancestors_BF.numpy()),
         frontier.first_row,
         frontier.depth,
@@ -88,15 +86,25 @@ def level_batch_on_cpu(
         num_drafts_B.numpy(),
         np.ascontiguousarray(block_table_BP.numpy()),
         block_size,
-        query_start_B1,
-        context_lens,
-        ancestors_T,
-        positions_T,
-        slots_T,
+        batch.query_start_B1.numpy(),
+        batch.context_lens_B.numpy(),
+        batch.ancestors_T.numpy(),
+        batch.positions_T.numpy(),
+        batch.slots_T.numpy(),
     )
+    return batch
+
+
+def blank_batch(
+    num_requests: int, width: int, block_table_BP: Tensor, max_seq_len: int
+) -> AttentionMetadata:
+    """A batch on the CPU for `place_level` to fill; what that does not know is there already."""
+    query_start_B1 = np.empty(num_requests + 1, dtype=np.int32)
+    context_lens_B, num_causal_B = np.zeros((2, num_requests), dtype=np.int32)
+    ancestors_T, positions_T, slots_T = np.empty((3, num_requests * width), dtype=np.int64)
     return AttentionMetadata(
         query_start_B1=torch.from_numpy(query_start_B1),
-        context_lens_B=torch.from_numpy(context_lens),
+        context_lens_B=torch.from_numpy(context_lens_B),
         num_causal_B=torch.from_numpy(num_causal_B),
         ancestors_T=torch.from_numpy(ancestors_T),
         positions_T=torch.from_numpy(positions_T),
@@ -107,8 +115,8 @@ def level_batch_on_cpu(
     )
 
 
-@njit(cache=True)
-def _place_level(
+@njit(cache=True, nogil=True)
+def place_level(
     ancestors_BF,
     first_row,
     depth,
@@ -121,8 +129,12 @@ def _place_level(
     ancestors_T,
     positions_T,
     slots_T,
-):
-    """Fill the last five; short_lens are the context lengths."""
+) -> None:
+    """Fill the last five, as `level_batch` has them; short_lens are the context lengths.
+
+    NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch
+    the files that import it too.
+    """
     num_requests, width = ancestors_BF.shape
     for b in range(num_requests):
         query_start_B1[b] = b * width

@@ -20,6 +20,8 @@ from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
+from outdraft.core.tree_shape import TreeShape
+from outdraft.core.tree_template import TreeTemplate
 from outdraft.kv.cache import KVCache
 from outdraft.models.compiled_forward import MAX_ROWS
 from outdraft.sampling.batch import SamplingBatch
@@ -28,7 +30,7 @@ from outdraft.spec.backlog import catch_up, text_places, whole_span
 from outdraft.spec.draft_network import DraftNetwork
 from outdraft.spec.draft_sampling import drafting_parameters, sample_drafts
 from outdraft.spec.draft_tree import Frontier
-from outdraft.spec.level_batch import level_batch
+from outdraft.spec.level_batch import blank_batch, level_batch
 from outdraft.spec.model_drafts import (
     DraftModelAsk,
     ModelDrafts,
@@ -36,6 +38,7 @@ from outdraft.spec.model_drafts import (
     without_surplus,
 )
 from outdraft.spec.sampled_chain_cpu import can_draw_chain, draw_chain_cpu
+from outdraft.spec.sampled_tree_cpu import Texts, can_draw_trees, draw_trees_cpu
 from outdraft.spec.target_states import TargetStates
 
 
@@ -264,6 +267,28 @@ class NetworkLevels:
         )
         # Of one request: no table of blocks reaches further.
         self._max_seq_len = max(map(sum, zip(contexts, num_drafts, strict=True)))
+
+    def draw_trees(
+        self, shape: TreeShape | TreeTemplate, num_tokens_B: Tensor, sampling: SamplingBatch
+    ) -> ModelDrafts | None:
+        """As `TreeDrawer`."""
+        states_BD, widest = self._states_BFD[:, 0], max(shape.levels)
+        num_requests = len(states_BD)
+        if not (
+            states_BD.is_cpu and can_draw_trees(sampling) and num_requests * widest <= MAX_ROWS
+        ):
+            return None
+        batch = blank_batch(num_requests, widest, self._block_table_BP, self._max_seq_len)
+        chain = self._network.compiled_chain(self._cache.layers, [batch])
+        if chain is None:
+            return None
+        texts = Texts(
+            num_tokens_B.numpy(),
+            self._context_lens_B.numpy(),
+            self._num_drafts_B.numpy(),
+            self._block_table_BP.numpy(),
+        )
+        return draw_trees_cpu(chain, batch, states_BD, texts, shape, sampling)
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the newest token."""

@@ -9,8 +9,11 @@ The fast twin of the loop in `NetworkProposer`, which calls the same kernels one
 NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
 this file too.
 
-Dimension key: K drafts, B requests, D the network's state, V vocabulary, F fields of a pass.
+Dimension key: K drafts, B requests, D the network's state, V vocabulary, F fields of a pass, R
+rows.
 """
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +31,28 @@ from outdraft.sampling.sampler_cpu import choose_rows_with_probs
 def can_draw_chain(sampling: SamplingBatch) -> bool:
     """Whether all that is left to do to the logits is compiled."""
     return sampling.allowed is None and sampling.bias is None and not sampling.all_greedy
+
+
+class Parameters(NamedTuple):
+    """What `process_rows` needs beside the logits; arrays as it reads them."""
+
+    temperature_B: np.ndarray
+    least_B: np.ndarray
+    top_k_B: np.ndarray
+    top_p_B: np.ndarray
+    needs_min_p: bool
+
+
+def parameters_of(sampling: SamplingBatch) -> Parameters:
+    """Of a batch's requests; see `can_draw_chain`."""
+    min_p_B = sampling.min_p_B
+    return Parameters(
+        np.ascontiguousarray(sampling.temperature_B.numpy()),
+        np.ascontiguousarray((min_p_B.log() if sampling.needs_min_p else min_p_B).numpy()),
+        np.ascontiguousarray(sampling.top_k_B.numpy()),
+        np.ascontiguousarray(sampling.top_p_B.numpy()),
+        sampling.needs_min_p,
+    )
 
 
 def draw_chain_cpu(
@@ -50,7 +75,6 @@ def draw_chain_cpu(
     ids_KB = np.empty((num_passes, num_requests), dtype=np.int64)
     probs_KBV = np.empty((num_passes, num_requests, sampling.vocab_size), dtype=np.float32)
     anchors_B = num_tokens_B if purpose is Purpose.DRAFT else torch.zeros_like(num_tokens_B)
-    min_p_B = sampling.min_p_B
     _draw_chain(
         chain.shape,
         chain.rows_KF,
@@ -61,11 +85,7 @@ def draw_chain_cpu(
         np.ascontiguousarray(anchors_B.numpy()),
         np.ascontiguousarray(sampling.seeds_B.numpy()),
         np.ascontiguousarray(sampling.is_greedy_B.numpy()),
-        np.ascontiguousarray(sampling.temperature_B.numpy()),
-        np.ascontiguousarray((min_p_B.log() if sampling.needs_min_p else min_p_B).numpy()),
-        np.ascontiguousarray(sampling.top_k_B.numpy()),
-        np.ascontiguousarray(sampling.top_p_B.numpy()),
-        sampling.needs_min_p,
+        parameters_of(sampling),
         int(purpose),
         ids_KB,
         probs_KBV,
@@ -85,36 +105,18 @@ def _draw_chain(
     anchors_B,
     seeds_B,
     is_greedy_B,
-    temperature_B,
-    least_B,
-    top_k_B,
-    top_p_B,
-    needs_min_p,
+    parameters,
     purpose,
     ids_KB,
     probs_KBV,
 ) -> None:
     num_requests, vocab_size = probs_KBV.shape[1:]
     requests_B = np.arange(num_requests)
-    spread_BV = np.empty((num_requests, vocab_size), dtype=np.float32)
     processed_BV = np.empty((num_requests, vocab_size), dtype=np.float32)
     for k in range(len(ids_KB)):
         if k > 0:
             read_chosen(shape, rows_KF[k - 1], layers_LF, ids_KB[k - 1], states_BD)
-        logits_BV = draft_logits(shape, head, states_BD)
-        if head.draft_ids != 0:
-            spread_logits(head, logits_BV, spread_BV)
-            logits_BV = spread_BV
-        process_rows(
-            logits_BV,
-            requests_B,
-            temperature_B,
-            least_B,
-            top_k_B,
-            top_p_B,
-            needs_min_p,
-            processed_BV,
-        )
+        process_states(shape, head, states_BD, requests_B, parameters, processed_BV)
         choose_rows_with_probs(
             processed_BV,
             seeds_B,
@@ -125,3 +127,23 @@ def _draw_chain(
             ids_KB[k],
             probs_KBV[k],
         )
+
+
+@njit
+def process_states(shape, head, states_RD, request_R, parameters, processed_RV) -> None:
+    """Write the processed logits behind the states; `request_R`: whose each of them is."""
+    logits_RV = draft_logits(shape, head, states_RD)
+    if head.draft_ids != 0:
+        spread_RV = np.empty_like(processed_RV)
+        spread_logits(head, logits_RV, spread_RV)
+        logits_RV = spread_RV
+    process_rows(
+        logits_RV,
+        request_R,
+        parameters.temperature_B,
+        parameters.least_B,
+        parameters.top_k_B,
+        parameters.top_p_B,
+        parameters.needs_min_p,
+        processed_RV,
+    )

@@ -5,7 +5,7 @@ Dimension key: B requests that draft, F nodes of a level, V vocabulary, R = B * 
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +32,22 @@ class TreeLevels(Protocol):
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]; levels come in order, each once."""
+        ...
+
+
+@runtime_checkable
+class TreeDrawer(Protocol):
+    """Levels that can be drawn all at once."""
+
+    def draw_trees(
+        self, shape: TreeShape | TreeTemplate, num_tokens_B: Tensor, sampling: SamplingBatch
+    ) -> ModelDrafts | None:
+        """What TreeBuilder makes of all levels, where it samples; None: not of such a batch.
+
+        Args:
+            num_tokens_B: int64, committed tokens.
+            sampling: as `drafting_parameters` leaves it.
+        """
         ...
 
 
@@ -94,6 +110,11 @@ class TreeProposer:
         num_drafts = [ask.num_drafts for ask in asks]
         # A row of a level has as many rows above it, itself included: who wants fewer has none.
         shape = self._shape.with_depth(min(self._shape.depth, max(num_drafts)))
+        levels = self._drafter.levels(asks, token_ids_SL)
+        if self._samples and not self._shares_noise and isinstance(levels, TreeDrawer):
+            drafts = levels.draw_trees(shape, num_tokens_B, sampling)
+            if drafts is not None:
+                return drafts
         builder = TreeBuilder(
             shape,
             num_drafts,
@@ -102,7 +123,6 @@ class TreeProposer:
             samples=self._samples,
             shares_noise=self._shares_noise,
         )
-        levels = self._drafter.levels(asks, token_ids_SL)
         builder.start(_processed(levels.first_logits()[:, None], sampling)[:, 0])
         for _ in range(shape.depth - 1):
             builder.extend(_processed(levels.next_logits(builder.frontier), sampling))
