@@ -88,9 +88,10 @@ def test_parts_that_some_rows_do_not_see_change_nothing(attention, shape, window
 
 
 @pytest.mark.parametrize("attention", [ONE, THREE])
-def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(attention):
+@pytest.mark.parametrize("window", [None, 100, 2500])
+def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(attention, window):
     batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16), torch.float32, seed=6)
-    together = attend(attention, batch)
+    together = attend(attention, batch, window)
     for row in range(70):
         metadata = dataclasses.replace(
             batch.metadata,
@@ -103,7 +104,9 @@ def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(attention):
             max_rows=1,
         )
         q_THC = batch.q_THC[row : row + 1]
-        alone = attend(attention, dataclasses.replace(batch, q_THC=q_THC, metadata=metadata))
+        alone = attend(
+            attention, dataclasses.replace(batch, q_THC=q_THC, metadata=metadata), window
+        )
         assert torch.equal(alone, together[row : row + 1])
 
 

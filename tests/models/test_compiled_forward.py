@@ -1,5 +1,6 @@
 """One compiled call computes what the layers compute, for every family."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,22 @@ def test_the_best_tokens_are_the_argmax_of_the_logits(model: CausalLM):
             best_R = model.best_tokens(rows_RD)
             assert torch.equal(best_R, model.logits(rows_RD).argmax(1))
             assert best_R.dtype == torch.int64
+
+
+@pytest.mark.parametrize(("num_threads", "is_compiled"), [(1, True), (2, False)])
+def test_long_texts_go_by_layers_where_these_have_threads(
+    num_threads: int, is_compiled: bool, tmp_path: Path
+):
+    save(randomised(VARIANTS[next(iter(VARIANTS))]()).bfloat16(), tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        model = load_model(tmp_path, torch.float32, "cpu", CpuAttention(num_threads))
+    finally:
+        torch.set_num_threads(before)
+    sizes = (model.config.num_kv_heads, model.config.head_size, torch.float32, torch.device("cpu"))
+    cache = KVCache(model.config.num_layers, 12, 4, *sizes)
+    short, _ = send(lay_out([Span(5, 1, (), (3, 1, 7))], 4), [], torch.device("cpu"))
+    long = dataclasses.replace(short, max_seq_len=100_000)
+    assert model.compiled_chain(cache.layers, [short, short]) is not None
+    assert (model.compiled_chain(cache.layers, [short, long]) is not None) == is_compiled

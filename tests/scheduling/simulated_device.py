@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from random import Random
 
-from outdraft.core.draft import Draft
+from outdraft.core.draft import Draft, tree_depths
 from outdraft.core.plan import (
     MODEL_CHAIN,
     ModelDrafting,
@@ -86,7 +86,8 @@ class SimulatedDevice:
         ids = [*host, *(self.rng.randrange(self.vocab_size) for _ in range(number))]
         draft = Draft.chain(ids)
         if self.drafting.is_tree:
-            draft = Draft(tuple(ids), tuple(self.rng.randint(0, row) for row in range(number)))
+            draft = Draft(tuple(ids), self._parents(number))
+            assert max(tree_depths(draft.parents)) <= request.max_drafts
         text = tuple(request.token_ids.tolist())
         num_read = request.num_tokens - self.lag
         self.check_drafter(request, work.block_ids, request.num_drafter_computed)
@@ -98,6 +99,16 @@ class SimulatedDevice:
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
             self.drafter[self._slot(work.block_ids, num_read + row)] = kept
         return draft
+
+    def _parents(self, number: int) -> tuple[int, ...]:
+        """Of the first rows of a tree: any row of the level above."""
+        parents: list[int] = []
+        above = range(1)
+        for size in self.drafting.levels:
+            parents += [self.rng.choice(above) for _ in range(size)]
+            above = range(len(parents) - size + 1, len(parents) + 1)
+        assert number <= len(parents)
+        return tuple(parents[:number])
 
     def _check_order(self, work: Work) -> None:
         """Positions are computed one after the other, and again only after a preemption."""

@@ -27,9 +27,9 @@ from tests.scheduling.simulated_device import SimulatedDevice
 
 DRAFTINGS = [
     MODEL_CHAIN,
-    ModelDrafting(is_tree=True, max_kept=0),
+    ModelDrafting(levels=(2, 1, 1), max_kept=0),
     ModelDrafting(DraftSource.EAGLE3, max_kept=-1),
-    ModelDrafting(DraftSource.EAGLE3, is_tree=True, max_kept=-1),
+    ModelDrafting(DraftSource.EAGLE3, levels=(3, 2), max_kept=-1),
     ModelDrafting(DraftSource.MEDUSA, max_kept=0),
 ]
 VOCAB_SIZE = 3  # small, so that random prompts share prefixes
@@ -218,8 +218,9 @@ class Simulation:
             drafting = self.world.drafting
             ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
             if kind == "model":
+                number = min(len(ids), sum(drafting.levels) or len(ids))
                 choices[one.id] = DraftChoice(
-                    drafting.source, num_model_drafts=len(ids), model=drafting
+                    drafting.source, num_model_drafts=number, model=drafting
                 )
             elif kind == "mixed" and drafting.can_go_on:
                 begun = Draft.chain(ids[: len(ids) // 2])
@@ -256,7 +257,10 @@ class Simulation:
                 continue
             choice = choices[work.request.id]
             assert work.samples
-            assert 0 < work.num_drafts <= min(len(choice), work.request.max_drafts)
+            assert 0 < work.num_drafts <= len(choice)
+            assert work.num_drafts <= MAX_MODEL_LEN - work.request.num_tokens
+            if not choice.is_device_tree:
+                assert work.num_drafts <= work.request.max_drafts
             assert work.drafts == choice.truncated(work.num_drafts)
 
     def _key(self, one: Request) -> tuple[float, ...]:
@@ -317,7 +321,7 @@ def test_any_mix_of_requests_drafts_and_aborts_is_computed_in_order_and_leaves_n
 def test_the_simulation_reaches_preemption_and_cached_prefixes(drafting: ModelDrafting):
     """A simulation that never gets there would prove nothing about it."""
     preemptions = cached = drafter_hits = passed = 0
-    for seed in range(20):
+    for seed in range(40):
         simulation = Simulation(World(seed, 2, 24, 5, 40, "fcfs", True, 10, drafting))
         simulation.run()
         preemptions += simulation.num_preemptions

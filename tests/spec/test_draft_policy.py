@@ -90,7 +90,7 @@ def policy(
 
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
 EAGLE_CHAIN = ModelDrafting(DraftSource.EAGLE3, max_kept=-1)
-MODEL_TREE = ModelDrafting(is_tree=True, max_kept=0)
+MODEL_TREE = ModelDrafting(levels=(2, 1, 1), max_kept=0)
 PARALLEL = ModelDrafting(max_kept=0)
 
 
@@ -204,6 +204,17 @@ def test_near_its_end_a_request_drafts_only_what_it_can_still_emit():
     ours = policy(drafter_max_len=100)
     assert ours.choose([request(max_tokens=3)], 1)["a"].num_model_drafts == 2
     assert ours.choose([request(max_tokens=1)], 1) == {}
+
+
+def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
+    drafting = ModelDrafting(levels=(3, 2, 1), max_kept=0)
+    ours = policy(drafter_max_len=100, drafting=drafting, num_speculative_tokens=6)
+    numbers = {
+        max_tokens: choices["a"].num_model_drafts if choices else 0
+        for max_tokens in range(1, 9)
+        for choices in [ours.choose([request(max_tokens=max_tokens)], 1)]
+    }
+    assert numbers == {1: 0, 2: 3, 3: 5, 4: 6, 5: 6, 6: 6, 7: 6, 8: 6}
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])

@@ -49,8 +49,8 @@ def test_rows_belong_to_the_same_requests(sizes: list[int], num_padding: int):
 class Step:
     """A random step of sampled and greedy requests, with drafts of every kind.
 
-    Requests have deterministic trees, or drafts of which some or all rows are sampled: chains, or
-    trees in which a row has one sampled child at most.
+    Requests have deterministic trees, or drafts of which some or all rows are sampled: chains or
+    trees.
     """
 
     def __init__(self, rng, num_requests, most, vocab_size, num_padding=0, sampled_trees=False):
@@ -104,17 +104,11 @@ class Step:
         share_B1 = self.rng.choice([0.5, 1.0], (drafts.num_requests, 1))
         is_sampled_BN = self.rng.random(drafts.token_ids_BN.shape) < share_B1
         is_sampled_BN &= drafts.is_draft_BN.numpy() & has_probs_B[:, None]
-        for parents_N, is_sampled_N in zip(drafts.parents_BN.tolist(), is_sampled_BN, strict=True):
-            taken = set()
-            for at, parent in enumerate(parents_N):
-                if is_sampled_N[at] and parent in taken:
-                    is_sampled_N[at] = False
-                elif is_sampled_N[at]:
-                    taken.add(parent)
         return torch.from_numpy(is_sampled_BN)
 
     def _drawn(self, drafts, is_sampled_BN):
-        """What drafts are drawn from, without their siblings, and the tokens with those drawn."""
+        """What drafts are drawn from, without their deterministic siblings, and the tokens with
+        those drawn."""
         target_BNV = self._target(drafts)
         probs_BNV = self._probs(target_BNV)
         parents_BN, ids_BN = drafts.parents_BN, drafts.token_ids_BN
@@ -244,5 +238,5 @@ def test_trees_of_sampled_drafts_branch_and_are_accepted():
     is_taken_BN = (rows_BN[:, :, None] == places_N).any(1)
     is_sampled_BN = step.drafts.is_sampled_BN & step.drafts.is_draft_BN
     assert (is_taken_BN & is_sampled_BN).sum() > 200
-    assert (is_taken_BN & ~is_sampled_BN & is_sampled_BN.any(1, keepdim=True)).sum() > 50
+    assert (is_taken_BN & ~is_sampled_BN & is_sampled_BN.any(1, keepdim=True)).sum() > 20
     assert (rows_BN[:, 1:] > rows_BN[:, :-1] + 1).sum() > 20

@@ -102,10 +102,9 @@ def attend(batch, share, num_shares, partial):
     tile_rows = rows_per_tile(batch)
     memory = np.empty(scratch_bytes(batch), np.uint8)
     scratch = lay_out(np.int64(memory.ctypes.data), batch)
-    number = 0
+    number, is_split = 0, _is_split(batch, num_shares)
     for b in range(batch.num_requests):
         num_rows = starts[b + 1] - starts[b]
-        is_split = _is_split(batch, num_rows, num_shares)
         for first_row in range(0, num_rows, tile_rows):
             tile = make_tile(batch, b, first_row, min(first_row + tile_rows, num_rows))
             num_parts = count_parts(tile)
@@ -131,10 +130,10 @@ def partial_bytes(batch, num_shares):
     starts = ints_at(batch.query_start, 0, batch.num_requests + 1)
     tile_rows = rows_per_tile(batch)
     size = 0
+    if not _is_split(batch, num_shares):
+        return size
     for b in range(batch.num_requests):
         num_rows = starts[b + 1] - starts[b]
-        if not _is_split(batch, num_rows, num_shares):
-            continue
         for first_row in range(0, num_rows, tile_rows):
             tile = make_tile(batch, b, first_row, min(first_row + tile_rows, num_rows))
             if count_parts(tile) > 1:
@@ -145,12 +144,12 @@ def partial_bytes(batch, num_shares):
 @njit(nogil=True, cache=True)
 def merge(batch, num_shares, partial):
     """Fold and store what all shares of `attend` have left."""
+    if not _is_split(batch, num_shares):
+        return
     starts = ints_at(batch.query_start, 0, batch.num_requests + 1)
     tile_rows = rows_per_tile(batch)
     for b in range(batch.num_requests):
         num_rows = starts[b + 1] - starts[b]
-        if not _is_split(batch, num_rows, num_shares):
-            continue
         for first_row in range(0, num_rows, tile_rows):
             tile = make_tile(batch, b, first_row, min(first_row + tile_rows, num_rows))
             num_parts = count_parts(tile)
@@ -166,11 +165,13 @@ def merge(batch, num_shares, partial):
 
 
 @njit
-def _is_split(batch, num_rows, num_shares):
-    """Are its jobs too few to be even among the shares, unless each part is one?"""
-    tile_rows = rows_per_tile(batch)
-    num_jobs = (num_rows + tile_rows - 1) // tile_rows * batch.num_kv_heads
-    return num_shares > 1 and num_jobs < _EVEN_JOBS * num_shares
+def _is_split(batch, num_shares):
+    """Are the jobs too few to be even among the shares, unless each part is one?"""
+    starts = ints_at(batch.query_start, 0, batch.num_requests + 1)
+    tile_rows, num_tiles = rows_per_tile(batch), 0
+    for b in range(batch.num_requests):
+        num_tiles += (starts[b + 1] - starts[b] + tile_rows - 1) // tile_rows
+    return num_shares > 1 and num_tiles * batch.num_kv_heads < _EVEN_JOBS * num_shares
 
 
 @njit

@@ -218,7 +218,8 @@ def _attend_part(batch, tile, kv_head, part, sums, scratch):
     floats_at(sums.total, 0, lanes)[:] = 0
     start = (tile.first_key // PART + part) * PART
     end = min(start + PART, tile.end_key)
-    for first_key in range(max(start, tile.first_key), end, _PIECE):
+    # A window begins inside of a piece: where pieces begin must not depend on the rows of the tile.
+    for first_key in range(max(start, tile.first_key // _PIECE * _PIECE), end, _PIECE):
         end_key = min(first_key + _PIECE, end)
         offset = _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch)
         _score(end_key - first_key, size, lanes, offset, scratch)

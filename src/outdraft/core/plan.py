@@ -18,7 +18,8 @@ class ModelDrafting:
 
     Attributes:
         source: whom its drafts are counted for.
-        is_tree: it chooses itself which row continues which; else it drafts a chain.
+        levels: rows of a tree by level; which of them continues which, the network chooses. (): it
+            drafts a chain.
         max_kept: how far behind the text's end, along the accepted drafts, the network's own cache
             is good after the step. None: all drafts but the last (a language model's chain);
             0: the text (heads, or mask tokens behind it); -1: not even its newest token, which
@@ -26,13 +27,21 @@ class ModelDrafting:
     """
 
     source: DraftSource = DraftSource.MODEL
-    is_tree: bool = False
+    levels: tuple[int, ...] = ()
     max_kept: int | None = None
+
+    @property
+    def is_tree(self) -> bool:
+        return len(self.levels) > 0
 
     @property
     def can_go_on(self) -> bool:
         """Behind what others have drafted, which the target has not read."""
         return not self.is_tree and self.max_kept != -1
+
+    def most_drafts(self, num_tokens: int) -> int:
+        """Most drafts that are of use where so many tokens can be accepted at all."""
+        return sum(self.levels[:num_tokens]) if self.is_tree else num_tokens
 
 
 MODEL_CHAIN = ModelDrafting()
@@ -69,6 +78,10 @@ class DraftChoice:
     def is_device_tree(self) -> bool:
         """The host does not know which row continues which."""
         return self.num_model_drafts > 0 and self.model.is_tree
+
+    def most_drafts(self, num_tokens: int) -> int:
+        """As ModelDrafting.most_drafts, of this choice."""
+        return self.model.most_drafts(num_tokens) if self.is_device_tree else num_tokens
 
     @property
     def max_kept(self) -> int:

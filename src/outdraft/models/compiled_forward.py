@@ -87,9 +87,10 @@ class CompiledForward:
         kernels.forward(bound.shape, rows, bound.layers_LF, states, taps_K, tapped_KTD, hidden_TD)
         return torch.from_numpy(hidden_TD), torch.from_numpy(tapped_KTD)
 
-    def suits(self, num_rows: int, batches: Sequence[AttentionMetadata]) -> bool:
-        """Whether passes over so many rows are faster here than by layers, whose attention shares
-        its work among threads."""
+    def suits(self, batches: Sequence[AttentionMetadata]) -> bool:
+        """Whether these passes are faster here than by layers, whose attention shares its work
+        among threads."""
+        num_rows = max((len(metadata.slots_T) for metadata in batches), default=0)
         longest = max((metadata.max_seq_len for metadata in batches), default=0)
         return num_rows <= MAX_ROWS and (self._team is None or longest <= _LONG_TEXT)
 
@@ -128,7 +129,7 @@ class CompiledForward:
         caches: Sequence[LayerCache],
         batches: Sequence[AttentionMetadata],
     ) -> CompiledChain:
-        """For passes over one row a request each; the batches must outlive it."""
+        """For passes over these batches, which must outlive it."""
         bound = self._bind(caches)
         rows = [_fields(metadata) for metadata in batches]
         rows_KF = np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields))

@@ -184,7 +184,7 @@ class EagleNetwork(nn.Module):
             token_ids_T: int64, the token behind each row's position.
             states_TF: `features` of the row's position; in a draft, the state of its parent.
         """
-        if self._compiled is not None and self._compiled.suits(len(token_ids_T), [metadata]):
+        if self._compiled is not None and self._compiled.suits([metadata]):
             return self._compiled(token_ids_T, caches, metadata, states_TD=states_TF)[0]
         return self.forward_by_layers(token_ids_T, states_TF, caches, metadata)
 
@@ -244,7 +244,7 @@ class EagleNetwork(nn.Module):
         """int64 [K, B]: the best token behind each state, then behind each of these, once for
         every batch, which reads one row a request."""
         ids, network, head = [self.best_tokens(states_BD)], self._compiled, self._packed_head()
-        if network is not None and head is not None and network.suits(len(states_BD), batches):
+        if network is not None and head is not None and network.suits(batches):
             return network.greedy_chain(ids[0], states_BD, head, caches, batches)
         for batch in batches:
             states_BD = self(ids[-1], states_BD, caches, batch)
@@ -254,11 +254,11 @@ class EagleNetwork(nn.Module):
     def compiled_chain(
         self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
     ) -> CompiledChain | None:
-        """For passes over at most MAX_ROWS rows, one a request; None: there is nothing compiled."""
-        head = self._packed_head()
-        if self._compiled is None or head is None:
+        """For a loop over these passes; None: nothing is compiled, or it would be slower."""
+        network, head = self._compiled, self._packed_head()
+        if network is None or head is None or not network.suits(batches):
             return None
-        return self._compiled.chain(head, caches, batches)
+        return network.chain(head, caches, batches)
 
     @property
     def memory_bytes(self) -> int:

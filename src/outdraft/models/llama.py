@@ -234,7 +234,7 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """As `forward_by_layers`; a few rows on a CPU in one compiled call."""
-        if self._compiled is not None and self._compiled.suits(len(token_ids_T), [metadata]):
+        if self._compiled is not None and self._compiled.suits([metadata]):
             return self._compiled(token_ids_T, caches, metadata, taps)
         return self.forward_by_layers(token_ids_T, positions_T, caches, metadata, taps)
 
@@ -295,7 +295,7 @@ class CausalLM(nn.Module):
         Each batch reads one row a request, the tokens that were chosen before it.
         """
         network, head = self._compiled, self._packed_head
-        if network is not None and head is not None and network.suits(len(first_ids_B), batches):
+        if network is not None and head is not None and network.suits(batches):
             return network.greedy_chain(first_ids_B, None, head, caches, batches)
         ids = [first_ids_B]
         for batch in batches:
@@ -306,10 +306,11 @@ class CausalLM(nn.Module):
     def compiled_chain(
         self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
     ) -> CompiledChain | None:
-        """For passes over at most MAX_ROWS rows, one a request; None: there is nothing compiled."""
-        if self._compiled is None or self._packed_head is None:
+        """For a loop over these passes; None: nothing is compiled, or it would be slower."""
+        network, head = self._compiled, self._packed_head
+        if network is None or head is None or not network.suits(batches):
             return None
-        return self._compiled.chain(self._packed_head, caches, batches)
+        return network.chain(head, caches, batches)
 
     @property
     def weight_bytes(self) -> int:

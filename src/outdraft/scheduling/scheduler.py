@@ -222,8 +222,8 @@ class Scheduler:
         # With more tokens left, the target has not yet made what a drafter may have to read.
         if choice is not None and samples and num_new == 1:
             free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
-            room = free_slots - request.num_tokens
-            choice = choice.truncated(min(budget, room, request.max_drafts))
+            room = min(free_slots, self.max_model_len) - request.num_tokens
+            choice = choice.truncated(min(budget, room, choice.most_drafts(request.max_drafts)))
         else:
             choice = None
         if choice is not None:

@@ -37,7 +37,7 @@ class DraftBatch:
             deterministic. Padding may hold anything.
         is_chain: known on the host: every draft is a chain.
         any_sampled: known on the host: some of `is_sampled_BN` is true.
-        all_sampled: known on the host: every request's drafts are all sampled. Saves noise,
+        all_sampled: known on the host: whoever has drafts at all has sampled ones. Saves noise,
             changes nothing else; False is always right.
         sampled_trees: known on the host: drafts with sampled rows were laid out as trees, and are
             verified as trees even where one came out as a chain. False: they are chains. The

@@ -142,11 +142,12 @@ class DraftPolicy:
         for proposer in (self._prediction, *self._proposers):
             proposer.finish(request.id, text)
 
-    def num_drafts(self, request: Request) -> int:
+    def num_drafts(self, request: Request, drafting: ModelDrafting = MODEL_CHAIN) -> int:
         """Most drafts of any source but a prediction for this request in the next step."""
         number = self.config.num_speculative_tokens
         wish = request.params.speculation.num_speculative_tokens
-        return min(number if wish is None else min(number, wish), request.max_drafts)
+        most = drafting.most_drafts(request.max_drafts)
+        return min(number if wish is None else min(number, wish), most)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
@@ -205,8 +206,8 @@ class DraftPolicy:
 
     def _pick(self, request: Request, host: tuple[float, DraftChoice] | None) -> DraftChoice | None:
         """The host's draft if it is worth more than the model's, or due for a trial."""
-        number = self.num_drafts(request)
         drafter = self._fitting_drafter(request)
+        number = self.num_drafts(request, drafter.drafting if drafter else MODEL_CHAIN)
         if host is not None:
             value, choice = host
             least = MIN_EXPECTED_PER_ROW * len(choice)

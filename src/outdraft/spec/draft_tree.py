@@ -181,4 +181,10 @@ def _merged(
         token_ids_BK = torch.where(is_greedy_B1, ranked[0], token_ids_BK)
         parents_BK = torch.where(is_greedy_B1, ranked[1], parents_BK)
         is_drawn_BK = is_drawn_BK & ~is_greedy_B1
-    return ModelDrafts(token_ids_BK, parents_BK, drawn.probs_BKV, is_drawn_BK)
+    return ModelDrafts(
+        token_ids_BK,
+        parents_BK,
+        drawn.probs_BKV,
+        is_drawn_BK,
+        all_sampled=ranked is None,  # the first row of every request, if not every row
+    )

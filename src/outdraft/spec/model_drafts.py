@@ -44,7 +44,7 @@ class ModelDrafts:
         parents_BK: int64, as in `DraftBatch`; None: chains.
         probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
         is_sampled_BK: bool, which drafts were drawn from probs_BKV; None with it.
-        all_sampled: known on the host: all of them were.
+        all_sampled: known on the host: of every request some were.
     """
 
     token_ids_BK: Tensor

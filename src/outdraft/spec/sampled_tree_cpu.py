@@ -131,6 +131,7 @@ def draw_trees_cpu(
         torch.from_numpy(trees.parents_BK),
         torch.from_numpy(trees.probs_BKV),
         torch.from_numpy(trees.is_drawn_BK),
+        all_sampled=True,
     )
 
 

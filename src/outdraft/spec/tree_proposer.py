@@ -3,6 +3,8 @@
 Dimension key: B requests that draft, F nodes of a level, V vocabulary, R = B * F rows.
 """
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
@@ -85,7 +87,7 @@ class TreeProposer:
         # in the pass that it makes for the newest one anyway.
         kept = drafter.drafting.max_kept
         self.drafting = replace(
-            drafter.drafting, is_tree=True, max_kept=0 if kept is None else kept
+            drafter.drafting, levels=shape.levels, max_kept=0 if kept is None else kept
         )
         self.reads_states = drafter.reads_states
         self.max_drafts = shape.num_rows
@@ -108,8 +110,8 @@ class TreeProposer:
         (num_tokens_B,) = to_device([np.array([ask.num_tokens for ask in asks])], device)
         sampling = drafting_parameters(sampling)
         num_drafts = [ask.num_drafts for ask in asks]
-        # A row of a level has as many rows above it, itself included: who wants fewer has none.
-        shape = self._shape.with_depth(min(self._shape.depth, max(num_drafts)))
+        ends = list(itertools.accumulate(self._shape.levels))
+        shape = self._shape.with_depth(1 + bisect.bisect_left(ends, max(num_drafts)))
         levels = self._drafter.levels(asks, token_ids_SL)
         if self._samples and not self._shares_noise and isinstance(levels, TreeDrawer):
             drafts = levels.draw_trees(shape, num_tokens_B, sampling)

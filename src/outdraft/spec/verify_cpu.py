@@ -19,7 +19,7 @@ from outdraft.sampling.batch import SamplingBatch
 from outdraft.spec.draft_batch import DraftBatch
 from outdraft.spec.verify import Verdict
 from outdraft.spec.verify_chain_cpu import accept_tokens, last_token
-from outdraft.spec.verify_tree_cpu import child_of, match_tree, walk_tree
+from outdraft.spec.verify_tree_cpu import child_of, deepest, match_tree, walk_tree
 
 _NO_PROBS = np.empty((0, 0, 0), dtype=np.float32)
 
@@ -155,7 +155,8 @@ def _verify(
 ) -> None:
     token_ids_BN1[:] = -1
     rows_BN[:] = -1
-    rests_DV = np.empty((drafted_BN.shape[1] + 1, logits_RV.shape[1]), dtype=np.float32)
+    num_levels = deepest(parents_BN, num_drafts_B)
+    rests_DV = np.empty((num_levels + 1, logits_RV.shape[1]), dtype=np.float32)
     root = 0
     for b in range(len(num_drafts_B)):
         num_drafts, seed, num_tokens = num_drafts_B[b], seeds_B[b], num_tokens_B[b]

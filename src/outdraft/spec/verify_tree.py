@@ -85,7 +85,7 @@ def _all_refused(logits_RV: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]
         left_BV = residual(rest_BV, q_BV, weight_B.to(rest_BV.dtype))
         left_B = left_BV.sum(1, dtype=torch.float64)
         has_left_B = is_draft_B & (left_B > 0)
-        refused_B = torch.where(has_left_B, left_B / (left_B + 1 - weight_B), 0)
+        refused_B = torch.where(has_left_B, left_B / (left_B + (1 - weight_B)), 0)
         weight_BN1[requests_B, parent_B] = torch.where(is_draft_B, refused_B, weight_B)
         left_BV = torch.where(has_left_B[:, None], left_BV / left_B[:, None], 0)
         rest_RV[at_B] = torch.where(is_draft_B[:, None], left_BV.to(rest_BV.dtype), rest_BV)

@@ -32,6 +32,18 @@ def child_of(drafted_N, parents_N, num_drafts, row, choice):
 
 
 @njit(cache=True)
+def deepest(parents_BN, num_drafts_B):
+    """How many levels the deepest tree has below its root."""
+    most = 0
+    depth_N1 = np.zeros(parents_BN.shape[1] + 1, dtype=np.int64)
+    for b in range(len(num_drafts_B)):
+        for draft in range(num_drafts_B[b]):
+            depth_N1[draft + 1] = depth_N1[parents_BN[b, draft]] + 1
+            most = max(most, depth_N1[draft + 1])
+    return most
+
+
+@njit(cache=True)
 def _next_child(parents_N, row, first):
     """The first draft from `first` on that continues `row`, -1 if there is none."""
     for draft in range(first, len(parents_N)):
