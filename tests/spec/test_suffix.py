@@ -1,5 +1,8 @@
 """Suffix decoding against counting by scans."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -287,3 +290,26 @@ def test_a_draft_never_exceeds_the_rows_of_a_mask() -> None:
 def test_it_is_a_host_proposer() -> None:
     ours: HostProposer = proposer()
     assert ours.source is DraftSource.SUFFIX
+
+
+FIRST_TEXTS = """
+import numpy as np
+from outdraft.config.speculation import SuffixConfig
+from outdraft.spec import suffix_tree
+from outdraft.spec.suffix import SuffixProposer
+
+proposer = SuffixProposer(SuffixConfig(suffix_decoding_max_cached_requests=2))
+kernels = suffix_tree.add_windows, suffix_tree.remove_windows, suffix_tree.put_all
+compiled = [kernel.signatures for kernel in kernels]
+for number in range(4):
+    proposer.finish(str(number), np.arange(number, 3000 + number, dtype=np.int32))
+    while proposer.num_to_learn:
+        proposer.propose([])
+assert all(compiled), compiled
+assert compiled == [kernel.signatures for kernel in kernels]
+"""
+
+
+def test_nothing_compiles_when_texts_come_and_go():
+    done = subprocess.run([sys.executable, "-c", FIRST_TEXTS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -19,7 +19,7 @@ from outdraft.spec.best_first import DraftRoom
 from outdraft.spec.live_texts import LiveTexts
 from outdraft.spec.suffix_automaton import SuffixAutomaton
 from outdraft.spec.suffix_draft import Rule, draft_all
-from outdraft.spec.suffix_tree import SuffixTree
+from outdraft.spec.suffix_tree import SuffixTree, compile_kernels
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
 
@@ -57,6 +57,7 @@ class SuffixProposer:
         self._finished = SuffixTree(config.suffix_decoding_max_tree_depth, config.branching)
         self._waiting: deque[np.ndarray] = deque()  # finished, not in the tree yet
         self._num_waiting = 0  # their tokens
+        compile_kernels()
 
     @property
     def num_to_learn(self) -> int:
