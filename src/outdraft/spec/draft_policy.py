@@ -143,7 +143,10 @@ class DraftPolicy:
             proposer.finish(request.id, text)
 
     def num_drafts(self, request: Request, drafting: ModelDrafting = MODEL_CHAIN) -> int:
-        """Most drafts of any source but a prediction for this request in the next step."""
+        """Most drafts of any source but a prediction for this request in the next step.
+
+        `drafting`: whose; a tree needs more rows than its longest path has tokens.
+        """
         number = self.config.num_speculative_tokens
         wish = request.params.speculation.num_speculative_tokens
         most = drafting.most_drafts(request.max_drafts)

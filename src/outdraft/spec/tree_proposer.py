@@ -110,6 +110,7 @@ class TreeProposer:
         (num_tokens_B,) = to_device([np.array([ask.num_tokens for ask in asks])], device)
         sampling = drafting_parameters(sampling)
         num_drafts = [ask.num_drafts for ask in asks]
+        # Levels below the last row that anybody wants would be drafted for nothing.
         ends = list(itertools.accumulate(self._shape.levels))
         shape = self._shape.with_depth(1 + bisect.bisect_left(ends, max(num_drafts)))
         levels = self._drafter.levels(asks, token_ids_SL)
