@@ -23,9 +23,9 @@ import numpy as np
 from outdraft.bench.host_drafts import MAX_TOKENS, make_phrases, measure, phrases_text
 from outdraft.config.speculation import NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.spec.ngram import NgramProposer
-from outdraft.spec.proposer import HostProposer
-from outdraft.spec.suffix import SuffixProposer
+from outdraft.drafting.host.ngram import NgramProposer
+from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host.suffix import SuffixProposer
 
 CONTEXT_LENS = (1024, 32768)
 BATCH_SIZES = (1, 64)

@@ -42,11 +42,12 @@ def orthogonalised(update: Tensor, iterations: int = 3) -> Tensor:
     """Approximately U V^T of update = U S V^T, shape kept."""
     a, b, c = NEWTON_SCHULZ
     wide = update if update.shape[0] <= update.shape[1] else update.T
-    x = wide / (wide.norm() + 1e-7)
+    # bfloat16 is enough: singular values near one are all that is asked for.
+    x = (wide / (wide.norm() + 1e-7)).bfloat16()
     for _ in range(iterations):
         gram = x @ x.T
         x = a * x + torch.addmm(b * gram, gram, gram, alpha=c) @ x
-    return x if update.shape[0] <= update.shape[1] else x.T
+    return (x if update.shape[0] <= update.shape[1] else x.T).to(update.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -77,8 +78,22 @@ def sample_batch(tokens: np.ndarray, step: int, batch: int, length: int, seed: i
     return torch.from_numpy(np.stack([tokens[s : s + length + 1] for s in starts]).astype(np.int64))
 
 
+def epoch_batch(tokens: np.ndarray, step: int, batch: int, length: int, seed: int) -> Tensor:
+    """[B, L + 1] windows that depend on (seed, step) alone; an epoch shows every window once."""
+    windows = (len(tokens) - 1) // length
+    epoch, first = divmod(step * batch, windows)
+    rows: list[np.ndarray] = []
+    for number in range(first, first + batch):
+        later, place = divmod(number, windows)
+        order = np.random.default_rng([seed, epoch + later]).permutation(windows)
+        start = order[place] * length
+        rows.append(tokens[start : start + length + 1])
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
 def next_token_loss(model: nn.Module, windows: Tensor) -> Tensor:
-    logits = model(windows[:, :-1]).logits  # [B, L, V]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=torch.is_grad_enabled()):
+        logits = model(windows[:, :-1]).logits  # [B, L, V]
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten())
 
 
@@ -103,11 +118,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder written by corpus.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and log")
-    parser.add_argument("--steps", type=int, default=900)
-    parser.add_argument("--decay-steps", type=int, default=400)
+    parser.add_argument("--init", type=Path, help="a trained model to go on from")
+    parser.add_argument("--steps", type=int, default=1030)
+    parser.add_argument("--decay-steps", type=int, default=600)
     parser.add_argument("--long-steps", type=int, default=100, help="last steps, at length 1024")
-    parser.add_argument("--batch-tokens", type=int, default=4096)
-    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--batch-tokens", type=int, default=8192)
+    parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--matrix-lr", type=float, default=0.02)
     parser.add_argument("--embedding-lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -118,7 +134,11 @@ def main() -> None:
     held_out = np.load(args.data / "held_out.npy", mmap_mode="r")
 
     torch.manual_seed(args.seed)
-    model = LlamaForCausalLM(LlamaConfig(**TARGET, use_cache=False))
+    if args.init is None:
+        model = LlamaForCausalLM(LlamaConfig(**TARGET, use_cache=False))
+    else:
+        model = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).train()
+        model.config.use_cache = False
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
     optimizers: list[tuple[torch.optim.Optimizer, float]] = [
@@ -139,7 +159,7 @@ def main() -> None:
     began, seen, running = time.time(), 0, math.nan
     for step in range(start, args.steps + 1):
         last = step == args.steps
-        if last or (step > start and step % args.evaluate_every == 0):
+        if last or step % args.evaluate_every == 0:
             torch.save(
                 {
                     "model": model.state_dict(),
@@ -153,6 +173,7 @@ def main() -> None:
                 "step": step,
                 "train_loss": round(running, 4),
                 "held_out_loss": round(held_out_loss(model, held_out), 4),
+                "tokens": step * args.batch_tokens,
                 "tokens_per_s": round(seen / (time.time() - began)),
                 "minutes": round((time.time() - began) / 60, 1),
             }
@@ -166,7 +187,7 @@ def main() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
         length = 1024 if step >= args.steps - args.long_steps else args.length
-        windows = sample_batch(train, step, args.batch_tokens // length, length, args.seed)
+        windows = epoch_batch(train, step, args.batch_tokens // length, length, args.seed)
         loss = next_token_loss(model, windows)
         loss.backward()
         for optimizer, _ in optimizers:

@@ -11,11 +11,11 @@ import pytest
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
 from outdraft.engine.output_builder import OutputBuilder
-from outdraft.spec.draft_policy import DraftPolicy
 from tests.oracle.engines import engine, greedy, prompts_of
 
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.drafters import check_vocabularies
-from outdraft.spec.vocabulary_map import VocabularyMap
 from tests.oracle.engines import VOCAB_SIZE, models, pair
 
 

@@ -22,9 +22,9 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
-from outdraft.spec.draft_policy import DraftPolicy
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.oracle.heads import random_head
 

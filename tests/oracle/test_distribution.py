@@ -17,11 +17,11 @@ import torch
 from scipy.stats import chisquare
 
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting import policy as draft_policy
+from outdraft.drafting.device.model_drafts import ModelDrafts
+from outdraft.drafting.device.network_proposer import NetworkProposer
+from outdraft.drafting.device.tree_proposer import TreeProposer
 from outdraft.engine.llm import LLM
-from outdraft.spec import draft_policy
-from outdraft.spec.model_drafts import ModelDrafts
-from outdraft.spec.network_proposer import NetworkProposer
-from outdraft.spec.tree_proposer import TreeProposer
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import MixedPolicy
 from tests.oracle.heads import random_head

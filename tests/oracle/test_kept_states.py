@@ -18,17 +18,17 @@ from outdraft.attention.base import causal_metadata
 from outdraft.core.draft import tree_depths
 from outdraft.core.plan import Work
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.network_proposer import DraftStart, NetworkProposer
 from outdraft.engine.llm import LLM
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import TargetPass
-from outdraft.spec.draft_batch import DraftBatch, row_start_B
-from outdraft.spec.draft_network import EagleDraftNetwork, LanguageModelNetwork
-from outdraft.spec.model_drafts import DraftModelAsk
-from outdraft.spec.network_proposer import DraftStart, NetworkProposer
-from outdraft.spec.verify import Verdict
+from outdraft.verification.draft_batch import DraftBatch, row_start_B
+from outdraft.verification.verify import Verdict
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
 
 LENGTHS, NUM_TOKENS, CLOSE = (3, 21, 12), 16, 1e-10

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting import policy as draft_policy
 from outdraft.engine.llm import LLM
 from outdraft.runner import grammar_masks
-from outdraft.spec import draft_policy
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.test_distribution import ALPHA, CASES, folder_of, p_value
 from tests.structured.vocabularies import (

@@ -14,10 +14,10 @@ from tokenizers.models import WordLevel
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting import policy as draft_policy
+from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
-from outdraft.spec import draft_policy
-from outdraft.spec.translated_model import TranslatedModel
 from tests.engine.trained_tokenizers import byte_level, sentencepiece_bpe, sentencepiece_unigram
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import greedy, ids, run

@@ -1,4 +1,4 @@
-"""Prompt lookup by scanning lists: the slow twin of `outdraft.spec.ngram`."""
+"""Prompt lookup by scanning lists: the slow twin of `outdraft.drafting.host.ngram`."""
 
 from tests.reference.brute_tree import Path, Tree, grow
 

@@ -1,4 +1,4 @@
-"""Suffix decoding by scanning lists: the slow twin of `outdraft.spec.suffix`."""
+"""Suffix decoding by scanning lists: the slow twin of `outdraft.drafting.host.suffix`."""
 
 from tests.reference.brute_tree import Path, Tree, grow
 

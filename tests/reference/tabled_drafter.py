@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.draft_tree import Frontier, TreeBuilder
+from outdraft.drafting.device.model_drafts import ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.spec.draft_tree import Frontier, TreeBuilder
-from outdraft.spec.model_drafts import ModelDrafts
 
 
 class TabledModel:

@@ -11,7 +11,7 @@ from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.step_rows import StepRows, step_rows
-from outdraft.spec.draft_batch import DraftBatch
+from outdraft.verification.draft_batch import DraftBatch
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65

@@ -16,7 +16,7 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.spec.draft_batch import DraftBatch, path_ids_BN1K, place_R, request_R
+from outdraft.verification.draft_batch import DraftBatch, path_ids_BN1K, place_R, request_R
 from tests.reference.processors import processed_logits
 
 VOCAB = 12

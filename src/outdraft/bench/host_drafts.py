@@ -11,9 +11,9 @@ import numpy as np
 
 from outdraft.config.speculation import NgramConfig, SourceConfig, SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk
-from outdraft.spec.ngram import NgramProposer
-from outdraft.spec.proposer import HostProposer
-from outdraft.spec.suffix import SuffixProposer
+from outdraft.drafting.host.ngram import NgramProposer
+from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host.suffix import SuffixProposer
 
 MAX_TOKENS = 8
 VOCABULARY = 32_000

@@ -4,10 +4,11 @@ import asyncio
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import cast, get_args
 
 from rich.console import Console
 
+from outdraft.cli.server_options import ServerOptions
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
@@ -23,16 +24,13 @@ from outdraft.server.metrics import Metrics, metrics_router
 from outdraft.server.observed import ObservedClient
 from outdraft.server.supervisor import Supervisor
 
-if TYPE_CHECKING:
-    from outdraft.cli.serve import ServerOptions
-
 EMBEDDED_NAME = "outdraft"
 # The embedded model completes code: nobody taught it who speaks.
 JOINED_CONTENTS = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
 def run(
-    config: EngineConfig, options: "ServerOptions", environ: Mapping[str, str], *, is_embedded: bool
+    config: EngineConfig, options: ServerOptions, environ: Mapping[str, str], *, is_embedded: bool
 ) -> int:
     """Serve until a signal; the exit code.
 
@@ -110,7 +108,7 @@ def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
     return feed
 
 
-def _settings(config: EngineConfig, options: "ServerOptions", *, is_embedded: bool) -> ApiSettings:
+def _settings(config: EngineConfig, options: ServerOptions, *, is_embedded: bool) -> ApiSettings:
     """Raises ConfigError if a value is wrong."""
     parsers = get_args(ToolCallFormat)
     if options.tool_call_parser not in (None, *parsers):
@@ -136,7 +134,7 @@ def _log_level(name: str) -> LogLevel:
 
 
 def _chat_template(
-    info: EngineInfo, options: "ServerOptions", *, is_embedded: bool
+    info: EngineInfo, options: ServerOptions, *, is_embedded: bool
 ) -> ChatTemplate | None:
     if options.chat_template is not None:
         source = options.chat_template.read_text("utf-8")

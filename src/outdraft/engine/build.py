@@ -10,6 +10,11 @@ from outdraft.config.speculation import (
     SuffixConfig,
 )
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.host.ngram import NgramProposer
+from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.drafting.policy import DrafterLimits, DraftPolicy, most_draft_rows
 from outdraft.engine.drafters import LoadedDrafter, cache_bytes
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
@@ -32,13 +37,8 @@ from outdraft.runner.device_state import DeviceState
 from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
-from outdraft.spec.device_proposer import DeviceProposer
-from outdraft.spec.draft_policy import DrafterLimits, DraftPolicy, most_draft_rows
-from outdraft.spec.ngram import NgramProposer
-from outdraft.spec.proposer import HostProposer
-from outdraft.spec.rejection_sampler import Verifier
-from outdraft.spec.suffix import SuffixProposer
-from outdraft.spec.verify import TypicalAcceptance
+from outdraft.verification.verifier import Verifier
+from outdraft.verification.verify import TypicalAcceptance
 
 
 def build_engine(

@@ -10,6 +10,9 @@ from outdraft.attention.base import AttentionBackend
 from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.device.parallel_drafting import mask_token_id
+from outdraft.drafting.device.translated_model import TranslatedModel
+from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kv.cache import KVCache
@@ -22,9 +25,6 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
-from outdraft.spec.parallel_drafting import mask_token_id
-from outdraft.spec.translated_model import TranslatedModel
-from outdraft.spec.vocabulary_map import VocabularyMap
 
 _logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from outdraft.core.outputs import RequestOutput, SpeculationMetrics
 from outdraft.core.plan import StepStats
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.output_builder import OutputBuilder
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.executor import Executor
 from outdraft.scheduling.scheduler import Scheduler
-from outdraft.spec.draft_policy import DraftPolicy
 
 
 @dataclass(slots=True)

@@ -8,6 +8,12 @@ import torch
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.core.errors import ConfigError
+from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.drafting.device.head_proposer import MedusaProposer, MLPSpeculatorProposer
+from outdraft.drafting.device.network_proposer import NetworkProposer
+from outdraft.drafting.device.parallel_drafting import MaskTokens, ParallelDraftProposer
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.tree_proposer import TreeProposer
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.memory import MemoryPlan
 from outdraft.kv.cache import KVCache
@@ -15,12 +21,6 @@ from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
-from outdraft.spec.device_proposer import DeviceProposer
-from outdraft.spec.draft_network import EagleDraftNetwork, LanguageModelNetwork
-from outdraft.spec.head_proposer import MedusaProposer, MLPSpeculatorProposer
-from outdraft.spec.network_proposer import NetworkProposer
-from outdraft.spec.parallel_drafting import MaskTokens, ParallelDraftProposer
-from outdraft.spec.tree_proposer import TreeProposer
 
 
 def device_proposer(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.chat import special_tokens
 from outdraft.models.config import ModelConfig
-from outdraft.spec.vocabulary_map import VocabularyMap
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

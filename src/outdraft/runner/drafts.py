@@ -14,9 +14,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, Draft
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
+from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.runner.device_state import state_row
-from outdraft.spec.draft_batch import DraftBatch
-from outdraft.spec.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.verification.draft_batch import DraftBatch
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:

@@ -15,8 +15,8 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.models.llama import CausalLM
 from outdraft.sampling.logprobs import gather_logprobs
-from outdraft.spec.draft_batch import DraftBatch, row_index_BN1
-from outdraft.spec.verify import Verdict
+from outdraft.verification.draft_batch import DraftBatch, row_index_BN1
+from outdraft.verification.verify import Verdict
 
 PROMPT_ROWS = 256  # whose logits exist at the same time: a long prompt must not take all memory
 

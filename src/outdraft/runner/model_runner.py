@@ -16,6 +16,8 @@ from torch import Tensor
 
 from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.core.request import Request
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
@@ -32,11 +34,9 @@ from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
-from outdraft.spec.device_proposer import DeviceProposer
-from outdraft.spec.draft_batch import DraftBatch
-from outdraft.spec.rejection_sampler import Verifier, match_choices
-from outdraft.spec.target_states import TargetStates
-from outdraft.spec.verify import Verdict
+from outdraft.verification.draft_batch import DraftBatch
+from outdraft.verification.verifier import Verifier, match_choices
+from outdraft.verification.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)

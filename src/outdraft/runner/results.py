@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
 from outdraft.runner.logprobs import LogprobRows
-from outdraft.spec.draft_batch import DraftBatch
-from outdraft.spec.verify import Verdict
+from outdraft.verification.draft_batch import DraftBatch
+from outdraft.verification.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)

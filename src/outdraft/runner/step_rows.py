@@ -16,8 +16,8 @@ from outdraft.attention.rows import Span, lay_out, send
 from outdraft.core.plan import Work
 from outdraft.runner.device_state import state_row
 from outdraft.runner.step_kernels import index_rows, read_token_ids, shape_rows
-from outdraft.spec.draft_batch import DraftBatch, ancestors_BN1N, depths_BN1
-from outdraft.spec.verify import Verdict
+from outdraft.verification.draft_batch import DraftBatch, ancestors_BN1N, depths_BN1
+from outdraft.verification.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)

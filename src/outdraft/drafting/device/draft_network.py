@@ -1,0 +1,170 @@
+"""The networks that draft one token after the other, and what they have in common.
+
+A language model reads a token and has all it needs in its cache. EAGLE (arXiv 2401.15077 and
+2503.01840) reads a token together with a state of what came before it: the target's where the
+target has been, else its own.
+
+Dimension key: T rows, R rows whose logits are needed, B requests, K drafts, D state, V the
+target's vocabulary.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kv.feature_cache import FeatureCache
+from outdraft.models.compiled_forward import CompiledChain
+from outdraft.models.eagle import EagleNetwork
+from outdraft.models.language_model import LanguageModel
+from outdraft.models.llama import CausalLM
+
+
+class DraftNetwork(Protocol):
+    """Reads tokens, and says what may follow.
+
+    Attributes:
+        lag: 0: a token is kept at its own cache index. 1: it is read together with the state
+            before it and kept at the index of that one, so that nothing can be kept for the newest
+            token of a text before the next one is known.
+        taps: residual streams of the target that `keep` reads.
+    """
+
+    lag: int
+    taps: tuple[int, ...]
+
+    def keep(self, states: TargetStates) -> None:
+        """Store what will be needed of the target's pass."""
+        ...
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        states_TD: Tensor | None,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[T, D]: the states behind the tokens.
+
+        Args:
+            token_ids_T: int64; with a lag, those behind the tokens whose rows the batch names.
+            states_TD: what `read` returned for the rows that these continue; None for tokens of
+                a text, whose states the target has left.
+        """
+        ...
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """[R, V] of float32 at least; -inf for tokens that the network does not know."""
+        ...
+
+    def best_tokens(self, states_RD: Tensor) -> Tensor:
+        """int64 [R]: argmax of the logits."""
+        ...
+
+    def greedy_chain(
+        self,
+        states_BD: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]: the best token behind each state, then behind each of these, once for
+        every batch."""
+        ...
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        """What a compiled loop over these passes needs; None: the network has no such passes."""
+        ...
+
+
+class LanguageModelNetwork:
+    """A small language model."""
+
+    lag = 0
+    taps = ()
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+
+    def keep(self, states: TargetStates) -> None:
+        """It needs nothing of the target's."""
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        states_TD: Tensor | None,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        return self._model(token_ids_T, metadata.positions_T, caches, metadata)
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        return self._model.logits(states_RD)
+
+    def best_tokens(self, states_RD: Tensor) -> Tensor:
+        return self._model.best_tokens(states_RD)
+
+    def greedy_chain(
+        self,
+        states_BD: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        return self._model.greedy_chain(self.best_tokens(states_BD), caches, batches)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        return (
+            self._model.compiled_chain(caches, batches)
+            if isinstance(self._model, CausalLM)
+            else None
+        )
+
+
+class EagleDraftNetwork:
+    """EAGLE-1, EAGLE-3 and its variants, with the target's states in the pool's blocks."""
+
+    lag = 1
+
+    def __init__(self, network: EagleNetwork, features: FeatureCache) -> None:
+        self._network = network
+        self._features = features
+        self.taps = network.taps
+
+    def keep(self, states: TargetStates) -> None:
+        features_TF = self._network.features(states.hidden_TD, states.tapped_KTD)
+        self._features.write(features_TF, states.slots_T)
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        states_TD: Tensor | None,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        if states_TD is None:
+            states_TD = self._features.read(metadata.slots_T)
+        return self._network(token_ids_T, states_TD, caches, metadata)
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        return self._network.logits(states_RD)
+
+    def best_tokens(self, states_RD: Tensor) -> Tensor:
+        return self._network.best_tokens(states_RD)
+
+    def greedy_chain(
+        self,
+        states_BD: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        return self._network.greedy_chain(states_BD, caches, batches)
+
+    def compiled_chain(
+        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
+    ) -> CompiledChain | None:
+        return self._network.compiled_chain(caches, batches)

@@ -1,0 +1,160 @@
+"""One level of trees with drawn tokens, for any device; `drawn_level_cpu` is its fast twin.
+
+Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
+node's children (in the order in which they are drawn), V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outdraft.drafting.device.tree_level import NewRows, at_places, best_places
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+
+PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
+
+# What rows are worth, by the drafter's own probabilities, fitted on the embedded pair. They only
+# decide which nodes get the rows, so a bad fit costs speed, never exactness.
+RANK0_BASE, RANK0_SLOPE = 0.47, 0.42  # acceptance of a first draw, by the best probability
+OWN_BASE, OWN_SLOPE = 0.45, 0.5  # acceptance of a drawn token, by the root of its probability
+DECAY = 0.5  # a path is worth more than the product of these: what is below makes up for refusals
+SIDE = (0.35, 0.2, 0.14)  # shares of what the first draw leaves that ranks 1, 2, 3 cover
+SIDE_DECAY = 0.8  # from each further rank to the next
+SIDE_WEIGHT = 0.7  # of a row of these ranks below it, by what it is worth itself
+
+_LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
+
+
+@dataclass(frozen=True, slots=True)
+class LevelTask:
+    """Which rows are wanted.
+
+    Attributes:
+        num_rows: F.
+        template_2F: int64; origins and ranks of the rows, those of a node in order; None: where the
+            most is expected.
+        num_kept_B: int64; how many of them each request wants, anything below 0 for none; None:
+            all do.
+        depth: of the nodes above; 0: the root.
+        first_above: row of the first of them; they follow each other.
+        num_tokens_B: int64, committed tokens.
+        sampling: the requests' parameters. Rows of greedy ones hold anything.
+    """
+
+    num_rows: int
+    template_2F: Tensor | None
+    num_kept_B: Tensor | None
+    depth: int
+    first_above: int
+    num_tokens_B: Tensor
+    sampling: SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLevel:
+    """The rows of a level. Those that a request does not want hold anything but their origins.
+
+    Attributes:
+        is_drawn_BF: bool; not where a node has fewer tokens with mass than rows: those it lacks
+            hold the lowest ids without mass.
+        probs_BFV: float32, what the drawn rows were drawn from; the others' hold anything.
+        weight_BF: float32, how much each row is worth to those below it; 0 where it is not wanted
+            or not drawn.
+    """
+
+    rows: NewRows
+    is_drawn_BF: Tensor
+    probs_BFV: Tensor
+    weight_BF: Tensor
+
+
+def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
+    """The rows behind the nodes whose logits these are; `weight_BE` as in DrawnLevel."""
+    num_ranks = min(task.num_rows, logits_BEV.shape[2])
+    gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
+    if task.template_2F is None:
+        places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
+        origins_BF, ranks_BF = places_BF // num_ranks, places_BF % num_ranks
+    else:
+        origins_BF, ranks_BF = task.template_2F[:, None].expand(-1, len(logits_BEV), -1)
+    drawn_BEC = _draw(logits_BEV, num_ranks, task)
+    token_ids_BF = at_places(drawn_BEC, origins_BF, ranks_BF)
+    left_BFV = _without_lower_ranks(logits_BEV, drawn_BEC, origins_BF, ranks_BF)
+    probs_BFV = torch.softmax(left_BFV, dim=2, dtype=torch.float32)
+    at_token_BF1 = token_ids_BF[:, :, None]
+    has_mass_BF = left_BFV.gather(2, at_token_BF1)[:, :, 0] > -torch.inf
+    is_drawn_BF = has_mass_BF & _is_kept(task, ranks_BF)
+    own_BF = probs_BFV.gather(2, at_token_BF1)[:, :, 0]
+    first_BF = weight_BE.gather(1, origins_BF) * (OWN_BASE + OWN_SLOPE * own_BF.sqrt()) ** DECAY
+    side_BF = SIDE_WEIGHT * at_places(gain_BEC, origins_BF, ranks_BF)
+    return DrawnLevel(
+        NewRows(token_ids_BF, origins_BF),
+        is_drawn_BF,
+        probs_BFV,
+        torch.where(ranks_BF == 0, first_BF, side_BF) * is_drawn_BF,
+    )
+
+
+def side_shares(num_ranks: int) -> list[float]:
+    """Of what the first draw of a node leaves, the shares that ranks 1 to `num_ranks` - 1 cover."""
+    further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
+    return [*SIDE, *further][: num_ranks - 1]
+
+
+def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:
+    """float32 [B, E, C]: how many accepted rows more are expected of each rank. They fall with the
+    rank, so the best rows of a node are its first ranks."""
+    best_BE = (logits_BEV.amax(2) - logits_BEV.logsumexp(2)).exp().float()
+    first_BE = RANK0_BASE + RANK0_SLOPE * best_BE
+    side_BE = weight_BE * (1 - first_BE)
+    sides = [side_BE * share for share in side_shares(num_ranks)]
+    gain_BEC = torch.stack([weight_BE * first_BE**DECAY, *sides], dim=2)
+    num_with_mass_BE = (logits_BEV > -torch.inf).sum(2)
+    ranks_C = torch.arange(num_ranks, device=logits_BEV.device)
+    return gain_BEC * (ranks_C < num_with_mass_BE[:, :, None])
+
+
+def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
+    """int64 [B, E, C]: of every node the tokens of the largest logits + noise, the largest first:
+    drawn without replacement. Those without mass come last, the lowest id first."""
+    num_nodes, size = logits_BEV.shape[1:]
+    rows_E = torch.arange(num_nodes, device=logits_BEV.device) + task.first_above
+    anchors_BE = task.num_tokens_B[:, None] + (rows_E << PARENT_SHIFT)
+    noise_RV = noise.gumbel(
+        task.sampling.seeds_B.repeat_interleave(num_nodes),
+        (task.num_tokens_B + task.depth).repeat_interleave(num_nodes),
+        Purpose.DRAFT,
+        size,
+        anchors_BE.flatten(),
+    )
+    low_V = _LOW * torch.arange(1, size + 1, device=logits_BEV.device)
+    keys_BEV = torch.where(
+        logits_BEV > -torch.inf, logits_BEV + noise_RV.view_as(logits_BEV), low_V
+    )
+    return keys_BEV.topk(num_ranks, dim=2).indices
+
+
+def _without_lower_ranks(
+    logits_BEV: Tensor, drawn_BEC: Tensor, origins_BF: Tensor, ranks_BF: Tensor
+) -> Tensor:
+    """[B, F, V]: the logits that each row was drawn from: its node's without the tokens of the
+    lower ranks. All of the node's where these have left nothing."""
+    origins_BF1 = origins_BF[:, :, None]
+    logits_BFV = logits_BEV.gather(1, origins_BF1.expand(-1, -1, logits_BEV.shape[2]))
+    drawn_BFC = drawn_BEC.gather(1, origins_BF1.expand(-1, -1, drawn_BEC.shape[2]))
+    drawn_logits_BFC = logits_BFV.gather(2, drawn_BFC)
+    has_mass_BF1 = drawn_logits_BFC.gather(2, ranks_BF[:, :, None]) > -torch.inf
+    ranks_C = torch.arange(drawn_BEC.shape[2], device=logits_BEV.device)
+    is_out_BFC = (ranks_C < ranks_BF[:, :, None]) & has_mass_BF1
+    return logits_BFV.scatter_(2, drawn_BFC, drawn_logits_BFC.masked_fill(is_out_BFC, -torch.inf))
+
+
+def _is_kept(task: LevelTask, ranks_BF: Tensor) -> Tensor:
+    """bool [B, F]: the request wants this row."""
+    if task.num_kept_B is None:
+        return torch.ones_like(ranks_BF, dtype=torch.bool)
+    places_F = torch.arange(ranks_BF.shape[1], device=ranks_BF.device)
+    return places_F < task.num_kept_B[:, None]

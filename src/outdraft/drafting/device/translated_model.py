@@ -1,0 +1,84 @@
+"""A language model that speaks another one's token ids: token-level intersection (TLI).
+
+Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4. What it reads is translated id by id. What
+it predicts is its own distribution, restricted to the tokens that both vocabularies share and
+renormalised: outside of them its logits are -inf. So temperature, top-k, top-p, noise and
+verification see a drafter of the target's vocabulary that happens to give some tokens no mass, and
+whatever is exact for such drafters is exact for this one.
+
+Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary, B requests,
+K tokens of a chain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.models.language_model import LanguageModel
+
+
+class TranslatedModel:
+    """`model` for callers with the target's vocabulary; see `models.language_model`."""
+
+    def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
+        """The vocabularies share a token at least: no row of logits is all -inf."""
+        assert vocabulary.num_shared > 0, "no token to draft"
+        self.model = model
+        # The model's own shapes, but for the width of its logits.
+        self.config = replace(model.config, vocab_size=len(vocabulary.target_to_draft_V))
+        self._draft_ids_V = vocabulary.target_to_draft_V.to(model.device)
+        is_shared_V = vocabulary.is_shared_V.to(model.device)
+        # Added to logits: a product and a comparison less than masking them.
+        self._mask_V = torch.where(is_shared_V, 0.0, -torch.inf)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.model.weight_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.model.memory_bytes + self._draft_ids_V.nbytes + self._mask_V.nbytes
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[T, D]; token_ids_T are the target's."""
+        return self.model(self._draft_ids_V[token_ids_T], positions_T, caches, metadata)
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V]: -inf for the tokens that the model does not share."""
+        return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
+
+    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
+        """int64 [R]: the best of the shared tokens, the target's lowest id of a tie."""
+        return self.logits(hidden_RD).argmax(dim=-1)
+
+    def greedy_chain(
+        self,
+        first_ids_B: Tensor,
+        caches: Sequence[LayerCache],
+        batches: Sequence[AttentionMetadata],
+    ) -> Tensor:
+        """int64 [K, B]; see LanguageModel. In single passes: a compiled chain of the model would
+        continue with tokens that are not shared."""
+        ids = [first_ids_B]
+        for batch in batches:
+            hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
+            ids.append(self.best_tokens(hidden_BD))
+        return torch.stack(ids)

@@ -1,0 +1,242 @@
+"""The compiled walks and rules agree with the tensor ones on any batch."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.core.draft import Draft
+from outdraft.core.sampling import SamplingParams
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+from outdraft.verification.draft_batch import DraftBatch, request_R, row_index_BN1
+from outdraft.verification.verifier import Verifier
+from outdraft.verification.verify import match_draft
+from outdraft.verification.verify_cpu import match_draft_cpu, request_R_cpu
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.booleans(), st.integers(0, 1 << 30))
+def test_walks_agree(sizes: list[int], chains: bool, seed: int):
+    rng = np.random.default_rng(seed)
+    drafts = []
+    for size in sizes:
+        tokens = rng.integers(0, 3, size).tolist()
+        parents = range(size) if chains else [int(rng.integers(0, row + 1)) for row in range(size)]
+        drafts.append(Draft(tuple(tokens), tuple(parents)))
+    batch = DraftBatch.from_drafts(drafts, "cpu")
+    choices_R = torch.from_numpy(rng.integers(0, 3, sum(sizes) + len(sizes)))
+    fast = match_draft_cpu(choices_R, batch)
+    slow = match_draft(choices_R[row_index_BN1(batch)], batch)
+    assert torch.equal(fast.token_ids_BN1, slow.token_ids_BN1)
+    assert torch.equal(fast.num_emitted_B, slow.num_emitted_B)
+    assert torch.equal(fast.rows_BN, slow.rows_BN)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 3))
+def test_rows_belong_to_the_same_requests(sizes: list[int], num_padding: int):
+    drafts = DraftBatch.from_drafts([Draft.chain(range(n)) for n in sizes], "cpu")
+    num_rows = sum(sizes) + len(sizes) + num_padding
+    assert torch.equal(request_R_cpu(drafts, num_rows), request_R(drafts, num_rows))
+
+
+class Step:
+    """A random step of sampled and greedy requests, with drafts of every kind.
+
+    Requests have deterministic trees, or drafts of which some or all rows are sampled: chains or
+    trees.
+    """
+
+    def __init__(self, rng, num_requests, most, vocab_size, num_padding=0, sampled_trees=False):
+        self.rng, self.vocab_size = rng, vocab_size
+        sizes = rng.integers(0, most + 1, num_requests)
+        has_probs_B = rng.random(num_requests) < 0.7
+        trees = [
+            self._tree(n, has_probs and not sampled_trees)
+            for n, has_probs in zip(sizes, has_probs_B, strict=True)
+        ]
+        drafts = DraftBatch.from_drafts(trees, "cpu")
+        self.logits_RV = self._logits(len(sizes) + sizes.sum() + num_padding)
+        is_sampled_BN = self._sampled(drafts, has_probs_B)
+        probs_BNV, token_ids_BN = self._drawn(drafts, is_sampled_BN)
+        self.drafts = replace(
+            drafts,
+            token_ids_BN=token_ids_BN,
+            # What nobody may read: the padding, and what belongs to deterministic drafts.
+            probs_BNV=probs_BNV.masked_fill(~is_sampled_BN[:, :, None], torch.nan),
+            is_sampled_BN=is_sampled_BN | ~drafts.is_draft_BN,
+            any_sampled=bool(is_sampled_BN.any()),
+            sampled_trees=sampled_trees,
+        )
+        self.sampling = SamplingBatch.from_requests(
+            [
+                SamplingParams(temperature=0.0 if rng.random() < 0.2 else 1.0, top_k=top_k)
+                for top_k in rng.choice([0, 3], num_requests).tolist()
+            ],
+            seeds=rng.integers(0, 2**62, num_requests).tolist(),
+            vocab_size=vocab_size,
+            device="cpu",
+        )
+        num_tokens_B = torch.from_numpy(rng.integers(1, 5000, num_requests))
+        self.committed = Paths(None, num_tokens_B, num_tokens_B, None)
+
+    def _tree(self, size, is_chain):
+        tokens = tuple(self.rng.integers(0, self.vocab_size, size).tolist())
+        parents = [row if is_chain else int(self.rng.integers(0, row + 1)) for row in range(size)]
+        return Draft(tokens, tuple(parents))
+
+    def _logits(self, num_rows):
+        """With masked tokens, ties and one-hot rows among them."""
+        x_RV = 1.5 * self.rng.normal(size=(num_rows, self.vocab_size))
+        x_RV[self.rng.random(x_RV.shape) < 0.1] = -np.inf
+        x_RV[np.arange(num_rows), self.rng.integers(0, self.vocab_size, num_rows)] = 1.0
+        x_RV[self.rng.random(num_rows) < 0.1] *= 10
+        return torch.from_numpy(np.where(np.isnan(x_RV), -np.inf, x_RV)).float()
+
+    def _sampled(self, drafts, has_probs_B):
+        """Which drafts are: all of a request's as far as they may be, or some."""
+        share_B1 = self.rng.choice([0.5, 1.0], (drafts.num_requests, 1))
+        is_sampled_BN = self.rng.random(drafts.token_ids_BN.shape) < share_B1
+        is_sampled_BN &= drafts.is_draft_BN.numpy() & has_probs_B[:, None]
+        return torch.from_numpy(is_sampled_BN)
+
+    def _drawn(self, drafts, is_sampled_BN):
+        """What drafts are drawn from, without their deterministic siblings, and the tokens with
+        those drawn."""
+        target_BNV = self._target(drafts)
+        probs_BNV = self._probs(target_BNV)
+        parents_BN, ids_BN = drafts.parents_BN, drafts.token_ids_BN
+        is_fixed_BN = drafts.is_draft_BN & ~is_sampled_BN
+        is_fixed_BNN = is_fixed_BN[:, None, :] & (parents_BN[:, :, None] == parents_BN[:, None, :])
+        ids_BNN = ids_BN.clamp(min=0)[:, None, :].expand_as(is_fixed_BNN)
+        counts_BNV = torch.zeros_like(probs_BNV).scatter_add(2, ids_BNN, is_fixed_BNN.float())
+        probs_BNV = probs_BNV.masked_fill(counts_BNV > 0, 0.0)
+        total_BN1 = probs_BNV.sum(2, keepdim=True)
+        is_sampled_BN &= total_BN1[:, :, 0] > 0
+        probs_BNV = torch.where(total_BN1 > 0, probs_BNV / total_BN1, probs_BNV)
+
+        shares_BN1 = torch.from_numpy(self.rng.random((*ids_BN.shape, 1)))
+        drawn_BN = (probs_BNV.cumsum(2) < shares_BN1).sum(2).clamp(max=self.vocab_size - 1)
+        # Impossible drafts come too, but not where only rounding tells the rows apart.
+        is_drawn_BN = (target_BNV.softmax(2) - probs_BNV).abs().sum(2) < 1e-3
+        is_drawn_BN |= torch.from_numpy(self.rng.random(drawn_BN.shape) < 0.8)
+        return probs_BNV, torch.where(is_drawn_BN & is_sampled_BN, drawn_BN, ids_BN)
+
+    def _target(self, drafts):
+        """Raw logits of the rows that the drafts come after."""
+        rows_BN1 = row_index_BN1(drafts)
+        parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
+        return self.logits_RV[rows_BN1.gather(1, parents_BN)]
+
+    def _probs(self, target_BNV):
+        """Like the target's, some the same; zeros among them."""
+        noise_BNV = torch.from_numpy(self.rng.normal(size=target_BNV.shape)).float()
+        is_same_B11 = torch.from_numpy(self.rng.random(len(target_BNV)) < 0.2)[:, None, None]
+        is_zero_BNV = torch.from_numpy(self.rng.random(target_BNV.shape) < 0.1)
+        is_zero_BNV &= target_BNV < target_BNV.amax(2, keepdim=True)
+        other_BNV = (target_BNV + noise_BNV).masked_fill(is_zero_BNV, -torch.inf)
+        return torch.where(is_same_B11, target_BNV, other_BNV).softmax(2)
+
+    def verdicts(self, method, dtype):
+        """Per request: the emitted ids and the accepted rows."""
+        logits_RV = self.logits_RV.to(dtype)
+        verdict = Verifier(method).verify(logits_RV, self.drafts, self.sampling, self.committed)
+        ids, rows = verdict.token_ids_BN1.tolist(), verdict.rows_BN.tolist()
+        counts = verdict.num_emitted_B.tolist()
+        return list(zip(map(tuple, ids), map(tuple, rows), counts, strict=True))
+
+    def allowed(self, method):
+        """Per request all verdicts of the tensor twin in float64, within rounding of float32."""
+        found = [set() for _ in range(self.drafts.num_requests)]
+        for shift in (-ROUNDING, 0.0, ROUNDING):
+            for takes_second in (False, True):
+                with (
+                    patch.object(noise, "uniform_scalar", shifted(shift)),
+                    patch.object(noise, "sample_gumbel", nearly_best(takes_second)),
+                ):
+                    for one, verdict in zip(
+                        found, self.verdicts(method, torch.float64), strict=True
+                    ):
+                        one.add(verdict)
+        return found
+
+
+ROUNDING = 1e-5
+true_scalar = noise.uniform_scalar
+
+
+def shifted(shift):
+    return lambda *key: true_scalar(*key).double() + shift
+
+
+def nearly_best(takes_second):
+    """Sampling that may take the second best where float32 hardly tells it from the best."""
+
+    def sample(logits_RV, seeds_R, positions_R, purpose, anchors_R=None):
+        keys_RV = logits_RV + noise.gumbel(
+            seeds_R, positions_R, purpose, logits_RV.shape[1], anchors_R
+        )
+        best_R2, ids_R2 = keys_RV.topk(2, dim=1)
+        is_close_R = best_R2[:, 0] - best_R2[:, 1] < ROUNDING
+        return torch.where(is_close_R & takes_second, ids_R2[:, 1], ids_R2[:, 0])
+
+    return sample
+
+
+kinds = pytest.mark.parametrize(
+    ("method", "sampled_trees"),
+    [("block", False), ("token", False), ("block", True), ("drafter_invariant", True)],
+    ids=["block", "token", "trees", "invariant"],
+)
+
+
+@kinds
+@pytest.mark.parametrize("vocab_size", [2, 9, 600])
+def test_verdicts_of_many_requests_are_those_of_the_tensor_rules(method, sampled_trees, vocab_size):
+    num_requests = 2000 if vocab_size < 100 else 150
+    rng = np.random.default_rng(vocab_size)
+    step = Step(rng, num_requests, 6, vocab_size, num_padding=2, sampled_trees=sampled_trees)
+    got, allowed = step.verdicts(method, torch.float32), step.allowed(method)
+    wrong = [b for b, verdict in enumerate(got) if verdict not in allowed[b]]
+    assert wrong == []
+    assert sum(len(one) > 1 for one in allowed) < 0.005 * num_requests
+
+
+@kinds
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 6), st.integers(2, 40), st.integers(0, 2**32))
+def test_verdicts_of_small_batches_are_those_of_the_tensor_rules(
+    method, sampled_trees, num_requests, most, vocab_size, seed
+):
+    rng = np.random.default_rng(seed)
+    step = Step(rng, num_requests, most, vocab_size, seed % 3, sampled_trees)
+    got = step.verdicts(method, torch.float32)
+    assert all(one in allowed for one, allowed in zip(got, step.allowed(method), strict=True))
+
+
+@kinds
+def test_a_wrong_coin_would_be_seen(method, sampled_trees):
+    """A negative control: noise of other keys gives verdicts that the comparison refuses."""
+    step = Step(np.random.default_rng(1), 300, 4, 9, sampled_trees=sampled_trees)
+    got = step.verdicts(method, torch.float32)
+    step.committed = replace(step.committed, num_tokens_B=step.committed.num_tokens_B + 1)
+    allowed = step.allowed(method)
+    assert sum(one not in ones for one, ones in zip(got, allowed, strict=True)) > 30
+
+
+def test_trees_of_sampled_drafts_branch_and_are_accepted():
+    """What the comparison of trees compares."""
+    step = Step(np.random.default_rng(2), 1000, 6, 9, sampled_trees=True)
+    rows_BN = torch.tensor([rows for _, rows, _ in step.verdicts("block", torch.float32)])
+    places_N = torch.arange(step.drafts.width)
+    is_taken_BN = (rows_BN[:, :, None] == places_N).any(1)
+    is_sampled_BN = step.drafts.is_sampled_BN & step.drafts.is_draft_BN
+    assert (is_taken_BN & is_sampled_BN).sum() > 200
+    assert (is_taken_BN & ~is_sampled_BN & is_sampled_BN.any(1, keepdim=True)).sum() > 20
+    assert (rows_BN[:, 1:] > rows_BN[:, :-1] + 1).sum() > 20
