@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 from outdraft.cli.bench import bench
 from outdraft.cli.chat import chat
+from outdraft.cli.command import CONTEXT, Command
 from outdraft.cli.demo import demo
 from outdraft.cli.doctor import doctor, installed_version
 from outdraft.cli.generate import generate
@@ -39,6 +40,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long names
+    context_settings=CONTEXT,
 )
 
 
@@ -59,5 +62,5 @@ def _options(
 
 
 for _command in (generate, chat, serve, demo, doctor):
-    app.command()(_command)
+    app.command(cls=Command)(_command)
 app.add_typer(bench, name="bench")

@@ -22,6 +22,7 @@ from outdraft.cli.bench_options import (
     numbers,
     traffics_of,
 )
+from outdraft.cli.command import Command
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
 from outdraft.config.engine import EngineConfig, SchedulerConfig
@@ -30,15 +31,19 @@ if TYPE_CHECKING:
     from outdraft.bench.in_process import Generation
     from outdraft.engine.llm import LLM
 
-bench = typer.Typer(help="Measure a server under load, or the engine alone.", no_args_is_help=True)
-bench.command()(drafters)
+bench = typer.Typer(
+    help="Measure a server under load, or the engine alone.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+bench.command(cls=Command)(drafters)
 
 MaxSeconds = Annotated[
     float, typer.Option(min=1, help="Of the whole measurement; what is not done then has failed.")
 ]
 
 
-@bench.command()
+@bench.command(cls=Command)
 @takes_options
 def serve(
     *,
@@ -77,7 +82,9 @@ def serve(
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
         part = requests[place * each : (place + 1) * each]
-        with tqdm(total=traffic.num_prompts, desc="requests", unit="req", leave=False) as bar:
+        with tqdm(
+            total=traffic.num_prompts, desc="requests", unit="req", leave=False, disable=None
+        ) as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
         results.append(serve_report(run, part, one, reporting))
         typer.echo(as_table("Serving Benchmark Result", results[-1]))
@@ -92,7 +99,7 @@ def serve(
         raise typer.Exit(1)
 
 
-@bench.command()
+@bench.command(cls=Command)
 @takes_options
 def latency(
     model: Annotated[
@@ -131,7 +138,7 @@ def latency(
     generation = _generation(temperature, not disable_detokenize)
     measured = requests[: plan.num_requests]
     deadline_s = time.monotonic() + max_seconds
-    with tqdm(total=num_iters, desc="iterations", leave=False) as bar:
+    with tqdm(total=num_iters, desc="iterations", leave=False, disable=None) as bar:
         result = measure_latency(
             llm.engine, measured, plan, generation, deadline_s, lambda _: bar.update()
         )
@@ -147,7 +154,7 @@ def latency(
         typer.echo(f"trace of one batch, for chrome://tracing or ui.perfetto.dev: {trace}")
 
 
-@bench.command()
+@bench.command(cls=Command)
 @takes_options
 def throughput(
     model: Annotated[
@@ -178,7 +185,7 @@ def throughput(
     )
     llm = _llm(model, engine, scheduler)
     requests = load_requests(source, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
-    with tqdm(total=num_prompts, desc="requests", unit="req", leave=False) as bar:
+    with tqdm(total=num_prompts, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_throughput(
             llm.engine,
             requests[0],

@@ -82,7 +82,7 @@ def drafters(
 
     configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
-    with tqdm(total=count, desc="requests", unit="req", leave=False) as bar:
+    with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_drafters(
             configs, texts[prompts], texts[:prompts], max_tokens, lambda: bar.update()
         )

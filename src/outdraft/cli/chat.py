@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outdraft.cli.command import Verbose
 from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
@@ -24,6 +25,7 @@ def chat(
     ],
     *,
     system: Annotated[str | None, typer.Option(help="What the model is told first.")] = None,
+    verbose: Verbose = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -40,7 +42,8 @@ def chat(
     if template is None:
         raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
     llm = LLM.from_config(config)
-    typer.echo(f"{llm.memory}\n", err=True)
+    if verbose:
+        typer.echo(f"{llm.memory}\n", err=True)
     tokenizer = llm.models.tokenizer
     if tokenizer is None:
         raise ConfigError(f"{model} brings no tokenizer.json: name one with --tokenizer")

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -85,8 +86,8 @@ class DemoView:
         """The comparison."""
         plain = tallies[PLAIN]
         self._console.print("\n\nGreedy, float32, one request at a time", style="bold")
-        table = Table()
-        table.add_column("method")
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
+        table.add_column("method", no_wrap=True)
         for name in ("tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"):
             table.add_column(name, justify="right")
         for name, tally in tallies.items():

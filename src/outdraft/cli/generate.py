@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from outdraft.cli.command import Verbose
 from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
@@ -29,6 +30,7 @@ def generate(
         str | None,
         typer.Option("--prompt", "-p", help="Text to complete; default: what comes on stdin."),
     ] = None,
+    verbose: Verbose = False,
     engine: EngineOptions,
     sampling: SamplingOptions,
 ) -> None:
@@ -42,7 +44,8 @@ def generate(
 
     llm = LLM.from_config(config)
     llm.engine.check_request(text, params)
-    typer.echo(f"{llm.memory}\n", err=True)
+    if verbose:
+        typer.echo(f"{llm.memory}\n", err=True)
     started_s = time.monotonic()
     output = stream(llm.engine, "0", text, params, _show)
     typer.echo()

@@ -120,7 +120,8 @@ class LLM:
 
     def _run(self, queue: deque[_Queued], use_tqdm: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
-        with tqdm(total=len(queue), desc="requests", unit="req", disable=not use_tqdm) as bar:
+        hidden = None if use_tqdm else True  # None: where nobody sees it move
+        with tqdm(total=len(queue), desc="requests", unit="req", disable=hidden) as bar:
             while queue or self.engine.has_work:
                 self._feed(queue)
                 for output in self.engine.step():

@@ -1,0 +1,58 @@
+"""How commands show their flags, and what they say about a flag that they do not know."""
+
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from outdraft.core.errors import ConfigError
+
+# Underscores in names of flags are hyphens. Help uses the whole terminal, up to this width.
+CONTEXT: dict[str, Any] = {
+    "token_normalize_func": lambda name: name.replace("_", "-"),
+    "max_content_width": 100,
+}
+
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show what takes how much memory, too.")
+]
+
+
+class Command(TyperCommand):
+    """A command whose help never cuts a name, with one list of flags for each panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the lists; a flag that is too long for its column gets a line of its own."""
+        panels: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                default = "Arguments" if is_argument else "Options"
+                panels[getattr(parameter, "rich_help_panel", None) or default].append(record)
+        for name, records in panels.items():
+            with formatter.section(name):
+                formatter.write_dl(records)
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The first line, whole: the list of commands wraps what is too long."""
+        return (self.help or "").partition("\n")[0]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """
+        Raises:
+            ConfigError: a flag is unknown; the closest known one is named.
+        """
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # The error for an unknown flag, which typer does not export, is the one with this list.
+            close: list[str] | None = getattr(error, "possibilities", None)
+            name: str | None = getattr(error, "option_name", None)
+            if name is None or not hasattr(error, "possibilities"):
+                raise
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise ConfigError(
+                f"unknown flag {name}: {hint}`{ctx.command_path} --help` lists all"
+            ) from None
