@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from outdraft.core.sampling import SamplingParams, SpeculationParams, StructuredOutput
     from outdraft.engine.async_engine import AsyncEngine
     from outdraft.engine.llm import LLM
+    from outdraft.engine.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -35,6 +36,8 @@ __all__ = [
     "SpeculationParams",
     "StructuredOutput",
     "SuffixConfig",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _HOMES = {
@@ -49,6 +52,7 @@ _HOMES = {
     "core.sampling": ("SamplingParams", "SpeculationParams", "StructuredOutput"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.llm": ("LLM",),
+    "engine.prompts": ("TextPrompt", "TokensPrompt"),
 }
 
 

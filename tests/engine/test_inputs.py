@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from outdraft.core.errors import RequestError
@@ -23,9 +24,13 @@ def inputs(texts="default", max_model_len: int = 8, seed: int = 0) -> InputProce
     )
 
 
+def ids_of(prompt, ours: InputProcessor | None = None, **options) -> list[int]:
+    return (ours or inputs()).encoded(prompt, **options).token_ids.tolist()
+
+
 def test_text_becomes_ids_with_the_tokenizers_own_special_tokens():
-    assert inputs().prompt_ids("the cat") == tokenizer().encode("the cat").ids
-    assert inputs(with_start_token()).prompt_ids("the")[0] == 0
+    assert ids_of("the cat") == tokenizer().encode("the cat").ids
+    assert ids_of("the", inputs(with_start_token()))[0] == 0
 
 
 def test_a_rendered_conversation_brings_its_own_special_tokens():
@@ -34,7 +39,8 @@ def test_a_rendered_conversation_brings_its_own_special_tokens():
 
 
 def test_ids_are_taken_as_they_are():
-    assert inputs(None).prompt_ids((0, VOCAB_SIZE - 1)) == [0, VOCAB_SIZE - 1]
+    for ids in ((0, VOCAB_SIZE - 1), np.array([0, VOCAB_SIZE - 1])):
+        assert ids_of(ids, inputs(None)) == [0, VOCAB_SIZE - 1]
 
 
 @pytest.mark.parametrize(
@@ -48,22 +54,64 @@ def test_ids_are_taken_as_they_are():
         ([1.0], "holds 1.0"),
         ([True], "holds True"),
         (["a"], "holds 'a'"),
+        (None, "a text, token ids, or a dict"),
+        ({1, 2}, "got set"),
+        ({}, "neither"),
+        ({"prompt": None}, "neither"),
+        ({"promt": "the"}, "did you mean 'prompt'"),
+        ({"prompt": "the", "multi_modal_data": {"image": 1}}, "'multi_modal_data'"),
+        ({"prompt": ["the"]}, "must be a text"),
+        ({"prompt_token_ids": "the"}, "must be a list"),
+        ({"prompt_token_ids": 5}, "must be a list"),
+        ({"prompt_token_ids": [VOCAB_SIZE]}, f"holds {VOCAB_SIZE}"),
+        ({"prompt_token_ids": []}, "at least one token"),
         ("a\ud800", "Unicode"),
     ],
 )
 def test_a_prompt_that_cannot_run_is_refused(prompt, message):
     with pytest.raises(RequestError, match=message) as caught:
-        inputs().prompt_ids(prompt)
+        inputs().encoded(prompt)
     assert caught.value.field == "prompt"
 
 
 def test_the_longest_prompt_leaves_room_for_one_token():
-    assert len(inputs().prompt_ids([1] * 7)) == 7
+    assert len(ids_of([1] * 7)) == 7
+
+
+def test_a_prompt_may_be_a_dict_as_in_vllm():
+    ours = inputs(with_start_token())
+    assert ids_of({"prompt": "the cat"}, ours) == ids_of("the cat", ours)
+    assert ids_of({"prompt_token_ids": (5, 6)}, ours) == [5, 6]
+    assert ids_of({"prompt_token_ids": np.array([5, 6]), "prompt": None}, ours) == [5, 6]
+    both = ours.encoded({"prompt_token_ids": [5, 6], "prompt": "the cat", "cache_salt": "s"})
+    assert (both.text, both.token_ids.tolist(), both.cache_salt) == ("the cat", [5, 6], "s")
+
+
+@pytest.mark.parametrize("salt", ["", 5, ["a"]])
+def test_a_salt_is_a_text(salt):
+    with pytest.raises(RequestError, match="cache_salt") as caught:
+        inputs().encoded({"prompt": "the", "cache_salt": salt})
+    assert caught.value.field == "cache_salt"
+
+
+def test_special_tokens_can_be_left_out():
+    ours = inputs(with_start_token())
+    assert ids_of("the", ours, add_special_tokens=False) == tokenizer().encode("the").ids
+
+
+def test_a_long_prompt_can_be_cut_to_its_end_and_keeps_its_special_tokens():
+    text = "the cat sat on the mat"
+    plain, ours = tokenizer().encode(text).ids, inputs(with_start_token(), max_model_len=99)
+    assert ids_of(text, ours, keep_last=4) == [0, *plain[-3:]]
+    assert ids_of(text, ours, keep_last=4, add_special_tokens=False) == plain[-4:]
+    assert ids_of(text, ours, keep_last=50) == [0, *plain]
+    assert ids_of(text, ours, keep_last=1) == [0]
+    assert ids_of([5, 6, 7], ours, keep_last=2) == [6, 7]
 
 
 def test_text_needs_a_tokenizer():
     with pytest.raises(RequestError, match="without a tokenizer"):
-        inputs(None).prompt_ids("a")
+        inputs(None).encoded("a")
     for name in ("stop", "bad_words"):
         with pytest.raises(RequestError) as caught:
             inputs(None).check_params(SamplingParams(**{name: ["a"]}))

@@ -55,6 +55,16 @@ def test_names_cover_the_tokens_behind_a_block_where_these_matter(first, second,
             assert (one == other) == same
 
 
+@given(texts, texts, sizes, st.sampled_from([b"a" * 32, b"b" * 32]))
+def test_texts_of_different_salts_share_no_name(first, second, size, salt):
+    salted: list[bytes] = []
+    extend_hashes(salted, np.array(first, np.int32), size, len(first), salt=salt)
+    assert len(salted) == len(first) // size
+    others: list[bytes] = []
+    extend_hashes(others, np.array(second, np.int32), size, len(second), salt=b"c" * 32)
+    assert not set(salted) & {*others, *hashes_of(second, size)}
+
+
 def test_more_hashes_than_the_limit_covers_are_kept():
     hashes = hashes_of([1] * 8, 2)
     kept = list(hashes)

@@ -12,7 +12,7 @@ from outdraft.core.errors import CapacityError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.engine.stats import StatsTotal
 
 _Queued = tuple[str, EncodedPrompt, SamplingParams]  # arguments of Engine.add_request

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from hashlib import blake2b
 
 import numpy as np
 
@@ -32,6 +33,7 @@ class Request:
         slot: row of the device-resident state while running, else None.
         seed: the noise key of every choice of this request.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
+        block_salt: is part of the blocks' names, so only texts of the same salt share blocks.
         grammar: what the output must keep to; None: to nothing.
     """
 
@@ -49,6 +51,7 @@ class Request:
         grammar: GrammarMatcher | None = None,
         find_stop_string: Callable[[int], str | None] | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         self.id = request_id
         self.params = params
@@ -75,6 +78,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.block_hashes: list[bytes] = []
+        self.block_salt = b"" if cache_salt is None else _digest(cache_salt)
         self.arrival_s = time.monotonic()
 
     @property
@@ -114,3 +118,7 @@ class Request:
             if self.grammar.is_finished:  # also before min_tokens: nothing can follow
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None
+
+
+def _digest(salt: str) -> bytes:
+    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

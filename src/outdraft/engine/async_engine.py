@@ -7,7 +7,7 @@ If the next step fails too, the engine is dead and everybody is told.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -15,7 +15,7 @@ from outdraft.core.errors import EngineDeadError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt, Prompt
 
 MAX_FAILED_STEPS = 2
 
@@ -61,7 +61,7 @@ class AsyncEngine:
     async def generate(
         self,
         request_id: str,
-        prompt: str | Sequence[int],
+        prompt: Prompt,
         params: SamplingParams,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:

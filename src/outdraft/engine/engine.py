@@ -15,8 +15,9 @@ from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
+from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.output_builder import OutputBuilder
+from outdraft.engine.prompts import EncodedPrompt, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.executor import Executor
 from outdraft.scheduling.scheduler import Scheduler
@@ -271,6 +272,7 @@ class Engine:
                 grammar=grammar.matcher(stop_token_ids) if grammar is not None else None,
                 find_stop_string=detokenizer.push if detokenizer is not None else None,
                 priority=priority,
+                cache_salt=prompt.cache_salt,
             )
             for index, detokenizer in enumerate(detokenizers)
         ]

@@ -4,7 +4,6 @@ Everything that could make a request fail later is checked here, before any work
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING
@@ -14,24 +13,11 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import MAX_SEED, SamplingParams
+from outdraft.engine.prompts import EncodedPrompt, Prompt, given_prompt
 
 if TYPE_CHECKING:
     from outdraft.structured.compiler import GrammarCompiler
     from outdraft.structured.matcher import Grammar
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedPrompt:
-    """A prompt that was checked and made ids of; `text` is None if it came as ids.
-
-    token_ids: int32 [num_tokens].
-    """
-
-    text: str | None
-    token_ids: np.ndarray
-
-
-Prompt = str | Sequence[int] | EncodedPrompt
 
 
 class InputProcessor:
@@ -52,24 +38,33 @@ class InputProcessor:
         self.eos_token_ids = tuple(eos_token_ids)
         self._seed = seed
 
-    def encoded(self, prompt: Prompt) -> EncodedPrompt:
-        """The prompt with its ids; as it is, if it has them already.
+    def encoded(
+        self, prompt: Prompt, *, add_special_tokens: bool = True, keep_last: int | None = None
+    ) -> EncodedPrompt:
+        """The prompt with its ids; as it is, if it is encoded already.
+
+        Special tokens are added to a text only. `keep_last`: tokens, its own special ones
+        included, to which a prompt is cut if it is longer; its beginning goes.
 
         Raises:
-            RequestError: as `prompt_ids`.
+            RequestError: it is in no known form, empty, too long, or holds ids outside the
+                vocabulary.
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
-        text = prompt if isinstance(prompt, str) else None
-        return EncodedPrompt(text, np.array(self.prompt_ids(prompt), dtype=np.int32))
+        given = given_prompt(prompt)
+        if given.token_ids is not None:
+            ids = given.token_ids if keep_last is None else given.token_ids[-keep_last:]
+            self._check_ids(ids, "prompt")
+        else:
+            assert given.text is not None
+            ids = self.encode(
+                given.text, add_special_tokens=add_special_tokens, keep_last=keep_last
+            )
+        self._check_length(ids)
+        return EncodedPrompt(given.text, np.array(ids, dtype=np.int32), given.cache_salt)
 
-    def prompt_ids(self, prompt: str | Sequence[int]) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            RequestError: it is empty, too long, or holds ids outside the vocabulary.
-        """
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _check_length(self, ids: Sequence[int]) -> None:
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
@@ -78,13 +73,17 @@ class InputProcessor:
                 "of which must be left for the output: shorten it or raise max_model_len",
                 "prompt",
             )
-        self._check_ids(ids, "prompt")
-        return ids
 
     def encode(
-        self, text: str, *, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        *,
+        add_special_tokens: bool = True,
+        keep_last: int | None = None,
+        field: str = "prompt",
     ) -> list[int]:
-        """Token ids of a text; `field` is the parameter that it came as.
+        """Token ids of a text; `field` is the parameter that it came as, `keep_last` the number of
+        tokens to which its beginning is cut off. Special tokens at its start are kept.
 
         Raises:
             RequestError: there is no tokenizer, or the text is not valid Unicode.
@@ -93,12 +92,20 @@ class InputProcessor:
             raise RequestError(
                 "the model came without a tokenizer: give token ids instead of text", field
             )
+        added = self.tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
+        is_cut = keep_last is not None
         try:
             # As a batch: `encode` keeps the interpreter's lock, and with it every other thread.
-            [encoding] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
-            return encoding.ids
+            [encoding] = self.tokenizer.encode_batch(
+                [text], add_special_tokens=add_special_tokens and not is_cut
+            )
         except TypeError as error:  # half of a surrogate pair
             raise RequestError(f"{field} is not valid Unicode text", field) from error
+        if keep_last is None:
+            return encoding.ids
+        encoding.truncate(max(0, keep_last - added), direction="left")
+        encoding = self.tokenizer.post_process(encoding, add_special_tokens=add_special_tokens)
+        return encoding.ids[-keep_last:]
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise RequestError if a parameter names tokens that do not exist."""

@@ -14,11 +14,10 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.chat import ChatTemplate, Message
 from outdraft.engine.engine import Engine
-from outdraft.engine.inputs import EncodedPrompt
 from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
+from outdraft.engine.prompts import EncodedPrompt, Prompt, is_one_prompt
 
-Prompt = str | Sequence[int]
 _Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Engine.add_request
 
 _logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Complete all prompts (text or token ids), in order.
+        """Complete all prompts, in order: texts, token ids, or vLLM's dicts of either.
 
         Raises:
             RequestError: a prompt or its parameters are wrong; then nothing was started.
@@ -143,11 +142,7 @@ class LLM:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(part, int) for part in prompts):
-        return [prompts]  # pyright: ignore[reportReturnType]
-    return list(prompts)  # pyright: ignore[reportReturnType]
+    return [prompts] if is_one_prompt(prompts) else list(prompts)  # pyright: ignore
 
 
 def _per_prompt(

@@ -283,6 +283,7 @@ class Scheduler:
             self._block_size,
             request.num_tokens - 1,
             self._look_ahead,
+            request.block_salt,
         )
 
     def _cached_prefix(self, request: Request) -> list[int]:
@@ -341,7 +342,14 @@ class Scheduler:
         size = self._block_size
         # Tokens behind the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        extend_hashes(request.block_hashes, request.token_ids, size, valid, self._look_ahead)
+        extend_hashes(
+            request.block_hashes,
+            request.token_ids,
+            size,
+            valid,
+            self._look_ahead,
+            request.block_salt,
+        )
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):
             self.pool.remember(blocks[block], request.block_hashes[block])

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from outdraft.core.outputs import Logprob, RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.messages import DraftStep, EngineInfo, Steps
 
 

@@ -20,6 +20,7 @@ import zmq
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import StepStats
 from outdraft.engine.engine import Engine
+from outdraft.engine.prompts import TokensPrompt
 from outdraft.server.messages import (
     Abort,
     Add,
@@ -174,9 +175,10 @@ class EngineLoop:
         try:
             if error is not None:
                 raise error
-            self._engine.add_request(
-                request_id, command.token_ids, command.params, command.priority
-            )
+            prompt: TokensPrompt = {"prompt_token_ids": command.token_ids}
+            if command.cache_salt is not None:
+                prompt["cache_salt"] = command.cache_salt
+            self._engine.add_request(request_id, prompt, command.params, command.priority)
         except RequestError as error:
             self._send([Refused(request_id, "request", str(error), error.field)])
         except CapacityError as error:

@@ -18,6 +18,7 @@ class Add(Struct, tag=True, frozen=True):
     token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
 
 
 class Abort(Struct, tag=True, frozen=True):

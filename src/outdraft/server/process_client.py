@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Callable
 
 from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.assembly import RequestAssembly, engine_params
 from outdraft.server.client import Update
 from outdraft.server.engine_process import EngineProcess
@@ -86,7 +87,8 @@ class ProcessClient:
         assembly = RequestAssembly(request_id, prompt, params, self._inputs.tokenizer)
         stream = self._streams[wire_id] = _Stream(assembly)
         sent = engine_params(params, prediction)
-        self._process.send(Add(wire_id, assembly.output.prompt_token_ids, sent, priority))
+        ids = assembly.output.prompt_token_ids
+        self._process.send(Add(wire_id, ids, sent, priority, prompt.cache_salt))
         try:
             is_last = False
             while not is_last:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server.client import Update
 from outdraft.server.engine_process import EngineProcess, OnLoading

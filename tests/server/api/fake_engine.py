@@ -17,7 +17,8 @@ from outdraft.core.outputs import (
 )
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.client import TextDelta, Update
 from outdraft.server.messages import DraftStep, EngineInfo, Steps
 from tests.engine.byte_level import tokenizer

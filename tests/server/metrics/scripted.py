@@ -16,7 +16,7 @@ from outdraft.core.outputs import (
 )
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.client import TextDelta, Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics

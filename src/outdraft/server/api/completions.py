@@ -5,7 +5,7 @@ from fastapi import APIRouter, Response
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.completion_types import CompletionRequest
 from outdraft.server.api.generation import new_generation

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.engine.inputs import EncodedPrompt
+from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.chat_types import ChatMessage, Tool, ToolCall
 from outdraft.server.api.errors import unknown_model
 from outdraft.server.api.responses_types import InputMessage
