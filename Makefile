@@ -4,9 +4,10 @@ JOBS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.set-up
 TORCH := $(shell grep '^torch==' constraints.txt)
+QUICK := core scheduling kv config sampling structured oracle/test_every_method.py
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup demo lint check test test-gpu fix bench
+.PHONY: setup demo lint quick check test test-full test-gpu fix bench
 
 setup: $(STAMP)
 
@@ -26,11 +27,17 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
+quick: setup
+	$(PYTEST) -m "not slow and not gpu and not network" $(QUICK:%=tests/%)
+
 check: lint
 	$(PYTEST) -m "not slow and not gpu and not network"
 
 test: lint
 	$(PYTEST) -m "not gpu and not network"
+
+test-full: lint
+	$(PYTEST) --full -m "not gpu and not network"
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu

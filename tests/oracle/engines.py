@@ -125,6 +125,14 @@ HEADS = ("medusa", "mlp_speculator")
 OF_ONE_SIZE = tuple(name for name in NETWORKS if name.endswith(("-tree", "-template")))
 
 
+def parts(method: str) -> tuple[str, str]:
+    """Who drafts, and in which shape: ("eagle3", "tree")."""
+    for shape in ("tree", "template"):
+        if method.endswith(f"-{shape}"):
+            return method.removesuffix(f"-{shape}"), shape
+    return method, "chain"
+
+
 def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | None:
     """vLLM-style configuration of a method by its name in the tests."""
     if method == "plain":

@@ -1,13 +1,17 @@
 """In drafter-invariant mode the ids depend on the seed alone, at any temperature."""
 
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from tests.oracle.engines import METHODS, NoisePolicy, engine, ids, prompts_of, run
+from tests.oracle.engines import FAMILIES, METHODS, NoisePolicy, engine, ids, parts, prompts_of, run
+from tests.pairwise import rows
 
 LENGTHS = (4, 19, 33)
 PARAMS: dict[str, dict[str, Any]] = {
@@ -33,13 +37,22 @@ def sampled(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"ignore_eos": True} | defaults | changes)
 
 
-@pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize("name", PARAMS)
-def test_output_is_the_plain_output(name: str, method: str):
+@cache
+def plain_outputs(family: str, name: str) -> list[RequestOutput]:
+    return run(engine(family, "plain"), prompts_of(LENGTHS), sampled(**PARAMS[name]))
+
+
+@pytest.mark.parametrize(
+    ("method", "family", "name"),
+    rows(
+        product(METHODS[1:], FAMILIES, PARAMS),
+        lambda method, family, name: (*parts(method), family, name),
+    ),
+)
+def test_output_is_the_plain_output(method: str, family: str, name: str):
     rule = {"rejection_sample_method": "drafter_invariant"}
-    params = sampled(**PARAMS[name])
-    plain = run(engine("qwen2", "plain"), prompts_of(LENGTHS), params)
-    outputs = run(engine("qwen2", method, **rule), prompts_of(LENGTHS), params)
+    plain = plain_outputs(family, name)
+    outputs = run(engine(family, method, **rule), prompts_of(LENGTHS), sampled(**PARAMS[name]))
     assert ids(outputs) == ids(plain)
     for got, want in zip(outputs, plain, strict=True):
         for left, right in zip(got.outputs, want.outputs, strict=True):

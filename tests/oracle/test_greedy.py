@@ -1,6 +1,8 @@
 """Speculation is invisible at temperature 0: ids equal to transformers' generate, always."""
 
 from dataclasses import replace
+from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,21 +27,15 @@ from tests.oracle.engines import (
     greedy_oracle,
     ids,
     models,
+    parts,
     prompts_of,
     run,
 )
 from tests.oracle.heads import NUM_HEADS
+from tests.pairwise import rows
 
 LENGTHS = (3, 21, 40, 9, 33)
 NUM_TOKENS = 30
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_and_method_equals_transformers(family: str, method: str):
-    llm = engine(family, method)
-    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
-    assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -55,25 +51,32 @@ def test_every_number_of_drafts_equals_transformers(method: str, num_drafts: int
     assert ids(outputs) == greedy_oracle("llama-llama3-rope", LENGTHS, NUM_TOKENS)
 
 
-@pytest.mark.parametrize("method", METHODS)
+WAYS: dict[str, dict[str, Any]] = {
+    "as-it-comes": {},
+    "block-size-1": {"block_size": 1, "num_blocks": 400},
+    "tiny-chunks": {"block_size": 16, "max_num_batched_tokens": 4},
+    "whole-prompts": {"max_num_batched_tokens": 512},
+    "no-prefix-cache": {"enable_prefix_caching": False},
+    "preempted": {"num_blocks": 6, "enable_prefix_caching": False},
+    "preempted-with-prefix-cache": {"num_blocks": 6},
+    "one-by-one": {"max_num_seqs": 1},
+    "priority": {"policy": "priority"},
+    "reference-attention": {"attention": "reference"},
+}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param({"block_size": 1, "num_blocks": 400}, id="block-size-1"),
-        pytest.param({"block_size": 16, "max_num_batched_tokens": 4}, id="tiny-chunks"),
-        pytest.param({"max_num_batched_tokens": 512}, id="whole-prompts"),
-        pytest.param({"enable_prefix_caching": False}, id="no-prefix-cache"),
-        pytest.param({"num_blocks": 6, "enable_prefix_caching": False}, id="preempted"),
-        pytest.param({"num_blocks": 6}, id="preempted-with-prefix-cache"),
-        pytest.param({"max_num_seqs": 1}, id="one-by-one"),
-        pytest.param({"policy": "priority"}, id="priority"),
-        pytest.param({"attention": "reference"}, id="reference-attention"),
-    ],
+    ("method", "family", "way"),
+    rows(
+        product(METHODS, FAMILIES, WAYS),
+        lambda method, family, way: (*parts(method), family, way),
+    ),
 )
-def test_every_way_to_run_a_batch_equals_transformers(method: str, options: dict):
-    llm = engine("qwen3-window", method, **options)
+def test_every_way_to_run_a_batch_equals_transformers(method: str, family: str, way: str):
+    options = WAYS[way]
+    llm = engine(family, method, **options)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
-    assert ids(outputs) == greedy_oracle("qwen3-window", LENGTHS, NUM_TOKENS)
+    assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
     if options.get("num_blocks") == 6:
         assert any(output.metrics.num_preemptions for output in outputs)
 

@@ -1,0 +1,25 @@
+"""One row per method, in seconds: the first thing to run after a change to speculation."""
+
+import pytest
+
+from tests.oracle.engines import (
+    FAMILIES,
+    METHODS,
+    engine,
+    greedy,
+    greedy_oracle,
+    ids,
+    prompts_of,
+    run,
+)
+
+LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
+
+
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [(method, FAMILIES[i % len(FAMILIES)]) for i, method in enumerate(METHODS)],
+)
+def test_every_method_equals_transformers(method: str, family: str):
+    outputs = run(engine(family, method), prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)

@@ -1,0 +1,52 @@
+"""Parameters of tests where many axes meet: a small cover by default, the full product on request.
+
+Most faults need one value, or two together. A pairwise cover is a part of all combinations in which
+every two values that occur together in any of them still do. The other combinations are marked
+`full` and run with `make test-full`.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def _values(*row: Hashable) -> Sequence[Hashable]:
+    return row
+
+
+def rows(
+    product: Iterable[tuple[Hashable, ...]],
+    features: Callable[..., Sequence[Hashable]] = _values,
+) -> list[Any]:
+    """pytest's parameters for every row of `product`; those outside of the cover have the marker.
+
+    `features` gives what has to meet, for values that have parts: the cover then has every pair of
+    features instead of every pair of values.
+    """
+    every = list(product)
+    chosen = set(cover([features(*row) for row in every]))
+    return [
+        pytest.param(
+            *row,
+            id="-".join(str(value) for value in row),
+            marks=() if index in chosen else pytest.mark.full,
+        )
+        for index, row in enumerate(every)
+    ]
+
+
+def cover(features: Sequence[Sequence[Hashable]]) -> list[int]:
+    """Indices of rows that together have every pair of features that any row has, in order.
+
+    Greedy: each choice is the row with most pairs that no earlier choice has, the first of equals.
+    """
+    pairs_of = [set(combinations(enumerate(row), 2)) for row in features]
+    missing = set().union(*pairs_of)
+    chosen = []
+    while missing:
+        best = max(range(len(pairs_of)), key=lambda index: len(pairs_of[index] & missing))
+        chosen.append(best)
+        missing -= pairs_of[best]
+    return sorted(chosen)
