@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class ScriptedStep:
     parents: tuple[int, ...] = ()
     accepted_rows: tuple[int, ...] = ()
     seconds: float = 0.0124
+    logprobs: tuple[float, ...] = ()  # of the drafted tokens, then of the target's own
 
     def trace(self) -> dict[str, Any]:
         return {
@@ -28,7 +30,7 @@ class ScriptedStep:
             "steps": [
                 {
                     "source": self.drafted[0][1] if self.drafted else None,
-                    "drafted": [{"text": text, "source": source} for text, source in self.drafted],
+                    "drafted": self._drafted(),
                     "parents": list(self.parents),
                     "accepted_rows": list(self.accepted_rows),
                     "num_emitted": len(self.tokens),
@@ -36,6 +38,22 @@ class ScriptedStep:
                 }
             ],
         }
+
+    def _drafted(self) -> list[dict[str, Any]]:
+        drafted = [{"text": text, "source": source} for text, source in self.drafted]
+        if not self.logprobs:
+            return drafted
+        pairs = zip(drafted, self.logprobs[: len(drafted)], strict=True)
+        return [token | {"logprob": logprob} for token, logprob in pairs]
+
+    def answer_logprobs(self, *, is_chat: bool) -> dict[str, Any]:
+        """As the API has them, of the tokens that were emitted; nothing if there are none."""
+        if not self.logprobs:
+            return {}
+        kept = [self.logprobs[row] for row in self.accepted_rows] + [self.logprobs[-1]]
+        if is_chat:
+            return {"logprobs": {"content": [{"logprob": logprob} for logprob in kept]}}
+        return {"logprobs": {"token_logprobs": kept}}
 
 
 def chain(
@@ -72,6 +90,13 @@ MIXED = ScriptedStep(  # a head goes on, as a tree, behind what the suffix tree 
     (("a", "suffix"), ("b", "suffix"), ("c", "eagle3"), ("d", "eagle3"), ("e", "eagle3")),
     (0, 1, 2, 2, 4),
     (0, 1, 3),
+)
+LIKELY = ScriptedStep(  # a tree with the probabilities 3/4, 1/8, 1/2, 1/1000 and 1/4
+    (("x", "medusa"), ("z", "recovered")),
+    (("x", "medusa"), ("y", "medusa"), ("p", "medusa"), ("q", "medusa")),
+    (0, 0, 1, 1),
+    (0,),
+    logprobs=tuple(math.log(share) for share in (3 / 4, 1 / 8, 1 / 2, 1 / 1000, 1 / 4)),
 )
 HEADS = tuple(
     chain(source, [source], 1, ".") for source in ("eagle", "eagle3", "medusa", "mlp_speculator")
@@ -130,6 +155,7 @@ class FakeOpenAi:
             text = "".join(text for text, _ in step.tokens)
             content = {"delta": {"content": text}} if is_chat else {"text": text}
             choice = {"index": 0, **content, "finish_reason": None, "outdraft": step.trace()}
+            choice |= step.answer_logprobs(is_chat=is_chat)
             yield _data({"choices": [choice]})
         if self.breaks_after is not None:
             yield _data({"error": {"message": "the engine died", "type": "x", "code": None}})

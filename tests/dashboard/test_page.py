@@ -227,7 +227,7 @@ def test_settings_reach_the_request(page: Page, site: Site):
     }
     assert body["prediction"] == {"type": "content", "content": "return n"}
     assert body["max_tokens"] == 7
-    assert body["temperature"] == 0
+    assert body["temperature"] == 0.7
 
 
 def test_speculation_can_be_off_and_its_settings_are_then_out_of_reach(page: Page, site: Site):

@@ -3,13 +3,14 @@
 /**
  * What one chunk of /v1/completions or /v1/chat/completions says about the first choice.
  *
- * A server without a trace sends text only; its tokens have no origin (null).
+ * A server without a trace sends text only; its tokens have no origin (null). Log-probabilities are
+ * there if the request asked for them.
  *
  * @returns {{
  *   text: string,
- *   tokens: {text: string, origin: string | null}[],
- *   steps: {sources: string[], drafted: {text: string, source: string}[], parents: number[],
- *           accepted: Set<number>, numEmitted: number, seconds: number}[],
+ *   tokens: {text: string, origin: string | null, logprob?: number}[],
+ *   steps: {sources: string[], drafted: {text: string, source: string, logprob?: number}[],
+ *           parents: number[], accepted: Set<number>, numEmitted: number, seconds: number}[],
  *   finishReason: string | null,
  *   usage: object | null,
  *   error: string | null,
@@ -22,12 +23,19 @@ export function decodeChunk(chunk) {
   const untraced = text ? [{ text, origin: null }] : [];
   return {
     text,
-    tokens: trace.tokens ?? untraced,
+    tokens: trace.tokens ? withLogprobs(trace.tokens, choice.logprobs) : untraced,
     steps: (trace.steps ?? []).map(decodeStep),
     finishReason: choice.finish_reason ?? null,
     usage: chunk.usage ?? null,
     error: chunk.error ? (chunk.error.message ?? "the stream ended with an error") : null,
   };
+}
+
+/** A completion has its log-probabilities in one list, a chat in one object per token. */
+function withLogprobs(tokens, logprobs) {
+  const values = logprobs?.token_logprobs ?? logprobs?.content?.map(({ logprob }) => logprob);
+  if (values?.length !== tokens.length) return tokens;
+  return tokens.map((token, i) => ({ ...token, logprob: values[i] }));
 }
 
 /**
@@ -36,7 +44,9 @@ export function decodeChunk(chunk) {
  * One source may go on where another ended: `sources` has each once, who drafted first comes first.
  */
 function decodeStep(step) {
-  const drafted = (step.drafted ?? []).map(({ text, source }) => ({ text, source }));
+  const drafted = (step.drafted ?? []).map(({ text, source, logprob }) => {
+    return { text, source, ...(Number.isFinite(logprob) && { logprob }) };
+  });
   const chain = drafted.map((_, row) => row);
   return {
     sources: [...new Set(drafted.map(({ source }) => source))],

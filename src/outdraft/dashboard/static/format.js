@@ -21,3 +21,10 @@ export function duration(seconds) {
 export function percent(share) {
   return share === null || !Number.isFinite(share) ? "–" : `${Math.round(share * 100)} %`;
 }
+
+/** A probability from its natural logarithm; small ones are not rounded to nothing. */
+export function probability(logprob) {
+  const share = Math.exp(logprob);
+  if (share < 0.01) return share < 0.001 ? "<0.1 %" : `${(share * 100).toFixed(1)} %`;
+  return share < 1 && share > 0.995 ? ">99 %" : percent(share);
+}

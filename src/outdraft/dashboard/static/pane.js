@@ -1,9 +1,9 @@
-// One run on the page: its text, its figures, its steps.
+// One run on the page: its text and its figures.
 
-import { describeStep, stepDetail } from "./detail.js";
+import { stepDetail } from "./detail.js";
 import { html, rovingFocus } from "./dom.js";
-import { duration, milliseconds, number } from "./format.js";
-import { isKnownOrigin, ORIGINS, originLabel, sourcesInWords } from "./origins.js";
+import { duration, number } from "./format.js";
+import { isKnownOrigin, ORIGINS, originLabel } from "./origins.js";
 
 const FIGURES = [
   ["First token", "ttft", (run) => duration(run.ttft)],
@@ -15,11 +15,13 @@ const FIGURES = [
 ];
 
 const ENDS = { stop: "finished", length: "stopped at max tokens" };
+const NEAR_END_PX = 40;
 
 export class Pane {
   /** @param run the Run to show. @param detail the page's Detail. */
   constructor(run, title, detail) {
     this.run = run;
+    this.title = title;
     this.state = html("span", { class: "pane-state" }, "waiting");
     this.output = html("div", {
       class: "output",
@@ -28,8 +30,6 @@ export class Pane {
     });
     this.mix = html("div", { class: "mix", role: "img", "aria-label": "No tokens yet" });
     this.figures = html("dl", { class: "figures" });
-    this.count = html("span", { class: "count" }, "0");
-    this.steps = html("ol", { class: "steps", "aria-label": `${title}: steps` });
     this.problem = html("p", { class: "problem", role: "alert", hidden: true });
     this.element = html(
       "section",
@@ -39,30 +39,12 @@ export class Pane {
       this.problem,
       this.mix,
       this.figures,
-      html("h4", { class: "steps-head" }, "Steps ", this.count),
-      this.steps,
     );
     this.shownTokens = 0;
-    this.shownSteps = 0;
-    this.bind(detail);
-    this.update();
-  }
-
-  bind(detail) {
-    rovingFocus(this.output, ".token:not(:empty)");
-    rovingFocus(this.steps, ".step");
+    this.visibleTokens = 0; // fewer while a race is replayed
+    rovingFocus(this.output, ".token:not(:empty):not([hidden])");
     detail.bind(this.output, ".token", (token) => this.tokenDetail(Number(token.dataset.index)));
-    detail.bind(this.steps, ".step", (step) => this.stepDetail(Number(step.dataset.index)));
-    for (const [enter, leave] of [
-      ["pointerover", "pointerout"],
-      ["focusin", "focusout"],
-    ]) {
-      this.steps.addEventListener(enter, (event) => {
-        const step = event.target.closest(".step");
-        if (step) this.mark(Number(step.dataset.index));
-      });
-      this.steps.addEventListener(leave, () => this.unmark());
-    }
+    this.update();
   }
 
   /** @param state "running", "stopped", "failed", or the reason why the text ended. */
@@ -78,19 +60,36 @@ export class Pane {
 
   /** Show what has come since the last call. */
   update() {
-    const { tokens, steps } = this.run;
-    for (; this.shownTokens < tokens.length; this.shownTokens++) {
-      this.output.append(this.token(tokens[this.shownTokens], this.shownTokens));
-    }
-    for (; this.shownSteps < steps.length; this.shownSteps++) {
-      this.steps.append(this.step(steps[this.shownSteps], this.shownSteps));
-    }
-    this.count.textContent = String(steps.length);
+    const { tokens } = this.run;
+    this.follow(() => {
+      for (; this.shownTokens < tokens.length; this.shownTokens++) {
+        this.output.append(this.token(tokens[this.shownTokens], this.shownTokens));
+      }
+    });
+    this.visibleTokens = this.shownTokens;
     this.updateMix();
     const figures = FIGURES.map(([label, name, value]) =>
       html("div", { "data-figure": name }, html("dt", {}, label), html("dd", {}, value(this.run))),
     );
     this.figures.replaceChildren(...figures);
+  }
+
+  /** Hide all tokens but the first ones. */
+  showFirst(number) {
+    const tokens = this.output.children;
+    const [from, to] = [this.visibleTokens, number].sort((left, right) => left - right);
+    this.follow(() => {
+      for (let i = from; i < to; i++) tokens[i].hidden = i >= number;
+    });
+    this.visibleTokens = number;
+  }
+
+  /** A text longer than its box stays at its end, unless somebody reads further up. */
+  follow(change) {
+    const { scrollHeight, scrollTop, clientHeight } = this.output;
+    const atEnd = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
+    change();
+    if (atEnd) this.output.scrollTop = this.output.scrollHeight;
   }
 
   updateMix() {
@@ -122,25 +121,6 @@ export class Pane {
     );
   }
 
-  step(step, index) {
-    const { drafted, accepted, sources, seconds } = step;
-    const words = sourcesInWords(sources) || "plain";
-    const counts = drafted.length ? `${accepted.size}/${drafted.length}` : "";
-    return html(
-      "li",
-      {
-        class: `step origin-${sources[0] ?? "plain"}`,
-        "data-index": index,
-        tabindex: index === 0 ? 0 : -1,
-        "aria-label": `Step ${index + 1}, ${describeStep(step)}`,
-      },
-      html("span", { class: "step-source" }, words[0].toUpperCase() + words.slice(1)),
-      html("span", { class: "step-counts" }, counts),
-      html("span", { class: "step-bar" }, ...bars(step)),
-      html("span", { class: "step-time" }, milliseconds(seconds)),
-    );
-  }
-
   tokenDetail(index) {
     const { origin } = this.run.tokens[index];
     if (origin === null) return null;
@@ -149,32 +129,24 @@ export class Pane {
     return stepDetail(originLabel(origin), this.run.steps[at], at + 1);
   }
 
-  stepDetail(index) {
-    const step = this.run.steps[index];
-    const tokens = step.numEmitted === 1 ? "1 token" : `${step.numEmitted} tokens`;
-    return stepDetail(tokens, step, index + 1);
-  }
-
-  mark(index) {
-    this.unmark();
-    const { firstToken, numEmitted } = this.run.steps[index];
-    for (let i = firstToken; i < firstToken + numEmitted; i++) {
-      this.output.children[i]?.classList.add("marked");
+  /** Frame the tokens of a step; null: of none. */
+  mark(step) {
+    const isOf = (i) => step && step.firstToken <= i && i < step.firstToken + step.numEmitted;
+    for (const [i, token] of [...this.output.children].entries()) {
+      token.classList.toggle("marked", Boolean(isOf(i)));
     }
   }
 
-  unmark() {
-    for (const token of this.output.querySelectorAll(".marked")) token.classList.remove("marked");
+  /** The text as it was behind a step: what came later fades; the step's tokens are in view. */
+  fadeBehind({ firstToken, numEmitted }) {
+    const tokens = [...this.output.children];
+    for (const [i, token] of tokens.entries()) {
+      token.classList.toggle("later", i >= firstToken + numEmitted);
+    }
+    const token = tokens[firstToken];
+    if (!token) return;
+    const { top } = this.output.getBoundingClientRect();
+    const below = token.getBoundingClientRect().top - top - this.output.clientHeight / 2;
+    this.output.scrollTop += below;
   }
-}
-
-/** What was accepted, then what was rejected, each by source. */
-function bars({ drafted, accepted, sources }) {
-  const bar = (isAccepted, source) => {
-    const isIt = (token, i) => token.source === source && accepted.has(i + 1) === isAccepted;
-    const part = html("span", { class: `origin-${source}${isAccepted ? " accepted" : ""}` });
-    part.style.flexGrow = String(drafted.filter(isIt).length);
-    return part;
-  };
-  return [true, false].flatMap((isAccepted) => sources.map((source) => bar(isAccepted, source)));
 }

@@ -1,17 +1,15 @@
 // The playground: a prompt goes out, panes of coloured tokens come back.
 
 import { byId, html } from "./dom.js";
+import { EXAMPLES } from "./examples.js";
+import { Explorer } from "./explorer.js";
 import { duration, number } from "./format.js";
 import { originsWith } from "./origins.js";
 import { Pane } from "./pane.js";
+import { Race } from "./race.js";
 import { firstDifference, Run } from "./run.js";
 import * as settings from "./settings.js";
 
-const EXAMPLES = [
-  ["A function", "def fibonacci(n: int) -> int:\n    "],
-  ["A class", "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def "],
-  ["Repeated lines", "north = (0, 1)\neast = (1, 0)\nsouth = (0, -1)\nwest = (-1, 0)\n\nmoves ="],
-];
 const NEAR_END_PX = 80;
 
 export class Playground {
@@ -27,7 +25,7 @@ export class Playground {
 
   bind() {
     settings.bindSettings();
-    for (const [label, text] of EXAMPLES) {
+    for (const { label, text } of EXAMPLES) {
       const button = html("button", { type: "button", class: "example" }, label);
       button.addEventListener("click", () => {
         this.prompt.value = text;
@@ -87,55 +85,71 @@ export class Playground {
   request(text) {
     const shared = { ...settings.samplingFields(), stream: true };
     const options = { ...shared, stream_options: { include_usage: true } };
-    if (!this.isChat) return { path: "v1/completions", body: { prompt: text, ...options } };
+    const asks = settings.wantsProbabilities();
+    if (!this.isChat) {
+      const logprobs = asks ? { logprobs: 0 } : {};
+      return { path: "v1/completions", body: { prompt: text, ...options, ...logprobs } };
+    }
+    const logprobs = asks ? { logprobs: true } : {};
     const messages = [...this.messages, { role: "user", content: text }];
-    return { path: "v1/chat/completions", body: { messages, ...options } };
+    return { path: "v1/chat/completions", body: { messages, ...options, ...logprobs } };
   }
 
   addTurn(text) {
     const first = settings.isSpeculating() ? "With speculation" : "Without speculation";
     const titles = settings.isComparing() ? [first, "Without speculation"] : [first];
     const panes = titles.map((title) => new Pane(new Run(), title, this.detail));
-    const verdict = html("p", { class: "verdict", hidden: true });
+    const explorer = new Explorer(panes[0], first, this.detail);
     const element = html(
       "article",
-      { class: "turn", "aria-label": "Turn" },
+      { class: panes.length > 1 ? "turn compared" : "turn", "aria-label": "Turn" },
       html("pre", { class: "asked", "aria-label": this.isChat ? "Message" : "Prompt" }, text),
-      verdict,
       html("div", { class: "panes" }, ...panes.map((pane) => pane.element)),
+      explorer.element,
     );
     byId("welcome").hidden = true;
     this.transcript.append(element);
     element.scrollIntoView({ block: "start" });
-    return { panes, verdict };
+    return { element, panes, explorer };
   }
 
   /** One pane after the other: two requests at once would share the engine's time. */
-  async runTurn({ panes, verdict }, { path, body }, signal) {
+  async runTurn(turn, { path, body }, signal) {
+    const { panes, explorer } = turn;
     announce("Running");
     const ways = [settings.speculationFields(), settings.withoutSpeculation()];
     const model = await this.api.model(signal).catch(() => null); // the request itself will say why
     for (const [i, pane] of panes.entries()) {
-      const done = await this.runPane(pane, path, { model, ...body, ...ways[i] }, signal);
+      const shown = i === 0 ? [pane, explorer] : [pane];
+      const request = { model, ...body, ...ways[i] };
+      const done = await this.runPane(pane, shown, path, request, signal);
+      if (i === 0) explorer.open();
       if (!done) return;
     }
     announce(summary(panes[0].run));
-    if (panes.length < 2) return;
+    if (panes.every(({ run }) => run.total !== null) && panes.length > 1) {
+      this.showRace(turn, body.temperature > 0);
+    }
+  }
+
+  /** The verdict comes into view, and both runs are replayed for those who like things to move. */
+  showRace({ element, panes }, sampled) {
     const [on, off] = panes.map((pane) => pane.run);
-    const outcome = compare(on, off, body.temperature > 0, settings.isLossless());
-    verdict.replaceChildren(html("strong", {}, outcome.headline), ` ${outcome.text}`);
-    verdict.dataset.same = String(outcome.same);
-    verdict.hidden = false;
-    announce(verdict.textContent);
+    const outcome = compare(on, off, sampled, settings.isLossless());
+    const race = new Race(panes, outcome);
+    element.querySelector(".panes").before(race.element);
+    race.element.scrollIntoView({ block: "start" });
+    announce(`${outcome.headline} ${outcome.text}`);
+    if (!window.matchMedia("(prefers-reduced-motion: reduce)").matches) race.play();
   }
 
   /** True if the run came to its end. */
-  async runPane(pane, path, body, signal) {
+  async runPane(pane, shown, path, body, signal) {
     pane.setState("running");
     pane.run.start();
     try {
       for await (const chunk of this.api.complete(path, body, signal)) {
-        this.grow(pane, () => pane.run.add(chunk));
+        this.grow(shown, () => pane.run.add(chunk));
       }
       pane.setState(pane.run.finishReason ?? "ended");
       return true;
@@ -145,16 +159,16 @@ export class Playground {
       announce(signal.aborted ? "Stopped" : "");
       return false;
     } finally {
-      this.grow(pane, () => pane.run.finish());
+      this.grow(shown, () => pane.run.finish());
     }
   }
 
   /** Follow the text down, unless somebody reads further up. */
-  grow(pane, change) {
+  grow(shown, change) {
     const { scrollHeight, scrollTop, clientHeight } = this.transcript;
     const atEnd = scrollHeight - scrollTop - clientHeight < NEAR_END_PX;
     change();
-    pane.update();
+    for (const each of shown) each.update();
     if (atEnd) this.transcript.scrollTop = this.transcript.scrollHeight;
   }
 

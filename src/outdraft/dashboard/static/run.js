@@ -8,6 +8,8 @@ export class Run {
     this.now = now;
     this.text = "";
     this.tokens = []; // their texts add up to the text
+    this.traced = []; // the tokens as they came, each decoded alone
+    this.arrivals = []; // {atS, numTokens}: how many tokens were there, seconds after the start
     this.aligner = new Aligner();
     this.steps = []; // {..., firstToken}: the first of numEmitted tokens
     this.finishReason = null;
@@ -16,7 +18,6 @@ export class Run {
     this.firstS = null;
     this.lastS = null;
     this.firstTokens = 0; // in the first chunk that had any
-    this.numTraced = 0; // tokens, shown or not
     this.numStepped = 0; // tokens of all steps so far
   }
 
@@ -28,7 +29,7 @@ export class Run {
   add(chunk) {
     this.text += chunk.text;
     this.tokens.push(...this.aligner.push(chunk.text, chunk.tokens));
-    this.numTraced += chunk.tokens.length;
+    this.traced.push(...chunk.tokens);
     for (const step of chunk.steps) {
       this.steps.push({ ...step, firstToken: this.numStepped });
       this.numStepped += step.numEmitted;
@@ -37,6 +38,7 @@ export class Run {
     this.usage = chunk.usage ?? this.usage;
     if (!chunk.tokens.length) return;
     this.lastS = this.now();
+    this.arrivals.push({ atS: this.total, numTokens: this.tokens.length });
     if (this.firstS === null) {
       this.firstS = this.lastS;
       this.firstTokens = chunk.tokens.length;
@@ -46,6 +48,12 @@ export class Run {
   /** Nothing more will come. */
   finish() {
     this.tokens.push(...this.aligner.finish());
+    if (this.arrivals.length) this.arrivals.at(-1).numTokens = this.tokens.length;
+  }
+
+  /** How many of its tokens were there, so many seconds after the start. */
+  tokensAt(seconds) {
+    return this.arrivals.findLast(({ atS }) => atS <= seconds)?.numTokens ?? 0;
   }
 
   /** Index of the step that a token came from, -1 if no trace tells. */
@@ -56,7 +64,7 @@ export class Run {
   }
 
   get numTokens() {
-    return this.usage?.completion_tokens ?? this.numTraced;
+    return this.usage?.completion_tokens ?? this.traced.length;
   }
 
   get ttft() {

@@ -57,6 +57,11 @@ export function isComparing() {
   return isSpeculating() && byId("compare").checked;
 }
 
+/** Whether to ask how likely each guess was: never while times are measured. */
+export function wantsProbabilities() {
+  return byId("probabilities").checked && !isComparing();
+}
+
 /** Whether sampled texts have the model's own distribution. */
 export function isLossless() {
   return byId("speculation-lossy").hidden;
