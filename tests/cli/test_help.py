@@ -54,7 +54,7 @@ def test_flags_are_listed_by_what_they_are_about(command):
         (["generate", "--tempurature", "1"], "--temperature"),
         (["generate", "--max_tokns", "1"], "--max-tokens"),
         (["serve", "m", "--prot=1"], "--port"),
-        (["bench", "drafters", "--promts", "1"], "--prompts"),
+        (["bench", "methods", "--promts", "1"], "--prompts"),
     ],
 )
 def test_an_unknown_flag_is_one_line_that_names_the_closest(command, arguments, closest):

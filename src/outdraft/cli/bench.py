@@ -1,4 +1,4 @@
-"""`outdraft bench`: load tests of servers, of the engine in this process, and its drafters."""
+"""`outdraft bench`: load tests of servers, of the engine in this process, and its methods."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from outdraft.cli.bench_drafters import drafters
+from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_options import (
     DatasetOptions,
     ResultOptions,
@@ -36,7 +36,7 @@ bench = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-bench.command(cls=Command)(drafters)
+bench.command(cls=Command)(methods)
 
 MaxSeconds = Annotated[
     float, typer.Option(min=1, help="Of the whole measurement; what is not done then has failed.")

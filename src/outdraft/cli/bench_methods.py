@@ -1,4 +1,4 @@
-"""`outdraft bench drafters`: everything that can draft for one target, side by side."""
+"""`outdraft bench methods`: every way to draft for one target, side by side."""
 
 import json
 import os
@@ -35,7 +35,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 }
 
 
-def drafters(
+def methods(
     model: Annotated[
         str | None, typer.Argument(help="Directory or hub name; default: the embedded model.")
     ] = None,
@@ -47,7 +47,7 @@ def drafters(
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 64,
     chosen: Annotated[
         str | None,
-        typer.Option("--drafters", metavar="a,b,c", help="Only these; default: all there are."),
+        typer.Option("--methods", metavar="a,b,c", help="Only these; default: all there are."),
     ] = None,
     speculative_config: Annotated[
         list[str] | None,
@@ -61,7 +61,7 @@ def drafters(
         int | None, typer.Option(help="Longest prompt + output, in tokens.")
     ] = None,
 ) -> None:
-    """Measure what each drafter brings and costs, one request at a time.
+    """Measure what each method brings and costs, one request at a time.
 
     All of them share the target, and take turns prompt by prompt with plain decoding. Exits with 1
     if any changes a single token of plain decoding's greedy texts.
@@ -75,19 +75,19 @@ def drafters(
     )
     base = engine_config(model, engine)
     use_physical_cores(os.environ)
-    from outdraft.bench.drafters import TEMPERATURES, measure_drafters
     from outdraft.bench.environment import compute, environment
+    from outdraft.bench.methods import TEMPERATURES, measure_methods
     from outdraft.bench.side_by_side import PLAIN
-    from outdraft.cli.drafters_view import show
+    from outdraft.cli.methods_view import show
 
     configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
     with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
-        result = measure_drafters(
+        result = measure_methods(
             configs, texts[prompts], texts[:prompts], max_tokens, lambda: bar.update()
         )
     for name, values in selected.items():
-        result["drafters"][name] = {"speculative_config": values} | result["drafters"][name]
+        result["methods"][name] = {"speculative_config": values} | result["methods"][name]
     if json_:
         typer.echo(json.dumps(result | {"environment": environment() | compute()}))
     else:
@@ -107,7 +107,7 @@ def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any
     for text in more:
         values = parse_json_object(text)
         if values is None:
-            raise ConfigError("--speculative-config must name a drafter: plain is measured anyway")
+            raise ConfigError("--speculative-config must name a method: plain is measured anyway")
         if model is None:
             values = with_embedded_network(values)
         name = _name(values)
@@ -117,7 +117,7 @@ def available(model: str | None, more: Sequence[str]) -> dict[str, dict[str, Any
 
 
 def select(named: dict[str, dict[str, Any]], chosen: str | None) -> dict[str, dict[str, Any]]:
-    """Those that --drafters lists; all without it.
+    """Those that --methods lists; all without it.
 
     Raises:
         ConfigError: there is none of such a name.
@@ -130,7 +130,7 @@ def select(named: dict[str, dict[str, Any]], chosen: str | None) -> dict[str, di
             continue
         if name.removesuffix("-tree") in assets.HEADS:
             assets.head_path(name.removesuffix("-tree"))
-        raise ConfigError(f"--drafters must be of {', '.join(named)}; got {name!r}")
+        raise ConfigError(f"--methods must be of {', '.join(named)}; got {name!r}")
     return {name: named[name] for name in names}
 
 
@@ -146,15 +146,15 @@ def _of_this_installation() -> dict[str, dict[str, Any]]:
 def _name(values: dict[str, Any]) -> str:
     """A short one: the methods, and whether they draft trees."""
     config = parse_speculative_config(values)
-    methods = "+".join(map(str, config.methods))
+    joined = "+".join(map(str, config.methods))
     has_tree = config.network is not None and config.network.tree is not None
-    return f"{methods}-tree" if has_tree else methods
+    return f"{joined}-tree" if has_tree else joined
 
 
 def _alone(base: EngineConfig, values: dict[str, Any] | None) -> EngineConfig:
     return replace(
         base,
-        # Drafters that come later must not profit from a prompt that is computed already.
+        # Methods that come later must not profit from a prompt that is computed already.
         cache=replace(base.cache, enable_prefix_caching=False),
         speculation=parse_speculative_config(values),
     )

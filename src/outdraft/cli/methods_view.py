@@ -1,11 +1,11 @@
-"""What `outdraft bench drafters` shows to people."""
+"""What `outdraft bench methods` shows to people."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outdraft.bench.drafters import TEMPERATURES, temperature_key
+from outdraft.bench.methods import TEMPERATURES, temperature_key
 from outdraft.bench.side_by_side import PLAIN
 
 MIN_WIDTH = 110  # letters; a narrower terminal breaks the lines, a file has no width
@@ -21,7 +21,7 @@ def show(result: dict[str, Any]) -> None:
         style="bold",
     )
     table = Table()
-    table.add_column("drafter", no_wrap=True)
+    table.add_column("method", no_wrap=True)
     keys = [temperature_key(temperature) for temperature in TEMPERATURES]
     for heading in (
         *(f"length\nT = {temperature}" for temperature in TEMPERATURES),
@@ -33,7 +33,7 @@ def show(result: dict[str, Any]) -> None:
         "same\nids",
     ):
         table.add_column(heading, justify="right")
-    for name, numbers in ({PLAIN: result[PLAIN]} | result["drafters"]).items():
+    for name, numbers in ({PLAIN: result[PLAIN]} | result["methods"]).items():
         runs = [numbers[key] for key in keys]
         is_plain = name == PLAIN
         table.add_row(
@@ -55,14 +55,14 @@ def show(result: dict[str, Any]) -> None:
     )
     searches = {
         name: numbers["draft_us_per_request_32k"]
-        for name, numbers in result["drafters"].items()
+        for name, numbers in result["methods"].items()
         if "draft_us_per_request_32k" in numbers
     }
     if searches:
         listed = ", ".join(f"{name} {us:.1f} us" for name, us in searches.items())
         console.print(f"A draft behind a text of 32k tokens: {listed}.")
     if result["all_identical"]:
-        console.print("At T = 0 every drafter gave plain decoding's tokens.")
+        console.print("At T = 0 every method gave plain decoding's tokens.")
     else:
-        changed = [name for name, one in result["drafters"].items() if not one["identical"]]
+        changed = [name for name, one in result["methods"].items() if not one["identical"]]
         console.print(f"[bold red]At T = 0 tokens were changed by {', '.join(changed)}.[/]")

@@ -1,4 +1,4 @@
-"""Every drafter of one target side by side: what it brings, what it costs, what it keeps."""
+"""Methods of one target side by side: what each brings, what it costs, what it keeps."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,21 +25,21 @@ TOKENS_OF_KV = 1000  # whose keys, values and features are counted
 
 
 def temperature_key(temperature: int) -> str:
-    """Under which a drafter's numbers at one temperature stand."""
+    """Under which a method's numbers at one temperature stand."""
     return f"temperature_{temperature}"
 
 
-def measure_drafters(
+def measure_methods(
     configs: Mapping[str, EngineConfig],
     warm_up: str,
     prompts: Sequence[str],
     max_tokens: int,
     on_done: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """The result: plain decoding, and under `drafters` each of the others.
+    """The result: plain decoding, and under `methods` each of the others.
 
     Every prompt is completed by `max_tokens` tokens, whatever they are. Each temperature has
-    engines of its own, so that no drafter remembers a prompt from the other one.
+    engines of its own, so that no proposer remembers a prompt from the other one.
 
     Args:
         configs: with plain decoding under PLAIN, the first one.
@@ -85,7 +85,7 @@ def measure_drafters(
             ),
             **{key: plain[key] for key in map(temperature_key, TEMPERATURES)},
         },
-        "drafters": result,
+        "methods": result,
     }
 
 
