@@ -128,7 +128,9 @@ class Eagle3(nn.Module):
         """
         num_roots = ids_BL.shape[1] - num_drafts
         roots = torch.arange(num_roots, device=ids_BL.device)
-        layer, hidden = self.midlayer, self.fc(states.taps[:, :num_roots])
+        layer = self.midlayer
+        # Norms and sums keep the weights' precision where products run in a lower one.
+        hidden = self.fc(states.taps[:, :num_roots]).to(self.norm.weight.dtype)
         entries: list[KeysValues] = []
         logits = []
         for step in range(num_drafts):

@@ -2,6 +2,8 @@
 
 All heads read the target's last hidden state h_i, behind the final norm, and nothing of the tokens
 drafted before theirs: head s predicts token i + 2 + s (the target itself predicts token i + 1).
+A head is a residual block alone: its logits come from the target's own output matrix, which is
+neither trained nor stored.
 
 Dimension key: B sequences, L tokens in each, R roots, V vocabulary.
 """
@@ -40,27 +42,19 @@ class Medusa(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
         self.config = config
-        hidden, vocabulary, heads = (
-            config["hidden_size"],
-            config["vocab_size"],
-            config["num_heads"],
-        )
+        hidden, layers = config["hidden_size"], config["num_hidden_layers"]
         self.blocks = nn.ModuleList(
-            [ResidualBlock(hidden, config["num_hidden_layers"]) for _ in range(heads)]
-        )
-        self.lm_heads = nn.ModuleList(
-            [nn.Linear(hidden, vocabulary, bias=False) for _ in range(heads)]
+            [ResidualBlock(hidden, layers) for _ in range(config["num_heads"])]
         )
 
     def forward(self, states: TargetStates, ids_BL: Tensor, num_drafts: int) -> list[Tensor]:
         """Logits [B, R, V] of each draft, from every root 0..R-1, R = L - num_drafts."""
         hidden = states.hidden[:, : ids_BL.shape[1] - num_drafts]
-        pairs = list(zip(self.blocks, self.lm_heads, strict=True))[:num_drafts]
-        return [lm_head(block(hidden)) for block, lm_head in pairs]
+        return [F.linear(block(hidden), states.lm_head) for block in self.blocks[:num_drafts]]
 
     @classmethod
     def from_target(cls, target: LlamaForCausalLM) -> Self:
-        """Heads to train; each begins as the target's own head."""
+        """Heads to train; each begins as the identity: the target's own prediction."""
         head = cls(
             {
                 "architectures": ["MedusaModel"],
@@ -70,13 +64,11 @@ class Medusa(nn.Module):
                 "num_heads": NUM_HEADS,
                 "num_hidden_layers": 1,
                 "medusa_fc_bias": True,
+                "original_lm_head": True,
                 "torch_dtype": "bfloat16",
             }
         )
         with torch.no_grad():
-            for block, lm_head in zip(head.blocks, head.lm_heads, strict=True):
-                for layer in block.layers:
-                    layer.weight.zero_()
-                    layer.bias.zero_()
-                lm_head.weight.copy_(target.lm_head.weight)
+            for parameter in head.blocks.parameters():
+                parameter.zero_()
         return head

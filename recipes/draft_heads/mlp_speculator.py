@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 NUM_DRAFTS = 4
+INNER_SHARE = 3 / 8  # of the target's hidden size: most of a step's time is its output matrix
 EPS = 1e-6
 
 
@@ -84,15 +85,21 @@ class MlpSpeculator(nn.Module):
 
     @classmethod
     def from_target(cls, target: LlamaForCausalLM) -> Self:
-        """A head to train; tokens begin with the target's embeddings, at the scale of the paper."""
+        """A head to train, begun from the target.
+
+        The state is narrower than the target's: it begins as the part of the target's state that
+        the output matrix reads most of, tokens as the same part of their embeddings, at the scale
+        of the paper.
+        """
         hidden = target.config.hidden_size
+        inner = int(hidden * INNER_SHARE)
         head = cls(
             {
                 "architectures": ["MLPSpeculatorPreTrainedModel"],
                 "model_type": "mlp_speculator",
                 "vocab_size": target.config.vocab_size,
                 "emb_dim": hidden,
-                "inner_dim": hidden,
+                "inner_dim": inner,
                 "n_predict": NUM_DRAFTS,
                 "top_k_tokens_per_head": [1] * NUM_DRAFTS,
                 "n_candidates": 1,
@@ -103,9 +110,11 @@ class MlpSpeculator(nn.Module):
         )
         with torch.no_grad():
             parts = head.speculator
-            embedding = target.model.embed_tokens.weight
-            parts["emb"][0].weight.copy_(embedding / embedding.std() / math.sqrt(hidden))
-            for proj in parts["proj"]:
-                proj.weight.copy_(torch.eye(hidden))
-            parts["head"][0].weight.copy_(target.lm_head.weight)
+            output = target.lm_head.weight
+            directions = torch.linalg.svd(output, full_matrices=False).Vh[:inner]  # [inner, D]
+            embedding = target.model.embed_tokens.weight @ directions.T
+            parts["emb"][0].weight.copy_(embedding / embedding.std() / math.sqrt(inner))
+            parts["proj"][0].weight.copy_(directions)
+            parts["proj"][1].weight.copy_(torch.eye(inner))
+            parts["head"][0].weight.copy_(output @ directions.T)
         return head

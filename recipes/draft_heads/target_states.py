@@ -22,6 +22,7 @@ class TargetStates:
     hidden: Tensor  # [B, L, D], behind the final norm: what the target's own head reads
     logits: Tensor  # [B, L, V]
     embedding: Tensor  # [V, D], the target's input embeddings
+    lm_head: Tensor  # [V, D], the target's output matrix
 
 
 def _keep(taps: dict[int, Tensor], layer: int) -> Callable[..., None]:
@@ -48,4 +49,5 @@ def target_states(target: LlamaForCausalLM, ids_BL: Tensor) -> TargetStates:
         hidden,
         target.lm_head(hidden),
         target.model.embed_tokens.weight,
+        target.lm_head.weight,
     )

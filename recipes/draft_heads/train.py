@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from acceptance import Judge, draft_loss, measure
 from distill_drafter import PROMPT_LENGTH, continued_parts, load_target
-from heads import HEADS, new_head, write_head
+from heads import HEADS, new_head, read_head, write_head
 from target_states import target_states
 from torch import Tensor, nn
 from train_target import Muon, learning_rate_share, sample_batch
@@ -50,16 +50,18 @@ def chain_loss(
     overlap_share: float,
 ) -> Tensor:
     """Over all roots and drafts; a draft counts DEPTH_DISCOUNT times as much as the one before."""
-    states = target_states(target, ids_BL)
-    wanted_BLN = states.logits.softmax(-1)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        states = target_states(target, ids_BL)
+        drafted = head(states, ids_BL, num_drafts)
+    wanted_BLN = states.logits.float().softmax(-1)
     if head.draft_ids is not None:
         wanted_BLN = wanted_BLN[..., head.draft_ids]
     total, weights = torch.zeros(()), 0.0
-    for draft, logits in enumerate(head(states, ids_BL, num_drafts)):
+    for draft, logits in enumerate(drafted):
         wanted = wanted_BLN[:, draft + 1 : draft + 1 + logits.shape[1]]
         weight = DEPTH_DISCOUNT**draft
         total, weights = (
-            total + weight * draft_loss(logits, wanted, overlap_share),
+            total + weight * draft_loss(logits.float(), wanted, overlap_share),
             weights + weight,
         )
     return total / weights
@@ -134,6 +136,7 @@ def main() -> None:
     parser.add_argument("head", choices=list(HEADS))
     parser.add_argument("--data", type=Path, required=True, help="folder of the embedded pair")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and log")
+    parser.add_argument("--init", type=Path, help="a trained head to go on from")
     parser.add_argument("--parts", type=int, default=48, help="files of continued windows")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warmup-steps", type=int, default=20)
@@ -159,7 +162,10 @@ def main() -> None:
     rows = [torch.from_numpy(part[:JUDGED_ROWS].astype(np.int64)) for part in np.split(judged, 2)]
     judges = tuple(Judge(target, part, PROMPT_LENGTH, NUM_DRAFTS) for part in rows)
     torch.manual_seed(args.seed)
-    head = new_head(args.head, target, continuations[:, PROMPT_LENGTH:])
+    if args.init is None:
+        head = new_head(args.head, target, continuations[:, PROMPT_LENGTH:])
+    else:
+        head = read_head(args.head, args.init).requires_grad_(True).train()
     train(head, target, corpus, continuations, judges, args)
     write_head(head, args.out / "model")
 

@@ -177,9 +177,11 @@ def train(
             for group in optimizer.param_groups:
                 group["lr"] = peak * share
         ids = training_batch(corpus, continuations, step, args)
-        with torch.inference_mode():
-            wanted = target(ids, use_cache=False).logits
-        loss = distillation_loss(wanted.clone(), drafter(ids).logits)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.no_grad():
+                wanted = target(ids, use_cache=False).logits
+            drafted = drafter(ids).logits
+        loss = distillation_loss(wanted.float(), drafted.float())
         loss.backward()
         for optimizer, _ in optimizers:
             optimizer.step()
@@ -206,6 +208,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder written by corpus.py")
     parser.add_argument("--target", type=Path, required=True, help="model of train_target.py")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and log")
+    parser.add_argument("--init", type=Path, help="a trained drafter to go on from")
     parser.add_argument("--parts", type=int, default=12, help=f"of {PART_ROWS} continued windows")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warmup-steps", type=int, default=40)
@@ -228,7 +231,11 @@ def main() -> None:
         target, held_out_tokens, args.out / "continued_held_out", 1, args.seed
     )
     torch.manual_seed(args.seed)
-    drafter = LlamaForCausalLM(LlamaConfig(**DRAFTER, use_cache=False))
+    if args.init is None:
+        drafter = LlamaForCausalLM(LlamaConfig(**DRAFTER, use_cache=False))
+    else:
+        drafter = LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).train()
+        drafter.config.use_cache = False
     held_out = HeldOut(target, held_out_tokens, held_out_texts)
     train(drafter, target, corpus, continuations, held_out, args)
     drafter.to(torch.bfloat16).save_pretrained(args.out / "model")

@@ -96,7 +96,7 @@ def test_the_mlp_speculator_mixes_state_and_token_as_its_paper_says(target):
     states, tensors = target_states(target, ids), head.state_dict()
     tensors = {name.removeprefix("speculator."): value for name, value in tensors.items()}
     state_weight = 0.5 ** (0.5 / 4)
-    emb_weight = ((1 - state_weight**2) * (32 / 2)) ** 0.5
+    emb_weight = ((1 - state_weight**2) * (head.config["inner_dim"] / 2)) ** 0.5
     for row, root in [(0, 0), (1, 3), (0, 7)]:
         state = states.hidden[row, root]
         state = state / (state.square().mean() + 1e-6).sqrt() / 2**0.5
