@@ -69,7 +69,7 @@ def make_variants(
     configs = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=1)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
 
     def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
         def complete(text: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ Samples = dict[str, list[Sample]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--seeds", type=int, default=2, help="completions of each prompt")
+    parser.add_argument("--repeats", type=int, default=2, help="completions of each prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def measure(warm_up: str, prompts: Sequence[str], args: argparse.Namespace) -> Samples:
-    """Every chain and tree, prompt by prompt in turn, once a seed."""
+    """Every chain and tree, prompt by prompt in turn, as often as `repeats` says."""
     speculation: dict[str, dict[str, Any] | None] = {PLAIN: None}
     speculation |= {chain_name(length): {"num_speculative_tokens": length} for length in CHAINS}
     for shapes in TREES.values():
@@ -98,15 +98,14 @@ def measure(warm_up: str, prompts: Sequence[str], args: argparse.Namespace) -> S
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
     samples: Samples = {name: [] for name in configs}
-    with tqdm(total=args.seeds * len(configs) * (1 + len(prompts)), leave=False) as bar:
-        for seed in range(args.seeds):
-            params = SamplingParams(
-                temperature=args.temperature,
-                seed=seed,
-                max_tokens=args.max_tokens,
-                ignore_eos=True,
-                detokenize=False,
-            )
+    with tqdm(total=args.repeats * len(configs) * (1 + len(prompts)), leave=False) as bar:
+        params = SamplingParams(  # without a seed: verified as the engines are told
+            temperature=args.temperature,
+            max_tokens=args.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
+        for _ in range(args.repeats):
             found = complete_in_turn(
                 engines, warm_up, prompts, [params] * len(prompts), lambda: bar.update()
             )

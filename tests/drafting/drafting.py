@@ -1,6 +1,6 @@
 """Requests that ask for drafts, and what each should get, alone and slowly."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,6 +20,8 @@ PARAMS = [
     SamplingParams(temperature=1.0, min_p=0.05, allowed_token_ids=list(range(0, 60, 2))),
 ]
 SEEDS = [11, 12, 13, 14]
+# Requests with a seed of their own draft with the target's noise, beside others that do not.
+SEEDED: dict[str, Collection[int]] = {"none seeded": (), "all seeded": range(4), "two": (1, 3)}
 NUM_STATE_ROWS, ROW_LEN = 6, 32
 
 # (logits behind the newest token and these drafts) for each draft in turn
@@ -27,11 +29,15 @@ NextLogits = Callable[[Sequence[int]], Sequence[float]]
 
 
 def sampling_batch(
-    chosen: Sequence[int], vocab_size: int, device: str = "cpu", params: Sequence | None = None
+    chosen: Sequence[int],
+    vocab_size: int,
+    device: str = "cpu",
+    params: Sequence | None = None,
+    seeded: Collection[int] = (),
 ) -> SamplingBatch:
     params = PARAMS if params is None else params
     return SamplingBatch.from_requests(
-        [params[i] for i in chosen],
+        [replace(params[i], seed=SEEDS[i]) if i in seeded else params[i] for i in chosen],
         seeds=[SEEDS[i] for i in chosen],
         vocab_size=vocab_size,
         device=device,
@@ -71,18 +77,18 @@ def check_drafts(
     chosen: Sequence[int],
     next_logits: Sequence[NextLogits],
     *,
-    shares_noise: bool = False,
+    seeded: Collection[int] = (),
     tolerance: float = 1e-5,
 ) -> None:
     """Every request's drafts are those that it gets alone."""
     most = max(ask.num_drafts for ask in asks)
     assert made.token_ids_BK.shape == (len(asks), most)
     assert made.parents_BK is None
-    is_sampled = [not PARAMS[request].is_greedy for request in chosen]
+    is_sampled = [not PARAMS[request].is_greedy and request not in seeded for request in chosen]
     assert made.all_sampled == all(is_sampled)
     assert (made.probs_BKV is not None) == any(is_sampled)
     for row, (ask, request, logits) in enumerate(zip(asks, chosen, next_logits, strict=True)):
-        ids, probs = slow_drafts(logits, ask, request, shares_noise=shares_noise)
+        ids, probs = slow_drafts(logits, ask, request, shares_noise=request in seeded)
         padding = [-1] * (most - ask.num_drafts)
         assert made.token_ids_BK[row].tolist() == ids + padding
         if made.probs_BKV is None or made.is_sampled_BK is None:

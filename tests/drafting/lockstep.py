@@ -13,8 +13,8 @@ from scipy import stats
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.draft_sampling import draft_noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.sampling.sampler import sample_with_probs
 from outdraft.verification.draft_batch import DraftBatch
@@ -58,9 +58,9 @@ class Decoding:
     def __init__(self, params, num_requests, method="block", anchored=True):
         self.num_requests, self.verifier = num_requests, Verifier(method)
         self.anchored = anchored
-        self.invariant = method == "drafter_invariant"
         self.sampling = SamplingBatch.from_requests(
             [params] * num_requests,
+            shares_noise=method == "drafter_invariant",
             seeds=list(range(7, 7 + num_requests)),
             vocab_size=VOCAB,
             device="cpu",
@@ -94,14 +94,15 @@ class Decoding:
                 self.sampling,
             )
             anchors_B = self.num_tokens_B if self.anchored else torch.zeros_like(self.num_tokens_B)
+            purpose_B, anchors_B = draft_noise(self.sampling.shares_noise_B, anchors_B)
             last_B, probs_BV = sample_with_probs(
                 processed_BV,
                 self.sampling.seeds_B,
                 self.num_tokens_B + step,
                 self.sampling.is_greedy_B,
-                Purpose.SAMPLE if self.invariant else Purpose.DRAFT,
+                purpose_B,
                 all_greedy=False,
-                anchors_R=None if self.invariant else anchors_B,
+                anchors_R=anchors_B,
             )
             path_BK[:, step] = last_B
             probs.append(probs_BV)

@@ -158,4 +158,4 @@ def test_the_drafter_too_and_whether_it_paused_or_not(method: str, seed: int, bl
 
 
 def sampled() -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True)
+    return SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -127,7 +127,7 @@ def test_the_target_with_other_ids_accepts_everything(temperature: float, tmp_pa
         save(oracle, path)
         words(names).save(str(path / "tokenizer.json"))
     llm = engine(*paths, num_drafts=4)
-    params = SamplingParams(temperature=temperature, max_tokens=26, ignore_eos=True, seed=3)
+    params = SamplingParams(temperature=temperature, max_tokens=26, ignore_eos=True)
     run(llm, [[5, 9, 33], [40, 2], [7] * 11], params)
     stats = llm.engine.stats
     assert stats.num_draft_tokens >= 3 * 20

@@ -40,16 +40,23 @@ class TabledModel:
         return self.logits_XV[len(prefix)][number].double().softmax(0).numpy()
 
 
-def sampling_of(temperatures: Sequence[float], seeds: Sequence[int], size: int) -> SamplingBatch:
-    """Parameters of requests that differ in temperature and seed alone."""
-    kinds = sorted(set(temperatures))
+def sampling_of(
+    temperatures: Sequence[float],
+    seeds: Sequence[int],
+    size: int,
+    shares_noise: Sequence[bool] | None = None,
+) -> SamplingBatch:
+    """Parameters of requests that differ in temperature and seed alone, and in whether they share
+    their noise."""
+    each = list(zip(temperatures, shares_noise or [False] * len(temperatures), strict=True))
+    kinds = sorted(set(each))
     few = SamplingBatch.from_requests(
-        [SamplingParams(temperature=one) for one in kinds],
+        [SamplingParams(temperature=one, seed=0 if shares else None) for one, shares in kinds],
         seeds=range(len(kinds)),
         vocab_size=size,
         device="cpu",
     )
-    kind_B = torch.tensor([kinds.index(one) for one in temperatures])
+    kind_B = torch.tensor([kinds.index(one) for one in each])
     per_request = {
         field.name: getattr(few, field.name)[kind_B]
         for field in fields(few)

@@ -184,6 +184,29 @@ def test_greedy_requests_follow_the_argmax_beside_sampled_ones():
             assert emitted[1:] == [int(TARGET[last].argmax()) for last in emitted[:-1]]
 
 
+@pytest.mark.parametrize("method", ["block", "token", "lossy_typical"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_requests_with_a_seed_are_matched_beside_others_that_are_not(method, dtype, monkeypatch):
+    """Every other request brings its seed: it gets the ids of plain decoding, from drafts that
+    claim to be drawn; its neighbours get what they get among themselves."""
+    decodings = [Decoding(PLAIN, 200, method) for _ in range(3)]
+    mixed, plain, unseeded = decodings
+    is_seeded_B = torch.arange(200) % 2 == 0
+    mixed.sampling = SamplingBatch.from_requests(
+        [replace(PLAIN, seed=7 + at if at % 2 == 0 else None) for at in range(200)],
+        seeds=range(7, 207),
+        vocab_size=VOCAB,
+        device="cpu",
+    )
+    table = "tests.drafting.lockstep.TARGET"
+    monkeypatch.setattr(table, TARGET.to(dtype))  # in float64 the tensor rules are used
+    want_BL = plain.run(lambda decoding: DraftBatch.empty(decoding.num_requests, "cpu"))
+    got_BL, others_BL = (decoding.run(chains_of(3)) for decoding in (mixed, unseeded))
+    assert torch.equal(got_BL[is_seeded_B], want_BL[is_seeded_B])
+    assert torch.equal(got_BL[~is_seeded_B], others_BL[~is_seeded_B])
+    assert not torch.equal(others_BL[is_seeded_B], want_BL[is_seeded_B])
+
+
 def test_a_plain_greedy_batch_is_matched_on_its_raw_logits_with_padding_rows():
     logits_RV = torch.randn(9, VOCAB, generator=torch.Generator().manual_seed(2)).bfloat16()
     best = logits_RV.argmax(1).tolist()

@@ -76,7 +76,11 @@ class Step:
         )
         self.sampling = SamplingBatch.from_requests(
             [
-                SamplingParams(temperature=0.0 if rng.random() < 0.2 else 1.0, top_k=top_k)
+                SamplingParams(
+                    temperature=0.0 if rng.random() < 0.2 else 1.0,
+                    seed=0 if rng.random() < 0.2 else None,  # matched beside others
+                    top_k=top_k,
+                )
                 for top_k in rng.choice([0, 3], num_requests).tolist()
             ],
             seeds=rng.integers(0, 2**62, num_requests).tolist(),

@@ -134,7 +134,8 @@ class SpeculationConfig:
         sources: draft sources in priority order; empty means plain decoding.
         num_speculative_tokens: most drafts of one request in one step.
         rejection_sample_method: rule for drafts that were sampled from a known distribution.
-            `drafter_invariant` makes the output a function of the seed alone. `lossy_typical` is
+            `drafter_invariant` makes the output a function of the seed alone, as it always is of
+            requests that bring a seed: those are verified like that by any rule. `lossy_typical` is
             Medusa's typical acceptance (arXiv 2401.10774): it changes what sampled requests say.
         posterior_threshold, posterior_alpha: of `lossy_typical`: a draft is accepted where its
             probability exceeds min(threshold, alpha * exp(-entropy)).

@@ -127,6 +127,10 @@ class SamplingParams:
     logit_bias, penalties, then temperature, min_p, top_k, top_p, in this order (as in vLLM).
     Where nothing would be left, an output of a given form keeps to its form.
 
+    A request with a `seed` has the same text every time, with any drafts or none and beside any
+    other requests: its drafts are compared with the target's own choices. One without is verified
+    by the engine's `rejection_sample_method`.
+
     Raises:
         RequestError: a value is out of its range; `field` names it.
     """

@@ -1,7 +1,6 @@
 """From a loaded network to what drafts with it."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
@@ -33,30 +32,19 @@ def device_proposer(
     """
     network = config.speculation.network
     assert network is not None, "a drafter without a configuration"
-    choosing = _Choosing(
-        samples=network.samples,
-        shares_noise=config.speculation.rejection_sample_method == "drafter_invariant",
-    )
     loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
     if isinstance(loaded, MedusaHeads):
-        chains = MedusaProposer(loaded, num_seqs, **choosing)
+        chains = MedusaProposer(loaded, num_seqs, samples=network.samples)
     elif isinstance(loaded, MLPSpeculator):
-        chains = MLPSpeculatorProposer(loaded, num_seqs, **choosing)
+        chains = MLPSpeculatorProposer(loaded, num_seqs, samples=network.samples)
     else:
         place = _Place(drafter, memory, device, config.scheduler.max_num_batched_tokens)
         if network.parallel_drafting:
-            return place.parallel_proposer(network, choosing)
-        chains = place.proposer(network, choosing)
+            return place.parallel_proposer(network)
+        chains = place.proposer(network)
     if network.tree is None:
         return chains
-    return TreeProposer(chains, network.tree, **choosing)
-
-
-class _Choosing(TypedDict):
-    """How drafts are chosen, as proposers take it."""
-
-    samples: bool
-    shares_noise: bool
+    return TreeProposer(chains, network.tree, samples=network.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +56,7 @@ class _Place:
     device: torch.device
     max_rows: int
 
-    def proposer(self, network: DraftNetworkConfig, choosing: _Choosing) -> NetworkProposer:
+    def proposer(self, network: DraftNetworkConfig) -> NetworkProposer:
         """Reads its own drafts."""
         loaded = self.drafter.network
         if isinstance(loaded, EagleNetwork):
@@ -76,11 +64,11 @@ class _Place:
         else:
             assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
             drafting = LanguageModelNetwork(loaded)
-        return NetworkProposer(drafting, self._cache(), self.max_rows, network.source, **choosing)
+        return NetworkProposer(
+            drafting, self._cache(), self.max_rows, network.source, samples=network.samples
+        )
 
-    def parallel_proposer(
-        self, network: DraftNetworkConfig, choosing: _Choosing
-    ) -> ParallelDraftProposer:
+    def parallel_proposer(self, network: DraftNetworkConfig) -> ParallelDraftProposer:
         """Reads mask tokens."""
         loaded, mask = self.drafter.network, self.drafter.mask_token_id
         if mask is None:
@@ -95,7 +83,7 @@ class _Place:
             assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
             drafting, masks = LanguageModelNetwork(loaded), MaskTokens(mask)
         return ParallelDraftProposer(
-            drafting, self._cache(), self.max_rows, network.source, masks, **choosing
+            drafting, self._cache(), self.max_rows, network.source, masks, samples=network.samples
         )
 
     def _features(self) -> FeatureCache:

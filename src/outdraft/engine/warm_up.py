@@ -16,7 +16,7 @@ def warm_up(engine: Engine) -> None:
     prompt = [token_id % engine.inputs.vocab_size for token_id in range(size)]
     for temperature in (0.0, 1.0):
         params = SamplingParams(
-            temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False, seed=0
+            temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False
         )
         engine.add_request("warm-up", prompt, params)
         for _ in range(NUM_STEPS):

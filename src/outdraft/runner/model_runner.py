@@ -130,6 +130,7 @@ class ModelRunner:
                 seeds=[request.seed for request in requests],
                 vocab_size=self.model.config.vocab_size,
                 device=self.device,
+                shares_noise=self.verifier.method == "drafter_invariant",
                 bad_words=[request.bad_words_ids for request in requests],
                 stop_ids=[sorted(request.stop_token_ids) for request in requests],
             )
@@ -148,8 +149,6 @@ class ModelRunner:
             sampling = self._sampling_batch([works[i].request for i in asked])
         asks = [draft_ask(works[i]) for i in asked]
         made = self.drafter.propose(asks, self.state.token_ids_SL, sampling)
-        keeps_probs = self.verifier.method != "drafter_invariant"
-        made = made if keeps_probs else made.without_probs()
         return with_model_drafts(drafts, works, asked, made)
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:

@@ -64,12 +64,16 @@ class SamplingBatch:
         seeds_B: int64; key of the request's noise.
         temperature_B: float32; 1 for greedy requests.
         is_greedy_B: bool.
+        shares_noise_B: bool; the request is not greedy, and its drafts are drawn with the noise of
+            the target's own choices and matched with these, so that its ids depend on no draft.
         top_k_B: int64 in [1, vocab_size]; vocab_size: off.
         top_p_B, min_p_B: float32; 1 and 0: off.
         repetition_B, presence_B, frequency_B: float32 penalties; 1, 0 and 0: off.
         min_tokens_B: int64.
         stops: the tokens that min_tokens forbids.
         has_grammar: some request's output keeps to a grammar: what it allows comes with each step.
+        any_shares_noise: some of `shares_noise_B` is true.
+        any_draws: some of `draws_B` is true.
         max_top_k: largest top_k in use, 0 when no sampled request has one.
     """
 
@@ -77,6 +81,7 @@ class SamplingBatch:
     seeds_B: Tensor
     temperature_B: Tensor
     is_greedy_B: Tensor
+    shares_noise_B: Tensor
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
@@ -90,6 +95,8 @@ class SamplingBatch:
     bias: TokenValues | None
     all_greedy: bool
     any_greedy: bool
+    any_shares_noise: bool
+    any_draws: bool
     has_grammar: bool
     needs_penalties: bool
     needs_min_p: bool
@@ -104,6 +111,7 @@ class SamplingBatch:
         seeds: Sequence[int],
         vocab_size: int,
         device: torch.device | str,
+        shares_noise: bool = False,
         bad_words: Sequence[Sequence[Sequence[int]]] | None = None,
         stop_ids: Sequence[Sequence[int]] | None = None,
     ) -> "SamplingBatch":
@@ -113,12 +121,18 @@ class SamplingBatch:
 
         Args:
             seeds: the resolved seed of each request.
+            shares_noise: of all requests that are not greedy; False: of those with a seed of their
+                own.
             bad_words: token id sequences of each request's bad words, none of them empty.
             stop_ids: end-of-sequence and stop tokens of each request, for min_tokens.
         """
         sampled = [one for one in params if not one.is_greedy]
+        shares = [not one.is_greedy and (shares_noise or one.seed is not None) for one in params]
         top_ks = [_top_k(one, vocab_size) for one in params]
-        ints_CB = _columns([_ints(one, vocab_size) for one in params], np.int64, device)
+        ints = [
+            (*_ints(one, vocab_size), int(share)) for one, share in zip(params, shares, strict=True)
+        ]
+        ints_CB = _columns(ints, np.int64, device)
         floats_CB = _columns([_floats(one) for one in params], np.float32, device)
         stop_sets = [
             ids if one.min_tokens > 0 else ()
@@ -130,6 +144,7 @@ class SamplingBatch:
             top_k_B=ints_CB[0],
             min_tokens_B=ints_CB[1],
             is_greedy_B=ints_CB[2] != 0,
+            shares_noise_B=ints_CB[3] != 0,
             temperature_B=floats_CB[0],
             top_p_B=floats_CB[1],
             min_p_B=floats_CB[2],
@@ -142,6 +157,8 @@ class SamplingBatch:
             bias=_token_values([one.logit_bias or {} for one in params], device),
             all_greedy=not sampled,
             any_greedy=len(sampled) < len(params),
+            any_shares_noise=any(shares),
+            any_draws=len(sampled) > sum(shares),
             has_grammar=any(one.structured is not None for one in params),
             needs_penalties=any(one.has_penalties for one in params),
             needs_min_p=any(one.min_p > 0 for one in sampled),
@@ -152,6 +169,16 @@ class SamplingBatch:
     @property
     def num_requests(self) -> int:
         return self.seeds_B.shape[0]
+
+    @property
+    def draws_B(self) -> Tensor:
+        """bool; the request's drafts may be drawn with noise of their own, from probabilities that
+        verification is told."""
+        return ~(self.is_greedy_B | self.shares_noise_B)
+
+    @property
+    def all_draw(self) -> bool:
+        return not (self.any_greedy or self.any_shares_noise)
 
     @property
     def needs_history(self) -> bool:

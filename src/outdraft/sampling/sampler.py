@@ -20,7 +20,7 @@ def choose(
     seeds_R: Tensor,
     positions_R: Tensor,
     is_greedy_R: Tensor,
-    purpose: Purpose,
+    purpose: Tensor | Purpose,
     *,
     all_greedy: bool,
     anchors_R: Tensor | None = None,
@@ -29,8 +29,10 @@ def choose(
 
     Args:
         positions_R: int64 text positions of the tokens to be chosen.
+        purpose: of all rows, or int64 [R].
         all_greedy: known on the host: no noise is needed.
-        anchors_R: committed tokens when the step began; required for Purpose.DRAFT.
+        anchors_R: committed tokens when the step began; required for Purpose.DRAFT, 0 in rows of
+            Purpose.SAMPLE.
     """
     if all_greedy:
         return processed_RV.argmax(1)
@@ -50,7 +52,7 @@ def sample_with_probs(
     seeds_R: Tensor,
     positions_R: Tensor,
     is_greedy_R: Tensor,
-    purpose: Purpose,
+    purpose: Tensor | Purpose,
     *,
     all_greedy: bool,
     anchors_R: Tensor | None = None,
@@ -79,9 +81,11 @@ def sample_with_probs(
     return chosen_R, torch.softmax(processed_RV, dim=1, dtype=torch.float32)
 
 
-def _check(purpose: Purpose, anchors_R: Tensor | None) -> None:
-    if anchors_R is None and purpose in (Purpose.DRAFT, Purpose.ACCEPT):
-        raise ValueError(f"noise of purpose {purpose.name} needs anchors")
+def _check(purpose: Tensor | Purpose, anchors_R: Tensor | None) -> None:
+    if anchors_R is not None or purpose is Purpose.SAMPLE or purpose is Purpose.RECOVER:
+        return
+    name = purpose.name if isinstance(purpose, Purpose) else "of each row"
+    raise ValueError(f"noise of purpose {name} needs anchors")
 
 
 def _keys_cpu(
@@ -89,10 +93,10 @@ def _keys_cpu(
     seeds_R: Tensor,
     positions_R: Tensor,
     is_greedy_R: Tensor,
-    purpose: Purpose,
+    purpose: Tensor | Purpose,
     anchors_R: Tensor | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
-    """Logits, seeds, positions, anchors, is_greedy and purpose for the kernels."""
+) -> tuple[np.ndarray, ...]:
+    """Logits, seeds, positions, anchors, is_greedy and purposes for the kernels."""
     return (
         processed_RV.contiguous().numpy(),
         np.ascontiguousarray(seeds_R.numpy()),
@@ -101,5 +105,7 @@ def _keys_cpu(
         if anchors_R is None
         else np.ascontiguousarray(anchors_R.numpy()),
         np.ascontiguousarray(is_greedy_R.numpy()),
-        int(purpose),
+        np.ascontiguousarray(purpose.numpy())
+        if isinstance(purpose, Tensor)
+        else np.full(len(seeds_R), int(purpose)),
     )

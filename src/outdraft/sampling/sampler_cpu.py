@@ -21,7 +21,7 @@ def choose_row(logits_V, seed, position, anchor, is_greedy, purpose):
 
 
 @njit(cache=True, nogil=True)
-def choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose, ids_R) -> None:
+def choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purposes_R, ids_R) -> None:
     """Write the argmax of greedy rows, a sample of the others; float32, int64 and bool."""
     for row in range(logits_RV.shape[0]):
         ids_R[row] = choose_row(
@@ -30,15 +30,15 @@ def choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose
             positions_R[row],
             anchors_R[row],
             is_greedy_R[row],
-            purpose,
+            purposes_R[row],
         )
 
 
 @njit(cache=True, nogil=True)
 def choose_rows_with_probs(
-    logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose, ids_R, probs_RV
+    logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purposes_R, ids_R, probs_RV
 ) -> None:
     """`choose_rows`, and the softmax of every row."""
-    choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purpose, ids_R)
+    choose_rows(logits_RV, seeds_R, positions_R, anchors_R, is_greedy_R, purposes_R, ids_R)
     for row in range(logits_RV.shape[0]):
         softmax(logits_RV[row], probs_RV[row])

@@ -51,14 +51,14 @@ _RULES = {"block": Rule.BLOCK, "token": Rule.TOKEN, "drafter_invariant": Rule.MA
 class Verifier:
     """Verifies the drafts of a step. Stateless: the same arguments give the same verdict.
 
-    Greedy requests and deterministic drafts are matched with the target's own choices. Drafts
-    with sampled rows are verified by `method`: "block" (accepts more) and "token" are rejection
-    sampling, exact in distribution; trees are verified as "block" says, whatever the method.
-    "drafter_invariant" matches everything, for proposers that draw with SAMPLE noise on purpose,
-    so that ids do not depend on any draft.
+    Matched with the target's own choices are greedy requests, deterministic drafts, and requests
+    that share their noise (`SamplingBatch.shares_noise_B`), whatever `method` says: their ids
+    depend on no draft. The other drafts with sampled rows are verified by `method`: "block"
+    (accepts more) and "token" are rejection sampling, exact in distribution; trees are verified as
+    "block" says, whatever the method. "drafter_invariant" matches everything.
 
     "lossy_typical" is NOT exact: it keeps what the target finds plausible, in all requests but
-    the greedy ones; see `TypicalAcceptance`.
+    those that are greedy or share their noise; see `TypicalAcceptance`.
     """
 
     def __init__(self, method: VerifyMethod, typical: TypicalAcceptance | None = None) -> None:
@@ -97,24 +97,24 @@ class Verifier:
         rule = _RULES[self.method] if drafts.any_sampled else Rule.MATCH
         if is_compiled_for(processed_RV):
             return verify_cpu(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
-        if rule == Rule.MATCH or sampling.all_greedy:
+        if rule == Rule.MATCH or not sampling.any_draws:
             return _match(step)
         if drafts.sampled_trees:
             verified = verify_tree(step.processed_RV, drafts, step.coins(), step.draw)
         else:
             verified = _reject(step, block_verify if rule == Rule.BLOCK else rejection_sample)
-        if drafts.all_sampled and not sampling.any_greedy:
+        if drafts.all_sampled and sampling.all_draw:
             return verified
         is_sampled_B = (drafts.is_sampled_BN & drafts.is_draft_BN).any(1)
-        return _merge(is_sampled_B & ~sampling.is_greedy_B, verified, _match(step))
+        return _merge(is_sampled_B & sampling.draws_B, verified, _match(step))
 
     def _keep_typical(self, step: "_Step") -> Verdict:
-        if step.drafts.width == 0 or step.sampling.all_greedy:
+        if step.drafts.width == 0 or not step.sampling.any_draws:
             return _match(step)
         kept = verify_typical(step.processed_RV, step.drafts, self._typical, step.draw)
-        if not step.sampling.any_greedy:
+        if step.sampling.all_draw:
             return kept
-        return _merge(step.sampling.is_greedy_B, _match(step), kept)
+        return _merge(step.sampling.draws_B, kept, _match(step))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _NO_PROBS = np.empty((0, 0, 0), dtype=np.float32)
 
 
 class Rule(IntEnum):
-    """How drafts with sampled rows are verified in sampled requests; all others are matched.
+    """How drafts with sampled rows are verified, of requests that draw; all others are matched.
 
     BLOCK is traversal verification, which is block verification where a tree is a chain. TOKEN is
     a rule of chains: trees are verified by BLOCK then.
@@ -71,6 +71,7 @@ def verify_cpu(
         np.ascontiguousarray(probs_BNV),
         np.ascontiguousarray(drafts.is_sampled_BN.numpy()),
         np.ascontiguousarray(sampling.is_greedy_B.numpy()),
+        np.ascontiguousarray(sampling.draws_B.numpy()),
         np.ascontiguousarray(sampling.seeds_B.numpy()),
         np.ascontiguousarray(num_tokens_B.numpy()),
         int(rule),
@@ -145,6 +146,7 @@ def _verify(
     probs_BNV,
     is_sampled_BN,
     is_greedy_B,
+    draws_B,
     seeds_B,
     num_tokens_B,
     rule,
@@ -165,7 +167,7 @@ def _verify(
         drafted_N, parents_N = drafted_BN[b, :num_drafts], parents_BN[b, :num_drafts]
         is_sampled_N = is_sampled_BN[b, :num_drafts]
         emitted_N1, rows_N = token_ids_BN1[b], rows_BN[b]
-        if rule == _MATCH or is_greedy_B[b] or not np.any(is_sampled_N):
+        if rule == _MATCH or not draws_B[b] or not np.any(is_sampled_N):
             num_emitted_B[b] = match_tree(
                 rows_NV,
                 drafted_N,

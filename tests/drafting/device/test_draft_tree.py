@@ -33,7 +33,7 @@ WIDE_ROOT = TreeTemplate.parse("[(0,), (1,), (2,), (3,), (0, 0), (1, 0), (1, 1),
 
 
 def build(
-    shape, model, temperatures, *, num_rows=None, seeds=None, samples=True, shares_noise=False
+    shape, model, temperatures, *, num_rows=None, seeds=None, samples=True, shares_noise=None
 ):
     """(drafts, levels) of one tree per temperature."""
     num_requests = len(temperatures)
@@ -42,9 +42,8 @@ def build(
         shape,
         [shape.num_rows] * num_requests if num_rows is None else num_rows,
         torch.full((num_requests,), 100),
-        sampling_of(temperatures, seeds, model.vocab_size),
+        sampling_of(temperatures, seeds, model.vocab_size, shares_noise),
         samples=samples,
-        shares_noise=shares_noise,
     )
     levels = grow(builder, model, num_requests)
     return builder.finish(), levels
@@ -135,13 +134,20 @@ def test_the_rows_of_a_level_see_what_they_continue(batch):
             assert ids == drafts.token_ids_BK[b].tolist()
 
 
-@settings(max_examples=30, deadline=None)
-@given(batches())
-def test_a_tree_does_not_depend_on_the_rest_of_the_batch(batch):
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.lists(st.booleans(), min_size=4, max_size=4))
+def test_a_tree_does_not_depend_on_the_rest_of_the_batch(batch, shares_noise):
+    """Of requests that are greedy, draw, or share the target's noise."""
     shape, model, temperatures, num_rows = batch
-    together, _ = build(shape, model, temperatures, num_rows=num_rows)
+    shares_noise = shares_noise[: len(temperatures)]
+    together, _ = build(shape, model, temperatures, num_rows=num_rows, shares_noise=shares_noise)
     for b, temperature in enumerate(temperatures):
-        alone, _ = build(shape, model, [temperature], num_rows=[num_rows[b]], seeds=[b])
+        one = {"num_rows": [num_rows[b]], "seeds": [b], "shares_noise": [shares_noise[b]]}
+        alone, _ = build(shape, model, [temperature], **one)
+        draws = temperature > 0 and not shares_noise[b]
+        assert (alone.is_sampled_BK is not None) == draws
+        if together.is_sampled_BK is not None:
+            assert draws or not together.is_sampled_BK[b].any()
         count = num_rows[b]
         for name in ("token_ids_BK", "parents_BK"):
             assert torch.equal(getattr(together, name)[b, :count], getattr(alone, name)[0, :count])
@@ -366,7 +372,7 @@ def with_swapped_first_rows(drafts):
 @pytest.mark.parametrize("shape", [TreeShape((2, 3, 2)), TEMPLATE])
 def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
     model, num_requests = TabledModel(5, 8, 3), 50
-    drafts, _ = build(shape, model, [1.0] * num_requests, shares_noise=True)
+    drafts, _ = build(shape, model, [1.0] * num_requests, shares_noise=[True] * num_requests)
     assert drafts.is_sampled_BK is None
     seeds_B = torch.arange(num_requests)
     row_B, prefix_B = torch.zeros(num_requests).long(), torch.zeros(num_requests).long()

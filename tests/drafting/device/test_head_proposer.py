@@ -1,6 +1,6 @@
 """Drafts of Medusa heads and MLP speculators against their slow twins, request by request."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
-from tests.drafting.drafting import NUM_STATE_ROWS, check_drafts, sampling_batch, texts
+from tests.drafting.drafting import NUM_STATE_ROWS, SEEDED, check_drafts, sampling_batch, texts
 from tests.models.head_checkpoints import (
     VOCAB,
     medusa_config,
@@ -61,9 +61,9 @@ class Drafter:
             self.heads = load_mlp_speculator(path, target, torch.float32, "cpu")
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
-    def proposer(self, *, samples: bool = True, shares_noise: bool = False) -> Proposer:
+    def proposer(self, *, samples: bool = True) -> Proposer:
         kind = MedusaProposer if self.kind == "medusa" else MLPSpeculatorProposer
-        proposer = kind(self.heads, NUM_STATE_ROWS, samples=samples, shares_noise=shares_noise)
+        proposer = kind(self.heads, NUM_STATE_ROWS, samples=samples)
         proposer.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
         return proposer
 
@@ -140,17 +140,17 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("shares_noise", [False, True])
-def test_every_request_gets_what_it_gets_alone(batch: str, shares_noise: bool, drafter: Drafter):
+@pytest.mark.parametrize("seeded", SEEDED.values(), ids=SEEDED)
+def test_every_request_gets_what_it_gets_alone(
+    batch: str, seeded: Collection[int], drafter: Drafter
+):
     """Ids, and the probabilities of the processed logits that they were drawn from."""
     chosen, drafts = BATCHES[batch]
     asks = asks_for(chosen, drafts)
 
-    made = drafter.proposer(shares_noise=shares_noise).propose(
-        asks, TEXTS_SL, sampling_batch(chosen, VOCAB)
-    )
+    made = drafter.proposer().propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB, seeded=seeded))
 
-    check(drafter, made, asks, chosen, shares_noise=shares_noise)
+    check(drafter, made, asks, chosen, seeded=seeded)
 
 
 @given(data=st.data())

@@ -1,7 +1,7 @@
 """Parallel drafting against a dense pass over the whole text and its mask tokens."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
-from tests.drafting.drafting import check_drafts, sampling_batch, texts
+from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
 from tests.reference.parallel import draft_logits
 
@@ -79,7 +79,7 @@ class Pair:
             max_rows,
             DraftSource.MODEL,
             MaskTokens(MASK),
-            **{"samples": True, "shares_noise": False, **options},
+            **{"samples": True, **options},
         )
 
     def check(
@@ -146,18 +146,18 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("shares_noise", [False, True])
+@pytest.mark.parametrize("seeded", SEEDED.values(), ids=SEEDED)
 def test_every_request_gets_what_a_dense_pass_over_its_masks_says(
-    batch: str, shares_noise: bool, pair: Pair
+    batch: str, seeded: Collection[int], pair: Pair
 ):
     """Ids, and the probabilities of the processed logits that they were drawn from."""
     chosen, lengths, drafts = BATCHES[batch]
     asks = asks_for(chosen, lengths, drafts)
-    proposer = pair.proposer(shares_noise=shares_noise)
+    proposer = pair.proposer()
 
-    made = proposer.propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB))
+    made = proposer.propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB, seeded=seeded))
 
-    pair.check(made, asks, chosen, shares_noise=shares_noise)
+    pair.check(made, asks, chosen, seeded=seeded)
     assert proposer.network.num_rows == [sum(lengths) + sum(drafts) - len(drafts)]
 
 
@@ -258,7 +258,6 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
         DraftSource.EAGLE3,
         MaskTokens(MASK, state_D, features),
         samples=True,
-        shares_noise=False,
     )
     [ask] = asks_for([0], [7], [3], computed=[4])
 

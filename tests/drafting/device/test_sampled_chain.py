@@ -29,6 +29,12 @@ KINDS = {
         SamplingParams(temperature=1.0),
         SamplingParams(temperature=0.5),
     ],
+    "all seeded": [SamplingParams(temperature=1.0, seed=i) for i in (5, 6, 7)],
+    "some seeded": [
+        SamplingParams(temperature=1.0, seed=5),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=0.0, seed=7),
+    ],
     "allowed and biased": [
         SamplingParams(temperature=1.0, allowed_token_ids=list(range(0, 60, 2))),
         SamplingParams(temperature=1.0, logit_bias={3: 4.0}),
@@ -44,9 +50,7 @@ def network(
     return small_network(request.param, NUM_BLOCKS, tmp_path_factory.mktemp("checkpoint"))
 
 
-def drafts(
-    network: tuple[DraftNetwork, KVCache], kind: str, num_requests: int, shares_noise: bool
-) -> ModelDrafts:
+def drafts(network: tuple[DraftNetwork, KVCache], kind: str, num_requests: int) -> ModelDrafts:
     drafting, cache = network
     generator = torch.Generator().manual_seed(2)
     texts_SL = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
@@ -60,21 +64,17 @@ def drafts(
         vocab_size=VOCABULARY,
         device="cpu",
     )
-    proposer = NetworkProposer(
-        drafting, cache, 100, DraftSource.EAGLE3, samples=True, shares_noise=shares_noise
-    )
+    proposer = NetworkProposer(drafting, cache, 100, DraftSource.EAGLE3, samples=True)
     with torch.inference_mode():
         return proposer.propose(asks, texts_SL, sampling)
 
 
-@pytest.mark.parametrize("shares_noise", [False, True])
 @pytest.mark.parametrize("num_requests", [1, 3])
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_it_is_the_chain_of_single_passes(
     network: tuple[DraftNetwork, KVCache],
     kind: str,
     num_requests: int,
-    shares_noise: bool,
     monkeypatch: pytest.MonkeyPatch,
 ):
     calls: list[object] = []
@@ -82,12 +82,12 @@ def test_it_is_the_chain_of_single_passes(
     monkeypatch.setattr(
         network_proposer, "draw_chain_cpu", lambda *args: calls.append(args) or draw(*args)
     )
-    mine = drafts(network, kind, num_requests, shares_noise)
+    mine = drafts(network, kind, num_requests)
     is_compiled = kind != "allowed and biased" and (kind, num_requests) != ("some greedy", 1)
     assert len(calls) == is_compiled
 
     monkeypatch.setattr(type(network[0]), "compiled_chain", lambda *_: None)
-    other = drafts(network, kind, num_requests, shares_noise)
+    other = drafts(network, kind, num_requests)
 
     assert torch.equal(mine.token_ids_BK, other.token_ids_BK)
     assert mine.all_sampled == other.all_sampled

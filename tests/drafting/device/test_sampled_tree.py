@@ -33,6 +33,7 @@ TEMPLATES = [
 MOST_TOKENS, MOST_ROWS, MOST_REQUESTS = 17, 25, 3
 BLOCKS_EACH = -(-(MOST_TOKENS + MOST_ROWS) // BLOCK_SIZE)
 DRAWN = SamplingParams(temperature=1.0)
+SEEDED = SamplingParams(temperature=1.0, seed=3)  # drafted with the target's noise
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,6 @@ class Case:
     num_rows: Sequence[int]
     seed: int = 0
     samples: bool = True
-    shares_noise: bool = False
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -73,10 +73,10 @@ def propose(network: Network, case: Case) -> tuple[ModelDrafts, list[Tensor]]:
         vocab_size=VOCABULARY,
         device="cpu",
     )
-    choosing = {"samples": case.samples, "shares_noise": case.shares_noise}
-    chains = NetworkProposer(drafting, cache, 100, DraftSource.EAGLE3, **choosing)
+    chains = NetworkProposer(drafting, cache, 100, DraftSource.EAGLE3, samples=case.samples)
+    trees = TreeProposer(chains, case.shape, samples=case.samples)
     with torch.inference_mode():
-        drafts = TreeProposer(chains, case.shape, **choosing).propose(asks, texts_SL, sampling)
+        drafts = trees.propose(asks, texts_SL, sampling)
     return drafts, [x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC)]
 
 
@@ -176,7 +176,8 @@ WIDE = TreeShape((22, 2))  # three of its first levels are more rows than a comp
         ({"params": [DRAWN, SamplingParams(temperature=1.0, logit_bias={3: 4.0})]}, False),
         ({"params": [SamplingParams(temperature=1.0, allowed_token_ids=[1, 2, 5])]}, False),
         ({"params": [SamplingParams(temperature=1.0, presence_penalty=1.0)]}, True),
-        ({"shares_noise": True}, False),
+        ({"params": [SEEDED]}, False),
+        ({"params": [DRAWN, SEEDED, DRAWN]}, False),
         ({"samples": False}, False),
     ],
     ids=str,

@@ -25,7 +25,6 @@ def sample_drafts(
     positions_R: Tensor,
     anchors_R: Tensor,
     sampling: SamplingBatch,
-    purpose: Purpose,
 ) -> tuple[Tensor, Tensor]:
     """A draft for each row, int64 [R], and float32 [R, V] what it was drawn from.
 
@@ -36,8 +35,8 @@ def sample_drafts(
         positions_R: int64, text positions of the drafts.
         anchors_R: int64, committed tokens of each row's request.
         sampling: of the requests, as `drafting_parameters` leaves it.
-        purpose: DRAFT; SAMPLE to choose with the target's own noise.
     """
+    purpose_R, anchors_R = draft_noise(sampling.shares_noise_B[request_R], anchors_R)
     nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
     paths = Paths(None, nothing_B, nothing_B, None)
     return sample_with_probs(
@@ -45,7 +44,17 @@ def sample_drafts(
         sampling.seeds_B[request_R],
         positions_R,
         sampling.is_greedy_B[request_R],
-        purpose,
+        purpose_R,
         all_greedy=sampling.all_greedy,
-        anchors_R=anchors_R if purpose is Purpose.DRAFT else None,
+        anchors_R=anchors_R,
     )
+
+
+def draft_noise(shares_noise_R: Tensor, anchors_R: Tensor) -> tuple[Tensor, Tensor]:
+    """Purpose and anchor of the noise that drafts are drawn with, int64 [R] each.
+
+    Rows that share their noise have that of the target's own choice at their position, the others
+    have noise of their own. `anchors_R`: committed tokens.
+    """
+    purpose_R = torch.where(shares_noise_R, int(Purpose.SAMPLE), int(Purpose.DRAFT))
+    return purpose_R, anchors_R.masked_fill(shares_noise_R, 0)

@@ -58,7 +58,7 @@ class TreeBuilder:
     """Grows one tree for every request.
 
     Requests of temperature 0 get the likeliest tokens, others draws without replacement (see
-    `drawn_tree`). With `shares_noise` these get the tokens that the target itself would
+    `drawn_tree`). Requests that share their noise get the tokens that the target itself would
     likeliest choose with its noise if it had the drafter's logits: matched with the target's own
     choices, so that the output does not depend on them.
     """
@@ -71,25 +71,25 @@ class TreeBuilder:
         sampling: SamplingBatch,
         *,
         samples: bool,
-        shares_noise: bool,
     ) -> None:
         """
         Args:
             num_rows: of each request; at most the shape's.
             num_tokens_B: int64, committed tokens.
             sampling: the requests' parameters; the logits are processed with them already.
-            samples: draw drafts from the network's distribution.
-            shares_noise: choose with the target's own noise instead.
+            samples: draw drafts from the network's distribution; False: all requests get the
+                likeliest tokens.
         """
         self.depth = shape.depth
         self._levels = shape.levels
         self._num_tokens_B = num_tokens_B
         self._sampling = sampling
-        self._shares_noise = shares_noise and not sampling.all_greedy
+        self._shares_noise = samples and sampling.any_shares_noise
+        self._is_ranked_B1 = ~sampling.draws_B[:, None]
         self._num_rows_B = None
         if min(num_rows) < shape.num_rows:
             (self._num_rows_B,) = to_device([np.array(num_rows)], num_tokens_B.device)
-        draws = samples and not shares_noise and not sampling.all_greedy
+        draws = samples and sampling.any_draws
         template = shape if isinstance(shape, TreeTemplate) else None
         self._drawn: DrawnTrees | None = None
         self._ranked: BestFirstTrees | TemplateTrees | None = None
@@ -97,7 +97,7 @@ class TreeBuilder:
             self._drawn = DrawnTrees(
                 shape.levels, template, self._num_rows_B, num_tokens_B, sampling
             )
-        if not draws or sampling.any_greedy:
+        if not draws or not sampling.all_draw:
             if template is None:
                 self._ranked = BestFirstTrees(shape.levels)
             else:
@@ -122,7 +122,7 @@ class TreeBuilder:
         """The trees; what is past a request's number of rows is -1."""
         drawn = self._drawn.finish() if self._drawn is not None else None
         ranked = self._ranked.finish() if self._ranked is not None else None
-        drafts = _merged(drawn, ranked, self._sampling.is_greedy_B[:, None])
+        drafts = _merged(drawn, ranked, self._is_ranked_B1)
         if self._num_rows_B is None:
             return drafts
         places_K = torch.arange(drafts.token_ids_BK.shape[1], device=self._num_rows_B.device)
@@ -132,16 +132,15 @@ class TreeBuilder:
     def _add(self, logits_BEV: Tensor) -> None:
         above = self._frontier
         depth = 1 if above is None else above.depth + 1
-        if self._shares_noise:
-            logits_BEV = self._with_noise(logits_BEV, depth)
+        ranked_BEV = self._with_noise(logits_BEV, depth) if self._shares_noise else logits_BEV
         chosen = [
-            trees.start(logits_BEV[:, 0]) if above is None else trees.extend(logits_BEV)
-            for trees in (self._drawn, self._ranked)
+            trees.start(values_BEV[:, 0]) if above is None else trees.extend(values_BEV)
+            for trees, values_BEV in ((self._drawn, logits_BEV), (self._ranked, ranked_BEV))
             if trees is not None
         ]
         rows = chosen[0]
         if len(chosen) == 2:
-            rows = _chosen_by(self._sampling.is_greedy_B[:, None], chosen[1], rows)
+            rows = _chosen_by(self._is_ranked_B1, chosen[1], rows)
         first_row = 0 if above is None else above.first_row + self._levels[depth - 2]
         places_F = torch.arange(self._levels[depth - 1], device=logits_BEV.device)
         own_BF = (1 << (places_F + first_row)).expand_as(rows.origins_BF)
@@ -150,7 +149,8 @@ class TreeBuilder:
         self._frontier = Frontier(rows.token_ids_BF, rows.origins_BF, own_BF, depth, first_row)
 
     def _with_noise(self, logits_BEV: Tensor, depth: int) -> Tensor:
-        """Logits plus the noise of the target's choice at this depth, the same behind all nodes."""
+        """Logits plus the noise of the target's choice at this depth, the same behind all nodes,
+        where a request shares its noise."""
         sampling = self._sampling
         noise_BV = noise.gumbel(
             sampling.seeds_B,
@@ -158,8 +158,8 @@ class TreeBuilder:
             Purpose.SAMPLE,
             logits_BEV.shape[2],
         )
-        is_greedy_B11 = sampling.is_greedy_B[:, None, None]
-        return torch.where(is_greedy_B11, logits_BEV, logits_BEV + noise_BV[:, None])
+        shares_B11 = sampling.shares_noise_B[:, None, None]
+        return torch.where(shares_B11, logits_BEV + noise_BV[:, None], logits_BEV)
 
 
 def _chosen_by(takes_first_B1: Tensor, first: NewRows, second: NewRows) -> NewRows:
@@ -170,7 +170,7 @@ def _chosen_by(takes_first_B1: Tensor, first: NewRows, second: NewRows) -> NewRo
 
 
 def _merged(
-    drawn: DrawnRows | None, ranked: tuple[Tensor, Tensor] | None, is_greedy_B1: Tensor
+    drawn: DrawnRows | None, ranked: tuple[Tensor, Tensor] | None, is_ranked_B1: Tensor
 ) -> ModelDrafts:
     """The drafts of both kinds of requests."""
     if drawn is None:
@@ -178,9 +178,9 @@ def _merged(
         return ModelDrafts(*ranked)
     token_ids_BK, parents_BK, is_drawn_BK = drawn.token_ids_BK, drawn.parents_BK, drawn.is_drawn_BK
     if ranked is not None:
-        token_ids_BK = torch.where(is_greedy_B1, ranked[0], token_ids_BK)
-        parents_BK = torch.where(is_greedy_B1, ranked[1], parents_BK)
-        is_drawn_BK = is_drawn_BK & ~is_greedy_B1
+        token_ids_BK = torch.where(is_ranked_B1, ranked[0], token_ids_BK)
+        parents_BK = torch.where(is_ranked_B1, ranked[1], parents_BK)
+        is_drawn_BK = is_drawn_BK & ~is_ranked_B1
     return ModelDrafts(
         token_ids_BK,
         parents_BK,

@@ -34,7 +34,6 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 
 
 class LastHidden:
@@ -138,13 +137,11 @@ class _HeadProposer:
         source: DraftSource,
         *,
         samples: bool,
-        shares_noise: bool,
     ) -> None:
         self.drafting = ModelDrafting(source, max_kept=0)
         self.max_drafts = heads.num_heads
         self._last = LastHidden(num_state_rows, hidden_size, heads.dtype, heads.device)
         self._samples = samples
-        self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
 
     def keep(self, states: TargetStates) -> None:
         """The target has computed these."""
@@ -154,18 +151,14 @@ class _HeadProposer:
 class MedusaProposer(_HeadProposer):
     """Drafts chains of which every token is drawn without a look at the ones before it."""
 
-    def __init__(
-        self, heads: MedusaHeads, num_state_rows: int, *, samples: bool, shares_noise: bool
-    ) -> None:
-        """`samples`: draw drafts from the heads' distributions instead of taking the best.
-        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+    def __init__(self, heads: MedusaHeads, num_state_rows: int, *, samples: bool) -> None:
+        """`samples`: draw drafts from the heads' distributions instead of taking the best."""
         super().__init__(
             heads,
             heads.config.hidden_size,
             num_state_rows,
             DraftSource.MEDUSA,
             samples=samples,
-            shares_noise=shares_noise,
         )
         self.heads = heads
 
@@ -205,7 +198,6 @@ class MedusaProposer(_HeadProposer):
             positions_BK.flatten(),
             batch.num_tokens_B.repeat_interleave(num_drafts),
             sampling,
-            self._purpose,
         )
         return sampled_chains(
             ids_R.view(-1, num_drafts), probs_RV.view(-1, *logits_BKV.shape[1:]), sampling
@@ -215,18 +207,14 @@ class MedusaProposer(_HeadProposer):
 class MLPSpeculatorProposer(_HeadProposer):
     """Drafts chains with a recurrence that reads each draft before it draws the next one."""
 
-    def __init__(
-        self, speculator: MLPSpeculator, num_state_rows: int, *, samples: bool, shares_noise: bool
-    ) -> None:
-        """`samples`: draw drafts from the heads' distributions instead of taking the best.
-        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+    def __init__(self, speculator: MLPSpeculator, num_state_rows: int, *, samples: bool) -> None:
+        """`samples`: draw drafts from the heads' distributions instead of taking the best."""
         super().__init__(
             speculator,
             speculator.config.emb_dim,
             num_state_rows,
             DraftSource.MLP,
             samples=samples,
-            shares_noise=shares_noise,
         )
         self.speculator = speculator
 
@@ -255,7 +243,6 @@ class MLPSpeculatorProposer(_HeadProposer):
                     batch.num_tokens_B + head,
                     batch.num_tokens_B,
                     sampling,
-                    self._purpose,
                 )
                 probs.append(probs_BV)
             else:

@@ -53,20 +53,19 @@ class ModelDrafts:
     is_sampled_BK: Tensor | None = None
     all_sampled: bool = False
 
-    def without_probs(self) -> "ModelDrafts":
-        """The same drafts, to be verified as if nobody knew where they came from."""
-        return ModelDrafts(self.token_ids_BK, self.parents_BK)
-
 
 def sampled_chains(token_ids_BK: Tensor, probs_BKV: Tensor, sampling: SamplingBatch) -> ModelDrafts:
-    """Chains of which those of requests that are not greedy were drawn from `probs_BKV`."""
-    if sampling.all_greedy:
+    """Chains of which those of `sampling.draws_B` were drawn from `probs_BKV`.
+
+    All others are matched with the target's own choices, wherever they came from.
+    """
+    if not sampling.any_draws:
         return ModelDrafts(token_ids_BK)
     return ModelDrafts(
         token_ids_BK,
         probs_BKV=probs_BKV,
-        is_sampled_BK=~sampling.is_greedy_B[:, None].expand_as(token_ids_BK),
-        all_sampled=not sampling.any_greedy,
+        is_sampled_BK=sampling.draws_B[:, None].expand_as(token_ids_BK),
+        all_sampled=sampling.all_draw,
     )
 
 

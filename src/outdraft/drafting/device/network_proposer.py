@@ -39,7 +39,6 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kv.cache import KVCache
 from outdraft.models.compiled_forward import MAX_ROWS
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +67,8 @@ class NetworkProposer:
         source: DraftSource,
         *,
         samples: bool,
-        shares_noise: bool,
     ) -> None:
-        """`samples`: draw drafts from the network's distribution instead of taking its best.
-        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+        """`samples`: draw drafts from the network's distribution instead of taking its best."""
         self.network = network
         self.reads_states = network.lag > 0
         self.max_drafts = self.max_passes = MAX_DRAFTS
@@ -79,7 +76,6 @@ class NetworkProposer:
         self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
         self._max_rows = max_rows
         self._samples = samples
-        self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -130,7 +126,7 @@ class NetworkProposer:
             chain = self.network.compiled_chain(self.cache.layers, extensions)
             if chain is not None:
                 ids_BK, probs_BKV = draw_chain_cpu(
-                    chain, states_BD, positions_KB, num_tokens_B, sampling, self._purpose
+                    chain, states_BD, positions_KB, num_tokens_B, sampling
                 )
                 return sampled_chains(ids_BK, probs_BKV, sampling)
         return self._sample_chain_by_passes(
@@ -155,7 +151,7 @@ class NetworkProposer:
                 states_BD = self.network.read(ids[-1], states_BD, self.cache.layers, batch)
             logits_BV = self.network.logits(states_BD)
             chosen_B, probs_BV = sample_drafts(
-                logits_BV, requests_B, positions_B, num_tokens_B, sampling, self._purpose
+                logits_BV, requests_B, positions_B, num_tokens_B, sampling
             )
             ids.append(chosen_B)
             probs.append(probs_BV)

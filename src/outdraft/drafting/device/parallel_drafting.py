@@ -39,7 +39,6 @@ from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.config import read_json
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 
 _KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
 
@@ -97,10 +96,8 @@ class ParallelDraftProposer:
         masks: MaskTokens,
         *,
         samples: bool,
-        shares_noise: bool,
     ) -> None:
-        """`samples`: draw drafts from the network's distributions instead of taking the best.
-        `shares_noise`: choose with the target's own noise (drafter-invariant mode)."""
+        """`samples`: draw drafts from the network's distributions instead of taking the best."""
         self.network = network
         self.cache = cache
         self.masks = masks
@@ -109,7 +106,6 @@ class ParallelDraftProposer:
         self.max_drafts, self.max_passes = MAX_DRAFTS, 1
         self._max_rows = max_rows
         self._samples = samples
-        self._purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -147,9 +143,7 @@ class ParallelDraftProposer:
             drafts = ModelDrafts(self.network.best_tokens(states_RD).view(shape))
         else:
             logits_RV = self.network.logits(states_RD)
-            ids_R, probs_RV = sample_drafts(
-                logits_RV, request_R, positions_R, anchors_R, sampling, self._purpose
-            )
+            ids_R, probs_RV = sample_drafts(logits_RV, request_R, positions_R, anchors_R, sampling)
             drafts = sampled_chains(ids_R.view(shape), probs_RV.view(*shape, -1), sampling)
         return without_surplus(drafts, num_drafts)
 

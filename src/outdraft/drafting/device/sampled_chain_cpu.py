@@ -20,10 +20,10 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from outdraft.drafting.device.draft_sampling import draft_noise
 from outdraft.models.compiled_forward import CompiledChain
 from outdraft.models.forward_kernels import draft_logits, read_chosen, spread_logits
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors_cpu import process_rows
 from outdraft.sampling.sampler_cpu import choose_rows_with_probs
 
@@ -61,7 +61,6 @@ def draw_chain_cpu(
     positions_KB: Tensor,
     num_tokens_B: Tensor,
     sampling: SamplingBatch,
-    purpose: Purpose,
 ) -> tuple[Tensor, Tensor]:
     """Drafts, int64 [B, K], and float32 [B, K, V] what they were drawn from.
 
@@ -74,7 +73,7 @@ def draw_chain_cpu(
     num_passes, num_requests = positions_KB.shape
     ids_KB = np.empty((num_passes, num_requests), dtype=np.int64)
     probs_KBV = np.empty((num_passes, num_requests, sampling.vocab_size), dtype=np.float32)
-    anchors_B = num_tokens_B if purpose is Purpose.DRAFT else torch.zeros_like(num_tokens_B)
+    purposes_B, anchors_B = draft_noise(sampling.shares_noise_B, num_tokens_B)
     _draw_chain(
         chain.shape,
         chain.rows_KF,
@@ -86,7 +85,7 @@ def draw_chain_cpu(
         np.ascontiguousarray(sampling.seeds_B.numpy()),
         np.ascontiguousarray(sampling.is_greedy_B.numpy()),
         parameters_of(sampling),
-        int(purpose),
+        np.ascontiguousarray(purposes_B.numpy()),
         ids_KB,
         probs_KBV,
     )
@@ -106,7 +105,7 @@ def _draw_chain(
     seeds_B,
     is_greedy_B,
     parameters,
-    purpose,
+    purposes_B,
     ids_KB,
     probs_KBV,
 ) -> None:
@@ -123,7 +122,7 @@ def _draw_chain(
             positions_KB[k],
             anchors_B,
             is_greedy_B,
-            purpose,
+            purposes_B,
             ids_KB[k],
             probs_KBV[k],
         )

@@ -85,7 +85,7 @@ class _Trees(NamedTuple):
 
 def can_draw_trees(sampling: SamplingBatch) -> bool:
     """Whether every request draws, and all that is left to do to the logits is compiled."""
-    return can_draw_chain(sampling) and not sampling.any_greedy
+    return can_draw_chain(sampling) and sampling.all_draw
 
 
 def draw_trees_cpu(

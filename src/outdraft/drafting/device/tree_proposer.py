@@ -76,13 +76,11 @@ class TreeProposer:
         shape: TreeShape | TreeTemplate,
         *,
         samples: bool,
-        shares_noise: bool,
     ) -> None:
-        """`samples`, `shares_noise`: as in TreeBuilder."""
+        """`samples`: as in TreeBuilder."""
         self._drafter = drafter
         self._shape = shape
         self._samples = samples
-        self._shares_noise = shares_noise
         # A network reads the accepted branch again, as it reads any token that it has not seen:
         # in the pass that it makes for the newest one anyway.
         kept = drafter.drafting.max_kept
@@ -114,7 +112,7 @@ class TreeProposer:
         ends = list(itertools.accumulate(self._shape.levels))
         shape = self._shape.with_depth(1 + bisect.bisect_left(ends, max(num_drafts)))
         levels = self._drafter.levels(asks, token_ids_SL)
-        if self._samples and not self._shares_noise and isinstance(levels, TreeDrawer):
+        if self._samples and isinstance(levels, TreeDrawer):
             drafts = levels.draw_trees(shape, num_tokens_B, sampling)
             if drafts is not None:
                 return drafts
@@ -124,7 +122,6 @@ class TreeProposer:
             num_tokens_B,
             sampling,
             samples=self._samples,
-            shares_noise=self._shares_noise,
         )
         builder.start(_processed(levels.first_logits()[:, None], sampling)[:, 0])
         for _ in range(shape.depth - 1):

@@ -1,0 +1,158 @@
+"""The rules of one batch by enumeration: requests with a seed beside requests without one.
+
+The assembled verifier is the rule that is enumerated (see `enumeration`). Every request stands
+beside a copy of itself that brings a seed, and is matched: what the one emits has the target's own
+joint distribution, what the other emits is the path of the target's choices, whatever was drafted.
+"""
+
+import itertools
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from outdraft.core.sampling import SamplingParams
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+from outdraft.verification import verifier
+from outdraft.verification.verifier import Verifier
+from outdraft.verification.verify import Acceptance, Verdict
+from tests.reference.drafted_trees import as_batch, every_tree, target_rows
+from tests.verification.enumeration import (
+    KINDS,
+    Script,
+    V,
+    bias,
+    chains_emit,
+    random_model,
+    repeated,
+    trees_emit,
+)
+from tests.verification.test_verify_exact import every_chain
+
+SHAPES = {
+    "chains": lambda prefix: ((), int(len(prefix) < 2)),
+    "two chains": lambda prefix: ((), (2, 1, 0)[len(prefix)]),
+    "fixed and drawn": lambda prefix: ((0,), 1) if len(prefix) < 1 else ((), int(len(prefix) < 2)),
+}
+
+
+def trees_of(shape, proposer):
+    return list(every_tree(lambda prefix, _: SHAPES[shape](prefix), proposer))
+
+
+@contextmanager
+def scripted(coins_BN, draw, choices_R):
+    """The verifier's noise, told beforehand."""
+    with (
+        patch.object(noise, "uniform_scalar", lambda *_: coins_BN),
+        patch.object(noise, "sample_gumbel", lambda log_BV, *_: draw(log_BV)),
+        patch.object(verifier, "choose", lambda *_, **__: choices_R),
+    ):
+        yield
+
+
+def verify_pairs(method, logits_RV, drafts, coins_BN, draw, choices_R=None):
+    """(verdicts without a seed, verdicts with one) of requests that stand side by side."""
+    pair_C = torch.arange(drafts.num_requests).repeat_interleave(2)
+    pairs, rows_RV = repeated(drafts, logits_RV, pair_C)
+    params = [SamplingParams(), SamplingParams(seed=5)] * drafts.num_requests
+    sampling = SamplingBatch.from_requests(
+        params, seeds=range(len(params)), vocab_size=V, device="cpu"
+    )
+    lengths_C = torch.ones_like(pair_C)
+    if choices_R is None:  # nobody looks at those of the others
+        choices_R = torch.zeros(len(rows_RV), dtype=torch.int64)
+    with scripted(coins_BN[pair_C], lambda log_CV: draw(log_CV[::2])[pair_C], choices_R):
+        verdict = Verifier(method).verify(
+            rows_RV, pairs, sampling, Paths(None, lengths_C, lengths_C, None)
+        )
+    tensors = (verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN)
+    return [Verdict(*(tensor[first::2] for tensor in tensors)) for first in (0, 1)]
+
+
+class Chains:
+    """`accept` and `last` of chains, as `chains_emit` asks for them, from the verifier."""
+
+    def __init__(self, method):
+        self.method = method
+
+    def accept(self, p_BN1V, drafts, coins_BN):
+        self.script = Script(torch.zeros(drafts.num_requests, dtype=torch.int64))
+        unseeded, _ = verify_pairs(
+            self.method,
+            p_BN1V.flatten(0, 1).log(),
+            drafts,
+            coins_BN,
+            lambda log_BV: self.script(log_BV, None, None),
+        )
+        return Acceptance(unseeded.num_emitted_B - 1, torch.ones(drafts.num_requests))
+
+    def last(self, *_):
+        return self.script.weights_BV
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", ["block", "token"])
+def test_chains_without_a_seed_are_exact_beside_requests_with_one(method, seed):
+    target, proposer = random_model(seed)
+    chains = Chains(method)
+    emitted = chains_emit(*every_chain(target, proposer, 2), chains.accept, chains.last)
+    assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
+    assert bias(emitted, target) < 1e-12
+
+
+@pytest.mark.parametrize("kinds", [KINDS, ("plain",)], ids=len)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_trees_without_a_seed_are_exact_beside_requests_with_one(shape, kinds):
+    target, proposer = random_model(1, kinds)
+
+    def rule(logits_RV, drafts, coins_BN, script):
+        return verify_pairs(
+            "block", logits_RV, drafts, coins_BN, lambda log_BV: script(log_BV, None, None)
+        )[0]
+
+    emitted = trees_emit(rule, trees_of(shape, proposer), target)
+    assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
+    assert bias(emitted, target) < 1e-12
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_with_a_seed_emit_the_path_of_the_targets_choices(shape):
+    """Under all choices, coins against the drafts and for them; so they have its distribution."""
+    target, proposer = random_model(2, ("plain",))
+    for tree in trees_of(shape, proposer):
+        every = torch.tensor(list(itertools.product(range(V), repeat=len(tree) + 1)))
+        batch, rows_RV = repeated(
+            as_batch([tree], V), target_rows([tree], target), torch.zeros(len(every)).long()
+        )
+        coins_BN = (torch.arange(len(every)) % 2).double()[:, None].expand(-1, len(tree))
+        _, seeded = verify_pairs(
+            "block",
+            rows_RV,
+            batch,
+            coins_BN,
+            lambda log_BV: torch.zeros(len(log_BV), dtype=torch.int64),
+            every.repeat_interleave(2, dim=0).flatten(),
+        )
+        for choices, ids, count in zip(
+            every.tolist(),
+            seeded.token_ids_BN1.tolist(),
+            seeded.num_emitted_B.tolist(),
+            strict=True,
+        ):
+            assert ids[:count] == path_of(tree, choices)
+
+
+def path_of(tree, choices):
+    """The choice behind the root, and behind each draft that it meets."""
+    row, path = 0, [choices[0]]
+    children = {
+        pair: at for at, pair in enumerate(zip(tree.parents, tree.token_ids, strict=True), 1)
+    }
+    while (row, path[-1]) in children:
+        row = children[row, path[-1]]
+        path.append(choices[row])
+    return path
