@@ -95,7 +95,7 @@ def _keys_cpu(
     is_greedy_R: Tensor,
     purpose: Tensor | Purpose,
     anchors_R: Tensor | None,
-) -> tuple[np.ndarray, ...]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Logits, seeds, positions, anchors, is_greedy and purposes for the kernels."""
     return (
         processed_RV.contiguous().numpy(),
