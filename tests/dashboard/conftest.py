@@ -106,7 +106,7 @@ def _host(request: Request) -> str:
 
 def _feed_with_history() -> LiveFeed:
     """Two seconds have passed: one with drafts, one idle."""
-    times = iter([100.0, 100.5])
+    times = iter([100.0] + [100.5] * 25)  # of the constructor and of what is told below
     feed = LiveFeed(FACTS, clock=lambda: next(times, 102.0))
     step = stats(
         emitted=40,
@@ -119,4 +119,9 @@ def _feed_with_history() -> LiveFeed:
         host_s=0.2,
     )
     feed.record([step], 3, 2, 0.25)
+    for ttft_s in (0.02, 0.03, 0.2):
+        feed.first_token(ttft_s)
+    for gap_s in [0.01] * 19 + [0.05]:
+        feed.more_tokens(gap_s)
+    feed.without_speculation(16.0)
     return feed

@@ -2,13 +2,17 @@
 
 import asyncio
 import json
+import math
 from itertools import pairwise
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.dashboard import EngineFacts, LiveFeed
+from outdraft.dashboard.latency import SMALLEST_S, Latencies
 from outdraft.dashboard.second import Second
 from tests.dashboard.steps import stats
 
@@ -69,6 +73,63 @@ def test_a_second_without_drafts_has_no_lengths():
     assert second.mean_draft_length is None
     assert second.acceptance_length is None
     assert second.to_json()["acceptance_length"] is None
+
+
+def test_a_second_compares_its_speed_with_the_estimate_that_is_newest_in_it():
+    clock = Clock()
+    feed = LiveFeed(FACTS, clock=clock)
+    feed.without_speculation(math.nan)
+    clock.now += 1
+    record(feed, stats(emitted=30, times=PhaseTimes(0.1, 0.2, 0.05), host_s=0.15))
+    feed.without_speculation(20.0)
+    feed.without_speculation(25.0)
+    clock.now += 2
+
+    first, busy, idle = (second.to_json() for second in feed.since())
+
+    assert first["plain_tokens_per_s"] is None
+    assert busy["step_tokens_per_s"] == 60
+    assert busy["plain_tokens_per_s"] == 25
+    assert idle["step_tokens_per_s"] is None
+    assert idle["plain_tokens_per_s"] == 25
+
+
+def test_latencies_belong_to_the_second_in_which_they_were_told():
+    clock = Clock()
+    feed = LiveFeed(FACTS, clock=clock)
+    feed.first_token(0.2)
+    clock.now += 1
+    feed.more_tokens(0.01)
+    feed.more_tokens(0.04)
+    clock.now += 1
+
+    first, second = (each.to_json() for each in feed.since())
+
+    assert first["ttft_p50_s"] == first["ttft_p95_s"] == pytest.approx(0.2, rel=0.011)
+    assert first["itl_p50_s"] is None
+    assert second["ttft_p50_s"] is None
+    assert second["itl_p50_s"] == pytest.approx(0.01, rel=0.011)
+    assert second["itl_p95_s"] == pytest.approx(0.04, rel=0.011)
+
+
+@given(
+    st.lists(st.floats(1e-4, 1000), min_size=1, max_size=200),
+    st.sampled_from([0.05, 0.5, 0.95, 1.0]),
+)
+def test_a_quantile_is_within_about_one_per_cent_of_the_sorted_list_s(seconds, share):
+    latencies = Latencies()
+    for each in seconds:
+        latencies.add(each)
+    exact = sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)]
+    assert latencies.quantile(share) == pytest.approx(exact, rel=0.011)
+
+
+def test_latencies_beyond_all_bounds_take_no_more_room():
+    latencies = Latencies()
+    for each in (0.0, 1e-9, 1e9, 1e12):
+        latencies.add(each)
+    assert latencies.quantile(0.5) == pytest.approx(SMALLEST_S, rel=0.011)
+    assert latencies.quantile(1.0) > 2000
 
 
 def test_idle_seconds_are_there_and_keep_the_last_gauges():

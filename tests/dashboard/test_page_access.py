@@ -3,6 +3,7 @@
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from outdraft.dashboard import EngineFacts
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
 
@@ -62,8 +63,8 @@ def legend_of(chart: Locator) -> list[str]:
 
 def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     page.click("#tab-live")
-    expect(page.locator(".chart")).to_have_count(6)
-    assert page.locator(".chart").filter(has=page.locator("path.area, path.line")).count() == 6
+    expect(page.locator(".chart")).to_have_count(9)
+    assert page.locator(".chart").filter(has=page.locator("path.area, path.line")).count() == 9
     plot = page.get_by_role("slider", name="Throughput: second to read")
     assert plot.get_attribute("aria-valuetext") == "now: 0 tokens/s"
     plot.focus()
@@ -92,6 +93,33 @@ def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     time.focus()
     page.keyboard.press("ArrowLeft")
     assert time.get_attribute("aria-valuetext") == "1 s ago: 60 % verifying"
+
+
+def test_the_charts_tell_latencies_and_what_speculation_is_worth(page: Page):
+    page.click("#tab-live")
+    for name, headline, legend in [
+        ("Time to first token", "30.1 ms, median", ["Median 30.1", "95 % are faster than 202"]),
+        ("Between tokens", "9.93 ms, median", ["Median 9.93", "95 % are faster than 9.93"]),
+        (
+            "Speed while computing",
+            "2.50 times as fast as without speculation",
+            ["Tokens/s of step time 40", "Without speculation, estimated 16"],
+        ),
+    ]:
+        plot = page.get_by_role("slider", name=name)
+        plot.focus()
+        assert plot.get_attribute("aria-valuetext", timeout=1000).startswith("now: –")
+        page.keyboard.press("ArrowLeft")
+        assert plot.get_attribute("aria-valuetext") == f"1 s ago: {headline}"
+        assert legend_of(page.locator(".chart", has=plot)) == legend
+
+
+def test_an_engine_without_speculation_is_compared_with_nothing(page: Page, site: Site):
+    site.feed.facts = EngineFacts("tiny", "float32", "cpu", (), 0)
+    page.reload()
+    page.click("#tab-live")
+    expect(page.locator(".chart")).to_have_count(8)
+    expect(page.get_by_role("slider", name="Speed while computing")).to_have_count(0)
 
 
 @pytest.mark.parametrize("view", ["playground", "live"])

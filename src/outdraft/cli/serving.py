@@ -72,8 +72,11 @@ async def _serve(
     template: ChatTemplate | None,
 ) -> int:
     metrics = Metrics(supervisor.info, settings.served_model_names[0])
+    client = ObservedClient(supervisor, metrics)
+    metrics.watch(feed)
+    client.watch(lambda _: feed.without_speculation(metrics.plain_tokens_per_s))
     app = create_app(
-        ObservedClient(supervisor, metrics),
+        client,
         supervisor.inputs,
         template,
         settings,

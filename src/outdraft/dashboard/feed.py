@@ -68,6 +68,19 @@ class LiveFeed:
         newest.num_waiting = num_waiting
         newest.kv_usage = kv_usage
 
+    def without_speculation(self, tokens_per_s: float) -> None:
+        """The estimate as of now, per second of step time; NaN: there is none yet."""
+        newest = self._advance()
+        newest.plain_tokens_per_s = None if math.isnan(tokens_per_s) else tokens_per_s
+
+    def first_token(self, ttft_s: float) -> None:
+        """A request got its first token, so long after it came."""
+        self._advance().ttft.add(ttft_s)
+
+    def more_tokens(self, gap_s: float) -> None:
+        """A request got further tokens, so long after the ones before."""
+        self._advance().itl.add(gap_s)
+
     def since(self, second: int | None = None) -> list[Second]:
         """The seconds that are over and come after `second`, oldest first; None: all of them."""
         now = self._advance().second

@@ -5,6 +5,7 @@ model_name. A counter's exposed name ends in _total.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from fastapi import APIRouter, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -34,6 +35,18 @@ _REQUEST_S = (
 _DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)
 
 
+class LatencyWatcher(Protocol):
+    """Whoever wants to hear each latency as it is measured, in seconds."""
+
+    def first_token(self, ttft_s: float) -> None:
+        """See Metrics.first_token."""
+        ...
+
+    def more_tokens(self, gap_s: float) -> None:
+        """See Metrics.more_tokens."""
+        ...
+
+
 class Metrics:
     """Owns a registry, and the numbers in it. For one thread: the front end's event loop."""
 
@@ -43,6 +56,16 @@ class Metrics:
         self._engine = _EngineMetrics(make)
         self._speculation = _SpeculationMetrics(make, info)
         self._requests = _RequestMetrics(make, info.max_model_len)
+        self._watchers: list[LatencyWatcher] = []
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """The estimated speed without speculation; NaN before the first token."""
+        return self._speculation.plain_tokens_per_s
+
+    def watch(self, watcher: "LatencyWatcher") -> None:
+        """Tell it of the latencies that come."""
+        self._watchers.append(watcher)
 
     def observe_steps(self, steps: Steps) -> None:
         """For EngineClient.watch."""
@@ -54,10 +77,15 @@ class Metrics:
     def first_token(self, output: RequestOutput) -> None:
         """A request's prompt was read, and its first token came."""
         self._requests.first_token(output)
+        if output.metrics.ttft_s is not None:
+            for watcher in self._watchers:
+                watcher.first_token(output.metrics.ttft_s)
 
     def more_tokens(self, gap_s: float) -> None:
         """A request got further tokens, so long after the ones before."""
         self._requests.inter_token.observe(gap_s)
+        for watcher in self._watchers:
+            watcher.more_tokens(gap_s)
 
     def preempted(self, count: int) -> None:
         """A request lost its memory, so many times."""
@@ -202,6 +230,10 @@ class _SpeculationMetrics:
             "Compare with generation_tokens_total over step_seconds_total. NaN before any token.",
         )
         self._without.set(self._plain_speed.tokens_per_s)
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        return self._plain_speed.tokens_per_s
 
     def observe(self, step: StepStats) -> None:
         self._drafts.inc(step.num_drafts)

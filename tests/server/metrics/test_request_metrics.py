@@ -67,6 +67,29 @@ def test_a_request_is_timed_from_arrival_to_end():
     assert ended(counted) == {"length": 1}
 
 
+def test_a_watcher_hears_every_latency_that_the_histograms_count():
+    class Listener:
+        def __init__(self) -> None:
+            self.heard: list[tuple[str, float]] = []
+
+        def first_token(self, ttft_s: float) -> None:
+            self.heard.append(("first", ttft_s))
+
+        def more_tokens(self, gap_s: float) -> None:
+            self.heard.append(("more", gap_s))
+
+    script = Script()
+    counted, _, client = observed(
+        lambda: script.update(12.0, (1,)),
+        lambda: script.update(12.5, (4,)),
+        lambda: script.update(14.0, (2,), ("length",)),
+    )
+    listener = Listener()
+    counted.watch(listener)
+    asyncio.run(read(client))
+    assert listener.heard == [("first", 2.0), ("more", 0.5), ("more", 1.5)]
+
+
 def test_sequences_end_each_for_its_reason():
     script = Script(num_sequences=2)
     counted, _, client = observed(

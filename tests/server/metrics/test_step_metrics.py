@@ -108,3 +108,4 @@ def test_the_estimate_follows_the_steps():
     assert math.isnan(Exposed(counted).value(name))
     counted.observe_steps(report(step((0, 0), verify_s=0.5)))
     assert Exposed(counted).value(name) == pytest.approx(2 / 0.5)
+    assert counted.plain_tokens_per_s == Exposed(counted).value(name)

@@ -111,6 +111,23 @@ def test_the_embedded_pair_serves_its_first_token_soon_and_needs_no_template(tmp
         assert server.get("/").status_code == 200
 
 
+def test_the_page_hears_of_latencies_and_of_the_estimate_on_the_metrics_page(tmp_path):
+    with serving(tmp_path, *EMBEDDED) as server:
+        assert server.complete(max_tokens=20, stream=True).status_code == 200
+        name = "outdraft:estimated_tokens_per_second_without_speculation{"
+        (line,) = [row for row in server.get("/metrics").text.splitlines() if row.startswith(name)]
+        with httpx.stream("GET", server.url + "/dashboard/events", timeout=30) as events:
+            seconds: list[dict[str, float | None]] = []
+            for data in events.iter_lines():
+                if data.startswith("data: ["):
+                    seconds += json.loads(data.removeprefix("data: "))
+                if seconds and seconds[-1]["plain_tokens_per_s"] is not None:
+                    break
+        assert seconds[-1]["plain_tokens_per_s"] == pytest.approx(float(line.split()[-1]))
+        assert any(second["ttft_p50_s"] is not None for second in seconds)
+        assert any(second["itl_p50_s"] is not None for second in seconds)
+
+
 def test_flags_come_from_a_file_too(tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ bos_token }}{{ messages[0].content }}")

@@ -36,10 +36,48 @@ function sourceCharts(sources) {
       headline: (second) => second.acceptance_length,
       format: number,
     },
+    ...(sources.length ? [SPEEDUP] : []),
   ];
 }
 
+const SPEEDUP = {
+  title: "Speed while computing",
+  unit: "times as fast as without speculation",
+  series: [
+    { name: "measured", label: "Tokens/s of step time" },
+    { name: "estimate", label: "Without speculation, estimated" },
+  ],
+  stacked: false,
+  top: null,
+  values: (second) => [
+    second.step_tokens_per_s,
+    second.step_tokens_per_s === null ? null : second.plain_tokens_per_s,
+  ],
+  headline: speedup,
+  format: number,
+};
+
+/** Median and 95th percentile of one kind of latency, in milliseconds. */
+function latencyChart(title, name) {
+  const inMs = (seconds) => (seconds === null ? null : seconds * 1000);
+  return {
+    title,
+    unit: "ms, median",
+    series: [
+      { name: "median", label: "Median" },
+      { name: "slow", label: "95 % are faster than" },
+    ],
+    stacked: false,
+    top: null,
+    values: (second) => [inMs(second[`${name}_p50_s`]), inMs(second[`${name}_p95_s`])],
+    headline: (second) => inMs(second[`${name}_p50_s`]),
+    format: number,
+  };
+}
+
 const CHARTS = [
+  latencyChart("Time to first token (TTFT)", "ttft"),
+  latencyChart("Between tokens (ITL)", "itl"),
   {
     title: "Draft length",
     unit: "tokens a draft",
@@ -96,6 +134,11 @@ function timeShares(second) {
   const seconds = PHASES.map((name) => second[`${name}_s`]);
   const total = seconds.reduce((sum, each) => sum + each, 0);
   return seconds.map((each) => (total > 0 ? each / total : null));
+}
+
+/** How many times faster the steps were than the estimate; nothing where there was no step. */
+function speedup({ step_tokens_per_s: measured, plain_tokens_per_s: estimate }) {
+  return measured === null || !estimate ? null : measured / estimate;
 }
 
 export class Live {
