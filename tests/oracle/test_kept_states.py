@@ -71,11 +71,11 @@ class RandomAcceptance:
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0
         self.num_drafter_checks = 0
-        proposer = self.runner.drafter
+        proposer = self.runner.proposer
         if isinstance(proposer, NetworkProposer):
             self._watch(proposer)
         elif proposer is not None:
-            self._watch(proposer._drafter)
+            self._watch(proposer._chains)
 
     def verify(
         self,

@@ -65,7 +65,7 @@ class PendingStep:
 
 
 class ModelRunner:
-    """Owns the target, its cache, the drafter if there is one, and the device's state."""
+    """Owns the target, its cache, the device's proposer if there is one, and the device's state."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class ModelRunner:
         cache: KVCache,
         state: DeviceState,
         verifier: Verifier,
-        drafter: DeviceProposer | None = None,
+        proposer: DeviceProposer | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
         self.state = state
         self.verifier = verifier
-        self.drafter = drafter
-        self._taps = drafter.taps if drafter is not None else ()
+        self.proposer = proposer
+        self._taps = proposer.taps if proposer is not None else ()
         self.device = state.token_ids_SL.device
         self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
 
@@ -108,8 +108,8 @@ class ModelRunner:
             paths = self._paths(works, target.rows, sampling, grammar_RW)
             verdict, emitted = self._verify(works, target, drafts, sampling, paths)
             self._keep(verdict, drafts, target.rows)
-        if self.drafter is not None and self.drafter.reads_states:
-            self.drafter.keep(_target_states(target, verdict))
+        if self.proposer is not None and self.proposer.reads_states:
+            self.proposer.keep(_target_states(target, verdict))
         clock.mark("sample")
         return PendingStep(plan, to_host(drafts, verdict, emitted, prompt, self.device), clock)
 
@@ -144,11 +144,11 @@ class ModelRunner:
         asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
         if not asked:
             return drafts
-        assert self.drafter is not None
+        assert self.proposer is not None
         if len(asked) < len(works):
             sampling = self._sampling_batch([works[i].request for i in asked])
         asks = [draft_ask(works[i]) for i in asked]
-        made = self.drafter.propose(asks, self.state.token_ids_SL, sampling)
+        made = self.proposer.propose(asks, self.state.token_ids_SL, sampling)
         return with_model_drafts(drafts, works, asked, made)
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:

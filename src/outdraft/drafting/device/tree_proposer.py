@@ -1,4 +1,4 @@
-"""Drafts trees with any drafter that can say what follows each node of a level.
+"""Drafts trees with any proposer that can say what follows each node of a level.
 
 Dimension key: B requests that draft, F nodes of a level, V vocabulary, R = B * F rows.
 """
@@ -53,8 +53,8 @@ class TreeDrawer(Protocol):
         ...
 
 
-class LevelDrafter(Protocol):
-    """A drafter of chains that can also go level by level; as DeviceProposer."""
+class LevelProposer(Protocol):
+    """A proposer of chains that can also draft level by level: a DeviceProposer with `levels`."""
 
     drafting: ModelDrafting
     reads_states: bool
@@ -68,37 +68,37 @@ class LevelDrafter(Protocol):
 
 
 class TreeProposer:
-    """Lets a drafter draft trees of one shape."""
+    """Makes trees of one shape with a proposer of chains."""
 
     def __init__(
         self,
-        drafter: LevelDrafter,
+        chains: LevelProposer,
         shape: TreeShape | TreeTemplate,
         *,
         samples: bool,
     ) -> None:
         """`samples`: as in TreeBuilder."""
-        self._drafter = drafter
+        self._chains = chains
         self._shape = shape
         self._samples = samples
         # A network reads the accepted branch again, as it reads any token that it has not seen:
         # in the pass that it makes for the newest one anyway.
-        kept = drafter.drafting.max_kept
+        kept = chains.drafting.max_kept
         self.drafting = replace(
-            drafter.drafting, levels=shape.levels, max_kept=0 if kept is None else kept
+            chains.drafting, levels=shape.levels, max_kept=0 if kept is None else kept
         )
-        self.reads_states = drafter.reads_states
+        self.reads_states = chains.reads_states
         self.max_drafts = shape.num_rows
         self.max_passes = shape.depth
 
     @property
     def taps(self) -> tuple[int, ...]:
         """Residual streams of the target that `keep` needs."""
-        return self._drafter.taps
+        return self._chains.taps
 
     def keep(self, states: TargetStates) -> None:
         """The target has computed these."""
-        self._drafter.keep(states)
+        self._chains.keep(states)
 
     def propose(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
@@ -111,7 +111,7 @@ class TreeProposer:
         # Levels below the last row that anybody wants would be drafted for nothing.
         ends = list(itertools.accumulate(self._shape.levels))
         shape = self._shape.with_depth(1 + bisect.bisect_left(ends, max(num_drafts)))
-        levels = self._drafter.levels(asks, token_ids_SL)
+        levels = self._chains.levels(asks, token_ids_SL)
         if self._samples and isinstance(levels, TreeDrawer):
             drafts = levels.draw_trees(shape, num_tokens_B, sampling)
             if drafts is not None:
