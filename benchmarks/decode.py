@@ -26,6 +26,7 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
 REPETITIONS_OF_BANDWIDTH = 5
+REPEATED_LENGTH = 8  # tokens; a text that repeats so many goes round in circles
 
 
 def main() -> None:
@@ -69,6 +70,7 @@ def make_variants(
     configs = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
+    # No seed: a request with one is verified by shared noise, which accepts less.
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
 
     def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
@@ -135,6 +137,15 @@ def read_bandwidth(num_bytes: int) -> float:
     return num_bytes / statistics.median(seconds) / 1e9
 
 
+def repeated_share(token_ids: list[int]) -> float:
+    """How many of a text's places begin REPEATED_LENGTH tokens that stand earlier in it."""
+    strings = [
+        tuple(token_ids[start : start + REPEATED_LENGTH])
+        for start in range(len(token_ids) - REPEATED_LENGTH + 1)
+    ]
+    return 1 - len(set(strings)) / len(strings) if strings else 0.0
+
+
 def summary(
     samples: dict[str, list[dict[str, Any]]], name: str, engine: Engine | None
 ) -> dict[str, Any]:
@@ -155,6 +166,9 @@ def summary(
         "speedup_over_plain": (tokens[0] / total_s) / (tokens[1] / base_s),
         "speedup_over_plain_median_of_prompts": statistics.median(ratios),
         "texts_equal_to_plain": f"{sum(identical)}/{len(identical)}",
+        "repeated_share": statistics.mean(
+            repeated_share(one["token_ids"]) for one in samples[name]
+        ),
     }
     if engine is not None:
         stats = engine.stats

@@ -158,7 +158,8 @@ def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_hea
     result = run(command, "demo", "--json", "--max-tokens", "10", "--prompts", "2")
     assert result.exit_code == 0
     report = json.loads(result.stdout)
-    assert set(report) == {"plain", "methods"}
+    assert set(report) == {"temperature", "plain", "methods"}
+    assert report["temperature"] == 0.7
     assert set(report["plain"]) == {"tokens_per_s", "tpot_ms"}
     heads = assets.HEADS if has_heads else ()
     assert list(report["methods"]) == ["draft_model", *heads, "suffix", "ngram", "combined"]
@@ -175,7 +176,7 @@ def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_hea
 
 
 def test_demo_shows_every_prompts_whole_text_a_legend_and_a_table(command, embedded):
-    result = run(command, "demo", "--max-tokens", "12", "--prompts", "2")
+    result = run(command, "demo", "--max-tokens", "12", "--prompts", "2", "--temperature", "0")
     assert result.exit_code == 0
     for prompt in ("def add(left,", "return right -"):
         text = expected_text(embedded.target, prompt, 12)

@@ -36,8 +36,13 @@ def llms():
     return load(method_configs(pair().target, pair().drafter, pair().heads))
 
 
+@pytest.fixture(scope="module", params=[0.0, 0.7])
+def temperature(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def compared(llms):
+def compared(llms, temperature):
     """Tallies, and the (method, tokens so far) that were reported step by step."""
     seen = []
 
@@ -45,12 +50,15 @@ def compared(llms):
         seen.append((name, list(output.outputs[0].token_ids)))
 
     engines = {name: llm.engine for name, llm in llms.items()}
-    return compare(engines, PROMPTS[3], PROMPTS[:2], MAX_TOKENS, on_step), seen
+    return compare(engines, PROMPTS[3], PROMPTS[:2], MAX_TOKENS, temperature, on_step), seen
 
 
-def test_no_method_changes_what_plain_decoding_gives(llms, compared):
+def test_no_method_changes_what_plain_decoding_gives(llms, temperature, compared):
     tallies, _ = compared
-    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=number)
+        for number in range(2)
+    ]
     outputs = llms[PLAIN].generate(list(PROMPTS[:2]), params, use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in outputs]
     assert {name: tally.token_ids for name, tally in tallies.items()} == dict.fromkeys(
@@ -90,7 +98,7 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
 
     started_s = time.perf_counter()
     engines = {PLAIN: llms[PLAIN].engine}
-    tallies = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, on_step)
+    tallies = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, 0.0, on_step)
     assert 0 < tallies[PLAIN].decode_s < time.perf_counter() - started_s - watched_s
 
 

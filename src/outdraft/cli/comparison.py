@@ -6,7 +6,7 @@ take their turn, so that a machine whose speed drifts treats them alike.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from outdraft.bench.alone import complete_alone
@@ -111,9 +111,12 @@ def compare(
     warm_up: str,
     prompts: Sequence[str],
     max_tokens: int,
+    temperature: float,
     on_step: OnStep,
 ) -> dict[str, Tally]:
-    """Complete every prompt greedily with every engine, one request at a time.
+    """Complete every prompt with every engine, one request at a time.
+
+    Each prompt has a seed, so that every engine has to give the same tokens at any temperature.
 
     Args:
         warm_up: completed first by every engine and not counted: kernels compile at their first
@@ -121,11 +124,12 @@ def compare(
         on_step: told which engine's output grew; the time it takes is not counted.
     """
     assert warm_up not in prompts
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=len(prompts))
     for engine in engines.values():
         complete_alone(engine, "warm-up", warm_up, params, lambda output: None)
     tallies = {name: Tally() for name in engines}
     for number, prompt in enumerate(prompts):
+        params = replace(params, seed=number)
         for name, engine in engines.items():
 
             def shown(output: RequestOutput, name: str = name) -> None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from outdraft.engine.llm import LLM
 
 SHOWN = "combined"  # the method whose text is printed
+# Text at this temperature does not repeat itself: repetition is easy to draft.
+TEMPERATURE = 0.7
 
 
 def demo(
@@ -26,6 +28,10 @@ def demo(
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 96,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
+    temperature: Annotated[
+        float,
+        typer.Option(min=0, help="0 is greedy, which a small model answers by repeating itself."),
+    ] = TEMPERATURE,
 ) -> None:
     """Measure what speculation gains on this machine, in float32 on the CPU.
 
@@ -49,12 +55,13 @@ def demo(
         texts[prompts].text,
         [text.text for text in texts[:prompts]],
         max_tokens,
+        temperature,
         lambda name, output: view.show(output) if view and name == SHOWN else None,
     )
     if view is None:
-        typer.echo(json.dumps(as_json(tallies)))
+        typer.echo(json.dumps({"temperature": temperature} | as_json(tallies)))
     else:
-        view.footer(tallies, time.monotonic() - started_s)
+        view.footer(tallies, temperature, time.monotonic() - started_s)
     if not all_identical(tallies):
         raise typer.Exit(1)
 

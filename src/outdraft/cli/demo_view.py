@@ -82,10 +82,12 @@ class DemoView:
         self._num_shown = len(completion.token_ids)
         self._console.print(grown, end="", soft_wrap=True)
 
-    def footer(self, tallies: Mapping[str, Tally], elapsed_s: float) -> None:
+    def footer(self, tallies: Mapping[str, Tally], temperature: float, elapsed_s: float) -> None:
         """The comparison."""
         plain = tallies[PLAIN]
-        self._console.print("\n\nGreedy, float32, one request at a time", style="bold")
+        self._console.print(
+            f"\n\nTemperature {temperature:g}, float32, one request at a time", style="bold"
+        )
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
         table.add_column("method", no_wrap=True)
         for name in ("tokens/s", "TPOT ms", "acceptance", "length", "speedup", "identical"):
