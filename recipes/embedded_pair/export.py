@@ -136,17 +136,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True, help="folder of run.sh")
     parser.add_argument("--out", type=Path, required=True, help="the package's assets folder")
-    parser.add_argument("--target-batch-tokens", type=int, default=4096, help="of the training")
     args = parser.parse_args()
     data: Path = args.data
     held_out = np.load(data / "held_out.npy")
     corpus = json.loads((data / "corpus.json").read_text())
     tokens_per_byte = corpus["held_out"]["tokens"] / corpus["held_out"]["bytes"]
     drafter_log = last_record(data / "drafter" / "log.jsonl")
+    earlier = data / "before.json"
+    before = json.loads(earlier.read_text()) if earlier.exists() else {}
     trained = {
-        "target": last_record(data / "target" / "log.jsonl")["step"] * args.target_batch_tokens,
+        "target": last_record(data / "target" / "log.jsonl")["tokens"],
         "drafter": drafter_log["tokens"],
     }
+    trained = {role: tokens + before.get(role, 0) for role, tokens in trained.items()}
     facts = corpus_facts(corpus)
     facts |= acceptance_facts(json.loads((data / "acceptance.json").read_text()))
     facts["held_out_kl"] = f"{drafter_log['held_out_kl']:.3f}"
