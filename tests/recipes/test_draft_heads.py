@@ -187,7 +187,6 @@ TENSORS = {
     ],
     "medusa": [
         *(f"blocks.{head}.layers.0.{part}" for head in range(4) for part in ("weight", "bias")),
-        *(f"lm_heads.{head}.weight" for head in range(4)),
     ],
     "mlp_speculator": [
         "speculator.emb.0.weight",
