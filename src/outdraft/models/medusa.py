@@ -7,11 +7,11 @@ whatever the tokens between: residual blocks h + SiLU(W h + b), then a language 
 Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}) and that of the
 original repository ({j}.{k}.linear, {j}.{number of layers}).
 
-Dimension key: B requests, J heads, D hidden, V vocabulary of the target, E tokens that a head
-knows.
+Dimension key: B requests, J heads, K some of them, R rows, D hidden, V vocabulary of the target, E
+tokens that a head knows.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -140,39 +140,53 @@ class MedusaHeads(nn.Module):
         token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
         self.register_buffer("token_map_E", token_map_E.to(device), persistent=False)
 
-    def logits(self, hidden_BD: Tensor) -> Tensor:
-        """[B, J, V] of all heads; of float32, or float64 as the target's."""
-        return torch.stack(
-            [self.head_logits(head, hidden_BD) for head in range(self.num_heads)], dim=1
-        )
+    def logits(self, hidden_BD: Tensor, heads: range | None = None) -> Tensor:
+        """[B, K, V] of `heads`, by default all of them; -inf for tokens that a head does not know.
 
-    def best_tokens(self, hidden_BD: Tensor) -> Tensor:
-        """int64 [B, J]: argmax of the logits of all heads."""
-        return torch.stack(
-            [self.head_best_tokens(head, hidden_BD) for head in range(self.num_heads)], dim=1
-        )
+        The dtype is float32, or float64 as the target's.
+        """
+        return self._of_each(hidden_BD, heads, self._logits)
 
-    def head_logits(self, head: int, hidden_BD: Tensor) -> Tensor:
-        """[B, V] of one head; -inf for tokens that it does not know."""
-        known_BE = self._known_logits(head, hidden_BD)
-        if known_BE.shape[1] == self.config.vocab_size:
-            return known_BE
-        logits_BV = known_BE.new_full((len(known_BE), self.config.vocab_size), -torch.inf)
-        return logits_BV.index_copy_(1, self.token_map_E, known_BE)
+    def best_tokens(self, hidden_BD: Tensor, heads: range | None = None) -> Tensor:
+        """int64 [B, K]: argmax of the logits of `heads`, by default all of them."""
+        return self._of_each(hidden_BD, heads, self._best_tokens)
 
-    def head_best_tokens(self, head: int, hidden_BD: Tensor) -> Tensor:
-        """int64 [B]: argmax of one head's logits."""
-        best_B = self._known_logits(head, hidden_BD).argmax(dim=-1)
-        is_whole = self._lm_heads[head].num_outputs == self.config.vocab_size
-        return best_B if is_whole else self.token_map_E[best_B]
+    def _of_each(
+        self, hidden_BD: Tensor, heads: range | None, answer: Callable[[Linear, Tensor], Tensor]
+    ) -> Tensor:
+        """[B, K, ...]: what language model heads answer behind the blocks of `heads`."""
+        heads = range(self.num_heads) if heads is None else heads
+        states_BKD = torch.stack([self._state(head, hidden_BD) for head in heads], dim=1)
+        lm_heads = [self._lm_heads[head] for head in heads]
+        if all(lm_head is lm_heads[0] for lm_head in lm_heads):  # one read of its weights for all
+            return answer(lm_heads[0], states_BKD.flatten(0, 1)).unflatten(0, states_BKD.shape[:2])
+        answers = [answer(lm_head, states_BKD[:, k]) for k, lm_head in enumerate(lm_heads)]
+        return torch.stack(answers, dim=1)
 
-    def _known_logits(self, head: int, hidden_BD: Tensor) -> Tensor:
-        """[B, E], or [B, V] of the target's own head."""
+    def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
         for layer in self._blocks[head]:
             hidden_BD = hidden_BD + F.silu(layer(hidden_BD))
-        logits_BE = self._lm_heads[head](hidden_BD)
-        logits_BE = logits_BE.to(torch.promote_types(self.dtype, torch.float32))
-        return logits_BE if self.config.logit_scale == 1.0 else logits_BE * self.config.logit_scale
+        return hidden_BD
+
+    def _logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
+        """[R, V]."""
+        known_RE = self._known_logits(lm_head, states_RD)
+        if known_RE.shape[1] == self.config.vocab_size:
+            return known_RE
+        logits_RV = known_RE.new_full((len(known_RE), self.config.vocab_size), -torch.inf)
+        return logits_RV.index_copy_(1, self.token_map_E, known_RE)
+
+    def _best_tokens(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
+        """int64 [R]."""
+        best_R = self._known_logits(lm_head, states_RD).argmax(dim=-1)
+        is_whole = lm_head.num_outputs == self.config.vocab_size
+        return best_R if is_whole else self.token_map_E[best_R]
+
+    def _known_logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
+        """[R, E], or [R, V] of the target's own head."""
+        logits_RE = lm_head(states_RD)
+        logits_RE = logits_RE.to(torch.promote_types(self.dtype, torch.float32))
+        return logits_RE if self.config.logit_scale == 1.0 else logits_RE * self.config.logit_scale
 
     @property
     def memory_bytes(self) -> int:
@@ -183,7 +197,10 @@ class MedusaHeads(nn.Module):
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads, the target's head too where it is used."""
         blocks = sum(linear_bytes(layer) for block in self._blocks for layer in block)
-        return blocks + sum(linear_bytes(lm_head) for lm_head in self._lm_heads)
+        lm_heads = {id(lm_head): lm_head for lm_head in self._lm_heads}
+        # A head that all share is read once.
+        each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
+        return blocks + sum(linear_bytes(lm_head) for lm_head in each)
 
     def pack(self, packing: Packing) -> None:
         """Bring the weights of all products into a layout, once and for good."""

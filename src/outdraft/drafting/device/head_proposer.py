@@ -172,8 +172,8 @@ class MedusaProposer(_HeadProposer):
         num_drafts = [ask.num_drafts for ask in asks]
         sampling = drafting_parameters(sampling)
         if sampling.is_plain_greedy or not self._samples:
-            best = [self.heads.head_best_tokens(head, batch.hidden_BD) for head in heads]
-            drafts = ModelDrafts(batch.columns(torch.stack(best, dim=1), max(num_drafts)))
+            best_BK = self.heads.best_tokens(batch.hidden_BD, heads)
+            drafts = ModelDrafts(batch.columns(best_BK, max(num_drafts)))
         else:
             drafts = self._sample(batch, heads, max(num_drafts), sampling)
         return without_surplus(drafts, num_drafts)
@@ -185,10 +185,7 @@ class MedusaProposer(_HeadProposer):
     def _sample(
         self, batch: HeadBatch, heads: range, num_drafts: int, sampling: SamplingBatch
     ) -> ModelDrafts:
-        logits_BKV = batch.columns(
-            torch.stack([self.heads.head_logits(head, batch.hidden_BD) for head in heads], dim=1),
-            num_drafts,
-        )
+        logits_BKV = batch.columns(self.heads.logits(batch.hidden_BD, heads), num_drafts)
         requests_B = torch.arange(len(logits_BKV), device=logits_BKV.device)
         depths_K = torch.arange(num_drafts, device=logits_BKV.device)
         positions_BK = (batch.num_tokens_B + batch.starts_B)[:, None] + depths_K
@@ -272,12 +269,12 @@ class MedusaLevels:
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the newest token."""
-        return self._heads.head_logits(0, self._hidden_BD)
+        return self._heads.logits(self._hidden_BD, range(1))[:, 0]
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]: behind the nodes of a level."""
-        logits_BV = self._heads.head_logits(frontier.depth, self._hidden_BD)
-        return logits_BV[:, None].expand(-1, frontier.token_ids_BF.shape[1], -1)
+        logits_B1V = self._heads.logits(self._hidden_BD, range(frontier.depth, frontier.depth + 1))
+        return logits_B1V.expand(-1, frontier.token_ids_BF.shape[1], -1)
 
 
 class MLPSpeculatorLevels:
