@@ -81,9 +81,11 @@ def test_all_methods_take_their_turn_at_each_prompt(llms, compared):
 def test_the_warm_up_is_not_counted_and_neither_is_a_prompts_first_token(compared):
     tallies, _ = compared
     for tally in tallies.values():
-        assert tally.num_decoded == 2 * (MAX_TOKENS - 1)
         assert len(tally.token_ids) == 2
-        assert tally.origins.total() == 2 * MAX_TOKENS
+        num_tokens = sum(map(len, tally.token_ids))
+        assert 2 * MAX_TOKENS - 4 <= num_tokens <= 2 * MAX_TOKENS  # an end token may come
+        assert tally.num_decoded == num_tokens - 2
+        assert tally.origins.total() == num_tokens
         assert tally.decode_s > 0
 
 
