@@ -1,12 +1,14 @@
 """What `outdraft serve` makes of its flags, before anything is started."""
 
 import re
+from pathlib import Path
 
 import pytest
 
 from outdraft.cli import serving
 from outdraft.cli.app import app
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config
+from outdraft.cli.server_options import ServerOptions, api_key, listed
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
@@ -92,9 +94,78 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("--log-level", "loud"), ("--tool-call-parser", "morse")]
+    ("flag", "value"),
+    [
+        ("--log-level", "loud"),
+        ("--tool-call-parser", "morse"),
+        ("--root-path", "llm"),
+        ("--root-path", "/llm/"),
+        ("--allowed-origins", '["a", 5]'),
+        ("--allowed-hosts", "[a"),
+        ("--api-key", ""),
+        ("--ssl-keyfile", __file__),
+        ("--ssl-certfile", __file__),
+        ("--header-timeout", "0"),
+    ],
 )
 def test_a_value_that_does_not_exist_is_refused(command, flag: str, value: str):
     result = command.invoke(app, ["serve", "m", flag, value])
     assert result.exit_code == 2
     assert flag in result.output
+
+
+def key_of(text: str, folder: Path) -> Path:
+    path = folder / "key"
+    path.write_text(text)
+    return path
+
+
+def test_a_key_comes_from_a_flag_a_file_or_the_environment_in_this_order(tmp_path):
+    environ = {"OUTDRAFT_API_KEY": "from outside"}
+    file = key_of("from a file\n", tmp_path)
+    assert api_key(ServerOptions(), {}) is None
+    assert api_key(ServerOptions(), environ) == "from outside"
+    assert api_key(ServerOptions(api_key="from a flag"), environ) == "from a flag"
+    assert api_key(ServerOptions(api_key_file=file), environ) == "from a file"
+
+
+def test_a_key_that_is_empty_or_given_twice_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="OUTDRAFT_API_KEY is empty"):
+        api_key(ServerOptions(), {"OUTDRAFT_API_KEY": ""})
+    with pytest.raises(ConfigError, match=r"--api-key-file .* is empty"):
+        api_key(ServerOptions(api_key_file=key_of("\n", tmp_path)), {})
+    with pytest.raises(ConfigError, match="exclude each other"):
+        api_key(ServerOptions(api_key="a", api_key_file=key_of("a", tmp_path)), {})
+
+
+def test_a_list_is_json_as_in_vllm_or_the_flag_again():
+    assert listed(["http://a", '["http://b", "*"]'], "--x") == ("http://a", "http://b", "*")
+    assert listed(None, "--x") == ()
+
+
+@pytest.mark.parametrize(
+    ("flags", "address", "names"),
+    [
+        ([], "127.0.0.1", ("127.0.0.1",)),
+        (["--allowed-hosts", "box.lan"], "127.0.0.1", ("box.lan", "127.0.0.1")),
+        (["--host", "my.box"], "127.0.1.1", ("my.box",)),
+        (["--allowed-hosts", "*"], "127.0.0.1", None),
+        (["--host", "0.0.0.0"], "0.0.0.0", None),
+        (["--host", "0.0.0.0", "--allowed-hosts", "box.lan"], "0.0.0.0", ("box.lan",)),
+        (["--host", "::1"], "::1", ("::1",)),
+        (["--host", "::"], "::", None),
+    ],
+)
+def test_on_loopback_only_its_names_are_answered_to(command, started, flags, address, names):
+    assert command.invoke(app, ["serve", "m", *flags]).exit_code == 0
+    [(_, options, _, _)] = started
+    chosen = listed(options.allowed_hosts, "--allowed-hosts")
+    assert serving.allowed_hosts(chosen, options.host, address) == names
+
+
+@pytest.mark.parametrize(("flag", "logs"), [("--enable-log-requests", True), (None, False)])
+def test_requests_are_logged_when_the_flag_says_so(command, started, flag, logs):
+    flags = [flag] if flag else ["--no-enable-log-requests"]
+    assert command.invoke(app, ["serve", "m", *flags]).exit_code == 0
+    [(_, options, _, _)] = started
+    assert options.enable_log_requests is logs

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ class Server:
     process: subprocess.Popen[str]
     url: str
     log: Path
+    verify: ssl.SSLContext | bool = True
 
     @property
     def engine(self) -> int:
@@ -33,7 +35,7 @@ class Server:
         return pid
 
     def get(self, path: str) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=10)
+        return httpx.get(self.url + path, timeout=10, verify=self.verify)
 
     def complete(self, **body: Any) -> httpx.Response:
         return httpx.post(self.url + "/v1/completions", json=LONG | body, timeout=60)
@@ -64,8 +66,11 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """`outdraft serve` with these flags on a free port, computing on one thread."""
+def serving(folder: Path, *flags: str, verify: ssl.SSLContext | bool = True) -> Iterator[Server]:
+    """`outdraft serve` with these flags on a free port, computing on one thread.
+
+    `verify`: of httpx, for a server with TLS.
+    """
     log = folder / "log"
     command = [sys.executable, "-m", "outdraft.cli", "serve", "--port", "0", *flags]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
@@ -73,12 +78,13 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         process = subprocess.Popen(command, stderr=file, text=True, env=environ)
     try:
         deadline_s = time.monotonic() + START_S
-        while not (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())):
+        while not (found := re.search(r"serving \S+ at (https?://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.05)
-        wait_for(lambda: httpx.get(found[1] + "/health").status_code == 200)
-        yield Server(process, found[1], log)
+        server = Server(process, found[1], log, verify)
+        wait_for(lambda: server.get("/health").status_code == 200)
+        yield server
     finally:
         process.kill()
         process.wait()

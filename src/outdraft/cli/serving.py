@@ -3,21 +3,23 @@
 import asyncio
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import cast, get_args
 
 from rich.console import Console
 
-from outdraft.cli.server_options import ServerOptions
+from outdraft.cli.server_options import API_KEY_VARIABLE, ServerOptions, api_key, listed
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from outdraft.engine.chat import ChatTemplate, special_tokens
 from outdraft.server.api.app import create_app
+from outdraft.server.api.hosts import is_loopback
 from outdraft.server.api.settings import ApiSettings, ToolCallFormat
 from outdraft.server.engine_process import EngineProcess
-from outdraft.server.launcher import Launcher, bind
+from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
@@ -37,7 +39,15 @@ def run(
     Raises:
         ConfigError, EngineDeadError: the server could not start.
     """
-    settings = _settings(config, options, is_embedded=is_embedded)
+    settings = _settings(config, options, environ, is_embedded=is_embedded)
+    http = HttpOptions(
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        header_timeout_s=options.header_timeout,
+        body_timeout_s=options.body_timeout,
+    )
+    chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
+    environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     level = _log_level(options.log_level)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -50,16 +60,27 @@ def run(
 
     async def serve() -> int:
         with bind(options.host, options.port) as listener:
+            host, port = listener.getsockname()[:2]
+            shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            if not is_loopback(host) and settings.api_key is None:
+                console.print(
+                    f"WARNING: everybody who can reach {shown} may use this server: give it a key "
+                    f"with --api-key-file or {API_KEY_VARIABLE}, or --host 127.0.0.1",
+                    style="bold red",
+                    markup=False,
+                )
+            known = replace(settings, allowed_hosts=allowed_hosts(chosen_hosts, options.host, host))
             supervisor = Supervisor(launch, show, restarts=options.restart_engine)
             await supervisor.start()
             console.print(supervisor.info.memory, markup=False)
             template = _chat_template(supervisor.info, options, is_embedded=is_embedded)
-            host, port = listener.getsockname()[:2]
-            url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-            console.print(f"\nserving {settings.served_model_names[0]} at {url}", style="bold")
-            feed = _live_feed(supervisor, settings.served_model_names[0])
-            launcher = Launcher(supervisor, listener, options.drain_timeout, feed.close)
-            return await _serve(supervisor, launcher, feed, settings, template)
+            name = settings.served_model_names[0]
+            console.print(
+                f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
+            )
+            feed = _live_feed(supervisor, name)
+            launcher = Launcher(supervisor, listener, options.drain_timeout, feed.close, http)
+            return await _serve(supervisor, launcher, feed, known, template)
 
     return asyncio.run(serve())
 
@@ -111,7 +132,28 @@ def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
     return feed
 
 
-def _settings(config: EngineConfig, options: ServerOptions, *, is_embedded: bool) -> ApiSettings:
+def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[str, ...] | None:
+    """The names, beside loopback ones, that requests may be for; None: any.
+
+    Args:
+        chosen: values of --allowed-hosts.
+        host: value of --host.
+        listens_on: the address that it means.
+    """
+    if "*" in chosen:
+        return None
+    if is_loopback(listens_on):
+        return (*chosen, host)
+    return chosen or None
+
+
+def _settings(
+    config: EngineConfig,
+    options: ServerOptions,
+    environ: Mapping[str, str],
+    *,
+    is_embedded: bool,
+) -> ApiSettings:
     """Raises ConfigError if a value is wrong."""
     parsers = get_args(ToolCallFormat)
     if options.tool_call_parser not in (None, *parsers):
@@ -122,9 +164,18 @@ def _settings(config: EngineConfig, options: ServerOptions, *, is_embedded: bool
     names = options.served_model_name or [EMBEDDED_NAME if is_embedded else config.model]
     return ApiSettings(
         served_model_names=tuple(names),
-        api_key=options.api_key,
+        api_key=api_key(options, environ),
+        allowed_origins=listed(options.allowed_origins, "--allowed-origins"),
+        root_path=_root_path(options.root_path),
+        log_requests=options.enable_log_requests,
         tool_call_parser=cast(ToolCallFormat | None, options.tool_call_parser),
     )
+
+
+def _root_path(path: str) -> str:
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(f"--root-path must begin with / and not end with it, got {path!r}")
+    return path
 
 
 def _log_level(name: str) -> LogLevel:

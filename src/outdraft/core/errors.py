@@ -32,7 +32,14 @@ class CapacityError(OutdraftError):
 
 
 class EngineDeadError(OutdraftError):
-    """The step loop has ended; its cause is chained."""
+    """The step loop has ended; its cause is chained.
+
+    `ended_by` says how the engine's process ended, if it did: its signal or its exit code.
+    """
+
+    def __init__(self, message: str, ended_by: str | None = None) -> None:
+        super().__init__(message)
+        self.ended_by = ended_by
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -53,6 +53,11 @@ class EngineClient(Protocol):
         ...
 
     @property
+    def ended_by(self) -> str | None:
+        """The signal or exit code of a dead engine's process, in words; None: not known."""
+        ...
+
+    @property
     def num_unfinished(self) -> int:
         """Requests that were accepted and have not ended."""
         ...

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -19,6 +20,8 @@ from outdraft.server.messages import Command, EngineInfo, Failed, Loading, Repor
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
+
+_HINTS = {signal.SIGKILL: ", as the kernel does when memory runs out"}
 
 OnLoading = Callable[[Loading], None]
 
@@ -68,7 +71,7 @@ class EngineProcess:
         try:
             await asyncio.wait({info, death}, return_when=asyncio.FIRST_COMPLETED)
             if not info.done():
-                raise EngineDeadError("the engine process died while it started")
+                raise EngineDeadError(f"the engine died while it started: {death.result()}")
             return info.result()
         finally:
             info.cancel()
@@ -94,11 +97,12 @@ class EngineProcess:
         """Never waits: the engine reads commands between two steps."""
         self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
-    async def death(self) -> None:
-        """Wait for the end of the process, and of what it had to tell."""
-        while self._process.poll() is None:
+    async def death(self) -> str:
+        """Wait for the end of the process, and of what it had to tell; how it ended, in words."""
+        while (code := self._process.poll()) is None:
             await asyncio.sleep(DEATH_POLL_S)
         await asyncio.sleep(GOODBYE_S)
+        return ending(code)
 
     def end(self) -> None:
         """Kill the process if it still runs, and close everything."""
@@ -110,3 +114,14 @@ class EngineProcess:
         self._reports.close()
         self._context.term()
         self._folder.cleanup()
+
+
+def ending(code: int) -> str:
+    """A process's exit code, or the signal that ended it, in words; `code` as in subprocess."""
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        number = signal.Signals(-code)
+    except ValueError:
+        return f"its process was ended by signal {-code}"
+    return f"its process was ended by {number.name}{_HINTS.get(number, '')}"

@@ -10,13 +10,18 @@ import logging
 import math
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from outdraft.core.errors import ConfigError, OutdraftError
+from outdraft.server.bounded_http import bounded_http
+from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 from outdraft.server.supervisor import Supervisor
 
 POLL_S = 0.05
@@ -46,6 +51,40 @@ def bind(host: str, port: int) -> socket.socket:
     return result
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """How connections are served.
+
+    Attributes:
+        ssl_certfile: PEM file; None: without TLS.
+        ssl_keyfile: PEM file; None: the certificate's file holds the key, too.
+        header_timeout_s, body_timeout_s: for requests that were begun; see bounded_http.
+    """
+
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    header_timeout_s: float = HEADER_TIMEOUT_S
+    body_timeout_s: float = BODY_TIMEOUT_S
+
+    def __post_init__(self) -> None:
+        if self.ssl_certfile is None:
+            if self.ssl_keyfile is not None:
+                raise ConfigError("--ssl-keyfile needs --ssl-certfile")
+            return
+        try:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(self.ssl_certfile, self.ssl_keyfile)
+        except OSError as error:  # ssl's own errors are among them
+            raise ConfigError(
+                f"--ssl-certfile {self.ssl_certfile} and --ssl-keyfile {self.ssl_keyfile} hold no "
+                f"certificate with its key: {error}"
+            ) from None
+
+    @property
+    def scheme(self) -> str:
+        return "http" if self.ssl_certfile is None else "https"
+
+
 class Launcher:
     """Serves an app for as long as its engine lives.
 
@@ -59,6 +98,7 @@ class Launcher:
         listener: socket.socket,
         drain_timeout_s: float,
         before_shutdown: Callable[[], None],
+        http: HttpOptions | None = None,
     ) -> None:
         """`before_shutdown` ends responses that would never end by themselves."""
         self.is_draining = False
@@ -66,6 +106,7 @@ class Launcher:
         self._listener = listener
         self._drain_timeout_s = drain_timeout_s
         self._before_shutdown = before_shutdown
+        self._http = http or HttpOptions()
         self._is_hurried = False
         self._signalled = asyncio.Event()
 
@@ -77,8 +118,16 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
+        http = self._http
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, ws="none", timeout_graceful_shutdown=1
+            app,
+            log_config=None,
+            access_log=False,
+            ws="none",
+            http=bounded_http(http.header_timeout_s, http.body_timeout_s),
+            timeout_graceful_shutdown=1,
+            ssl_certfile=http.ssl_certfile,
+            ssl_keyfile=http.ssl_keyfile,
         )
         server = _Server(config)
         running = asyncio.create_task(self._supervisor.run())
@@ -89,7 +138,7 @@ class Launcher:
             if signalled.done():
                 return await self._drain(server, serving)
             if running.done():
-                _report_death(running)
+                _report_death(running, self._supervisor.ended_by)
                 await asyncio.sleep(LAST_WORDS_S)
             await self._shut_down(server, serving, 1)
             return 1
@@ -146,11 +195,11 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _report_death(running: asyncio.Task[None]) -> None:
+def _report_death(running: asyncio.Task[None], ended_by: str | None) -> None:
     error = running.exception()
     if isinstance(error, OutdraftError):
         _logger.error("the engine could not be started again: %s", error)
     elif error is not None:
         _logger.error("the engine has died", exc_info=error)
     else:
-        _logger.error("the engine has died")
+        _logger.error("the engine has died%s", f": {ended_by}" if ended_by else "")

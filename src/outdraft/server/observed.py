@@ -29,6 +29,10 @@ class ObservedClient:
         return self._client.is_alive
 
     @property
+    def ended_by(self) -> str | None:
+        return self._client.ended_by
+
+    @property
     def num_unfinished(self) -> int:
         return self._client.num_unfinished
 

@@ -37,11 +37,16 @@ class ProcessClient:
         self._streams: dict[str, _Stream] = {}
         self._watchers: list[Callable[[Steps], None]] = []
         self._cause: str | None = None  # why the engine is dead
+        self._ended_by: str | None = None
         self._num_sent = 0
 
     @property
     def is_alive(self) -> bool:
         return self._cause is None
+
+    @property
+    def ended_by(self) -> str | None:
+        return self._ended_by
 
     @property
     def num_unfinished(self) -> int:
@@ -53,15 +58,19 @@ class ProcessClient:
     async def run(self) -> None:
         """Read reports until the engine dies; then everybody who waits is told."""
         reading = asyncio.create_task(self._read())
+        death = asyncio.create_task(self._process.death())
+        cause = "the engine process has died"
         try:
-            death = asyncio.create_task(self._process.death())
             await asyncio.wait({reading, death}, return_when=asyncio.FIRST_COMPLETED)
-            death.cancel()
-            if reading.done() and self._cause is None:
+            if death.done() and self._cause is None:
+                self._ended_by = death.result()
+                cause = f"{cause}: {self._ended_by}"
+            elif self._cause is None:
                 reading.result()  # a report that cannot be read is no better than none
         finally:
+            death.cancel()
             reading.cancel()
-            self.close("the engine process has died")
+            self.close(cause)
 
     def close(self, cause: str) -> None:
         """End the engine and every stream that is open."""
@@ -70,7 +79,7 @@ class ProcessClient:
         self._cause = cause
         self._process.end()
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(self._cause))
+            stream.fail(EngineDeadError(self._cause, self._ended_by))
 
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
@@ -80,7 +89,7 @@ class ProcessClient:
         if isinstance(prediction, str):
             prediction = await asyncio.to_thread(self._inputs.prediction_ids, params)
         if self._cause is not None:
-            raise EngineDeadError(self._cause)
+            raise EngineDeadError(self._cause, self._ended_by)
         # Ids on the wire are used once: reports on an aborted request reach no later one.
         self._num_sent += 1
         wire_id = f"{self._num_sent}:{request_id}"

@@ -47,6 +47,10 @@ class Supervisor:
         return self._client is not None and self._client.is_alive
 
     @property
+    def ended_by(self) -> str | None:
+        return self._client.ended_by if self._client is not None else None
+
+    @property
     def num_unfinished(self) -> int:
         return self._started.num_unfinished
 

@@ -60,6 +60,7 @@ class FakeEngine:
     fail_at: int = 0
     stall_at: int | None = None
     is_alive: bool = True
+    ended_by: str | None = None
     lossless: bool = True
     drafters: tuple[str, str] = ("prediction", "prediction")
     requests: list[tuple[EncodedPrompt, SamplingParams, int]] = field(default_factory=list)
@@ -81,7 +82,7 @@ class FakeEngine:
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncIterator[Update]:
         if not self.is_alive:
-            raise EngineDeadError("the engine process has died")
+            raise EngineDeadError("the engine process has died", self.ended_by)
         self.inputs.check_params(params)
         self.requests.append((prompt, params, priority))
         self.started.append(request_id)

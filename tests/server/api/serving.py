@@ -14,6 +14,7 @@ import uvicorn
 from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
 from outdraft.server.api.settings import ApiSettings
+from outdraft.server.bounded_http import bounded_http
 from tests.server.api.fake_engine import FakeEngine, fake_inputs
 
 MODEL = "tiny"
@@ -65,8 +66,10 @@ class Served:
 
 
 @contextmanager
-def serve(engine: FakeEngine, template: str | None = TEMPLATE, **settings) -> Iterator[Served]:
-    """Run the application in a thread, on a free port."""
+def serve(
+    engine: FakeEngine, template: str | None = TEMPLATE, http: type | None = None, **settings
+) -> Iterator[Served]:
+    """Run the application in a thread, on a free port; `http`: the protocol of connections."""
     served = Served(engine, api_key=settings.get("api_key") or "none")
     app = create_app(
         engine,
@@ -77,7 +80,7 @@ def serve(engine: FakeEngine, template: str | None = TEMPLATE, **settings) -> It
     )
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    config = uvicorn.Config(app, log_level="critical", lifespan="off")
+    config = uvicorn.Config(app, log_level="critical", lifespan="off", http=http or bounded_http())
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

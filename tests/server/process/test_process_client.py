@@ -13,6 +13,7 @@ import pytest
 from outdraft.core.errors import CapacityError, ConfigError, EngineDeadError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.server.engine_process import EngineProcess, ending
 from outdraft.server.messages import Steps
 from outdraft.server.supervisor import Supervisor
 from tests.server.process.engines import PROMPTS, complete, config, processes, stream, supervisor
@@ -209,11 +210,12 @@ def test_readers_learn_within_a_second_that_the_engine_was_killed():
             reader = client.generate("0", client.inputs.encoded(PROMPTS[0]), params)
             await anext(reader)
             os.kill(pid, signal.SIGKILL)
-            with pytest.raises(EngineDeadError):
+            with pytest.raises(EngineDeadError, match="ended by SIGKILL"):
                 async for _ in reader:
                     pass
             assert not client.is_alive
-            with pytest.raises(EngineDeadError):
+            assert "ended by SIGKILL" in (client.ended_by or "")
+            with pytest.raises(EngineDeadError, match="ended by SIGKILL"):
                 await stream(client, "1", PROMPTS[0], params)
 
     asyncio.run(main())
@@ -240,6 +242,36 @@ def test_a_restarted_engine_answers_through_the_same_client():
             assert news
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_is_killed_while_it_starts_says_by_what():
+    chosen, before = config(), set(processes(os.getpid()))
+
+    async def main() -> None:
+        process = EngineProcess(chosen, {**os.environ}, "WARNING")
+        [pid] = set(processes(os.getpid())) - before
+        os.kill(pid, signal.SIGKILL)
+        try:
+            with pytest.raises(EngineDeadError, match=r"while it started: .* SIGKILL"):
+                await process.started(lambda loading: None)
+        finally:
+            process.end()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (3, "exit code 3"),
+        (0, "exit code 0"),
+        (-signal.SIGSEGV, "ended by SIGSEGV"),
+        (-signal.SIGKILL, "ended by SIGKILL, as the kernel does when memory runs out"),
+        (-63, "ended by signal 63"),
+    ],
+)
+def test_an_end_is_a_signal_by_name_or_an_exit_code(code: int, words: str):
+    assert ending(code) == f"its process {'was ' if code < 0 else 'ended with '}{words}"
 
 
 @pytest.mark.parametrize(

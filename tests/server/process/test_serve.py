@@ -4,12 +4,14 @@ import json
 import os
 import signal
 import socket
+import ssl
 import time
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import trustme
 
 from outdraft.server.launcher import bind
 from tests.cli.pair import pair
@@ -26,6 +28,18 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def self_signed(folder: Path) -> Path:
+    """A certificate for 127.0.0.1; its key lies beside it, as key.pem."""
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    (folder / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    path = folder / "certificate.pem"
+    path.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
+    with path.open("ab") as file:
+        file.write(authority.cert_pem.bytes())
+    return path
 
 
 def test_a_sigterm_lets_running_requests_finish_and_refuses_new_ones(tmp_path):
@@ -70,7 +84,8 @@ def test_the_death_of_the_engine_is_told_and_ends_the_server(tmp_path):
         rest = list(lines)
         assert server.get("/health").status_code == 503
         assert server.wait() == 1
-    assert any('"error"' in line for line in rest)
+        assert "the engine has died: its process was ended by SIGKILL" in server.log.read_text()
+    assert any('"error"' in line and "SIGKILL" in line for line in rest)
 
 
 def test_a_server_may_start_another_engine(tmp_path):
@@ -145,6 +160,54 @@ def test_flags_come_from_a_file_too(tmp_path):
         assert [model["id"] for model in models["data"]] == ["tiny", "other"]
         shown = server.log.read_text().splitlines()
         assert any("Application startup" in json.loads(x)["message"] for x in shown if x[:1] == "{")
+
+
+def test_https_with_a_key_from_a_file_and_limits_for_half_sent_requests(tmp_path):
+    certificate = self_signed(tmp_path)
+    (tmp_path / "key").write_text("from a file\n")
+    flags = ("--ssl-certfile", certificate, "--ssl-keyfile", tmp_path / "key.pem")
+    flags += ("--api-key-file", tmp_path / "key", "--header-timeout", "0.5", "--body-timeout", "60")
+    flags += ("--enable-log-requests", "--root-path", "/llm", "--allowed-origins", '["http://a"]')
+    trusting = ssl.create_default_context(cafile=certificate)
+    with serving(tmp_path, *EMBEDDED, *map(str, flags), verify=trusting) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        headers = {"Authorization": "Bearer from a file", "Origin": "http://a", "X-Request-Id": "i"}
+        url = server.url + "/llm/v1/models"
+        reply = httpx.get(url, headers=headers, verify=trusting)
+        assert reply.status_code == 200
+        assert reply.headers["access-control-allow-origin"] == "http://a"
+        assert server.get("/v1/models").status_code == 401
+        rebound = httpx.get(url, headers=headers | {"Host": "evil.example"}, verify=trusting)
+        assert rebound.status_code == 403
+        port = int(server.url.rpartition(":")[2])
+        with (
+            socket.create_connection(("127.0.0.1", port), 20) as plain,
+            trusting.wrap_socket(plain, server_hostname="127.0.0.1") as connection,
+        ):
+            connection.sendall(b"GET /health HTTP/1.1\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 408"
+        shown = server.log.read_text()
+        assert "GET /llm/v1/models: 200" in shown
+        assert "request i" in shown
+        assert "WARNING: everybody" not in shown
+
+
+def test_a_server_for_everybody_warns_and_answers_to_any_name(tmp_path, monkeypatch):
+    monkeypatch.delenv("OUTDRAFT_API_KEY", raising=False)
+    with serving(tmp_path, *EMBEDDED, "--host", "0.0.0.0") as server:
+        assert "WARNING: everybody who can reach 0.0.0.0:" in server.log.read_text()
+        reply = httpx.get(server.url + "/health", headers={"Host": "any.example"})
+        assert reply.status_code == 200
+
+
+def test_the_key_comes_from_the_environment_and_goes_no_further(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTDRAFT_API_KEY", "from outside")
+    with serving(tmp_path, *EMBEDDED, "--host", "0.0.0.0") as server:
+        assert "WARNING: everybody" not in server.log.read_text()
+        assert server.get("/v1/models").status_code == 401
+        headers = {"Authorization": "Bearer from outside"}
+        assert httpx.get(server.url + "/v1/models", headers=headers).status_code == 200
+        assert "OUTDRAFT_API_KEY" not in psutil.Process(server.engine).environ()
 
 
 def test_small_pieces_are_sent_without_delay():

@@ -11,8 +11,11 @@ from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
 from outdraft.server.api.chat import chat_router
 from outdraft.server.api.completions import completions_router
+from outdraft.server.api.early_errors import EarlyErrors
 from outdraft.server.api.errors import install_error_handlers
+from outdraft.server.api.hosts import HostGuard
 from outdraft.server.api.plain_routes import health_router, models_router, tokens_router
+from outdraft.server.api.request_ids import HEADER, RequestIds
 from outdraft.server.api.responses import responses_router
 from outdraft.server.api.settings import ApiContext, ApiSettings
 from outdraft.server.client import EngineClient
@@ -42,6 +45,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
     )
+    app.root_path = settings.root_path  # paths are found with it and without it
     install_error_handlers(app, settings.retry_after_s)
     if settings.allowed_origins:
         app.add_middleware(
@@ -49,7 +53,12 @@ def create_app(
             allow_origins=settings.allowed_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=[HEADER],
         )
+    if settings.allowed_hosts is not None:
+        app.add_middleware(HostGuard, allowed_hosts=settings.allowed_hosts)
+    app.add_middleware(EarlyErrors)
+    app.add_middleware(RequestIds, logs=settings.log_requests)  # the outermost one
     for router in (
         chat_router(context),
         completions_router(context),

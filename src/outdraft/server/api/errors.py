@@ -74,9 +74,10 @@ def draining(retry_after_s: int) -> ApiError:
     return ApiError(503, body, {"Retry-After": str(retry_after_s)})
 
 
-def engine_dead(status: int = 500) -> ApiError:
-    body = ErrorBody(message="the engine has stopped", type="server_error", code="engine_dead")
-    return ApiError(status, body)
+def engine_dead(status: int = 500, ended_by: str | None = None) -> ApiError:
+    """`ended_by`: the signal or exit code of the engine's process, where it is known."""
+    message = "the engine has stopped" + (f": {ended_by}" if ended_by else "")
+    return ApiError(status, ErrorBody(message=message, type="server_error", code="engine_dead"))
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
@@ -89,7 +90,7 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
         body = ErrorBody(message=str(error), type="rate_limit_error", code="rate_limit_exceeded")
         return ApiError(429, body, {"Retry-After": str(retry_after_s)})
     if isinstance(error, EngineDeadError):
-        return engine_dead()
+        return engine_dead(ended_by=error.ended_by)
     return ApiError(
         500, ErrorBody(message="internal error", type="server_error", code="internal_error")
     )
@@ -109,8 +110,12 @@ def error_response(error: ApiError) -> Response:
 def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
     """Give every reply of the application that is not a success its shape."""
 
-    async def on_error(_request: Request, error: Exception) -> Response:
-        return error_response(as_api_error(error, retry_after_s))
+    async def on_error(request: Request, error: Exception) -> Response:
+        reply = error_response(as_api_error(error, retry_after_s))
+        # What nobody expected is answered outside of the middleware that does this elsewhere.
+        if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
+            reply.headers["x-request-id"] = request_id
+        return reply
 
     async def on_invalid(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)

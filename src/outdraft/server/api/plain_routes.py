@@ -28,7 +28,7 @@ def health_router(context: ApiContext) -> APIRouter:
     async def health() -> Response:
         """200 while requests are taken, 503 when the engine is dead or the server ends."""
         if not context.client.is_alive:
-            raise engine_dead(503)
+            raise engine_dead(503, context.client.ended_by)
         if context.is_draining():
             raise draining(context.settings.retry_after_s)
         return Response()

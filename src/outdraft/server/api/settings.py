@@ -20,6 +20,9 @@ class ApiSettings:
         api_key: None: everybody may ask.
         tool_call_parser: how the model writes its calls; None: tools are refused.
         allowed_origins: web pages of other hosts that may ask (CORS).
+        allowed_hosts: names that requests may be for, beside loopback ones; None: any.
+        root_path: prefix of all paths that a proxy takes off.
+        log_requests: whether each request leaves a line in the log.
         max_choices: answers of one request, n times the number of prompts.
         max_logprobs: most likely tokens a position.
     """
@@ -28,6 +31,9 @@ class ApiSettings:
     api_key: str | None = None
     tool_call_parser: ToolCallFormat | None = None
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
+    root_path: str = ""
+    log_requests: bool = False
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices: int = 128
     max_logprobs: int = 20
