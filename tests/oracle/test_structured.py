@@ -196,6 +196,20 @@ def test_where_no_token_ends_a_text_it_ends_when_it_is_complete(method: str, tem
         assert form.is_met(output.outputs[0].text)
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_past_the_end_of_a_grammar_change_nothing(method: str, temperature: float):
+    form = regex("([0-9][x-z]){4}")
+    params = asking(form, temperature=temperature, ignore_eos=True)
+    plain = run(engine("plain"), PROMPTS, params)
+    longer = [replace(params, prediction=[*right, *right, 0]) for right in ids(plain)]
+    outputs = run(engine(method, "drafter_invariant"), PROMPTS, longer)
+    assert ids(outputs) == ids(plain)
+    for output in outputs:
+        assert output.outputs[0].finish_reason == "stop"
+        assert form.is_met(output.outputs[0].text)
+
+
 def test_a_wrong_form_is_refused_before_anything_starts():
     llm = engine("plain")
     wrong = SamplingParams(structured=StructuredOutput("regex", "a("))

@@ -26,9 +26,13 @@ def bits(mask_W: np.ndarray) -> set[int]:
 
 
 def masks_of(matcher, draft: Draft = NO_DRAFT) -> np.ndarray:
+    return masks_and_ends(matcher, draft)[0]
+
+
+def masks_and_ends(matcher, draft: Draft) -> tuple[np.ndarray, list[int]]:
     masks_RW = np.zeros((1 + len(draft), 1), dtype=np.int32)
-    matcher.fill_masks(draft.token_ids, draft.parents, masks_RW)
-    return masks_RW
+    ends = matcher.fill_masks(draft.token_ids, draft.parents, masks_RW)
+    return masks_RW, ends
 
 
 @st.composite
@@ -51,26 +55,36 @@ def path(draft: Draft, row: int) -> list[int]:
     pattern=st.sampled_from(REGEXES),
     choices=st.lists(st.integers(0, 99), max_size=2),
     steps=st.lists(trees(), min_size=1, max_size=3),
+    stop_ids=st.sampled_from([{END}, set()]),
 )
-def test_every_row_of_a_tree_allows_what_its_path_allows(pattern, choices, steps):
-    matcher = compiler().compile(regex(pattern)).matcher({END})
+def test_every_row_of_a_tree_allows_what_its_path_allows(pattern, choices, steps, stop_ids):
+    matcher = compiler().compile(regex(pattern)).matcher(stop_ids)
     output: list[int] = []
+
+    def allowed(text: list[int]) -> set[int]:
+        found = allowed_by_search(pattern, text)
+        return found if stop_ids else found - {END}
+
     for number, draft in enumerate(steps):
-        masks_RW = masks_of(matcher, draft)
+        masks_RW, ends = masks_and_ends(matcher, draft)
         for row in range(1 + len(draft)):
             behind = path(draft, row)
             assert masks_RW[row].any()
             can_be_reached = END not in behind and all(
-                token_id in allowed_by_search(pattern, output + behind[:depth])
+                token_id in allowed(output + behind[:depth])
                 for depth, token_id in enumerate(behind)
             )
-            if can_be_reached:
-                assert bits(masks_RW[row]) == allowed_by_search(pattern, output + behind)
+            is_end = can_be_reached and not allowed(output + behind)
+            assert (row in ends) == is_end
+            if can_be_reached and not is_end:
+                assert bits(masks_RW[row]) == allowed(output + behind)
         going_on = sorted(allowed_by_search(pattern, output) - {END})
         if number >= len(choices) or not going_on:
             break
         output.append(going_on[choices[number] % len(going_on)])
         matcher.advance(output[-1])
+        if matcher.is_finished:
+            break
     assert not matcher.has_failed
 
 
@@ -100,6 +114,37 @@ def test_without_a_token_to_end_with_an_output_ends_where_nothing_can_follow():
     matcher.advance(1)
     assert matcher.is_finished
     assert masks_of(matcher).any()
+
+
+def test_a_draft_past_the_end_leaves_the_rows_before_it_as_they_are():
+    matcher = compiler().compile(regex("(a[bc]){2}")).matcher(set())
+    masks_RW, ends = masks_and_ends(matcher, Draft.chain([0, 1, 0, 2, 0, 1]))
+    assert [bits(mask_W) for mask_W in masks_RW[:4]] == [{0, 3}, {1, 2}, {0, 3}, {1, 2}]
+    assert ends == [4]
+
+
+def test_only_the_way_to_a_dead_end_is_cut():
+    matcher = compiler().compile(regex("(a[bx]|b)(c|[xyz])|aaa[xyz]")).matcher({END})
+    masks_RW, ends = masks_and_ends(matcher, Draft((0, 0, 0, 1, 1), (0, 1, 2, 1, 0)))
+    assert ends == [3]  # "aaa"
+    assert [bits(masks_RW[row]) for row in (1, 2, 4, 5)] == [{0, 1, 4}, {0}, {2}, {2}]
+
+
+def test_a_row_that_is_too_complex_is_an_end_and_the_rows_before_it_have_masks():
+    rng = np.random.default_rng(0)
+    num_ends = 0
+    for _ in range(20):
+        matcher = explosive(60).matcher({END})
+        draft = Draft.chain(rng.integers(0, 2, 30).tolist())
+        masks_RW, ends = masks_and_ends(matcher, draft)
+        assert not matcher.has_failed
+        before = ends[0] if ends else len(masks_RW)
+        num_ends += len(ends)
+        assert all({0, 1, 3} <= bits(mask_W) <= {0, 1, 2, 3, 5} for mask_W in masks_RW[:before])
+        for token_id in draft.token_ids[:2]:  # what has failed behind the draft is repaired
+            matcher.advance(token_id)
+        assert bits(masks_of(matcher)[0]) >= {0, 1, 3}
+    assert num_ends == 20
 
 
 def test_nothing_can_follow_where_no_token_has_the_letters():

@@ -19,7 +19,7 @@ from outdraft.verification.draft_batch import (
     row_index_BN1,
     row_start_B,
 )
-from outdraft.verification.verify import block_verify, match_draft, rejection_sample
+from outdraft.verification.verify import block_verify, cut_behind, match_draft, rejection_sample
 from tests.reference import verification
 
 VOCAB = 4
@@ -110,6 +110,21 @@ def test_matching_is_a_walk_along_the_choices(data, trees):
     verdict = match_draft(torch.tensor(choices), drafts)
     for b, draft in enumerate(trees):
         check_verdict(verdict, b, *verification.walk(draft.token_ids, draft.parents, choices[b]))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), st.lists(trees(), min_size=1, max_size=4))
+def test_nothing_is_emitted_behind_the_first_end_on_the_path(data, trees):
+    drafts = noisy_padding(DraftBatch.from_drafts(trees, "cpu"))
+    row = st.lists(st.integers(0, 1), min_size=drafts.width + 1, max_size=drafts.width + 1)
+    verdict = match_draft(torch.tensor([data.draw(row) for _ in trees]), drafts)
+    is_end_BN = torch.tensor([data.draw(row)[1:] for _ in trees], dtype=torch.bool)
+    cut = cut_behind(verdict, is_end_BN)
+    for b in range(len(trees)):
+        ids = [v for v in verdict.token_ids_BN1[b].tolist() if v >= 0]
+        rows = [v for v in verdict.rows_BN[b].tolist() if v >= 0]
+        before = next((i for i, row in enumerate(rows) if is_end_BN[b, row]), len(rows))
+        check_verdict(cut, b, ids[: before + 1], rows[:before])
 
 
 def random_distributions(rng, *shape):

@@ -29,10 +29,15 @@ class GrammarMatcher(Protocol):
 
     def fill_masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
-    ) -> None:
+    ) -> Sequence[int]:
         """Write which tokens may follow the root and every row of a draft, int32 [1 + N, W].
 
         `token_ids` and `parents` are as in Draft. Bit v % 32 of word v // 32 stands for token v.
         Rows that cannot be reached hold anything but zeros.
+
+        Returns:
+            The ends, rows of 1 to N. They can be reached, but nothing is known that may follow
+            them: the output is complete there, or the grammar is too complex from there on. So
+            whoever emits the token of an end must emit nothing behind it in this step.
         """
         ...

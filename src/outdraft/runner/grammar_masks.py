@@ -52,23 +52,44 @@ def copy_of_drafted(works: Sequence[Work], drafts: DraftBatch) -> DraftedCopy | 
     return DraftedCopy(host_2BN, arrived)
 
 
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """What the grammars of a step allow.
+
+    Attributes:
+        masks_RW: int32, all ones in the rows of requests without a grammar.
+        is_end_BN: bool; nothing may be emitted behind this draft, as its row has no mask. None:
+            there is no such draft.
+    """
+
+    masks_RW: Tensor
+    is_end_BN: Tensor | None
+
+
 def grammar_masks(
-    works: Sequence[Work], drafted: DraftedCopy | None, vocab_size: int, device: torch.device
-) -> Tensor | None:
-    """int32 [R, W], all ones in the rows of requests without a grammar; None if none has one."""
+    works: Sequence[Work],
+    drafted: DraftedCopy | None,
+    drafts: DraftBatch,
+    vocab_size: int,
+) -> GrammarMasks | None:
+    """None if no request has a grammar."""
     if all(work.request.grammar is None for work in works):
         return None
     drafts_2BN = drafted.wait() if drafted is not None else None
     num_rows = sum(1 + work.num_drafts for work in works)
     masks_RW = np.full((num_rows, -(-vocab_size // 32)), -1, dtype=np.int32)
+    is_end_BN = np.zeros((len(works), drafts.width), dtype=np.int32)
     start = 0
     for place, work in enumerate(works):
         end = start + 1 + work.num_drafts
         if work.request.grammar is not None:
             token_ids, parents = _draft(work, place, drafts_2BN)
-            work.request.grammar.fill_masks(token_ids, parents, masks_RW[start:end])
+            ends = work.request.grammar.fill_masks(token_ids, parents, masks_RW[start:end])
+            is_end_BN[place, [row - 1 for row in ends]] = 1
         start = end
-    return to_device([masks_RW], device)[0]
+    arrays = [masks_RW, is_end_BN] if is_end_BN.any() else [masks_RW]
+    masks, *ends_BN = to_device(arrays, drafts.device)
+    return GrammarMasks(masks, ends_BN[0].bool() if ends_BN else None)
 
 
 def _draft(

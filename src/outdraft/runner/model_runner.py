@@ -22,7 +22,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, with_model_drafts
-from outdraft.runner.grammar_masks import copy_of_drafted, grammar_masks
+from outdraft.runner.grammar_masks import GrammarMasks, copy_of_drafted, grammar_masks
 from outdraft.runner.logprobs import (
     LogprobRows,
     emitted_logprobs,
@@ -36,7 +36,7 @@ from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verifier import Verifier, match_choices
-from outdraft.verification.verify import Verdict
+from outdraft.verification.verify import Verdict, cut_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +103,8 @@ class ModelRunner:
         verdict: Verdict | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
-            vocab_size = self.model.config.vocab_size
-            grammar_RW = grammar_masks(works, drafted, vocab_size, self.device)
-            paths = self._paths(works, target.rows, sampling, grammar_RW)
-            verdict, emitted = self._verify(works, target, drafts, sampling, paths)
+            allowed = grammar_masks(works, drafted, drafts, self.model.config.vocab_size)
+            verdict, emitted = self._verify(works, target, drafts, sampling, allowed)
             self._keep(verdict, drafts, target.rows)
         if self.proposer is not None and self.proposer.reads_states:
             self.proposer.keep(_target_states(target, verdict))
@@ -171,13 +169,17 @@ class ModelRunner:
         target: TargetPass,
         drafts: DraftBatch,
         sampling: SamplingBatch,
-        paths: Paths,
+        allowed: GrammarMasks | None,
     ) -> tuple[Verdict, LogprobRows | None]:
         if sampling.is_plain_greedy and not wants_logprobs(works):
             best_R = self.model.best_tokens(target.logit_hidden_RD)
             return match_choices(best_R, drafts), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
+        grammar_RW = allowed.masks_RW if allowed is not None else None
+        paths = self._paths(works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
+        if allowed is not None and allowed.is_end_BN is not None:
+            verdict = cut_behind(verdict, allowed.is_end_BN)
         return verdict, emitted_logprobs(works, logits_RV, drafts, verdict)
 
     def _paths(

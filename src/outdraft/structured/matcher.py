@@ -71,52 +71,50 @@ class SequenceMatcher:
         if not self._state.consume_token(token_id) and not self._renew():
             self._fail()
         elif not self._stop_ids and self._state.is_accepting():
-            self._is_finished = not self._may_go_on()
+            self._is_finished = self._is_complete()
 
     def fill_masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
-    ) -> None:
+    ) -> list[int]:
         masks_RW[:] = EVERYTHING
         if self._has_failed or self._is_finished:
-            return
-        children: list[list[int]] = [[] for _ in masks_RW]
-        for row, parent in enumerate(parents, start=1):
-            children[parent].append(row)
-        for _ in range(2):
-            if self._fill(0, token_ids, children, masks_RW):
-                return
+            return []
+        filling = _Filling(token_ids, parents, masks_RW)
+        self._fill(self._state, 0, filling)
+        if filling.has_full_lexer and self._renew():
             masks_RW[:] = EVERYTHING
-            if not self._renew():
-                break
-        if not self._fill(0, (), [[]], masks_RW[:1]):  # what fails behind a draft may still be far
+            filling = _Filling(token_ids, parents, masks_RW)
+            self._fill(self._state, 0, filling)
+        if 0 in filling.ends:
             self._fail()
+            return []
+        return filling.ends
 
-    def _fill(
-        self,
-        row: int,
-        token_ids: Sequence[int],
-        children: Sequence[Sequence[int]],
-        masks_RW: np.ndarray,
-    ) -> bool:
-        """Write the masks of a row and those behind it, and come back; False if one fails."""
-        mask_W = masks_RW[row]
-        if not self._write_mask(mask_W):
-            return False
-        for child in children[row]:
-            token_id = token_ids[child - 1]
+    def _fill(self, state: LLMatcher, row: int, filling: "_Filling") -> None:
+        """Write the masks of a row and of those behind it, or note that it is an end."""
+        mask_W = filling.masks_RW[row]
+        if not self._write_mask(state, mask_W):
+            mask_W[:] = EVERYTHING
+            filling.end(row, state)
+            return
+        for child in filling.children[row]:
+            token_id = filling.token_ids[child - 1]
             if token_id in self._stop_ids or not _holds(mask_W, token_id):
                 continue  # nothing behind it is ever emitted
-            if not self._state.consume_token(token_id):
-                return False
-            if not self._fill(child, token_ids, children, masks_RW):
-                return False
-            self._state.rollback(1)
-        return True
+            behind = state.deep_copy()  # takes microseconds, and its errors are its own
+            if behind.consume_token(token_id):
+                self._fill(behind, child, filling)
+            else:
+                filling.end(child, behind)
 
-    def _write_mask(self, mask_W: np.ndarray) -> bool:
-        """The tokens that may follow the present state; False if it fails to have any."""
-        words_W = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32)
-        if self._state.is_error():
+    def _write_mask(self, state: LLMatcher, mask_W: np.ndarray) -> bool:
+        """The tokens that may follow a state; False if there are none.
+
+        Then the output is complete, has no way to become so with the tokens that there are, or
+        the grammar has become too complex to tell.
+        """
+        words_W = np.frombuffer(state.compute_bitmask(), dtype=np.int32)
+        if state.is_error():
             return False
         may_end = _holds(words_W, self._grammar.end_id)
         mask_W[:] = words_W[: len(mask_W)]
@@ -124,19 +122,17 @@ class SequenceMatcher:
         text_W = mask_W.copy()
         for stop_id in self._stop_ids:
             _set(mask_W, stop_id, may_end)
-        if mask_W.any():
-            return True
-        # Either the output is complete, and what follows is dropped; or only a token that the
-        # caller has made a stop token goes on with it: then it may cut the output, as it would
-        # without a grammar.
-        mask_W[:] = EVERYTHING if may_end else text_W
+        if not mask_W.any() and not may_end:
+            # Only a token that the caller has made a stop token goes on with it: then it may cut
+            # the output, as it would without a grammar.
+            mask_W[:] = text_W
         return bool(mask_W.any())
 
-    def _may_go_on(self) -> bool:
-        """Whether some token may follow; without stop tokens."""
+    def _is_complete(self) -> bool:
+        """Whether nothing can follow what may be a whole output."""
         words_W = np.frombuffer(self._state.compute_bitmask(), dtype=np.int32).copy()
         _set(words_W, self._grammar.end_id, False)
-        return not self._state.is_error() and bool(words_W.any())
+        return not self._state.is_error() and not words_W.any()
 
     def _renew(self) -> bool:
         """Come to the same state with another lexer; False if that is not possible."""
@@ -148,6 +144,32 @@ class SequenceMatcher:
         reason = self._state.get_error() or "no token can follow"
         _logger.warning("an output can keep to its grammar no longer: %s", reason)
         self._has_failed = True
+
+
+class _Filling:
+    """The masks of a draft while they are made.
+
+    Attributes:
+        children: of each row, the rows that continue it.
+        ends: rows that are reached but have no mask.
+        has_full_lexer: of some of them a fresh lexer might know more.
+    """
+
+    def __init__(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> None:
+        self.token_ids = token_ids
+        self.masks_RW = masks_RW
+        self.children: list[list[int]] = [[] for _ in masks_RW]
+        for row, parent in enumerate(parents, start=1):
+            self.children[parent].append(row)
+        self.ends: list[int] = []
+        self.has_full_lexer = False
+
+    def end(self, row: int, state: LLMatcher) -> None:
+        self.ends.append(row)
+        if state.stop_reason() == "LexerTooComplex":
+            self.has_full_lexer = True
 
 
 def _holds(mask_W: np.ndarray, token_id: int) -> bool:

@@ -44,6 +44,25 @@ class Verdict:
     rows_BN: Tensor
 
 
+def cut_behind(verdict: Verdict, is_end_BN: Tensor) -> Verdict:
+    """Emit nothing behind the first accepted draft of `is_end_BN`: it becomes the last token.
+
+    Exact, if whether a draft is an end depends on the tokens up to it alone: then what is left is
+    a beginning of what was emitted, and where it stops is known from that beginning.
+    """
+    place_N1 = torch.arange(verdict.token_ids_BN1.shape[1], device=is_end_BN.device)
+    is_accepted_BN = verdict.rows_BN >= 0
+    goes_on_BN = ~(is_accepted_BN & is_end_BN.gather(1, verdict.rows_BN.clamp(min=0)))
+    num_before_B = goes_on_BN.long().cumprod(1).sum(1)  # that of all places, if there is no end
+    num_emitted_B = torch.minimum(verdict.num_emitted_B, num_before_B + 1)
+    last_B1 = num_emitted_B[:, None] - 1
+    return Verdict(
+        token_ids_BN1=verdict.token_ids_BN1.masked_fill(place_N1 > last_B1, -1),
+        num_emitted_B=num_emitted_B,
+        rows_BN=verdict.rows_BN.masked_fill(place_N1[:-1] >= last_B1, -1),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Acceptance:
     """How far the chains were accepted.
