@@ -66,6 +66,7 @@ class FakeEngine:
     requests: list[tuple[EncodedPrompt, SamplingParams, int]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    num_running: int = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -73,7 +74,7 @@ class FakeEngine:
 
     @property
     def num_unfinished(self) -> int:
-        return 0
+        return self.num_running
 
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         raise NotImplementedError
@@ -86,6 +87,7 @@ class FakeEngine:
         self.inputs.check_params(params)
         self.requests.append((prompt, params, priority))
         self.started.append(request_id)
+        self.num_running += 1
         text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
         output = _new_output(request_id, prompt, params)
         output.metrics.speculative_decoding.lossless = self.lossless
@@ -106,6 +108,7 @@ class FakeEngine:
                 yield Update(output, deltas)
                 await asyncio.sleep(0)
         finally:
+            self.num_running -= 1
             if not output.finished:
                 self.aborted.append(request_id)
 

@@ -1,11 +1,13 @@
 """Models, tokens, health, version; who may ask for what."""
 
+import re
+
 import openai
 import pytest
 
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
-from tests.server.api.serving import MODEL, plain_client, serve
+from tests.server.api.serving import MODEL, plain_client, serve, wait_until
 
 
 def test_models_are_listed_by_their_names(client):
@@ -61,6 +63,55 @@ def test_health_tells_death_and_draining():
         served.engine.is_alive = False
         reply = served.get("/health")
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
+
+
+def test_ping_says_what_health_says():
+    with serve(FakeEngine(), api_key="secret") as served:
+        assert served.get("/ping").status_code == served.post("/ping").status_code == 200
+        served.engine.is_alive = False
+        assert served.get("/ping").status_code == served.post("/ping").status_code == 503
+
+
+def test_the_load_is_the_number_of_requests_under_way():
+    with serve(FakeEngine(stall_at=1)) as served:
+        assert served.get("/load").json() == {"server_load": 0}
+        body = {"model": MODEL, "prompt": ["a", "b", "c"], "stream": True}
+        with served.client().completions.create(**body) as stream:
+            next(iter(stream))
+            wait_until(lambda: served.get("/load").json() == {"server_load": 3})
+        wait_until(lambda: served.get("/load").json() == {"server_load": 0})
+
+
+def test_a_response_that_was_given_cannot_be_fetched_again_and_the_error_says_why(client):
+    given = client.responses.create(model=MODEL, input="a")
+    for ask in (
+        client.responses.retrieve,
+        client.responses.delete,
+        client.responses.cancel,
+        lambda name: list(client.responses.input_items.list(name)),
+    ):
+        with pytest.raises(openai.NotFoundError, match=f"{given.id}.*stores none") as caught:
+            ask(given.id)
+        assert caught.value.code == "responses_not_stored"
+
+
+def test_the_docs_name_every_path_and_field_and_load_nothing(served):
+    page = served.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    for loads in ("<script", "<link", "src=", "http:", "https:", "url("):
+        assert loads not in page.text
+    api = served.get("/openapi.json").json()
+    for path, operations in api["paths"].items():
+        for method in operations:
+            assert f"<code>{method.upper()} {path}</code>" in page.text
+    for name, schema in api["components"]["schemas"].items():
+        assert f'id="{name}"' in page.text
+        for field in schema.get("properties", ()):
+            assert f"<b>{field}</b>" in page.text
+    linked = set(re.findall('href="#([^"]+)"', page.text))
+    assert linked <= set(api["components"]["schemas"])
+    assert "CompletionRequest" in linked
 
 
 @pytest.mark.parametrize(

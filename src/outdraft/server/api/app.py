@@ -11,10 +11,16 @@ from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
 from outdraft.server.api.chat import chat_router
 from outdraft.server.api.completions import completions_router
+from outdraft.server.api.docs_page import docs_router
 from outdraft.server.api.early_errors import EarlyErrors
 from outdraft.server.api.errors import install_error_handlers
 from outdraft.server.api.hosts import HostGuard
-from outdraft.server.api.plain_routes import health_router, models_router, tokens_router
+from outdraft.server.api.plain_routes import (
+    health_router,
+    models_router,
+    stored_responses_router,
+    tokens_router,
+)
 from outdraft.server.api.request_ids import HEADER, RequestIds
 from outdraft.server.api.responses import responses_router
 from outdraft.server.api.settings import ApiContext, ApiSettings
@@ -41,7 +47,7 @@ def create_app(
     app = FastAPI(
         title="outdraft",
         version=version("outdraft"),
-        docs_url=None,  # those pages load their scripts from elsewhere
+        docs_url=None,  # these pages load their scripts from elsewhere; /docs is our own
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -66,7 +72,9 @@ def create_app(
         models_router(context, int(time.time())),
         tokens_router(context),
         health_router(context),
+        stored_responses_router(context),
         *routers,
     ):
         app.include_router(router)
+    app.include_router(docs_router(app))
     return app

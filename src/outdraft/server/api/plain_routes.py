@@ -14,7 +14,7 @@ from outdraft.server.api.completion_types import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from outdraft.server.api.errors import draining, engine_dead, unknown_model
+from outdraft.server.api.errors import draining, engine_dead, invalid_request, unknown_model
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.prompts import chat_ids, chat_messages, model_name
 from outdraft.server.api.settings import ApiContext
@@ -33,10 +33,43 @@ def health_router(context: ApiContext) -> APIRouter:
             raise draining(context.settings.retry_after_s)
         return Response()
 
+    @router.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)
+    async def ping() -> Response:
+        """The same, by the name that some platforms ask for."""
+        return await health()
+
+    @router.get("/load", operation_id="load")
+    async def load() -> dict[str, int]:
+        """How many requests are waiting or running, each prompt of a body counted by itself."""
+        return {"server_load": context.client.num_unfinished}
+
     @router.get("/version", operation_id="version")
     async def show_version() -> dict[str, str]:
         return {"version": version("outdraft")}
 
+    return router
+
+
+def stored_responses_router(context: ApiContext) -> APIRouter:
+    """What OpenAI's API has for answers that it stores: here a clear error."""
+    router = guarded_router(context)
+
+    async def refuse(response_id: str) -> Response:
+        raise invalid_request(
+            f"there is no response {response_id!r}: this server stores none, so an answer is there "
+            "once, as the reply to POST /v1/responses",
+            "response_id",
+            "responses_not_stored",
+            404,
+        )
+
+    for method, path in (
+        ("GET", "/v1/responses/{response_id}"),
+        ("DELETE", "/v1/responses/{response_id}"),
+        ("POST", "/v1/responses/{response_id}/cancel"),
+        ("GET", "/v1/responses/{response_id}/input_items"),
+    ):
+        router.add_api_route(path, refuse, methods=[method], include_in_schema=False)
     return router
 
 
