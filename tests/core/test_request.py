@@ -6,7 +6,7 @@ from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 
 
-def request(max_model_len: int = 100, stop: tuple[int, ...] = (), stops_at=None, **params):
+def request(max_model_len: int = 100, stop: tuple[int, ...] = (), **params):
     return Request(
         "r",
         [7, 8],
@@ -14,7 +14,6 @@ def request(max_model_len: int = 100, stop: tuple[int, ...] = (), stops_at=None,
         seed=0,
         max_model_len=max_model_len,
         stop_token_ids=frozenset(stop),
-        find_stop_string=stops_at,
     )
 
 
@@ -50,16 +49,7 @@ def test_only_a_stop_token_that_was_asked_for_is_the_reason():
 
 
 def test_nothing_stops_before_the_fewest_tokens():
-    one = request(stop=(3,), stops_at=lambda token_id: "x" if token_id == 4 else None, min_tokens=3)
+    one = request(stop=(3,), min_tokens=3)
     assert one.append(3) is None
-    assert one.append(4) is None
-    assert one.append(4) is FinishReason.STOP
-    assert one.stop_reason == "x"
-
-
-def test_every_token_is_looked_at_for_stop_strings():
-    seen: list[int] = []
-    one = request(stops_at=seen.append, min_tokens=2)
-    one.append(5)
-    one.append(6)
-    assert seen == [5, 6]
+    assert one.append(3) is None
+    assert one.append(3) is FinishReason.STOP

@@ -8,6 +8,7 @@ import pytest
 
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.llm import LLM
 from outdraft.engine.tokenizer import load_tokenizer
 from tests.oracle.engines import (
@@ -61,25 +62,26 @@ def test_a_wrong_temperature_is_refused(value: Any):
 
 def test_a_wrong_request_harms_no_other(llm: LLM):
     core = llm.engine
+    assembler = Assembler(core)
     alone = ids(run(llm, prompts_of([7]), greedy(12)))
-    core.add_request("good", prompts_of([7])[0], greedy(12))
-    core.step()
+    assembler.add_request("good", prompts_of([7])[0], greedy(12))
+    assembler.step()
     with pytest.raises(RequestError):
-        core.add_request("bad", [2, 99], greedy(12))
+        assembler.add_request("bad", [2, 99], greedy(12))
     with pytest.raises(RequestError, match="in use"):
-        core.add_request("good", [2], greedy(12))
-    finished = [o for _ in range(20) for o in core.step() if o.finished]
+        assembler.add_request("good", [2], greedy(12))
+    finished = [o for _ in range(20) for o in assembler.step() if o.finished]
     assert ids(finished) == alone
     core.check_invariants()
 
 
 def test_a_full_queue_says_so_and_keeps_what_it_accepted():
-    core = engine("qwen2", "plain", max_waiting=2).engine
-    core.add_request("0", [2], greedy(3))
-    core.add_request("1", [2], greedy(3))
+    assembler = Assembler(engine("qwen2", "plain", max_waiting=2).engine)
+    assembler.add_request("0", [2], greedy(3))
+    assembler.add_request("1", [2], greedy(3))
     with pytest.raises(CapacityError, match="full"):
-        core.add_request("2", [2], greedy(3))
-    finished = [o.request_id for _ in range(10) for o in core.step() if o.finished]
+        assembler.add_request("2", [2], greedy(3))
+    finished = [o.request_id for _ in range(10) for o in assembler.step() if o.finished]
     assert finished == ["0", "1"]
 
 

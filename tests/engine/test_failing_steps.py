@@ -12,10 +12,12 @@ from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
+from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.async_engine import AsyncEngine
+from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
-from outdraft.engine.output_builder import OutputBuilder
 from tests.oracle.engines import engine, greedy, prompts_of
 
 
@@ -72,9 +74,9 @@ def places(core: Engine) -> dict[str, tuple[object, str]]:
         "collect": (core.executor, "collect"),
         "commit": (core.scheduler, "commit"),
         "finish a request": (core.scheduler, "finish"),
-        "start an output": (OutputBuilder, "start"),
-        "add to an output": (OutputBuilder, "add"),
-        "end an output": (OutputBuilder, "finish"),
+        "add to a delta": (RequestDeltas, "add"),
+        "take a delta": (RequestDeltas, "take"),
+        "add to an output": (RequestAssembly, "add"),
         "record": (core, "_record"),
     }
 
@@ -84,7 +86,7 @@ def places(core: Engine) -> dict[str, tuple[object, str]]:
     "place",
     [
         *("choose", "schedule", "launch", "collect", "commit", "finish a request", "record"),
-        *("start an output", "add to an output", "end an output"),
+        *("add to a delta", "take a delta", "add to an output"),
     ],
 )
 def test_every_sequence_ends_for_the_proposers_exactly_once(monkeypatch, place: str, call: int):
@@ -103,10 +105,12 @@ def test_without_a_failure_every_sequence_ends_exactly_once():
     assert proposer.finished == Counter(SEQUENCES)
 
 
-@pytest.mark.parametrize("name", ["add", "start"])
-def test_what_ended_in_a_failing_step_is_aborted_and_its_reader_is_told(monkeypatch, name: str):
+@pytest.mark.parametrize(
+    ("owner", "name"), [(RequestDeltas, "add"), (RequestDeltas, "take"), (RequestAssembly, "add")]
+)
+def test_what_ended_in_a_failing_step_is_aborted_and_its_reader_is_told(monkeypatch, owner, name):
     llm, proposer = counted()
-    fail_at(monkeypatch, OutputBuilder, name, 1)
+    fail_at(monkeypatch, owner, name, 1)
     _read_one_that_fails(llm.engine)
     assert proposer.finished == Counter(["0/0", "1/0"])
 
@@ -131,17 +135,31 @@ def _read_one_that_fails(core: Engine) -> None:
     core.check_invariants()
 
 
-def test_an_output_of_which_one_sequence_had_ended_is_finished_by_an_abort(monkeypatch):
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_request_of_which_one_sequence_had_ended_is_gone_after_an_abort(monkeypatch, call: int):
     llm, proposer = counted()
     core = llm.engine
     core.add_request("0", [5, 6, 7], greedy(2, n=2))
     core.step()
-    fail_at(monkeypatch, OutputBuilder, "add", 1)
+    fail_at(monkeypatch, RequestDeltas, "add", call)
     with pytest.raises(RuntimeError):
         core.step()
-    output = core.abort("0")
-    assert output is not None
-    assert output.finished
-    assert [c.finish_reason for c in output.outputs] == ["abort", "abort"]
+    assert core.is_live("0")
+    core.abort("0")
+    assert not core.is_live("0")
+    assert not core.has_work
+    core.check_invariants()
+    core.abort("0")
     assert proposer.finished == Counter(["0/0", "0/1"])
-    assert core.abort("0") is None
+
+
+def test_outputs_that_nobody_was_told_of_are_named_after_the_failure_of_another(monkeypatch):
+    llm, _ = counted()
+    assembler = Assembler(llm.engine)
+    for number, params in enumerate([greedy(1), greedy(1), greedy(9), greedy(9)]):
+        assembler.add_request(str(number), [5, 6], params)  # the last one waits
+    fail_at(monkeypatch, RequestAssembly, "add", 2)
+    with pytest.raises(RuntimeError):
+        assembler.step()
+    assert not llm.engine.is_live("0")
+    assert assembler.started_requests() == ["0", "1", "2"]

@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.deltas import RequestDelta
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import DraftChoice
@@ -184,10 +185,10 @@ def run(llm: LLM, prompts: Sequence[list[int]], params: Any) -> list[RequestOutp
     """generate, with the books checked after every step; everything is given back at the end."""
     step = llm.engine.step
 
-    def checked_step() -> list[RequestOutput]:
-        outputs = step()
+    def checked_step() -> list[RequestDelta]:
+        deltas = step()
         llm.engine.check_invariants()
-        return outputs
+        return deltas
 
     llm.engine.step = checked_step
     try:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
 
 
@@ -16,12 +17,13 @@ def complete_alone(
     shown: Callable[[RequestOutput], None],
 ) -> tuple[RequestOutput, int, float]:
     """The finished output, its tokens behind the first ones, and the time they took in steps."""
-    engine.add_request(request_id, prompt, params)
+    assembler = Assembler(engine)
+    assembler.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
     num_first, decode_s = 0, 0.0
     while engine.has_work:
         started_s = time.perf_counter()
-        outputs = engine.step()
+        outputs = assembler.step()
         step_s = time.perf_counter() - started_s
         for changed in outputs:
             if output is None:

@@ -11,11 +11,12 @@ from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import CapacityError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.engine.stats import StatsTotal
 
-_Queued = tuple[str, EncodedPrompt, SamplingParams]  # arguments of Engine.add_request
+_Queued = tuple[str, EncodedPrompt, SamplingParams]  # arguments of Assembler.add_request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +78,18 @@ def run_batch(
     for number, request in enumerate(requests):
         params = generation.params(request)
         queue.append((str(number), engine.check_request(request.prompt, params), params))
+    assembler = Assembler(engine)
     outputs: list[RequestOutput] = []
     started_s = time.monotonic()
     while (queue or engine.has_work) and time.monotonic() < deadline_s:
-        _feed(engine, queue)
-        for output in engine.step():
+        _feed(assembler, queue)
+        for output in assembler.step():
             if output.finished:
                 outputs.append(output)
                 on_done(output)
     elapsed_s = time.monotonic() - started_s
     for number in range(len(requests)):
-        engine.abort(str(number))
+        assembler.abort(str(number))
     return Batch(outputs, len(requests) - len(outputs), elapsed_s)
 
 
@@ -114,10 +116,10 @@ def stats_report(total: StatsTotal) -> dict[str, Any]:
     return result | acceptance_report(counters) | {"spec_decode_tokens_by_source": by_source}
 
 
-def _feed(engine: Engine, queue: deque[_Queued]) -> None:
+def _feed(assembler: Assembler, queue: deque[_Queued]) -> None:
     while queue:
         try:
-            engine.add_request(*queue[0])
+            assembler.add_request(*queue[0])
         except CapacityError:
             return
         queue.popleft()

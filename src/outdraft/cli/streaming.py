@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
 
 
@@ -22,18 +23,19 @@ def stream(
     Raises:
         RequestError: it can never run.
     """
-    engine.add_request(request_id, prompt, params)
+    assembler = Assembler(engine)
+    assembler.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
     shown = 0
     try:
         while engine.has_work:
-            for output in engine.step():
+            for output in assembler.step():
                 text = output.outputs[0].text
                 if len(text) > shown:
                     show(text[shown:])
                     shown = len(text)
     except BaseException:
-        engine.abort(request_id)
+        assembler.abort(request_id)
         raise
     assert output is not None
     return output

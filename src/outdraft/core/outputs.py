@@ -43,6 +43,7 @@ class DraftTrace:
         parents: as in core.draft.Draft.
         accepted_rows: rows of the draft, from the root down.
         num_emitted: tokens of the output that the step brought.
+        seconds: how long the engine's step took, all its requests included.
     """
 
     sources: tuple[str, ...]
@@ -50,6 +51,7 @@ class DraftTrace:
     parents: tuple[int, ...]
     accepted_rows: tuple[int, ...]
     num_emitted: int
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(slots=True)
@@ -86,7 +88,6 @@ class SpeculationMetrics:
     lossless: bool = True  # False: the engine was told to accept what is plausible
     per_step_drafted: list[int] = field(default_factory=list)
     per_step_accepted: list[int] = field(default_factory=list)
-    per_step_drafted_by_source: list[Mapping[str, int]] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
     accepted_by_source: dict[str, int] = field(default_factory=dict)
 
@@ -94,7 +95,6 @@ class SpeculationMetrics:
         """A step verified drafts: tokens by source; nothing may be accepted of a source."""
         self.per_step_drafted.append(sum(drafted.values()))
         self.per_step_accepted.append(sum(accepted.values()))
-        self.per_step_drafted_by_source.append(drafted)
         for source, number in drafted.items():
             self.drafted_by_source[source] = self.drafted_by_source.get(source, 0) + number
             total = self.accepted_by_source.get(source, 0) + accepted.get(source, 0)
@@ -106,7 +106,6 @@ class SpeculationMetrics:
             self,
             per_step_drafted=self.per_step_drafted.copy(),
             per_step_accepted=self.per_step_accepted.copy(),
-            per_step_drafted_by_source=self.per_step_drafted_by_source.copy(),
             drafted_by_source=self.drafted_by_source.copy(),
             accepted_by_source=self.accepted_by_source.copy(),
         )

@@ -1,7 +1,7 @@
 """One sequence being generated: its tokens, how far they are computed, when it ends."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
 
@@ -49,7 +49,6 @@ class Request:
         bad_words_ids: Sequence[Sequence[int]] = (),
         prediction_ids: Sequence[int] = (),
         grammar: GrammarMatcher | None = None,
-        find_stop_string: Callable[[int], str | None] | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> None:
@@ -67,7 +66,6 @@ class Request:
             self.max_total = min(max_model_len, self.num_prompt + params.max_tokens)
         self._ids = np.zeros(self.max_total, dtype=np.int32)
         self._ids[: self.num_prompt] = prompt_ids
-        self._find_stop_string = find_stop_string
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_drafter_computed = 0
@@ -76,7 +74,7 @@ class Request:
         self.status = RequestStatus.WAITING
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | str | None = None
+        self.stop_reason: int | None = None
         self.block_hashes: list[bytes] = []
         self.block_salt = b"" if cache_salt is None else _digest(cache_salt)
         self.arrival_s = time.monotonic()
@@ -102,15 +100,10 @@ class Request:
         """Add one output token; the reason if the request ends with it."""
         self._ids[self.num_tokens] = token_id
         self.num_tokens += 1
-        stop_string = self._find_stop_string(token_id) if self._find_stop_string else None
-        if self.num_output >= self.params.min_tokens:
-            if token_id in self.stop_token_ids:
-                asked = token_id in (self.params.stop_token_ids or ())
-                self.stop_reason = token_id if asked else None
-                return FinishReason.STOP
-            if stop_string is not None:
-                self.stop_reason = stop_string
-                return FinishReason.STOP
+        if self.num_output >= self.params.min_tokens and token_id in self.stop_token_ids:
+            asked = token_id in (self.params.stop_token_ids or ())
+            self.stop_reason = token_id if asked else None
+            return FinishReason.STOP
         if self.grammar is not None:
             self.grammar.advance(token_id)
             if self.grammar.has_failed:

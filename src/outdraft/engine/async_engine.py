@@ -14,6 +14,7 @@ from types import TracebackType
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
 from outdraft.engine.prompts import EncodedPrompt, Prompt
 
@@ -28,13 +29,14 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._assembler = Assembler(engine)  # used by the engine's thread only, as the next
         self._calls: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()  # a call is either refused or carried out
         self._wake = threading.Event()
         self._stopping = False
         self._dead: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._streams: dict[str, _Stream] = {}  # touched by the engine's thread only
+        self._streams: dict[str, _Stream] = {}
 
     async def __aenter__(self) -> "AsyncEngine":
         self.start()
@@ -108,7 +110,7 @@ class AsyncEngine:
         stream: "_Stream",
     ) -> None:
         try:
-            self._engine.add_request(request_id, prompt, params, priority)
+            self._assembler.add_request(request_id, prompt, params, priority)
         except Exception as error:
             stream.put(error)
         else:
@@ -117,7 +119,7 @@ class AsyncEngine:
     def _drop(self, request_id: str, stream: "_Stream") -> None:
         if self._streams.get(request_id) is stream:
             del self._streams[request_id]
-            self._engine.abort(request_id)
+            self._assembler.abort(request_id)
 
     def _run(self) -> None:
         """The thread's life. However it ends, nobody is left waiting."""
@@ -135,7 +137,7 @@ class AsyncEngine:
             stream.put(_died(cause))
         for request_id in list(self._streams):
             with suppress(Exception):
-                self._engine.abort(request_id)
+                self._assembler.abort(request_id)
         self._streams.clear()
 
     def _step_until_stopped(self) -> None:
@@ -157,7 +159,7 @@ class AsyncEngine:
                 self._fail_running(error)
 
     def _step(self) -> None:
-        for output in self._engine.step():
+        for output in self._assembler.step():
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
@@ -166,8 +168,8 @@ class AsyncEngine:
                 del self._streams[output.request_id]
 
     def _fail_running(self, cause: Exception) -> None:
-        for request_id in self._engine.running_requests():
-            self._engine.abort(request_id)
+        for request_id in self._assembler.started_requests():
+            self._assembler.abort(request_id)
             stream = self._streams.pop(request_id, None)
             if stream is not None:
                 stream.put(_died(cause))

@@ -1,4 +1,6 @@
-"""The engine: requests in, one step at a time, outputs out. It waits for nobody and knows no I/O.
+"""The engine: requests in, one step at a time, deltas out. It waits for nobody and knows no I/O.
+
+It knows ids only: RequestAssembly makes text of them, beside the engine or in another process.
 
 The life of a step: choose drafts, schedule, launch, collect, commit.
 """
@@ -8,15 +10,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import RequestOutput, SpeculationMetrics
 from outdraft.core.plan import StepStats
-from outdraft.core.request import FinishReason, Request
+from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.output_builder import OutputBuilder
 from outdraft.engine.prompts import EncodedPrompt, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.executor import Executor
@@ -25,20 +26,20 @@ from outdraft.scheduling.scheduler import Scheduler
 
 @dataclass(slots=True)
 class _Sequence:
-    """One of a caller's n sequences: what the scheduler runs, and where its tokens go.
+    """One of a caller's n sequences: what the scheduler runs, and where its tokens are told.
 
     Attributes:
         may_draft: the proposers have not been told yet that it ended.
     """
 
     request: Request
-    builder: OutputBuilder
+    deltas: RequestDeltas
     index: int
     may_draft: bool = True
 
 
 class Engine:
-    """Composes scheduler, draft policy and executor; owns what callers are given back.
+    """Composes scheduler, draft policy and executor; tells callers what came of their requests.
 
     Not safe to use from several threads: AsyncEngine does that.
     """
@@ -58,7 +59,7 @@ class Engine:
         self.stats = StatsTotal()
         self.on_step = on_step
         self._sequences: dict[str, _Sequence] = {}
-        self._callers: dict[str, list[str]] = {}
+        self._callers: dict[str, RequestDeltas] = {}
         self._num_added = 0
 
     @property
@@ -74,8 +75,8 @@ class Engine:
         waiting = {request.id for request in self.scheduler.waiting}
         return [
             request_id
-            for request_id, sequences in self._callers.items()
-            if not waiting.issuperset(sequences)
+            for request_id, deltas in self._callers.items()
+            if not waiting.issuperset(deltas.live)
         ]
 
     def prepare(self, params: SamplingParams) -> None:
@@ -114,28 +115,21 @@ class Engine:
             raise RequestError(f"request id {request_id!r} is in use", "request_id")
         self.scheduler.check_room(params.n)
         encoded = self.inputs.encoded(prompt)
-        requests, detokenizers = self._sequence_requests(request_id, encoded, params, priority)
-        builder = OutputBuilder(
+        requests = self._sequence_requests(request_id, encoded, params, priority)
+        deltas = RequestDeltas(
             request_id,
-            encoded.text,
-            encoded.token_ids.tolist(),
-            self.inputs.tokenizer if params.detokenize else None,
-            detokenizers,
-            SpeculationMetrics(
-                self.drafting.most_drafts(requests[0]), lossless=self.drafting.config.is_lossless
-            ),
+            [request.id for request in requests],
+            self.drafting.most_drafts(requests[0]),
+            lossless=self.drafting.config.is_lossless,
         )
         for index, request in enumerate(requests):
             self.scheduler.add(request)
-            self._sequences[request.id] = _Sequence(request, builder, index)
-        self._callers[request_id] = [request.id for request in requests]
+            self._sequences[request.id] = _Sequence(request, deltas, index)
+        self._callers[request_id] = deltas
         self._num_added += 1
 
-    def step(self) -> list[RequestOutput]:
-        """Advance everything that runs by at least one token or prompt chunk; what changed.
-
-        An output is the same object from step to step and grows: copy it to keep it.
-        """
+    def step(self) -> list[RequestDelta]:
+        """Advance everything that runs by at least one token or prompt chunk; the new tokens."""
         started_s = time.perf_counter()
         scheduler = self.scheduler
         num_live = len(scheduler.running) + len(scheduler.waiting)
@@ -147,19 +141,19 @@ class Engine:
             return []
         result = self.executor.collect(self.executor.launch(plan))
         booked = self.scheduler.commit(plan, result)
-        changed: dict[str, RequestOutput] = {}
+        grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []
+        step_s = time.perf_counter() - started_s
         for work, outcome, added in booked:
             sequence = self._sequences[work.request.id]
-            sequence.builder.start(work.request)
-            sequence.builder.add(sequence.index, work, outcome, added)
+            sequence.deltas.add(sequence.index, work, outcome, added, step_s)
             if work.drafts is not None:
                 self.drafting.observe(work.drafts, len(outcome.accepted_rows))
             if work.request.finish_reason is not None:
                 self._end_drafting(sequence)
                 ended.append(sequence)
             if added:
-                changed[sequence.builder.output.request_id] = sequence.builder.output
+                grown[sequence.deltas.request_id] = sequence.deltas
         self._record(
             step_stats(
                 plan,
@@ -170,37 +164,35 @@ class Engine:
                 kv_usage=self.scheduler.pool.usage,
             )
         )
+        news = [deltas.take() for deltas in grown.values()]
         for sequence in ended:  # last: had the step failed, whoever is not told could be aborted
             self._forget(sequence)
-        return list(changed.values())
+        return news
 
-    def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request early and give back all it holds; None if it is unknown or has ended.
+    def abort(self, request_id: str) -> None:
+        """End a request early and give back all it holds; unknown ones are ignored.
 
         After a step that failed: also one that ended in it, of which nobody was told.
         """
-        sequences = [self._sequences[one] for one in self._callers.get(request_id, ())]
-        for sequence in sequences:
-            self.scheduler.abort(sequence.request.id)
+        caller = self._callers.get(request_id)
+        for sequence_id in list(caller.live) if caller is not None else ():
+            sequence = self._sequences[sequence_id]
+            self.scheduler.abort(sequence_id)
             self._forget(sequence)
             self._end_drafting(sequence)
-        for sequence in sequences:
-            sequence.builder.abort(sequence.index)
-        return sequences[0].builder.output if sequences else None
 
-    def stop_sequence(self, request_id: str, index: int) -> None:
+    def stop_sequence(self, request_id: str, index: int, num_tokens: int) -> None:
         """End one of a request's sequences because its reader found a stop string.
 
-        Unlike an aborted one it is a whole text, which the proposers learn. Unknown ones are
-        ignored.
+        The text ends with the first `num_tokens` tokens of its output. Unlike an aborted one it
+        is a whole text, which the proposers learn. Unknown ones are ignored.
         """
         sequence = self._sequences.get(_sequence_id(request_id, index))
         if sequence is None:
             return
-        self.scheduler.finish(sequence.request, FinishReason.STOP)
+        self.scheduler.stop(sequence.request, num_tokens)
         self._end_drafting(sequence)
         self._forget(sequence)
-        sequence.builder.finish(index, FinishReason.STOP)
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -208,7 +200,7 @@ class Engine:
         live = {request.id for request in (*self.scheduler.running, *self.scheduler.waiting)}
         assert live == set(self._sequences)
         assert all(sequence.may_draft for sequence in self._sequences.values())
-        assert live == {sequence for ids in self._callers.values() for sequence in ids}
+        assert live == {one for deltas in self._callers.values() for one in deltas.live}
 
     def _end_drafting(self, sequence: _Sequence) -> None:
         """Tell the proposers that a sequence ended, once."""
@@ -218,31 +210,19 @@ class Engine:
 
     def _forget(self, sequence: _Sequence) -> None:
         del self._sequences[sequence.request.id]
-        caller = sequence.builder.output.request_id
-        self._callers[caller].remove(sequence.request.id)
-        if not self._callers[caller]:
-            del self._callers[caller]
+        sequence.deltas.live.remove(sequence.request.id)
+        if not sequence.deltas.live:
+            del self._callers[sequence.deltas.request_id]
 
     def _record(self, stats: StepStats) -> None:
         self.stats.add(stats)
         if self.on_step is not None:
             self.on_step(stats)
 
-    def _detokenizer(self, prompt_ids: list[int], params: SamplingParams) -> Detokenizer | None:
-        if self.inputs.tokenizer is None or not params.detokenize:
-            return None
-        return Detokenizer(
-            self.inputs.tokenizer,
-            params.stop_strings,
-            prompt_ids=prompt_ids,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop_string=params.include_stop_str_in_output,
-        )
-
     def _sequence_requests(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
-    ) -> tuple[list[Request], list[Detokenizer | None]]:
-        """The n sequences of a request, checked, and what makes text of them."""
+    ) -> list[Request]:
+        """The n sequences of a request, checked."""
         self.inputs.check_params(params)
         stop_token_ids = self.inputs.stop_token_ids(params)
         bad_words_ids = self.inputs.bad_words_ids(params)
@@ -257,7 +237,6 @@ class Engine:
         if not math.isfinite(priority):
             raise RequestError(f"priority must be a finite number, got {priority}", "priority")
         prompt_ids: list[int] = prompt.token_ids.tolist()
-        detokenizers = [self._detokenizer(prompt_ids, params) for _ in range(params.n)]
         others = replace(params, prompt_logprobs=None)  # they would be the same n times
         requests = [
             Request(
@@ -270,15 +249,14 @@ class Engine:
                 bad_words_ids=bad_words_ids,
                 prediction_ids=prediction_ids,
                 grammar=grammar.matcher(stop_token_ids) if grammar is not None else None,
-                find_stop_string=detokenizer.push if detokenizer is not None else None,
                 priority=priority,
                 cache_salt=prompt.cache_salt,
             )
-            for index, detokenizer in enumerate(detokenizers)
+            for index in range(params.n)
         ]
         self.drafting.check(requests[0])
         self.scheduler.check_fits(requests[0])
-        return requests, detokenizers
+        return requests
 
 
 def _sequence_id(request_id: str, index: int) -> str:

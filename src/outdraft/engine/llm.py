@@ -11,6 +11,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler
 from outdraft.engine.build import build_engine
 from outdraft.engine.chat import ChatTemplate, Message
 from outdraft.engine.engine import Engine
@@ -18,7 +19,7 @@ from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.prompts import EncodedPrompt, Prompt, is_one_prompt
 
-_Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Engine.add_request
+_Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Assembler.add_request
 
 _logger = logging.getLogger(__name__)
 
@@ -90,11 +91,12 @@ class LLM:
         self._num_requests += len(several)
         ids = [str(first + i) for i in range(len(several))]
         queue = deque(zip(ids, encoded, params, ranks, strict=True))
+        assembler = Assembler(self.engine)
         try:
-            finished = self._run(queue, use_tqdm)
+            finished = self._run(assembler, queue, use_tqdm)
         except BaseException:
             for request_id in ids:
-                self.engine.abort(request_id)
+                assembler.abort(request_id)
             raise
         return [finished[request_id] for request_id in ids]
 
@@ -117,13 +119,15 @@ class LLM:
         prompts = [self.engine.inputs.encode(text, add_special_tokens=False) for text in texts]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def _run(self, queue: deque[_Queued], use_tqdm: bool) -> dict[str, RequestOutput]:
+    def _run(
+        self, assembler: Assembler, queue: deque[_Queued], use_tqdm: bool
+    ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         hidden = None if use_tqdm else True  # None: where nobody sees it move
         with tqdm(total=len(queue), desc="requests", unit="req", disable=hidden) as bar:
             while queue or self.engine.has_work:
-                self._feed(queue)
-                for output in self.engine.step():
+                _feed(assembler, queue)
+                for output in assembler.step():
                     if output.finished:
                         finished[output.request_id] = output
                         bar.update()
@@ -131,14 +135,15 @@ class LLM:
                 bar.set_postfix_str(f"acceptance length {total.acceptance_length:.2f}")
         return finished
 
-    def _feed(self, queue: deque[_Queued]) -> None:
-        """Move requests to the engine for as long as it has room for them."""
-        while queue:
-            try:
-                self.engine.add_request(*queue[0])
-            except CapacityError:
-                return
-            queue.popleft()
+
+def _feed(assembler: Assembler, queue: deque[_Queued]) -> None:
+    """Move requests to the engine for as long as it has room for them."""
+    while queue:
+        try:
+            assembler.add_request(*queue[0])
+        except CapacityError:
+            return
+        queue.popleft()
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -171,6 +171,11 @@ class Scheduler:
         del self._tables[request.id]
         del self._requests[request.id]
 
+    def stop(self, request: Request, num_output: int) -> None:
+        """End a live request behind so many tokens of its output; it may have made more by now."""
+        self.finish(request, FinishReason.STOP)
+        request.num_tokens = request.num_prompt + num_output
+
     def abort(self, request_id: str) -> Request | None:
         """End a request early; None if it is unknown or has ended."""
         request = self._requests.get(request_id)

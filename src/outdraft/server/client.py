@@ -4,10 +4,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from outdraft.core.outputs import Logprob, RequestOutput, TokenOrigin
+from outdraft.core.outputs import DraftTrace, Logprob, RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.messages import DraftStep, EngineInfo, Steps
+from outdraft.server.messages import EngineInfo, Steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TextDelta:
     logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
-    steps: list[DraftStep] | None
+    steps: list[DraftTrace] | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ from outdraft.server.messages import (
     Command,
     EndSequence,
     Failed,
+    Progress,
     Refused,
     Report,
     Steps,
     Stop,
 )
-from outdraft.server.progress import ProgressReporter
 
 MAX_FAILED_STEPS = 2
 MAX_PREPARING = 64  # requests that wait for their grammars
@@ -54,7 +54,6 @@ class EngineLoop:
         self._commands = commands
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
-        self._reporters: dict[str, ProgressReporter] = {}
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
         self._preparing: deque[Add] = deque()  # the first one is being compiled
         self._is_first_wanted = True
@@ -117,14 +116,11 @@ class EngineLoop:
                 self._add(command)
             else:
                 self._prepare(command)
+        elif isinstance(command, Abort):
+            self._give_up_preparing(command.request_id)
+            self._engine.abort(command.request_id)
         else:
-            if isinstance(command, Abort):
-                self._give_up_preparing(command.request_id)
-                self._engine.abort(command.request_id)
-            else:
-                self._engine.stop_sequence(command.request_id, command.index)
-            if not self._engine.is_live(command.request_id):
-                self._reporters.pop(command.request_id, None)
+            self._engine.stop_sequence(command.request_id, command.index, command.num_tokens)
 
     def _prepare(self, command: Add) -> None:
         """Have the grammar of a request compiled; it is added later."""
@@ -186,24 +182,17 @@ class EngineLoop:
         except Exception as error:
             _logger.exception("a request could not be added")
             self._send([Refused(request_id, "engine", _failure(error))])
-        else:
-            self._reporters[request_id] = ProgressReporter()
 
     def _step(self) -> None:
-        started_s = time.perf_counter()
-        outputs = self._engine.step()
-        step_s = time.perf_counter() - started_s
+        deltas = self._engine.step()
         self._has_news = True
-        self._send([self._reporters[o.request_id].report(o, step_s) for o in outputs])
-        for output in outputs:
-            if output.finished:
-                del self._reporters[output.request_id]
+        if deltas:
+            self._send([Progress(deltas)])
 
     def _fail_running(self, error: Exception) -> None:
         failed = self._engine.running_requests()
         for request_id in failed:
             self._engine.abort(request_id)
-            self._reporters.pop(request_id, None)
         self._send([Refused(request_id, "engine", _failure(error)) for request_id in failed])
 
     def _report_steps(self, *, is_idle: bool = False) -> None:

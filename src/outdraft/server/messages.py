@@ -6,13 +6,14 @@ monotonic clock, which all processes of a machine share.
 
 from msgspec import Struct
 
+from outdraft.core.deltas import RequestDelta
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 
 
 class Add(Struct, tag=True, frozen=True):
-    """Queue a request. The prompt is checked and encoded, texts are none of the engine's business:
-    params have no stop strings, and detokenize is off."""
+    """Queue a request. The prompt is checked and encoded, and so is the prediction in `params`;
+    stop strings in them are found by the front end."""
 
     request_id: str
     token_ids: list[int]
@@ -28,10 +29,15 @@ class Abort(Struct, tag=True, frozen=True):
 
 
 class EndSequence(Struct, tag=True, frozen=True):
-    """One of a request's sequences has reached a stop string; an unknown one is ignored."""
+    """One of a request's sequences has reached a stop string; an unknown one is ignored.
+
+    Attributes:
+        num_tokens: of its output, up to the one that completes the stop string.
+    """
 
     request_id: str
     index: int
+    num_tokens: int
 
 
 class Stop(Struct, tag=True, frozen=True):
@@ -41,75 +47,10 @@ class Stop(Struct, tag=True, frozen=True):
 Command = Add | Abort | EndSequence | Stop
 
 
-class LogprobRow(Struct, array_like=True, frozen=True):
-    """One position; see core.plan.TokenLogprobs."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: list[int]
-    top_logprobs: list[float]
-
-
-class DraftStep(Struct, array_like=True, frozen=True):
-    """One speculative or plain step of a sequence, for whoever wants to see what was drafted.
-
-    Attributes:
-        sources: of each drafted token; empty: nothing was drafted.
-        drafted_ids: in the order of the draft's rows.
-        parents: as in core.draft.Draft; empty for a chain.
-        accepted_rows: rows of the draft, from the root down.
-        seconds: of the whole engine step, all its requests included.
-    """
-
-    sources: list[str]
-    drafted_ids: list[int]
-    parents: list[int]
-    accepted_rows: list[int]
-    num_emitted: int
-    seconds: float
-
-
-class SequenceDelta(Struct, array_like=True, frozen=True):
-    """What one sequence gained since it was last reported.
-
-    Attributes:
-        origins: a core.outputs.TokenOrigin per token.
-        logprobs: a row per token, if the request asked.
-        stop_reason: the stop token that ended it, if one did.
-        steps: if the request asked for a trace.
-    """
-
-    index: int
-    token_ids: list[int]
-    origins: list[str]
-    logprobs: list[LogprobRow] | None = None
-    finish_reason: str | None = None
-    stop_reason: int | None = None
-    steps: list[DraftStep] | None = None
-
-
 class Progress(Struct, tag=True, frozen=True):
-    """What one request gained in a step.
+    """What a step brought."""
 
-    Attributes:
-        num_spec_tokens: most drafts a step.
-        lossless: the output has the target's own distribution.
-        drafted: tokens by source, an entry for each sequence that had drafts, by index; it had none
-            if its first new token is a plain one. What was accepted, the origins tell.
-        prompt_logprobs: complete, with the first report that has any token.
-    """
-
-    request_id: str
-    sequences: list[SequenceDelta]
-    finished: bool
-    first_scheduled_s: float | None = None
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_spec_tokens: int = 0
-    lossless: bool = True
-    drafted: list[dict[str, int]] = []
-    prompt_logprobs: list[LogprobRow | None] | None = None
+    deltas: list[RequestDelta]
 
 
 class Refused(Struct, tag=True, frozen=True):

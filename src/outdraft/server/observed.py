@@ -64,31 +64,31 @@ class _Observed:
 
     def __init__(self, metrics: Metrics, num_sequences: int) -> None:
         self._metrics = metrics
-        self._running = set(range(num_sequences))
+        self._num_running = num_sequences
         self._last_token_s: float | None = None
         self._num_preemptions = 0
 
     def observe(self, update: Update) -> None:
         output = update.output
-        self._observe_tokens(output)
+        if any(delta.token_ids for delta in update.deltas):
+            self._observe_tokens(output)
         if output.metrics.num_preemptions > self._num_preemptions:
             self._metrics.preempted(output.metrics.num_preemptions - self._num_preemptions)
             self._num_preemptions = output.metrics.num_preemptions
-        for one in output.outputs:
-            if one.finish_reason is not None and one.index in self._running:
-                self._running.remove(one.index)
-                self._metrics.sequences_ended(one.finish_reason, 1)
+        for delta in update.deltas:
+            if delta.finish_reason is not None:
+                self._num_running -= 1
+                self._metrics.sequences_ended(delta.finish_reason, 1)
         if output.finished:
             self._metrics.finished(output)
 
     def end_early(self, reason: str) -> None:
         """Nobody reads on; nothing happens if all sequences had ended."""
-        self._metrics.sequences_ended(reason, len(self._running))
+        self._metrics.sequences_ended(reason, self._num_running)
 
     def _observe_tokens(self, output: RequestOutput) -> None:
         arrived_s = output.metrics.last_token_s
-        if arrived_s is None or arrived_s == self._last_token_s:
-            return
+        assert arrived_s is not None
         if self._last_token_s is None:
             self._metrics.first_token(output)
         else:

@@ -1,17 +1,19 @@
 """The engine of another process as an EngineClient.
 
 Texts are made here: the engine knows ids only. Each request has an assembly that grows with every
-report, whether its reader comes for it or not, so a slow reader costs no more than its output.
+step, whether its reader comes for it or not, so a slow reader costs no more than its output.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 
+from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.assembly import RequestAssembly, engine_params
 from outdraft.server.client import Update
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import (
@@ -25,6 +27,7 @@ from outdraft.server.messages import (
     Report,
     Steps,
 )
+from outdraft.server.unread import Unread
 
 
 class ProcessClient:
@@ -93,9 +96,9 @@ class ProcessClient:
         # Ids on the wire are used once: reports on an aborted request reach no later one.
         self._num_sent += 1
         wire_id = f"{self._num_sent}:{request_id}"
-        assembly = RequestAssembly(request_id, prompt, params, self._inputs.tokenizer)
+        assembly = RequestAssembly(request_id, prompt, params, self._inputs)
         stream = self._streams[wire_id] = _Stream(assembly)
-        sent = engine_params(params, prediction)
+        sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
         self._process.send(Add(wire_id, ids, sent, priority, prompt.cache_salt))
         try:
@@ -117,7 +120,8 @@ class ProcessClient:
 
     def _handle(self, report: Report) -> None:
         if isinstance(report, Progress):
-            self._advance(report)
+            for delta in report.deltas:
+                self._advance(delta)
         elif isinstance(report, Refused):
             if (stream := self._streams.get(report.request_id)) is not None:
                 stream.fail(_refusal(report))
@@ -127,14 +131,16 @@ class ProcessClient:
         elif isinstance(report, Failed):
             self.close(report.message)
 
-    def _advance(self, progress: Progress) -> None:
-        stream = self._streams.get(progress.request_id)
+    def _advance(self, delta: RequestDelta) -> None:
+        wire_id = delta.request_id
+        stream = self._streams.get(wire_id)
         if stream is None or stream.assembly.output.finished:
             return  # its reader left, or it ended at a stop string
-        stopped = stream.assembly.add(progress)
+        stopped = stream.assembly.add(delta)
         stream.wake()
-        for index in stopped:
-            self._process.send(EndSequence(progress.request_id, index))
+        for completion in stopped:
+            num_tokens = len(completion.token_ids)
+            self._process.send(EndSequence(wire_id, completion.index, num_tokens))
 
 
 class _Stream:
@@ -142,6 +148,7 @@ class _Stream:
 
     def __init__(self, assembly: RequestAssembly) -> None:
         self.assembly = assembly
+        self._unread = Unread(assembly.output)
         self._news = asyncio.Event()
         self._error: OutdraftError | None = None
 
@@ -151,7 +158,7 @@ class _Stream:
         if self._error is not None:
             raise self._error
         self._news.clear()
-        return self.assembly.update()
+        return self._unread.take()
 
     def wake(self) -> None:
         self._news.set()

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.outputs import (
     CompletionOutput,
+    DraftTrace,
     Logprob,
     RequestMetrics,
     RequestOutput,
@@ -20,7 +21,7 @@ from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.client import TextDelta, Update
-from outdraft.server.messages import DraftStep, EngineInfo, Steps
+from outdraft.server.messages import EngineInfo, Steps
 from tests.engine.byte_level import tokenizer
 
 MAX_MODEL_LEN = 4096
@@ -201,7 +202,7 @@ class _Writer:
             one.text = self._detokenizer.text
         steps = None
         if params.speculation.trace:
-            steps = [DraftStep(list(self._drafters), [new[0], 20], [], [0], len(new), 0.25)]
+            steps = [DraftTrace(self._drafters, (new[0], 20), (), (0,), len(new), 0.25)]
         return TextDelta(
             one.index,
             one.text[told:],

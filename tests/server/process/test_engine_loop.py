@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import zmq
 
+from outdraft.core.deltas import RequestDelta
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
@@ -87,14 +88,23 @@ class Script:
         return outputs
 
 
+def deltas_of(reports: list[Report], request_id: str) -> list[RequestDelta]:
+    steps = [report for report in reports if isinstance(report, Progress)]
+    return [one for step in steps for one in step.deltas if one.request_id == request_id]
+
+
+def num_ended(delta: RequestDelta) -> int:
+    return sum(part.finish_reason is not None for part in delta.sequences)
+
+
 def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
     core = engine()
     Script(core, sockets, {})
     ended_well, reports = live(core, sockets, Add("0", [5, 6, 7], greedy(9)))
-    progress = [r for r in reports if isinstance(r, Progress)]
+    deltas = deltas_of(reports, "0")
     assert ended_well
-    assert [p.finished for p in progress] == [False] * (len(progress) - 1) + [True]
-    assert sum(len(d.token_ids) for p in progress for d in p.sequences) == 9
+    assert [num_ended(delta) for delta in deltas] == [0] * (len(deltas) - 1) + [1]
+    assert sum(len(part.token_ids) for delta in deltas for part in delta.sequences) == 9
 
 
 def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets):
@@ -118,22 +128,21 @@ def test_an_abort_ends_a_request_before_the_next_step(sockets):
     core = engine()
     Script(core, sockets, {3: Abort("0")})
     _, reports = live(core, sockets, Add("0", [5, 6], greedy(90)), Add("1", [5], greedy(8)))
-    of_0 = [r for r in reports if isinstance(r, Progress) and r.request_id == "0"]
+    of_0 = deltas_of(reports, "0")
     assert len(of_0) == 3
-    assert not of_0[-1].finished
+    assert not num_ended(of_0[-1])
     assert core.scheduler.pool.usage == 0
     core.check_invariants()
 
 
 def test_one_sequence_can_end_and_the_others_go_on(sockets):
     core = engine()
-    Script(core, sockets, {2: EndSequence("0", 1)})
+    Script(core, sockets, {2: EndSequence("0", 1, 1)})
     _, reports = live(core, sockets, Add("0", [5, 6], greedy(40, n=3)))
     lengths = [0, 0, 0]
-    for report in reports:
-        if isinstance(report, Progress):
-            for delta in report.sequences:
-                lengths[delta.index] += len(delta.token_ids)
+    for delta in deltas_of(reports, "0"):
+        for part in delta.sequences:
+            lengths[part.index] += len(part.token_ids)
     assert lengths[0] == lengths[2] == 40
     assert lengths[1] < 20
     core.check_invariants()
@@ -154,7 +163,7 @@ def test_requests_that_cannot_run_are_refused_and_harm_no_other(sockets):
     assert set(refused) == {"long", "many", "late"}
     assert refused["late"] == ("capacity", "")
     assert refused["many"][0] == "capacity"
-    assert reports_finish(reports, "good")
+    assert reports_finish(reports, "good", 2)
 
 
 def test_a_failing_step_ends_what_ran_in_it_and_a_second_one_the_loop(sockets):
@@ -193,10 +202,8 @@ def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
     assert "RuntimeError" in reports[-1].message
 
 
-def reports_finish(reports: list[Report], request_id: str) -> bool:
-    return any(
-        isinstance(r, Progress) and r.request_id == request_id and r.finished for r in reports
-    )
+def reports_finish(reports: list[Report], request_id: str, num_sequences: int = 1) -> bool:
+    return sum(map(num_ended, deltas_of(reports, request_id))) == num_sequences
 
 
 def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(sockets: Sockets):
@@ -224,8 +231,10 @@ def test_a_request_whose_grammar_is_compiled_is_passed_by_others_and_answered(so
     while len(ended) < 3:
         assert report_pull.poll(30_000), ended
         for report in msgspec.msgpack.decode(report_pull.recv(), type=list[Report]):
-            if isinstance(report, Refused) or (isinstance(report, Progress) and report.finished):
+            if isinstance(report, Refused):
                 ended[report.request_id] = report
+            elif isinstance(report, Progress):
+                ended |= {one.request_id: report for one in report.deltas if num_ended(one)}
         if "plain" in ended:
             may_go_on.set()
     push.send(msgspec.msgpack.encode(Stop()))

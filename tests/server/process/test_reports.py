@@ -1,4 +1,5 @@
-"""What reports carry is the whole output: put together again, it is what the engine had."""
+"""What crosses the wire is the whole output: assembled behind it, it is the one made beside the
+engine."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from outdraft.core.outputs import RequestOutput, SpeculationMetrics
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.llm import LLM
-from outdraft.server.assembly import RequestAssembly, engine_params
 from outdraft.server.client import TextDelta
 from outdraft.server.messages import Add, Command, Progress, Report
-from outdraft.server.progress import ProgressReporter
+from outdraft.server.unread import Unread
 from tests.server.process.engines import PROMPTS, config, offline
 
 # fmt: off
@@ -38,34 +39,28 @@ def fresh() -> LLM:
 def reported(
     llm: LLM, prompt: str, params: SamplingParams
 ) -> tuple[RequestOutput, list[TextDelta]]:
-    """A request whose every report goes over the wire."""
+    """A request whose every delta goes over the wire."""
     core = llm.engine
     encoded = core.inputs.encoded(prompt)
-    assembly = RequestAssembly("0", encoded, params, core.inputs.tokenizer)
-    reporter, deltas = ProgressReporter(), []
-    core.add_request("0", encoded, engine_params(params))
+    assembly = RequestAssembly("0", encoded, params, core.inputs)
+    unread, deltas = Unread(assembly.output), []
+    core.add_request("0", encoded, params)
     while core.has_work:
-        for output in core.step():
-            frame = msgspec.msgpack.encode([reporter.report(output, 0.25)])
-            [progress] = msgspec.msgpack.decode(frame, type=list[Report])
-            assert isinstance(progress, Progress)
-            for index in assembly.add(progress):
-                core.stop_sequence("0", index)
-            deltas.extend(assembly.update().deltas)
-            core.check_invariants()
+        if not (news := core.step()):
+            continue
+        frame = msgspec.msgpack.encode([Progress(news)])
+        [progress] = msgspec.msgpack.decode(frame, type=list[Report])
+        assert progress == Progress(news)
+        for delta in progress.deltas:
+            for completion in assembly.add(delta):
+                core.stop_sequence("0", completion.index, len(completion.token_ids))
+        deltas.extend(unread.take().deltas)
+        core.check_invariants()
     return assembly.output, deltas
 
 
 def comparable(output: RequestOutput) -> RequestOutput:
-    """Without times; and of several sequences, what drafts have no part in.
-
-    The proposers learn a little more of a sequence that is ended from outside.
-    """
-    if len(output.outputs) > 1 and any(isinstance(c.stop_reason, str) for c in output.outputs):
-        completions = [replace(c, origins=[], trace=None) for c in output.outputs]
-        speculation = SpeculationMetrics(0)
-    else:
-        completions, speculation = output.outputs, output.metrics.speculative_decoding
+    """Without times."""
     metrics = replace(
         output.metrics,
         arrival_s=0.0,
@@ -73,9 +68,8 @@ def comparable(output: RequestOutput) -> RequestOutput:
         first_token_s=0.0,
         last_token_s=0.0,
         finished_s=0.0,
-        speculative_decoding=speculation,
     )
-    return replace(output, metrics=metrics, outputs=completions, request_id="")
+    return replace(output, metrics=metrics, request_id="")
 
 
 def agree(params: SamplingParams) -> RequestOutput:
@@ -114,9 +108,27 @@ def test_reports_make_the_same_output(case: str):
     assert output.finished
 
 
+def cut(whole: CompletionOutput, stop: str, min_tokens: int, is_included: bool) -> tuple[str, int]:
+    """Text and number of tokens of an output whose stop string is looked for after every token."""
+    tokenizer = offline().models.tokenizer
+    assert tokenizer is not None
+    prompt_ids = tokenizer.encode(PROMPTS[0]).ids
+    num_prompt = len(tokenizer.decode(prompt_ids))
+    before = ""
+    for count in range(1, len(whole.token_ids) + 1):
+        text = tokenizer.decode(prompt_ids + whole.token_ids[:count])[num_prompt:]
+        at = text.find(stop, max(0, len(before) - len(stop) + 1))
+        if at >= 0 and count >= min_tokens:
+            return text[: at + len(stop) if is_included else at], count
+        before = text
+    return whole.text, len(whole.token_ids)
+
+
 @pytest.mark.parametrize("is_included", [False, True])
 @pytest.mark.parametrize("num_sequences", [1, 3])
-def test_stop_strings_end_the_text_where_the_engine_would(num_sequences: int, is_included: bool):
+def test_stop_strings_end_the_text_at_the_first_token_that_completes_one(
+    num_sequences: int, is_included: bool
+):
     params = SamplingParams(
         max_tokens=60,
         seed=8,
@@ -132,7 +144,29 @@ def test_stop_strings_end_the_text_where_the_engine_would(num_sequences: int, is
         for min_tokens in (0, 12):
             output = agree(replace(params, stop=[stop, "never"], min_tokens=min_tokens))
             num_stopped += sum(c.stop_reason == stop for c in output.outputs)
+            for one, all_of_it in zip(output.outputs, whole, strict=True):
+                text, count = cut(all_of_it, stop, min_tokens, is_included)
+                assert (one.text, one.token_ids) == (text, all_of_it.token_ids[:count])
     assert num_stopped >= 5
+
+
+def test_the_proposers_learn_a_stopped_text_up_to_its_stop_string(monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    llm = fresh()
+    [whole] = llm.generate([PROMPTS[0]], params, use_tqdm=False)
+    stop = whole.outputs[0].text[6:9]
+    learned: list[list[int]] = []
+    finish = llm.engine.drafting.finish
+
+    def learning(request):
+        learned.append(request.token_ids.tolist())
+        finish(request)
+
+    monkeypatch.setattr(llm.engine.drafting, "finish", learning)
+    got, _ = reported(llm, PROMPTS[0], replace(params, stop=stop))
+    [completion] = got.outputs
+    assert completion.stop_reason == stop
+    assert learned == [got.prompt_token_ids + completion.token_ids]
 
 
 def test_a_stop_string_inside_a_draft_drops_what_was_drafted_behind_it():

@@ -5,9 +5,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outdraft.core.outputs import RequestOutput, SpeculationMetrics, TokenOrigin
+from outdraft.core.outputs import DraftTrace, RequestOutput, SpeculationMetrics, TokenOrigin
 from outdraft.server.client import TextDelta
-from outdraft.server.messages import DraftStep
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -75,7 +74,7 @@ def trace(delta: TextDelta, tokenizer: Tokenizer | None) -> dict[str, Any] | Non
     }
 
 
-def _step(step: DraftStep, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _step(step: DraftTrace, tokenizer: Tokenizer | None) -> dict[str, Any]:
     drafted = zip(step.drafted_ids, step.sources, strict=True)
     return {
         "source": step.sources[0] if step.sources else None,  # who drafted first

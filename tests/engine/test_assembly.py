@@ -1,14 +1,16 @@
-"""What a caller is given back, step by step."""
+"""What a caller is given back, step by step: from results to deltas, from deltas to outputs."""
 
 import pytest
 
+from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import Draft, DraftSource
-from outdraft.core.outputs import SpeculationMetrics, TokenOrigin
+from outdraft.core.outputs import TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
-from outdraft.core.request import FinishReason, Request
+from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.output_builder import OutputBuilder
+from outdraft.engine.assembly import RequestAssembly
+from outdraft.engine.deltas import RequestDeltas
+from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import byte_ids, tokenizer
 
 PLAIN, RECOVERED, BONUS = TokenOrigin.PLAIN, TokenOrigin.RECOVERED, TokenOrigin.BONUS
@@ -19,28 +21,41 @@ MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
 MIXED = DraftChoice(DraftSource.NGRAM, Draft.chain([1]), num_model_drafts=2)
 
 
+EOS = 1
+
+
+def assembly(params: SamplingParams, token_ids: list[int]) -> RequestAssembly:
+    inputs = InputProcessor(
+        tokenizer(),
+        vocab_size=tokenizer().get_vocab_size(),
+        max_model_len=100,
+        eos_token_ids=[EOS],
+        seed=0,
+    )
+    return RequestAssembly("r", inputs.encoded(token_ids), params, inputs)
+
+
 class Caller:
-    """One request of one sequence, with its builder."""
+    """One request of one sequence: what the engine tells of it, and what is assembled."""
 
     def __init__(self, **params) -> None:
         self.params = SamplingParams(max_tokens=50, **params)
-        self.detokenizer = Detokenizer(tokenizer(), self.params.stop_strings)
         self.request = Request(
             "r/0",
             [5, 6],
             self.params,
             seed=0,
             max_model_len=100,
-            find_stop_string=self.detokenizer.push,
+            stop_token_ids=frozenset([EOS, *(self.params.stop_token_ids or ())]),
         )
-        self.builder = OutputBuilder(
-            "r", "p", [5, 6], tokenizer(), [self.detokenizer], SpeculationMetrics(3)
-        )
-        self.output = self.builder.output
+        self.deltas = RequestDeltas("r", ["r/0"], 3, lossless=True)
+        self.assembly = assembly(self.params, [5, 6])
+        self.output = self.assembly.output
         self.completion = self.output.outputs[0]
+        self.num_told_to_stop = 0
 
     def step(self, outcome: WorkResult, drafts: DraftChoice | None = None) -> None:
-        """What the scheduler and the engine do with one result."""
+        """What the scheduler, the engine and the assembler do with one result."""
         work = Work(self.request, self.request.num_tokens - 1, 1, [], True, drafts)
         added: list[int] = []
         for token_id in outcome.token_ids:
@@ -48,7 +63,8 @@ class Caller:
             self.request.finish_reason = self.request.append(token_id)
             if self.request.finish_reason is not None:
                 break
-        self.builder.add(0, work, outcome, tuple(added))
+        self.deltas.add(0, work, outcome, tuple(added), 0.25)
+        self.num_told_to_stop += len(self.assembly.add(self.deltas.take()))
 
 
 @pytest.mark.parametrize(
@@ -100,6 +116,7 @@ def test_text_that_could_become_a_stop_string_waits():
     assert caller.completion.token_ids == [a, b, d, b, c]
     assert len(caller.completion.origins) == 5
     assert caller.output.finished
+    assert caller.num_told_to_stop == 1
 
 
 def test_a_stop_string_before_the_fewest_tokens_stays_in_the_text():
@@ -125,23 +142,66 @@ def test_logprobs_hold_the_chosen_token_and_as_many_others_as_asked_for():
     assert caller.completion.cumulative_logprob == -3.25
 
 
+def test_a_stop_token_ends_the_text_even_if_it_completes_a_stop_string():
+    a, b = byte_ids("ab")
+    for last, reason in ((b, b), (a, "b")):
+        caller = Caller(stop="b", stop_token_ids=[last])
+        caller.step(WorkResult((a,) if last == b else (b,)))
+        if not caller.output.finished:
+            caller.step(WorkResult((b,)))
+        assert (caller.completion.finish_reason, caller.completion.stop_reason) == ("stop", reason)
+        assert caller.completion.text == ("ab" if last == b else "")
+        assert caller.num_told_to_stop == (reason == "b")
+
+
+def test_the_engine_is_not_told_of_a_stop_string_at_its_own_last_token():
+    caller = Caller(stop="b", speculation={"trace": True})
+    caller.request.max_total = 5
+    a, b, c = byte_ids("abc")
+    caller.step(WorkResult((a, b, c), (0, 1), (a, b), (0, 1)), CHAIN)
+    assert caller.request.finish_reason == "length"
+    assert (caller.completion.finish_reason, caller.completion.stop_reason) == ("stop", "b")
+    assert caller.completion.token_ids == [a, b]
+    assert [step.num_emitted for step in caller.completion.trace or ()] == [2]
+    assert caller.output.metrics.speculative_decoding.per_step_accepted == [2]
+    assert caller.num_told_to_stop == 0
+
+
 def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     caller = Caller(prompt_logprobs=0)
     chunks = [(0, [row(6, -1.0, {})]), (1, [row(7, -2.0, {})])]
     for start, rows in [*chunks, *chunks]:
         work = Work(caller.request, start, 1, [], False)
-        caller.builder.add(0, work, WorkResult(prompt_logprobs=tuple(rows)), ())
+        caller.deltas.add(0, work, WorkResult(prompt_logprobs=tuple(rows)), (), 0.25)
+    assert caller.output.metrics.first_token_s is None
+    caller.step(WorkResult((10,)))
     first, *others = caller.output.prompt_logprobs or []
     assert first is None
     assert [list(entry) for entry in others if entry is not None] == [[6], [7]]
-    assert caller.output.metrics.first_token_s is None
+    caller.step(WorkResult((11,)))
+    assert len(caller.output.prompt_logprobs or ()) == 3
+
+
+def ended(index: int, reason: str) -> RequestDelta:
+    part = SequenceDelta(index, (5,), (PLAIN,), finish_reason=reason)
+    return RequestDelta("r", (part,), 1.0, 0, 0, 0, lossless=True)
 
 
 def test_a_request_is_finished_when_its_last_sequence_is():
-    builder = OutputBuilder("r", None, [1], None, [None, None], SpeculationMetrics(0))
-    builder.finish(1, FinishReason.LENGTH)
-    assert not builder.output.finished
-    builder.finish(0, FinishReason.ABORT)
-    assert builder.output.finished
-    assert builder.output.metrics.finished_s is not None
-    assert [o.finish_reason for o in builder.output.outputs] == ["abort", "length"]
+    two = assembly(SamplingParams(n=2), [1])
+    two.add(ended(1, "length"))
+    assert not two.output.finished
+    two.add(ended(0, "abort"))
+    assert two.output.finished
+    assert two.output.metrics.finished_s is not None
+    assert [o.finish_reason for o in two.output.outputs] == ["abort", "length"]
+
+
+def test_what_comes_behind_a_stop_string_is_dropped():
+    one = assembly(SamplingParams(stop="b"), [1])
+    for token_id in byte_ids("abcd"):
+        part = SequenceDelta(0, (token_id,), (PLAIN,), {"ngram": 1})
+        one.add(RequestDelta("r", (part,), 1.0, 0, 0, 0, lossless=True))
+    [completion] = one.output.outputs
+    assert (completion.text, completion.token_ids) == ("a", byte_ids("ab"))
+    assert one.output.metrics.speculative_decoding.num_spec_steps == 2

@@ -1,0 +1,57 @@
+"""What a step of the engine brought: outputs are assembled from it, beside the engine or elsewhere.
+
+Plain values only: they cross the wire as they are.
+"""
+
+from dataclasses import dataclass
+
+from outdraft.core.outputs import DraftTrace, TokenOrigin
+from outdraft.core.plan import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDelta:
+    """What one of a request's n sequences gained in a step.
+
+    Attributes:
+        origins: one per token of token_ids.
+        drafted: tokens that the step verified, by source; None: there was no draft.
+        logprobs: one per token, if the request asked; there may be more of the most likely tokens
+            than it asked for.
+        trace: if the request asked for it.
+        finish_reason: a core.request.FinishReason, if the sequence ended.
+        stop_reason: the stop token that ended it, if one did. The engine knows no stop strings.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    origins: tuple[TokenOrigin, ...]
+    drafted: dict[str, int] | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    trace: DraftTrace | None = None
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestDelta:
+    """What one request gained in a step; times and counts are those of the whole request so far.
+
+    Attributes:
+        sequences: those that gained tokens.
+        first_scheduled_s: of the monotonic clock, which all processes of a machine share.
+        num_cached_tokens: prompt tokens that the prefix cache supplied.
+        num_spec_tokens: most drafts a step.
+        lossless: the output has the target's own distribution.
+        prompt_logprobs: of all prompt tokens but the first, if the request asked; with the first
+            token of its first sequence.
+    """
+
+    request_id: str
+    sequences: tuple[SequenceDelta, ...]
+    first_scheduled_s: float
+    num_cached_tokens: int
+    num_preemptions: int
+    num_spec_tokens: int
+    lossless: bool
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

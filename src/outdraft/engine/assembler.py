@@ -1,0 +1,62 @@
+"""Whole outputs from an engine in this process."""
+
+from outdraft.core.deltas import RequestDelta
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembly import RequestAssembly
+from outdraft.engine.engine import Engine
+from outdraft.engine.prompts import Prompt
+
+
+class Assembler:
+    """Adds requests to an engine and assembles what its steps bring them.
+
+    As little safe to use from several threads as the engine. Deltas of requests that others added
+    are dropped.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._assemblies: dict[str, RequestAssembly] = {}
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> None:
+        """As Engine.add_request."""
+        inputs = self._engine.inputs
+        encoded = inputs.encoded(prompt)
+        self._engine.add_request(request_id, encoded, params, priority)
+        self._assemblies[request_id] = RequestAssembly(request_id, encoded, params, inputs)
+
+    def step(self) -> list[RequestOutput]:
+        """Step the engine; the outputs that grew.
+
+        An output is the same object from step to step and grows: copy it to keep it.
+        """
+        deltas = self._engine.step()
+        outputs = [self._grow(delta) for delta in deltas if delta.request_id in self._assemblies]
+        for output in outputs:  # last: had this failed, `started_requests` would name them
+            if output.finished:
+                del self._assemblies[output.request_id]
+        return outputs
+
+    def started_requests(self) -> list[str]:
+        """Ids of the requests that run, or whose last output `step` has not returned."""
+        started = set(self._engine.running_requests())
+        return [
+            request_id
+            for request_id in self._assemblies
+            if request_id in started or not self._engine.is_live(request_id)
+        ]
+
+    def abort(self, request_id: str) -> None:
+        """End a request early and give back all it holds; unknown ones are ignored."""
+        self._assemblies.pop(request_id, None)
+        self._engine.abort(request_id)
+
+    def _grow(self, delta: RequestDelta) -> RequestOutput:
+        assembly = self._assemblies[delta.request_id]
+        for completion in assembly.add(delta):
+            num_tokens = len(completion.token_ids)
+            self._engine.stop_sequence(delta.request_id, completion.index, num_tokens)
+        return assembly.output

@@ -1,0 +1,184 @@
+"""Builds a RequestOutput from deltas: its text, its stop strings, its log-probabilities."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tokenizers import Tokenizer
+
+from outdraft.core.deltas import RequestDelta, SequenceDelta
+from outdraft.core.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    SpeculationMetrics,
+)
+from outdraft.core.plan import TokenLogprobs
+from outdraft.core.request import FinishReason
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.inputs import InputProcessor
+from outdraft.engine.prompts import EncodedPrompt
+
+
+class RequestAssembly:
+    """One request: its output, which grows by `add`.
+
+    The only place where text is made. It needs no engine, so a server does it in another process.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        inputs: InputProcessor,
+    ) -> None:
+        self._num_prompt_top = params.prompt_logprobs
+        self._tokenizer = inputs.tokenizer if params.detokenize else None
+        prompt_ids: list[int] = prompt.token_ids.tolist()
+        self.output = RequestOutput(
+            request_id,
+            prompt.text,
+            prompt_ids,
+            [CompletionOutput(index) for index in range(params.n)],
+            finished=False,
+            metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(0)),
+        )
+        stop_token_ids = inputs.stop_token_ids(params)
+        self._sequences = [
+            _Sequence(completion, params, stop_token_ids, prompt_ids, self._tokenizer)
+            for completion in self.output.outputs
+        ]
+
+    def add(self, delta: RequestDelta) -> list[CompletionOutput]:
+        """Book a delta; the completions that it brought to a stop string.
+
+        The engine has to be told of these (`Engine.stop_sequence`): it goes on otherwise. What it
+        makes before it hears of it is dropped here.
+        """
+        self._add_metrics(delta)
+        stopped: list[CompletionOutput] = []
+        for part in delta.sequences:
+            sequence = self._sequences[part.index]
+            completion = sequence.completion
+            if completion.finish_reason is not None:
+                continue
+            num_kept = sequence.add(part)
+            if part.drafted is not None:
+                # The text may end inside a draft.
+                kept: Counter[str] = Counter(part.origins[:num_kept])
+                accepted = {source: kept[source] for source in part.drafted if source in kept}
+                self.output.metrics.speculative_decoding.record(part.drafted, accepted)
+            if completion.finish_reason is not None and part.finish_reason is None:
+                stopped.append(completion)
+        if all(completion.finish_reason is not None for completion in self.output.outputs):
+            self.output.finished = True
+            self.output.metrics.finished_s = time.monotonic()
+        return stopped
+
+    def _add_metrics(self, delta: RequestDelta) -> None:
+        metrics = self.output.metrics
+        metrics.first_scheduled_s = delta.first_scheduled_s
+        metrics.last_token_s = time.monotonic()
+        metrics.first_token_s = metrics.first_token_s or metrics.last_token_s
+        metrics.num_preemptions = delta.num_preemptions
+        metrics.speculative_decoding.num_spec_tokens = delta.num_spec_tokens
+        metrics.speculative_decoding.lossless = delta.lossless
+        self.output.num_cached_tokens = delta.num_cached_tokens
+        if delta.prompt_logprobs is not None and self._num_prompt_top is not None:
+            rows = [
+                _entries(row, self._num_prompt_top, self._tokenizer)
+                for row in delta.prompt_logprobs
+            ]
+            self.output.prompt_logprobs = [None, *rows]
+
+
+class _Sequence:
+    """One of the n sequences; its completion is what was assembled."""
+
+    def __init__(
+        self,
+        completion: CompletionOutput,
+        params: SamplingParams,
+        stop_token_ids: frozenset[int],
+        prompt_ids: Sequence[int],
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        self.completion = completion
+        self._params = params
+        self._stop_token_ids = stop_token_ids
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None:
+            self._detokenizer = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                prompt_ids=prompt_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                include_stop_string=params.include_stop_str_in_output,
+            )
+
+    def add(self, part: SequenceDelta) -> int:
+        """Append a delta; how many of its tokens belong to the text."""
+        completion = self.completion
+        num_kept, stop_string = self._detokenize(part.token_ids)
+        completion.token_ids.extend(part.token_ids[:num_kept])
+        completion.origins.extend(part.origins[:num_kept])
+        if self._params.logprobs is not None:
+            self._add_logprobs(part.logprobs[:num_kept], self._params.logprobs)
+        if part.trace is not None:
+            completion.trace = completion.trace or []
+            completion.trace.append(replace(part.trace, num_emitted=num_kept))
+        if stop_string is not None:
+            completion.finish_reason = str(FinishReason.STOP)
+            completion.stop_reason = stop_string
+        elif part.finish_reason is not None:
+            completion.finish_reason = part.finish_reason
+            completion.stop_reason = part.stop_reason
+        if self._detokenizer is not None:
+            if completion.finish_reason is not None:
+                self._detokenizer.finish(at_stop_string=stop_string is not None)
+                completion.text = self._detokenizer.text
+            else:
+                completion.text = self._detokenizer.settled_text
+        return num_kept
+
+    def _detokenize(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+        """Tokens up to the one that completes a stop string, or all of them; and that string.
+
+        A stop token ends the text for that reason, even if it completes a stop string, too.
+        """
+        if self._detokenizer is None:
+            return len(token_ids), None
+        first = len(self.completion.token_ids) + 1
+        for count, token_id in enumerate(token_ids, start=first):
+            found = self._detokenizer.push(token_id)
+            counts = count >= self._params.min_tokens and token_id not in self._stop_token_ids
+            if found is not None and counts:
+                return count - first + 1, found
+        return len(token_ids), None
+
+    def _add_logprobs(self, rows: Sequence[TokenLogprobs], num_top: int) -> None:
+        completion = self.completion
+        completion.logprobs = completion.logprobs or []
+        completion.cumulative_logprob = completion.cumulative_logprob or 0.0
+        for row in rows:
+            completion.logprobs.append(_entries(row, num_top, self._tokenizer))
+            completion.cumulative_logprob += row.logprob
+
+
+def _entries(row: TokenLogprobs, num_top: int, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """Token id -> Logprob: the chosen token, then as many of the most likely as asked for."""
+
+    def decoded(token_id: int) -> str | None:
+        return tokenizer.decode([token_id], False) if tokenizer is not None else None
+
+    entries = {row.token_id: Logprob(row.logprob, row.rank, decoded(row.token_id))}
+    pairs = list(zip(row.top_ids, row.top_logprobs, strict=True))[:num_top]
+    for rank, (token_id, logprob) in enumerate(pairs, start=1):
+        if token_id not in entries:
+            entries[token_id] = Logprob(logprob, rank, decoded(token_id))
+    return entries

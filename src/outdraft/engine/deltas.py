@@ -1,0 +1,122 @@
+"""What the engine remembers of a caller's request between steps, and the deltas it tells of it."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+
+from outdraft.core.deltas import RequestDelta, SequenceDelta
+from outdraft.core.outputs import DraftTrace, TokenOrigin
+from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
+
+
+class RequestDeltas:
+    """Makes the deltas of one request of n sequences.
+
+    Attributes:
+        live: ids of its sequences that have not ended.
+    """
+
+    def __init__(
+        self, request_id: str, live: list[str], num_spec_tokens: int, *, lossless: bool
+    ) -> None:
+        self.request_id = request_id
+        self.live = live
+        self._num_spec_tokens = num_spec_tokens
+        self._lossless = lossless
+        self._first_scheduled_s: float | None = None
+        self._num_cached_tokens = 0
+        self._num_preemptions = 0
+        self._prompt_logprobs: list[TokenLogprobs] = []
+        self._is_prompt_told = False
+        self._news: list[SequenceDelta] = []
+
+    def add(
+        self, index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], step_s: float
+    ) -> None:
+        """Book one step of the index-th sequence.
+
+        Args:
+            added: the tokens that were kept.
+            step_s: how long the step took, all its requests included.
+        """
+        request = work.request
+        if self._first_scheduled_s is None:
+            self._first_scheduled_s = time.monotonic()
+            self._num_cached_tokens = request.num_cached
+        self._num_preemptions = max(self._num_preemptions, request.num_preemptions)
+        if outcome.prompt_logprobs:
+            # A preempted prompt is computed again: the same positions get the same values.
+            end = work.start + len(outcome.prompt_logprobs)
+            self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
+        if added:
+            self._news.append(_sequence_delta(index, work, outcome, added, step_s))
+
+    def take(self) -> RequestDelta:
+        """What came since it was asked last."""
+        sequences, self._news = tuple(self._news), []
+        prompt_logprobs = None
+        if not self._is_prompt_told and sequences[0].index == 0:
+            self._is_prompt_told = True
+            prompt_logprobs = tuple(self._prompt_logprobs)
+        assert self._first_scheduled_s is not None
+        return RequestDelta(
+            self.request_id,
+            sequences,
+            self._first_scheduled_s,
+            self._num_cached_tokens,
+            self._num_preemptions,
+            self._num_spec_tokens,
+            self._lossless,
+            prompt_logprobs,
+        )
+
+
+def _sequence_delta(
+    index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], step_s: float
+) -> SequenceDelta:
+    request, drafts = work.request, work.drafts
+    drafted = None
+    if drafts is not None:
+        drafted = dict(Counter(_sources(drafts, range(len(outcome.drafted_ids)))))
+    reason = request.finish_reason
+    return SequenceDelta(
+        index,
+        added,
+        _origins(outcome, drafts)[: len(added)],
+        drafted,
+        outcome.logprobs[: len(added)],
+        _trace(outcome, drafts, len(added), step_s) if request.params.speculation.trace else None,
+        None if reason is None else str(reason),
+        request.stop_reason,
+    )
+
+
+def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrigin, ...]:
+    """How each emitted token came, accepted drafts first."""
+    if drafts is None:
+        return (TokenOrigin.PLAIN,)
+    accepted = map(TokenOrigin, _sources(drafts, outcome.accepted_rows))
+    # Row 0 of the parents is the root, so a drafted row has its place plus one there.
+    is_whole = (
+        bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
+    )
+    return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
+
+
+def _sources(drafts: DraftChoice, rows: Iterable[int]) -> Iterable[str]:
+    return (str(drafts.source_of(row)) for row in rows)
+
+
+def _trace(
+    outcome: WorkResult, drafts: DraftChoice | None, num_emitted: int, step_s: float
+) -> DraftTrace:
+    if drafts is None:
+        return DraftTrace((), (), (), (), num_emitted, step_s)
+    return DraftTrace(
+        tuple(_sources(drafts, range(len(outcome.drafted_ids)))),
+        outcome.drafted_ids,
+        outcome.drafted_parents,
+        outcome.accepted_rows,
+        num_emitted,
+        step_s,
+    )
