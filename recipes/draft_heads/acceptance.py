@@ -82,7 +82,7 @@ class Judge:
 
     @torch.no_grad()
     def accept_chances(self, head: DraftHead) -> dict[str, Tensor]:
-        """Of each draft given those before it, [B, T, S]; names as in `measure`."""
+        """The chance of each draft given those before it, [B, T, S]; names as in `measure`."""
         roots = slice(self.first, self.first + self.num_tokens)
         greedy, sampled, overlap = [], [], []
         for step, logits in enumerate(head(self.states, self.ids, self.num_drafts)):

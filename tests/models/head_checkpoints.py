@@ -42,7 +42,7 @@ def write(
 def medusa_tensors(
     num_heads: int = 3, num_layers: int = 1, *, bias: bool = True, known: int = VOCAB, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Of vLLM's form."""
+    """Tensors by the names that vLLM uses."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, scale: float = 1.0) -> Tensor:

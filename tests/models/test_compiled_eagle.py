@@ -25,7 +25,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 def network(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> EagleNetwork:
-    """Of a packed target, loaded in float32 from weights that bfloat16 holds exactly."""
+    """Its target is packed, in float32, with weights that bfloat16 holds exactly."""
     attention = CpuAttention(1)
     target = random_target(attention, torch.float32)
     target.pack(Packing.BF16)

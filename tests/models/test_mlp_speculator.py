@@ -65,7 +65,7 @@ def expected(tensors: dict[str, Tensor], hidden_BD: Tensor, *, scale_input: bool
 
 
 def without_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of a tied checkpoint what differs."""
+    """What differs in a tied checkpoint."""
     kept = ("emb.0", "proj.0", "proj.1", "ln.0", "head.0")
     return {name: t for name, t in tensors.items() if any(f"{part}." in name for part in kept)}
 

@@ -98,7 +98,7 @@ def counts(
 
 
 def p_value(found: np.ndarray, exact: np.ndarray) -> float:
-    """Of Pearson's test; cells that expect less than 5 are merged into one."""
+    """The p-value of Pearson's test; cells that expect less than 5 are merged into one."""
     expected = exact * found.sum()
     small = expected < 5
     cells = [np.append(values[~small], values[small].sum()) for values in (found, expected)]

@@ -77,7 +77,7 @@ def test_greedy_outputs_have_their_form_and_are_those_without_speculation(method
 @settings(max_examples=4, deadline=None)
 @given(form=forms, seed=st.integers(0, 999))
 def test_sampled_outputs_have_their_form(method: str, rule: str, form: Form, seed: int):
-    """Of requests with a seed beside others that are verified by the rule."""
+    """Requests with a seed run beside others, which the rule verifies."""
     params = [
         asking(form, temperature=1.0, seed=seed if at % 2 else None, n=2)
         for at in range(len(PROMPTS))

@@ -78,7 +78,7 @@ def speculate_tree(
 ) -> Tree:
     """The same with branches: every string may be followed by its most frequent continuations.
 
-    Of matches that occur at the same places, the one that may draft deepest counts.
+    If several matches occur at the same places, the one that may draft deepest counts.
     """
     best: Tree = ([], [], 0.0)
     best_seen, best_limit = 0, 0

@@ -101,7 +101,7 @@ class SimulatedDevice:
         return draft
 
     def _parents(self, number: int) -> tuple[int, ...]:
-        """Of the first rows of a tree: any row of the level above."""
+        """The parents of a tree's first rows: any row of the level above."""
         parents: list[int] = []
         above = range(1)
         for size in self.drafting.levels:

@@ -72,7 +72,7 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
 
 
 def verdict_of(tree, p_NV, typical):
-    """Of one request, with target probabilities of all rows."""
+    """The verdict of one request, with the target's probabilities of all rows."""
     sampling = SamplingBatch.from_requests(
         [SamplingParams()], seeds=[0], vocab_size=p_NV.shape[1], device="cpu"
     )
@@ -83,7 +83,7 @@ def verdict_of(tree, p_NV, typical):
 
 
 def test_a_draft_is_kept_above_the_threshold_of_its_row():
-    """Of an even row the entropy bound is alpha / V, of a peaked one the threshold counts."""
+    """In an even row the bound by entropy is alpha / V; in a peaked one the threshold counts."""
     even_V, peaked_V = torch.full((8,), 1 / 8), torch.tensor([0.91] + [0.09 / 7] * 7)
     tree = Draft.chain((3,))
     for p_V, typical, want in (

@@ -1,8 +1,8 @@
 """What attention promises the models, and the batch it reads.
 
-One call serves prefill chunks, plain decoding, draft trees and the levels of a tree that is still
-growing. The rows of a request are `num_causal` tokens of its own text (the last of them is the
-root), then drafted ones. With first_draft = context_len + num_causal:
+One call serves prefill chunks, plain decoding, draft trees and single levels of a growing tree. The
+rows of a request are first `num_causal` tokens of its own text, the last of which is the root, and
+then drafted tokens. With first_draft = context_len + num_causal:
 
 - The key of the k-th causal row is at cache index context_len + k; it sees all indices up to its
   own.
@@ -10,10 +10,11 @@ root), then drafted ones. With first_draft = context_len + num_causal:
   (its depth in the tree) is. A drafted row sees all indices below first_draft, and those drafted
   tokens whose bits are set in its ancestor mask, its own among them.
 
-Drafted tokens need not be rows of this call: an earlier one may have written them. Which of them
-the drafted rows of a call are is nobody's business here: their bits say what they see, and slots_T
-where they are written. Whatever a row sees has been written when `attend` is called; what no row
-of a request sees does not touch its results, not even if it is NaN.
+An earlier call may have written some of a request's drafted tokens; then they are no rows of this
+call. Attention does not need to know which drafted tokens the rows of a call are: ancestors_T says
+what each row sees, and slots_T says where each row is written. Everything that a row sees has been
+written when `attend` is called. What no row of a request sees does not change its results, not even
+if it is NaN.
 
 Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S slots per block.
 """
@@ -51,8 +52,8 @@ class AttentionMetadata:
             causal row, position of the root + depth in the tree for a drafted row.
         slots_T: int64 [T]; flat cache slot (block * block_size + offset) of each row, -1: none.
         block_table_BP: int32 [B, P]; blocks of each request in order; unused places are 0.
-        max_rows: the largest number of rows of one request, exactly: what is left of T bounds the
-            others', which are on the device.
+        max_rows: the largest number of rows of one request. It is exact, so that T - max_rows
+            bounds the rows of all others, whose numbers are on the device.
         max_seq_len: the largest cache index that a row sees, plus one.
     """
 
@@ -97,7 +98,7 @@ class AttentionBackend(Protocol):
 
 @runtime_checkable
 class MeasuredAttention(Protocol):
-    """A backend that takes memory of its own in every call."""
+    """A backend that needs temporary memory in every call."""
 
     def temporary_bytes(
         self,
@@ -108,9 +109,9 @@ class MeasuredAttention(Protocol):
         key_shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> int:
-        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
+        """Most bytes that `attend` takes besides queries and result, for batches up to these sizes.
 
-        `key_shape` is (G, C); `dtype` that of queries and cache.
+        `key_shape` is (G, C). Queries and cache have `dtype`.
         """
         ...
 

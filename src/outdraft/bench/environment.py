@@ -14,7 +14,7 @@ GIT_TIMEOUT_S = 10
 def environment() -> dict[str, Any]:
     """Commit and whether the tree differs from it, None outside of a checkout; host and versions.
 
-    Of the machine that measures: a server may run elsewhere.
+    All of it is about the machine that measures: a server may run elsewhere.
     """
     status = _git("status", "--porcelain")
     return {

@@ -86,7 +86,7 @@ def complete_in_turn(
 
 
 def median_tokens_per_s(samples: Sequence[Sample]) -> float:
-    """Of the prompts."""
+    """Tokens a second of the median prompt."""
     return statistics.median(sample.tokens_per_s for sample in samples)
 
 

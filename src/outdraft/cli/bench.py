@@ -39,7 +39,7 @@ bench = typer.Typer(
 bench.command(cls=Command)(methods)
 
 MaxSeconds = Annotated[
-    float, typer.Option(min=1, help="Of the whole measurement; what is not done then has failed.")
+    float, typer.Option(min=1, help="For the whole measurement; what is not done then has failed.")
 ]
 
 
@@ -52,7 +52,7 @@ def serve(
     traffic: TrafficOptions,
     result: ResultOptions,
     tokenizer: Annotated[
-        str | None, typer.Option(help="Of the served model; random and sharegpt need it.")
+        str | None, typer.Option(help="The served model's; random and sharegpt need it.")
     ] = None,
     max_seconds: MaxSeconds = 600,
 ) -> None:

@@ -69,7 +69,7 @@ class ServerOptions:
 class TrafficOptions:
     """How requests arrive; names as in vLLM."""
 
-    num_prompts: Annotated[int, typer.Option(min=1, help="Of every run of a sweep.")] = 100
+    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each run.")] = 100
     request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = (
         math.inf
     )
@@ -83,7 +83,7 @@ class TrafficOptions:
         str | None, typer.Option(metavar="1,2,4", help="A run for each concurrency, and a plot.")
     ] = None
     num_warmups: Annotated[int, typer.Option(min=0, help="Sent first, not measured.")] = 0
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")] = 0
+    seed: Annotated[int, typer.Option(min=0, help="For prompts and arrivals.")] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ class ResultOptions:
     """What is kept; names as in vLLM."""
 
     percentile_metrics: Annotated[
-        str, typer.Option(help="Of ttft, tpot, itl, e2el, client_queue_time.")
+        str, typer.Option(help="Some of ttft, tpot, itl, e2el, client_queue_time.")
     ] = "ttft,tpot,itl,e2el"
     metric_percentiles: Annotated[str, typer.Option(help="As in 50,90,99.")] = "99"
     save_result: Annotated[bool, typer.Option("--save-result", help="As JSON.")] = False

@@ -140,7 +140,7 @@ def _sources(tallies: Mapping[str, Tally], sources: Sequence[TokenOrigin]) -> Te
     name, tally = list(tallies.items())[-1]
     counts: Counter[TokenOrigin] = tally.origins
     total = max(1, counts.total())
-    line = Text(f"Of {total} tokens of {name}, the target chose ")
+    line = Text(f"{name} made {total} tokens. The target chose ")
     drafted = sum(counts[origin] for origin in STYLES)
     line.append(f"{(total - drafted) / total:.0%}")
     for origin in sources:

@@ -41,7 +41,7 @@ def doctor() -> None:
 
 
 def installed_version(name: str) -> str:
-    """Of a distribution; a source tree on the path is none."""
+    """The version of an installed distribution; a source tree on the path is none."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -50,7 +50,7 @@ class EngineOptions:
     attention: Annotated[
         str | None, typer.Option("--attention-backend", help="Default: the device's fastest.")
     ] = None
-    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None
+    seed: Annotated[int | None, typer.Option(help="For everything random.")] = None
     speculative_config: Annotated[
         str | None,
         typer.Option(

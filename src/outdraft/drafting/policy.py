@@ -67,7 +67,7 @@ class DrafterLimits:
     max_drafts: int = MAX_DRAFTS
 
     def time_of(self, num_drafts: int) -> float:
-        """Of a draft, in steps of the target."""
+        """How long drafting takes, in steps of the target."""
         return min(num_drafts, self.max_passes) * self.cost
 
 

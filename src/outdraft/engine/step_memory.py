@@ -42,7 +42,7 @@ class StepShape:
 
     @property
     def num_rows(self) -> int:
-        """Of one pass of the target or the drafter."""
+        """Most rows of one pass of the target or the drafter."""
         widest = max(self.tree.levels) if self.tree is not None else 0
         return max(self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs * widest)
 
@@ -81,12 +81,12 @@ class StepMemory:
 
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
-    """Of the model whose layers are the widest; one runs after the other."""
+    """What the widest model's layers take; the models run one after the other."""
     return shape.num_rows * max(_row_bytes(model, shape.dtype) for model in models)
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
-    """Of logits on their way to ids; or of a slice of a prompt's log-probabilities."""
+    """What logits take on their way to ids, or a slice of a prompt's log-probabilities."""
     width, own = shape.logit_dtype.itemsize, shape.dtype.itemsize
     noise = width if shape.device.type == "cpu" else NOISE_BYTES
     per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
@@ -119,7 +119,7 @@ def text_bytes(shape: StepShape) -> int:
 
 
 def _row_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Of one row in the middle of a layer, its residual included."""
+    """What one row takes in the middle of a layer, its residual included."""
     own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     hidden = model.hidden_size
     queries = model.num_heads * model.head_size

@@ -110,7 +110,7 @@ def token_table(vocabulary: Vocabulary) -> TokenTable:
 def map_vocabularies(target: Vocabulary, drafter: Vocabulary) -> VocabularyMap:
     """Which tokens are the same, one to one; the same vocabularies give the same map.
 
-    Of several ids with the same text those that are written in more than emergencies come first,
+    Several ids may have the same text. Those that are written in more than emergencies come first,
     then the lowest.
     """
     tables = token_table(target), token_table(drafter)

@@ -190,7 +190,7 @@ class LayerParts:
 
 
 def norm_address(norm: RMSNorm | None) -> int:
-    """Of its weight; 0: none."""
+    """The address of its weight; 0 without a norm."""
     return 0 if norm is None else address_of(norm.weight, torch.float32)
 
 
@@ -215,7 +215,7 @@ def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> kernels.Rows:
 
 
 def _fields(metadata: AttentionMetadata) -> tuple[int, ...]:
-    """Of Rows, without the token ids."""
+    """The fields of Rows, without the token ids."""
     table_BP = metadata.block_table_BP
     return (
         0,

@@ -332,6 +332,6 @@ class EagleNetwork(nn.Module):
 
 
 def _bytes(module: nn.Module) -> int:
-    """Of the weights of a module, in the layout that they have."""
+    """The size of a module's weights, in the layout that they have."""
     packed = [part.packed_bytes for part in module.modules() if isinstance(part, Linear)]
     return sum(weight.nbytes for weight in module.parameters()) + sum(packed)

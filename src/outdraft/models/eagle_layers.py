@@ -23,7 +23,7 @@ Slots = Iterator[tuple[str, Tensor | None]]
 
 
 class Kind(TypedDict):
-    """Of tensors: what the layers take as keywords."""
+    """What kind of tensors the layers make; they take it as keywords."""
 
     dtype: torch.dtype
     device: torch.device

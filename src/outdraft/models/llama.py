@@ -316,7 +316,7 @@ class CausalLM(nn.Module):
     def weight_bytes(self) -> int:
         """Weights that one step reads as they lie in memory, whatever the number of rows.
 
-        Of the embedding table a step reads a few rows only: it counts as the head alone, that is
+        A step reads a few rows of the embedding table only. The table counts as the head alone:
         in a tied model that is not packed.
         """
         table = self.embed_tokens.weight

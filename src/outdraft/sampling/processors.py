@@ -204,7 +204,7 @@ def apply_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
 def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
     """Mask what is below the k-th logit, then what is outside the nucleus of mass top_p.
 
-    Ties with the k-th logit stay. Of ties at the border of the nucleus the lowest ids stay.
+    Ties with the k-th logit stay. Among ties at the border of the nucleus the lowest ids stay.
     """
     if not sampling.needs_top_p:
         if sampling.max_top_k == 0:

@@ -296,8 +296,8 @@ def verify_typical(
 ) -> Verdict:
     """Keep the longest typical path of each tree. NOT exact: see `TypicalAcceptance`.
 
-    Of paths of one length the likelier counts, by the sum of log p; of those the first. The token
-    after the path is drawn from p.
+    If several paths have that length, the likeliest is kept, by the sum of log p, and the first of
+    equals. The token after the path is drawn from p.
 
     Args:
         logits_RV: processed logits of the target, flat rows.

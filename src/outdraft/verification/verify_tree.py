@@ -66,7 +66,7 @@ def verify_tree(logits_RV: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw: D
 
 
 def _all_refused(logits_RV: Tensor, drafts: DraftBatch) -> tuple[Tensor, Tensor]:
-    """Of every draft its weight [B, N], of every row its rest [R, V], its children refused."""
+    """Each draft's weight [B, N] and each row's rest [R, V], if all of its children are refused."""
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)
     start_B, is_draft_BN = row_start_B(drafts), drafts.is_draft_BN
     rest_RV = logits_RV.softmax(1)

@@ -137,7 +137,7 @@ def test_the_rows_of_a_level_see_what_they_continue(batch):
 @settings(max_examples=40, deadline=None)
 @given(batches(), st.lists(st.booleans(), min_size=4, max_size=4))
 def test_a_tree_does_not_depend_on_the_rest_of_the_batch(batch, shares_noise):
-    """Of requests that are greedy, draw, or share the target's noise."""
+    """The batch has requests that are greedy, that draw, and that share the target's noise."""
     shape, model, temperatures, num_rows = batch
     shares_noise = shares_noise[: len(temperatures)]
     together, _ = build(shape, model, temperatures, num_rows=num_rows, shares_noise=shares_noise)

@@ -8,8 +8,8 @@ logits behind it:
         builder.extend(logits behind builder.frontier)
     drafts = builder.finish()
 
-Nothing comes back to the host: how many rows a level has is known beforehand, what they hold and
-what they continue is not.
+Nothing comes back to the host. It knows beforehand how many rows each level has, but not which
+tokens they hold and which rows they continue.
 
 Dimension key: B requests, E nodes of the level above, F rows of the newest level, K rows of a
 tree, V vocabulary.
@@ -43,8 +43,8 @@ class Frontier:
         origins_BF: int64, place of each row's parent in the level above; 0 at the first level.
         ancestors_BF: int64; bit j: the row continues drafted row j, or is it. Rows are numbered
             from 0, level after level; `finish` may number them otherwise.
-        depth: of all of them; the root's children have 1.
-        first_row: number of the first; the others follow.
+        depth: all rows have the same; the root's children have 1.
+        first_row: number of the first row; the others follow it.
     """
 
     token_ids_BF: Tensor
@@ -57,10 +57,10 @@ class Frontier:
 class TreeBuilder:
     """Grows one tree for every request.
 
-    Requests of temperature 0 get the likeliest tokens, others draws without replacement (see
-    `drawn_tree`). Requests that share their noise get the tokens that the target itself would
-    likeliest choose with its noise if it had the drafter's logits: matched with the target's own
-    choices, so that the output does not depend on them.
+    Requests of temperature 0 get the likeliest tokens, others get draws without replacement (see
+    `drawn_tree`). Requests that share their noise get the tokens that the target would most likely
+    choose with that noise if it had the drafter's logits. These are matched with the target's own
+    choices, so the output does not depend on them.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TreeBuilder:
     ) -> None:
         """
         Args:
-            num_rows: of each request; at most the shape's.
+            num_rows: how many rows each request wants; at most the shape's.
             num_tokens_B: int64, committed tokens.
             sampling: the requests' parameters; the logits are processed with them already.
             samples: draw drafts from the network's distribution; False: all requests get the

@@ -16,14 +16,19 @@ from outdraft.sampling.noise import Purpose
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
 
-# What rows are worth, by the drafter's own probabilities, fitted on the embedded pair. They only
-# decide which nodes get the rows, so a bad fit costs speed, never exactness.
+# How much rows are worth, estimated from the drafter's own probabilities and fitted on the embedded
+# pair. The estimate only decides which nodes get the rows: a bad fit costs speed, never exactness.
 RANK0_BASE, RANK0_SLOPE = 0.47, 0.42  # acceptance of a first draw, by the best probability
-OWN_BASE, OWN_SLOPE = 0.45, 0.5  # acceptance of a drawn token, by the root of its probability
-DECAY = 0.5  # a path is worth more than the product of these: what is below makes up for refusals
-SIDE = (0.35, 0.2, 0.14)  # shares of what the first draw leaves that ranks 1, 2, 3 cover
-SIDE_DECAY = 0.8  # from each further rank to the next
-SIDE_WEIGHT = 0.7  # of a row of these ranks below it, by what it is worth itself
+OWN_BASE, OWN_SLOPE = (
+    0.45,
+    0.5,
+)  # acceptance of a drawn token, by the square root of its probability
+DECAY = (
+    0.5  # an exponent: rows below make up for refusals, so a path is worth more than the product
+)
+SIDE = (0.35, 0.2, 0.14)  # what ranks 1, 2 and 3 cover, as shares of what rank 0 has left
+SIDE_DECAY = 0.8  # each further rank covers this share of what the rank before it covers
+SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a share of its worth
 
 _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
@@ -34,14 +39,14 @@ class LevelTask:
 
     Attributes:
         num_rows: F.
-        template_2F: int64; origins and ranks of the rows, those of a node in order; None: where the
-            most is expected.
-        num_kept_B: int64; how many of them each request wants, anything below 0 for none; None:
-            all do.
-        depth: of the nodes above; 0: the root.
-        first_above: row of the first of them; they follow each other.
+        template_2F: int64; origins and ranks of the rows, the ranks of a node in order. None: the
+            rows go where the most accepted tokens are expected.
+        num_kept_B: int64; how many of the rows each request wants; below 0 means none. None: every
+            request wants all.
+        depth: depth of the nodes above; the root has 0.
+        first_above: row of the first node above; the others follow it.
         num_tokens_B: int64, committed tokens.
-        sampling: the requests' parameters. Rows of greedy ones hold anything.
+        sampling: the requests' parameters. The rows of greedy requests have no meaning.
     """
 
     num_rows: int
@@ -55,14 +60,14 @@ class LevelTask:
 
 @dataclass(frozen=True, slots=True)
 class DrawnLevel:
-    """The rows of a level. Those that a request does not want hold anything but their origins.
+    """The rows of a level. In rows that a request does not want, only the origins have a meaning.
 
     Attributes:
-        is_drawn_BF: bool; not where a node has fewer tokens with mass than rows: those it lacks
-            hold the lowest ids without mass.
-        probs_BFV: float32, what the drawn rows were drawn from; the others' hold anything.
-        weight_BF: float32, how much each row is worth to those below it; 0 where it is not wanted
-            or not drawn.
+        is_drawn_BF: bool. A node may have fewer tokens with mass than rows: the rows that are left
+            hold the lowest ids without mass and are not drawn.
+        probs_BFV: float32, what the drawn rows were drawn from; without meaning for other rows.
+        weight_BF: float32, how much each row is worth to the rows below it; 0 where it is not
+            wanted or not drawn.
     """
 
     rows: NewRows
@@ -99,14 +104,14 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
 
 
 def side_shares(num_ranks: int) -> list[float]:
-    """Of what the first draw of a node leaves, the shares that ranks 1 to `num_ranks` - 1 cover."""
+    """What each rank from 1 to `num_ranks` - 1 covers, as a share of what rank 0 has left."""
     further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
     return [*SIDE, *further][: num_ranks - 1]
 
 
 def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:
-    """float32 [B, E, C]: how many accepted rows more are expected of each rank. They fall with the
-    rank, so the best rows of a node are its first ranks."""
+    """float32 [B, E, C]: how many more accepted rows each rank is expected to bring. A higher rank
+    brings less, so the best rows of a node are its first ranks."""
     best_BE = (logits_BEV.amax(2) - logits_BEV.logsumexp(2)).exp().float()
     first_BE = RANK0_BASE + RANK0_SLOPE * best_BE
     side_BE = weight_BE * (1 - first_BE)
@@ -118,8 +123,8 @@ def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:
 
 
 def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
-    """int64 [B, E, C]: of every node the tokens of the largest logits + noise, the largest first:
-    drawn without replacement. Those without mass come last, the lowest id first."""
+    """int64 [B, E, C]: for every node the tokens of the largest logits + noise, the largest first.
+    That draws without replacement. Tokens without mass come last, the lowest id first."""
     num_nodes, size = logits_BEV.shape[1:]
     rows_E = torch.arange(num_nodes, device=logits_BEV.device) + task.first_above
     anchors_BE = task.num_tokens_B[:, None] + (rows_E << PARENT_SHIFT)
@@ -140,8 +145,8 @@ def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
 def _without_lower_ranks(
     logits_BEV: Tensor, drawn_BEC: Tensor, origins_BF: Tensor, ranks_BF: Tensor
 ) -> Tensor:
-    """[B, F, V]: the logits that each row was drawn from: its node's without the tokens of the
-    lower ranks. All of the node's where these have left nothing."""
+    """[B, F, V]: the logits that each row was drawn from: its node's, without the tokens of lower
+    ranks. Where these have left nothing, they are all of the node's."""
     origins_BF1 = origins_BF[:, :, None]
     logits_BFV = logits_BEV.gather(1, origins_BF1.expand(-1, -1, logits_BEV.shape[2]))
     drawn_BFC = drawn_BEC.gather(1, origins_BF1.expand(-1, -1, drawn_BEC.shape[2]))

@@ -8,16 +8,16 @@ tokens of the ranks before it, renormalised. Where q has no more tokens, childre
 Traversal verification (arXiv 2505.12398) gives every node a weight and accepts its subtree with
 exactly this probability, whatever is drawn below it and however the shape goes on. All it needs is
 that every token comes from its own row of probabilities, given all that was drawn before it: then
-the weights of all branches are martingales, orthogonal to each other, and may have a say in where
-other branches go on. Hence:
+the weights of all branches are martingales, orthogonal to each other, and one branch may influence
+where another one goes on. Hence:
 
-- Whether a row exists is decided before its token is drawn. Which rows a level has depends on the
-  distributions behind the nodes above it and on the tokens of the levels above it, also those of
-  other branches: never on what is drawn at this level or below.
+- It is decided whether a row exists before its token is drawn. Which rows a level has depends on
+  the distributions behind the nodes above it and on the tokens of the levels above it, those of
+  other branches included. It never depends on what is drawn at this level or below.
 - Afterwards no row is left out. A request that wants fewer rows than others gets the first ones,
-  level after level, in the order of an expectation that was there before the level was drawn; how
-  many is known before anything is.
-- The draws of every node have their own noise: its key names the node.
+  level after level. Their order comes from an expectation that was made before the level was drawn,
+  and their number is known before anything is drawn.
+- Each node draws with noise of its own: the key of the noise names the node.
 
 Siblings are tested in the order in which they were drawn, which is that of their rows.
 
@@ -66,9 +66,13 @@ class DrawnTrees:
         num_tokens_B: Tensor,
         sampling: SamplingBatch,
     ) -> None:
-        """`template`: where the rows stand, ranks in the order of draws; None: where the most is
-        expected of them. `num_rows_B`: how many of them each request wants; None: all do.
-        `num_tokens_B`: committed tokens."""
+        """
+        Args:
+            template: where the rows stand, ranks in the order of draws. None: the rows go where the
+                most accepted tokens are expected.
+            num_rows_B: how many rows each request wants. None: every request wants all.
+            num_tokens_B: committed tokens.
+        """
         self._levels = levels
         self._num_rows_B = num_rows_B
         self._num_tokens_B = num_tokens_B

@@ -261,7 +261,7 @@ class NetworkLevels:
         self._context_lens_B, self._num_drafts_B = to_device(
             [np.array(contexts), np.array(num_drafts)], start.states_BD.device
         )
-        # Of one request: no table of blocks reaches further.
+        # The longest request has so many tokens: no table of blocks reaches further.
         self._max_seq_len = max(map(sum, zip(contexts, num_drafts, strict=True)))
 
     def draw_trees(

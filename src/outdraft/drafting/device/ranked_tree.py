@@ -1,8 +1,8 @@
 """Trees of the likeliest tokens, for requests whose drafts are deterministic.
 
-Any such tree is verified exactly by comparing it with the target's own choices, however it was
-chosen; here for the largest expected number of accepted rows. A row's weight is the probability of
-its path, as the drafter has it.
+Comparing such a tree with the target's own choices is exact, however the tree was chosen. Here it
+is chosen for the largest expected number of accepted rows. A row's weight is the probability of its
+path under the drafter.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children, P candidates, K rows of a tree, V vocabulary.
@@ -63,7 +63,7 @@ class BestFirstTrees:
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Token ids and parents, int64 [B, K], the best rows first."""
-        # Of equal weights the first is taken: a parent stands before its children.
+        # The first of equal weights is taken: a parent stands before its children.
         kept_BK = best_places(torch.cat(self._weights, dim=1), sum(self._levels))
         parents_BK = torch.cat(self._parents, dim=1).gather(1, kept_BK)
         row_BP1 = kept_BK.new_zeros(len(kept_BK), self._num_candidates + 1)

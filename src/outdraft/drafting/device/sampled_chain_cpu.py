@@ -4,7 +4,8 @@
 # ruff: noqa: ANN001
 """Drawn chains of a network with a compiled pass: all passes, and all draws, in one call.
 
-The fast twin of the loop in `NetworkProposer`, which calls the same kernels one by one.
+The fast twin of the loop in `NetworkProposer`. That loop calls the same kernels one by one from
+Python, so the results are the same.
 
 NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
 this file too.
@@ -29,7 +30,7 @@ from outdraft.sampling.sampler_cpu import choose_rows_with_probs
 
 
 def can_draw_chain(sampling: SamplingBatch) -> bool:
-    """Whether all that is left to do to the logits is compiled."""
+    """Whether compiled code can do everything that these requests need done to their logits."""
     return sampling.allowed is None and sampling.bias is None and not sampling.all_greedy
 
 
@@ -44,7 +45,7 @@ class Parameters(NamedTuple):
 
 
 def parameters_of(sampling: SamplingBatch) -> Parameters:
-    """Of a batch's requests; see `can_draw_chain`."""
+    """The parameters of a batch for which `can_draw_chain` is true."""
     min_p_B = sampling.min_p_B
     return Parameters(
         np.ascontiguousarray(sampling.temperature_B.numpy()),

@@ -4,8 +4,9 @@
 # ruff: noqa: ANN001, ANN202
 """Drawn trees of a network with a compiled pass: all passes, and all draws, in one call.
 
-The fast twin of the loop in `TreeProposer` with `TreeBuilder`, for requests that all draw. It
-calls the same kernels as their fast twins do, level by level.
+The fast twin of the loop in `TreeProposer` with `TreeBuilder`. It needs a batch in which every
+request draws. The results are the same, because it calls the same kernels level by level; the
+difference is that Python is not asked between the levels.
 
 NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
 this file too.
@@ -38,7 +39,7 @@ _NUM_ROWS = Rows._fields.index("num_rows")
 
 
 class Texts(NamedTuple):
-    """What the trees of a batch stand behind; int64 [B], but the last.
+    """The texts that the trees of a batch continue; all fields but the last are int64 [B].
 
     Attributes:
         num_tokens_B: committed tokens.
@@ -54,8 +55,13 @@ class Texts(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Of all trees: rows of the levels, origins and ranks of a template or no columns, and what
-    the further ranks of a node cover."""
+    """The shape that all trees of a batch have.
+
+    Attributes:
+        levels_L: int64, how many rows each level has.
+        template_2K: int64, origin and rank of each row; without a template there are no columns.
+        side_shares_C: float32, as `drawn_level.side_shares` gives them.
+    """
 
     levels_L: np.ndarray
     template_2K: np.ndarray
@@ -84,7 +90,7 @@ class _Trees(NamedTuple):
 
 
 def can_draw_trees(sampling: SamplingBatch) -> bool:
-    """Whether every request draws, and all that is left to do to the logits is compiled."""
+    """Whether every request draws, and compiled code can do all that their logits need."""
     return can_draw_chain(sampling) and sampling.all_draw
 
 

@@ -37,12 +37,12 @@ class VocabularyMap:
 
     @property
     def target_share(self) -> float:
-        """Of the target's tokens, how many the drafter knows."""
+        """Share of the target's tokens that the drafter knows."""
         return self.num_shared / max(1, self.num_target_tokens)
 
     @property
     def draft_share(self) -> float:
-        """Of the drafter's tokens, how many the target knows."""
+        """Share of the drafter's tokens that the target knows."""
         return self.num_shared / max(1, self.num_draft_tokens)
 
     def __str__(self) -> str:

@@ -1,16 +1,17 @@
 """Grow the draft of a few rows that is expected to be accepted furthest.
 
-A row's probability is that of its whole path. Rows are taken in the order of their probability
-out of all that continue the root or a row taken before: the first K of them are the best tree of
-K rows, for every K. Among equals the deepest is taken, then that of the earlier parent, then the
-one offered first: a chain is grown to its end before it branches where that costs nothing.
+A row's probability is that of its whole path. The tree starts as its root. A row may be taken when
+its parent has been taken, and the likeliest of these rows is taken next. So the first K rows are
+the best tree of K rows, for every K. Among rows of equal probability the deepest is taken, then the
+one with the earlier parent, then the one that was offered first. A chain is therefore grown to its
+end before it branches, where that costs nothing.
 
-Kernels offer rows with two or three numbers of their own, which they get back when the row is
-taken, and then offer what may follow it. Whoever offers the likeliest of siblings first may offer
-each other one when the one before it is taken.
+A kernel offers a row together with up to three numbers of its own. It gets these numbers back when
+the row is taken, and then offers what may follow that row. Siblings may be offered one by one: the
+likeliest first, and each other one when the sibling before it is taken.
 
-The functions are compiled into their callers: calls, with the counts of references that they take,
-would cost more than what is done.
+The functions are compiled into their callers: a call, which also counts references, would take
+longer than the work that it does.
 
 Dimension key: K drafted tokens, W rows that wait, M fields, C columns, B requests, F places.
 """
@@ -131,7 +132,7 @@ def take(tree: GrowingTree) -> tuple[int, int, int, int, int]:
 
 @njit(cache=True, inline="always")
 def _goes_before(waiting_WC: np.ndarray, at: int, other: int) -> bool:
-    """Of equals: whether a row that was offered later is taken first."""
+    """Whether the later of two rows with equal probabilities is taken first."""
     if waiting_WC[at, DEPTH] != waiting_WC[other, DEPTH]:
         return waiting_WC[at, DEPTH] > waiting_WC[other, DEPTH]
     return waiting_WC[at, PARENT] < waiting_WC[other, PARENT]

@@ -23,9 +23,9 @@ def find_end(
 ) -> tuple[int, int]:
     """The place behind the longest match of the output's end, and the length of the match.
 
-    A place is one that something follows. Of matches as long as each other, and of all from
-    `max_match` on, the one that is nearest to the expected place. (-1, 0) if not even the newest
-    token is there.
+    Only places that something follows count. Matches are compared up to `max_match` tokens; if
+    several are the longest, the one nearest to the expected place wins. The result is (-1, 0) if
+    the newest token does not occur in the prediction.
     """
     found, longest = -1, 0
     for place in range(1, len(prediction)):

@@ -107,7 +107,7 @@ class Linear(nn.Module):
         self.weight = None
 
     def packed_addresses(self) -> tuple[int, int]:
-        """Of weights and bias, for linear_kernels; only if packed as bf16."""
+        """Where weights and bias are, for linear_kernels; only if packed as bf16."""
         assert isinstance(self._packed_product, Bf16Product)
         return self._packed_product.addresses()
 

@@ -62,11 +62,11 @@ class Bf16Product:
 
     @property
     def nbytes(self) -> int:
-        """Of the packed weight."""
+        """Size of the packed weight."""
         return self._tiles.nbytes
 
     def addresses(self) -> tuple[int, int]:
-        """Of weights and bias, for linear_kernels; good as long as this object is."""
+        """Where weights and bias are, for linear_kernels; valid while this object lives."""
         return self._addresses
 
     def __call__(self, x_TD: Tensor) -> Tensor:

@@ -138,7 +138,7 @@ class StructuredOutputs(Body):
 
 
 class SamplingFields(HarmlessExtras):
-    """Of all routes that generate: how tokens are chosen. See core.sampling.SamplingParams."""
+    """How tokens are chosen, on all routes that generate. See core.sampling.SamplingParams."""
 
     model: str | None = None
     temperature: float | None = None
@@ -171,7 +171,7 @@ class SamplingFields(HarmlessExtras):
 
 
 class ChoiceFields(SamplingFields):
-    """Of the routes that give several choices."""
+    """What the routes that give several choices have."""
 
     n: Int64 | None = None
     response_format: ResponseFormat | None = None

@@ -1,0 +1,60 @@
+"""No sentence in comments, docstrings, messages or documents begins with "Of"."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "tests", "recipes", "benchmarks")
+PYTHON = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("src/**/*.md")])
+# Behind the end of a sentence, at the beginning of a text, a paragraph, or a cell of a table.
+OF = re.compile(r"(?:\A|[.!?:|]\s+|\n\s*\n\s*)[`*_\"]*(Of\s[^.]{0,40})")
+
+
+def texts(path: Path) -> Iterator[str]:
+    """Comments, one by one or as blocks of lines, and everything in quotes."""
+    source = path.read_text("utf-8")
+    if path.suffix == ".md":
+        yield source
+        return
+    block: list[str] = []
+    last = 0
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            if token.start[0] != last + 1:
+                yield " ".join(block)
+                block = []
+            block.append(token.string.lstrip("# "))
+            last = token.start[0]
+    yield " ".join(block)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def found(path: Path) -> list[str]:
+    return [match for text in texts(path) for match in OF.findall(text)]
+
+
+def test_no_sentence_begins_with_of():
+    own = Path(__file__)
+    guilty = {str(path.relative_to(ROOT)): found(path) for path in (*PYTHON, *DOCUMENTS)}
+    guilty.pop(str(own.relative_to(ROOT)))
+    assert {name: sentences for name, sentences in guilty.items() if sentences} == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["# Of equals", '"""A b.\n\n    Of c."""', "x = 1  # a. Of b", 'h(help="Of it.")']
+)
+def test_each_kind_of_text_is_looked_at(text: str, tmp_path: Path):
+    path = tmp_path / "one.py"
+    path.write_text(f"{text}\n")
+    assert len(found(path)) == 1
+    path.write_text("# One of b. All of c\n")
+    assert found(path) == []
