@@ -44,6 +44,8 @@ class DraftTrace:
         accepted_rows: rows of the draft, from the root down.
         num_emitted: tokens of the output that the step brought.
         seconds: how long the engine's step took, all its requests included.
+        drafted_logprobs: natural logarithm of the target's raw probability of each drafted token
+            behind its parent; empty unless the request asked for log-probabilities too.
     """
 
     sources: tuple[str, ...]
@@ -52,6 +54,7 @@ class DraftTrace:
     accepted_rows: tuple[int, ...]
     num_emitted: int
     seconds: float = field(default=0.0, compare=False)
+    drafted_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -166,6 +166,8 @@ class WorkResult:
         drafted_parents: its shape, as in Draft.
         logprobs: one entry per emitted token, if the request asked.
         prompt_logprobs: one entry per prompt position computed now whose next token is known.
+        drafted_logprobs: the target's log-probability of each drafted token behind its parent, if
+            the request asked for log-probabilities and for a trace.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -174,6 +176,7 @@ class WorkResult:
     drafted_parents: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    drafted_logprobs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

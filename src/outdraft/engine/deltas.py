@@ -119,4 +119,5 @@ def _trace(
         outcome.accepted_rows,
         num_emitted,
         step_s,
+        outcome.drafted_logprobs,
     )

@@ -46,22 +46,32 @@ def wants_logprobs(works: Sequence[Work]) -> bool:
 def emitted_logprobs(
     works: Sequence[Work], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
 ) -> LogprobRows | None:
-    """One row for each place of an emitted token, padding included; None if nobody asked."""
-    wanted = [work.request.params.logprobs for work in works]
-    asking = [b for b, number in enumerate(wanted) if number is not None]
+    """One row for each place of an emitted token, padding included; None if nobody asked.
+
+    A request with a trace has a row for each place of a drafted token behind them: what the target
+    thought of it behind its parent.
+    """
+    asking = [b for b, work in enumerate(works) if work.request.params.logprobs is not None]
     if not asking:
         return None
-    (rows_B,) = to_device([np.array(asking)], logits_RV.device)
-    token_ids_BN1 = verdict.token_ids_BN1[rows_B].clamp_min(0)
+    params = [works[b].request.params for b in asking]
+    places = [drafts.width * (1 + one.speculation.trace) + 1 for one in params]
+    kept = [a * (2 * drafts.width + 1) + np.arange(count) for a, count in enumerate(places)]
+    rows_B, kept_J = to_device([np.array(asking), np.concatenate(kept)], logits_RV.device)
     # The i-th emitted token was chosen behind the i-th row of the accepted path, root first.
     path_BN1 = torch.nn.functional.pad(verdict.rows_BN[rows_B] + 1, (1, 0)).clamp_min(0)
-    flat_BN1 = row_index_BN1(drafts)[rows_B].gather(1, path_BN1)
-    places = token_ids_BN1.shape[1]
-    chosen_J = token_ids_BN1.flatten()
-    most = max(number for number in wanted if number is not None)
-    rows = gather_logprobs(logits_RV[flat_BN1.flatten()], chosen_J, most)
-    counts = tuple(places if number is not None else 0 for number in wanted)
-    return LogprobRows(counts, chosen_J, *rows)
+    parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)[rows_B]
+    behind = torch.cat([path_BN1, parents_BN], dim=1)
+    chosen = torch.cat([verdict.token_ids_BN1[rows_B], drafts.token_ids_BN[rows_B]], dim=1)
+    flat_J = row_index_BN1(drafts)[rows_B].gather(1, behind).flatten()[kept_J]
+    chosen_J = chosen.clamp_min(0).flatten()[kept_J]
+    most = max(one.logprobs or 0 for one in params)
+    counts = dict(zip(asking, places, strict=True))
+    return LogprobRows(
+        tuple(counts.get(b, 0) for b in range(len(works))),
+        chosen_J,
+        *gather_logprobs(logits_RV[flat_J], chosen_J, most),
+    )
 
 
 def prompt_logprobs(

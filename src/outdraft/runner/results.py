@@ -88,6 +88,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
             continue
         emitted, accepted, drafted, parents = (array[place] for array in verdicts)
         token_ids, drafted_ids = _leading(emitted), _leading(drafted[: work.num_drafts])
+        of_drafts = emitted_logs[place][len(emitted) :][: len(drafted_ids)]
         results.append(
             WorkResult(
                 token_ids,
@@ -96,6 +97,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
                 tuple(parents[: len(drafted_ids)].tolist()),
                 tuple(emitted_logs[place][: len(token_ids)]),
                 tuple(prompt),
+                tuple(row.logprob for row in of_drafts),
             )
         )
         place += 1

@@ -1,6 +1,7 @@
 """Every route and every kind of option, by the official client, against the real engine."""
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -102,6 +103,37 @@ def test_chat_log_probabilities(client: openai.OpenAI):
     assert len(rows) == answer.usage.completion_tokens
     assert all(len(row.top_logprobs) == 3 for row in rows)
     assert all(row.logprob <= row.top_logprobs[0].logprob + 1e-6 for row in rows)
+
+
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+def test_a_traced_draft_has_the_log_probabilities_of_what_was_emitted_of_it(
+    client: openai.OpenAI, logprobs: int | None
+):
+    stream = client.completions.create(
+        model=MODEL,
+        prompt="def add(a, b):",
+        max_tokens=40,
+        temperature=0,
+        logprobs=logprobs,
+        stream=True,
+        extra_body={"speculation": {"trace": True}},
+    )
+    emitted: list[float] = []
+    steps: list[dict[str, Any]] = []
+    for chunk in stream:
+        for choice in chunk.choices:
+            steps += choice.model_extra["outdraft"]["steps"]
+            emitted += choice.logprobs.token_logprobs if choice.logprobs else []
+    drafted = [token for step in steps for token in step["drafted"]]
+    assert drafted
+    assert all(("logprob" in token) is (logprobs is not None) for token in drafted)
+    if logprobs is None:
+        return
+    for step in steps:
+        own, emitted = emitted[: step["num_emitted"]], emitted[step["num_emitted"] :]
+        kept = [step["drafted"][row]["logprob"] for row in step["accepted_rows"]]
+        assert own[: len(kept)] == kept[: len(own)]
+    assert emitted == []
 
 
 def test_a_call_that_has_to_be_made_is_made(client: openai.OpenAI):

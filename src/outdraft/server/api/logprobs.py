@@ -37,7 +37,7 @@ def prompt_logprobs(
 def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
     return {
         str(token_id): {
-            "logprob": _finite(entry.logprob),
+            "logprob": finite(entry.logprob),
             "rank": entry.rank,
             "decoded_token": entry.decoded_token,
         }
@@ -77,9 +77,9 @@ class CompletionLogprobs:
             chosen = next(iter(row))
             shown = dict.fromkeys([*_top(row, self.num_top), chosen])
             result["tokens"].append(_name(chosen, row[chosen], self.as_ids))
-            result["token_logprobs"].append(_finite(row[chosen].logprob))
+            result["token_logprobs"].append(finite(row[chosen].logprob))
             result["top_logprobs"].append(
-                {_name(i, row[i], self.as_ids): _finite(row[i].logprob) for i in shown}
+                {_name(i, row[i], self.as_ids): finite(row[i].logprob) for i in shown}
             )
             self.offset += len(row[chosen].decoded_token or "")
         return result
@@ -93,7 +93,7 @@ def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
     text = entry.decoded_token or ""
     return {
         "token": _name(token_id, entry, as_ids),
-        "logprob": _finite(entry.logprob),
+        "logprob": finite(entry.logprob),
         # A part of a character decodes to a replacement: its bytes are not those.
         "bytes": None if "\ufffd" in text else list(text.encode()),
     }
@@ -103,5 +103,6 @@ def _name(token_id: int, entry: Logprob, as_ids: bool) -> str:
     return f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """JSON has no infinity: the least value that is sent, as vLLM does."""
     return max(logprob, LOWEST)

@@ -6,6 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outdraft.core.outputs import DraftTrace, RequestOutput, SpeculationMetrics, TokenOrigin
+from outdraft.server.api.logprobs import finite
 from outdraft.server.client import TextDelta
 
 
@@ -75,10 +76,15 @@ def trace(delta: TextDelta, tokenizer: Tokenizer | None) -> dict[str, Any] | Non
 
 
 def _step(step: DraftTrace, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    drafted = zip(step.drafted_ids, step.sources, strict=True)
+    drafted = [
+        _token(one, tokenizer) | {"source": source}
+        for one, source in zip(step.drafted_ids, step.sources, strict=True)
+    ]
+    for token, logprob in zip(drafted, step.drafted_logprobs, strict=False):  # or there are none
+        token["logprob"] = finite(logprob)
     return {
         "source": step.sources[0] if step.sources else None,  # who drafted first
-        "drafted": [_token(one, tokenizer) | {"source": source} for one, source in drafted],
+        "drafted": drafted,
         "parents": step.parents,
         "accepted_rows": step.accepted_rows,
         "num_emitted": step.num_emitted,
