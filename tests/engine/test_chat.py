@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outdraft.core.errors import ConfigError, RequestError
-from outdraft.engine.chat import ChatTemplate
+from outdraft.engine.chat import ChatTemplate, as_content_format
 
 CHATML = """{{ bos_token }}{% for message in messages %}
     <|{{ message['role'] }}|>{{ message['content'] }}{{ eos_token }}
@@ -33,6 +33,84 @@ def test_transformers_renders_the_same():
         [HELLO], chat_template=source, add_generation_prompt=True, bos_token="<s>", eos_token="</s>"
     )
     assert template(source).render(HELLO) == expected
+
+
+CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
+STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
+
+
+@pytest.mark.parametrize("filtered", ["", "| trim"])
+def test_a_prompt_may_end_within_its_last_message(filtered):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = CONTINUED.replace("FILTER", filtered)
+    [expected], _ = chat.render_jinja_template(
+        [STARTED], chat_template=source, continue_final_message=True
+    )
+    ours = template(source).render(STARTED, continue_final_message=True)
+    assert ours == expected
+    assert ours.rstrip().endswith("I think")
+
+
+def test_a_last_message_that_the_template_changes_cannot_be_continued():
+    with pytest.raises(RequestError, match="cannot be continued") as caught:
+        template("{{ messages[0].content }}").render(STARTED, continue_final_message=True)
+    assert caught.value.field == "continue_final_message"
+
+
+@pytest.mark.parametrize("content", [None, 5, [{"type": "image"}]])
+def test_a_last_message_without_text_cannot_be_continued(content):
+    messages = [*HELLO, {"role": "assistant", "content": content}]
+    with pytest.raises(RequestError) as caught:
+        template("{{ messages }}").render(messages, continue_final_message=True)
+    assert caught.value.field == "messages"
+
+
+READS_TEXT = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
+READS_PARTS = (
+    "{% for m in messages %}[{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}]{% endfor %}"
+)
+READS_BOTH = (
+    "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}]{% endfor %}"
+)
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("source", "content_format", "content", "expected"),
+    [
+        (READS_TEXT, "auto", "a", "[a]"),
+        (READS_TEXT, "auto", PARTS, "[a\nb]"),
+        (READS_PARTS, "auto", "a", "[a]"),
+        (READS_PARTS, "auto", PARTS, "[ab]"),
+        (READS_BOTH, "auto", "a", "[a]"),
+        (READS_BOTH, "auto", PARTS, "[ab]"),
+        (READS_BOTH, "string", PARTS, "[a\nb]"),
+        ("{{ messages | tojson }}", "auto", "a", '[{"role": "user", "content": "a"}]'),
+        (READS_TEXT, "openai", "a", "[[{'type': 'text', 'text': 'a'}]]"),
+        (READS_PARTS, "openai", "a", "[a]"),
+    ],
+)
+def test_a_content_comes_in_the_form_that_the_template_reads(
+    source, content_format, content, expected
+):
+    ours = ChatTemplate(source, {}, as_content_format(content_format))
+    assert ours.render([{"role": "user", "content": content}]) == expected
+
+
+def test_there_are_three_forms_of_a_content():
+    with pytest.raises(ConfigError, match="auto, string, openai, got 'text'"):
+        as_content_format("text")
+
+
+def test_variables_reach_the_template_and_may_replace_its_special_tokens():
+    ours = template("{{ bos_token }} {{ enable_thinking }}")
+    assert ours.render(HELLO, variables={"enable_thinking": False}) == "<s> False"
+    assert ours.render(HELLO, variables={"bos_token": "!"}) == "! "
+    with pytest.raises(RequestError, match="'tools'") as caught:
+        ours.render(HELLO, variables={"tools": []})
+    assert caught.value.field == "chat_template_kwargs"
 
 
 def test_functions_that_may_be_called_reach_the_template():

@@ -66,18 +66,41 @@ class SpeculationParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Thoughts:
+    """What a model may write before an output of a given form: any text up to `end`.
+
+    `start`: how such a text begins; without it the form begins at once. None: there is such a
+    text always, and the prompt has begun it.
+    """
+
+    end: str
+    start: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, mark in (("end", self.end), ("start", self.start)):
+            if mark is not None and (not isinstance(mark, str) or not mark):
+                raise RequestError(f"{name} of thoughts must be a text, got {mark!r}", "structured")
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """The form that an output must have.
 
     Attributes:
         kind: "json_object" for any JSON object; else what `text` is: a JSON schema, a regular
             expression that the whole output matches, or a grammar in Lark's or GBNF's notation.
+        behind: what comes before the output and has any form.
     """
 
     kind: StructuredKind
     text: str = ""
+    behind: Thoughts | None = None
 
     def __post_init__(self) -> None:
+        if self.behind is not None and not isinstance(self.behind, Thoughts):
+            raise RequestError(
+                f"behind of structured must be Thoughts, got {self.behind!r:.80}", "structured"
+            )
         kinds = get_args(StructuredKind)
         if self.kind not in kinds:
             raise RequestError(

@@ -1,7 +1,9 @@
 """Conversations to prompts, by the Jinja template that a checkpoint brings along."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,50 @@ from outdraft.core.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
 
+_OWN_VARIABLES = {
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+}
+_PROBE = "a text to look for"
+_NOTATION = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")  # Python's or JSON's
+_MARK = "[the last message goes on here] "
+
+
+class ContentFormat(StrEnum):
+    """In which form a template reads the content of a message.
+
+    AUTO: text, and lists of parts where the template can read them; STRING: text always; OPENAI:
+    always a list of parts, each {"type": "text", "text": ...}.
+    """
+
+    AUTO = "auto"
+    STRING = "string"
+    OPENAI = "openai"
+
+
+def as_content_format(name: str) -> ContentFormat:
+    """Raises ConfigError if there is no such format."""
+    try:
+        return ContentFormat(name)
+    except ValueError:
+        raise ConfigError(
+            f"chat_template_content_format must be one of {', '.join(ContentFormat)}, got {name!r}"
+        ) from None
+
 
 class ChatTemplate:
     """Renders messages as the model was trained to read them; the template runs in a sandbox."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        content_format: ContentFormat = ContentFormat.AUTO,
+    ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -29,9 +70,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.reads_parts = content_format is ContentFormat.OPENAI
+        self.reads_text = not self.reads_parts
+        if content_format is ContentFormat.AUTO:
+            self.reads_parts = self._shows([_text_part(_PROBE)])
+            self.reads_text = self._shows(_PROBE) or not self.reads_parts
 
     @classmethod
-    def from_directory(cls, path: Path) -> "ChatTemplate | None":
+    def from_directory(
+        cls, path: Path, content_format: ContentFormat = ContentFormat.AUTO
+    ) -> "ChatTemplate | None":
         """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any."""
         config = _tokenizer_config(path)
         separate = path / "chat_template.jinja"
@@ -41,38 +89,123 @@ class ChatTemplate:
             source = named.get("default")
         if source is None:
             return None
-        return cls(source, special_tokens(path))
+        return cls(source, special_tokens(path), content_format)
 
     def render(
         self,
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt of a conversation; `tools` are functions that the model may call.
 
+        The prompt ends with the beginning of an answer (`add_generation_prompt`, the default), or
+        within the last message, which the model then goes on with (`continue_final_message`).
+        `variables`: more of what the template reads, such as `enable_thinking`.
+
         Raises:
-            RequestError: a message has no role or content, or the template refuses it.
+            RequestError: a message has no role or content, or the template refuses it; or the
+                options contradict each other.
         """
         if not messages:
             raise RequestError("messages must hold at least one message", "messages")
         for message in messages:
             if not isinstance(message, Mapping) or not message.keys() >= {"role", "content"}:
                 raise RequestError("every message needs a role and a content", "messages")
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
+        if add_generation_prompt and continue_final_message:
+            raise RequestError(
+                "add_generation_prompt must be false with continue_final_message: the prompt ends "
+                "either with a new message or within the last one",
+                "add_generation_prompt",
+            )
+        for name in _OWN_VARIABLES & (variables or {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs cannot set {name!r}: it is a parameter of its own",
+                "chat_template_kwargs",
+            )
+        readable = [self._readable(message) for message in messages]
+        if continue_final_message:
+            readable[-1] = _marked(readable[-1])
         try:
-            return self._template.render(
-                messages=list(messages),
+            text = self._rendered(
+                readable,
                 # Templates tell "no tools" (None) from a name that they do not know.
                 tools=list(tools) if tools is not None else None,
-                documents=None,
                 add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                variables=variables or {},
             )
         except (TemplateError, TypeError, ValueError) as error:  # content of an unexpected shape
             raise RequestError(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        values = {"documents": None, **self._special_tokens, **(variables or {})}
+        return self._template.render(
+            values, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
+        )
+
+    def _shows(self, content: object) -> bool:
+        """Whether the template writes the text of such a content, and not its notation."""
+        try:
+            text = self._rendered([{"role": "user", "content": content}])
+        except (TemplateError, TypeError, ValueError):
+            return False
+        return _PROBE in text and not _NOTATION.search(text)
+
+    def _readable(self, message: Message) -> dict[str, Any]:
+        """The message with its content in the form that the template reads."""
+        content = message["content"]
+        if isinstance(content, str):
+            content = content if self.reads_text else [_text_part(content)]
+        elif isinstance(content, Sequence) and not self.reads_parts:
+            content = "\n".join(_text_of(part) for part in content)  # as vLLM does
+        return {**message, "content": content}
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
+def _text_of(part: object) -> str:
+    if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+        return part["text"]
+    raise RequestError('a part of a content must be {"type": "text", "text": ...}', "messages")
+
+
+def _marked(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with a mark behind its text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + _MARK}
+    if isinstance(content, Sequence) and content and isinstance(content[-1], Mapping):
+        last = {**content[-1], "text": _text_of(content[-1]) + _MARK}
+        return {**message, "content": [*content[:-1], last]}
+    raise RequestError("continue_final_message needs a last message with text", "messages")
+
+
+def _cut_at_mark(text: str) -> str:
+    """The text before the mark; without its blanks, if the template dropped the mark's blank."""
+    before, found, behind = text.rpartition(_MARK.rstrip())
+    if not found:
+        raise RequestError(
+            "the chat template does not write the last message as it is, so it cannot be continued",
+            "continue_final_message",
+        )
+    return before if behind.startswith(" ") else before.rstrip()
 
 
 def special_tokens(path: Path) -> dict[str, str]:

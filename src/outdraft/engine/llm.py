@@ -8,16 +8,23 @@ from typing import Any
 from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.errors import CapacityError, ConfigError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
 from outdraft.engine.build import build_engine
-from outdraft.engine.chat import ChatTemplate, Message
+from outdraft.engine.chat import (
+    ChatTemplate,
+    ContentFormat,
+    Message,
+    as_content_format,
+    special_tokens,
+)
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.prompts import EncodedPrompt, Prompt, is_one_prompt
+from outdraft.engine.text_tokenizer import TextTokenizer
 
 _Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Assembler.add_request
 
@@ -106,18 +113,59 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several."""
-        if self._chat_template is None:
+        """Answer one conversation, or several; options as in ChatTemplate.render.
+
+        `chat_template` is a template's text, in place of the checkpoint's own.
+
+        Raises:
+            RequestError: there is no template, or it refuses a conversation; or as `generate`.
+            ConfigError: `chat_template` is no template.
+        """
+        template = self._chat_template
+        content_format = as_content_format(chat_template_content_format)
+        if chat_template is not None:
+            names = special_tokens(self.models.path)
+            template = ChatTemplate(chat_template, names, content_format)
+        elif content_format is not ContentFormat.AUTO:
+            template = ChatTemplate.from_directory(self.models.path, content_format)
+        if template is None:
             raise RequestError(
                 f"{self.models.path} brings no chat template: use generate", "messages"
             )
         first = messages[0] if messages else None
         several = [messages] if first is None or isinstance(first, Mapping) else messages
-        texts = [self._chat_template.render(one) for one in several]  # pyright: ignore[reportArgumentType]
+        texts = [
+            template.render(
+                one,  # pyright: ignore[reportArgumentType]
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=chat_template_kwargs,
+            )
+            for one in several
+        ]
         # The template has written all special tokens; the tokenizer must not add its own.
-        prompts = [self.engine.inputs.encode(text, add_special_tokens=False) for text in texts]
+        prompts: list[Prompt] = [
+            self.engine.inputs.encoded(text, add_special_tokens=False) for text in texts
+        ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_tokenizer(self) -> TextTokenizer:
+        """What makes ids of texts and conversations, and texts of ids.
+
+        Raises:
+            ConfigError: the model came without a tokenizer.
+        """
+        if self.models.tokenizer is None:
+            raise ConfigError(f"{self.models.path} holds no tokenizer")
+        return TextTokenizer(self.models.tokenizer, self._chat_template)
 
     def _run(
         self, assembler: Assembler, queue: deque[_Queued], use_tqdm: bool

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import StructuredKind, StructuredOutput
 from outdraft.structured.matcher import Grammar
+from outdraft.structured.thoughts import behind_thoughts
 from outdraft.structured.trial import GrammarError, parser_limits, tried
 
 MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
@@ -64,6 +65,8 @@ class GrammarCompiler:
             source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
         else:
             source = tried(_NOTATIONS[structured.kind], structured.text)
+        if structured.behind is not None:
+            source = behind_thoughts(source, structured.behind)
         tokenizer, end_id = self._tokenizer_and_end()
         limits = parser_limits()
 

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
+from tokenizers import Tokenizer
+
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.outputs import (
     CompletionOutput,
@@ -33,9 +35,9 @@ def default_script(prompt: str, index: int) -> str:
     return f"{TEXT} {index}"
 
 
-def fake_inputs() -> InputProcessor:
+def fake_inputs(texts: Tokenizer | None = None) -> InputProcessor:
     return InputProcessor(
-        tokenizer(),
+        texts or tokenizer(),
         vocab_size=tokenizer().get_vocab_size(),
         max_model_len=MAX_MODEL_LEN,
         eos_token_ids=[1],

@@ -15,7 +15,7 @@ from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
 from outdraft.server.api.settings import ApiSettings
 from outdraft.server.bounded_http import bounded_http
-from tests.server.api.fake_engine import FakeEngine, fake_inputs
+from tests.server.api.fake_engine import FakeEngine
 
 MODEL = "tiny"
 TEMPLATE = (
@@ -73,7 +73,7 @@ def serve(
     served = Served(engine, api_key=settings.get("api_key") or "none")
     app = create_app(
         engine,
-        fake_inputs(),
+        engine.inputs,
         None if template is None else ChatTemplate(template, {}),
         ApiSettings(**{"served_model_names": (MODEL, "alias"), **settings}),
         is_draining=lambda: served.is_draining,

@@ -7,17 +7,24 @@ from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
+from outdraft.server.api.answer_parser import AnswerParser, Part
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.chat_types import ChatRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.logprobs import Row, chat_logprobs, prompt_logprobs
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompts import chat_messages, encode_chat, model_name
+from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_options
+from outdraft.server.api.reasoning import (
+    Stage,
+    Thought,
+    first_stage,
+    with_form_behind_thoughts,
+)
 from outdraft.server.api.reports import trace
 from outdraft.server.api.settings import ApiContext, ToolCallFormat
 from outdraft.server.api.tool_choice import active_tools, call_format
-from outdraft.server.api.tools import ParsedCall, Piece, ToolCallParser, tool_call_parser
+from outdraft.server.api.tools import ParsedCall
 from outdraft.server.client import TextDelta
 
 
@@ -36,8 +43,13 @@ def chat_router(context: ApiContext) -> APIRouter:
             logprobs=_num_logprobs(body),
         )
         tools = active_tools(body)
-        shape = ChatShape(context, body, call_format(body, tools, context.settings))
-        prompt = await encode_chat(context, chat_messages(body.messages), "messages", tools)
+        calls = call_format(body, tools, context.settings)
+        options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
+        prompt = await encode_chat(context, conversation(body, tools), options)
+        stage = first_stage(context.settings, body, prompt)
+        if stage is not None:
+            params = with_form_behind_thoughts(params, stage)
+        shape = ChatShape(context, body, stage, calls)
         generation = new_generation(context, "chatcmpl-", [prompt], params, body)
         return Answer(context, body, generation, model, shape).reply()
 
@@ -60,12 +72,17 @@ class ChatShape:
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self, context: ApiContext, body: ChatRequest, calls: ToolCallFormat | None
+        self,
+        context: ApiContext,
+        body: ChatRequest,
+        stage: Stage | None,
+        calls: ToolCallFormat | None,
     ) -> None:
         self._tokenizer = context.inputs.tokenizer
         self._body = body
+        self._stage: Stage | None = stage
         self._format: ToolCallFormat | None = calls
-        self._parsers: dict[int, ToolCallParser] = {}  # of the choices that stream
+        self._parsers: dict[int, AnswerParser] = {}  # of the choices that stream
         self._num_calls: dict[int, int] = {}
 
     def head(self, output: RequestOutput) -> Json:
@@ -87,7 +104,7 @@ class ChatShape:
         ]
 
     def pieces(self, number: int, delta: TextDelta) -> list[Json]:
-        messages = [self._message_delta(delta.index, piece) for piece in self._parsed(delta)]
+        messages = [self._message_delta(delta.index, part) for part in self._parts(delta)]
         details: Json = {}
         if self._body.return_token_ids:
             details["token_ids"] = delta.token_ids
@@ -109,11 +126,16 @@ class ChatShape:
         return choices
 
     def _choice(self, one: CompletionOutput) -> Json:
-        parser = tool_call_parser(self._format) if self._format else None
-        pieces = [*parser.push(one.text), *parser.finish()] if parser else [one.text]
-        calls = [_tool_call(piece) for piece in pieces if isinstance(piece, ParsedCall)]
-        text = "".join(piece for piece in pieces if isinstance(piece, str))
+        parser = AnswerParser(self._stage, self._format)
+        parts = [*parser.push(one.text), *parser.finish()]
+        calls = [_tool_call(part) for part in parts if isinstance(part, ParsedCall)]
+        text = "".join(part for part in parts if isinstance(part, str))
         message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if self._stage is not None:
+            thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
+            message |= _reasoning(thoughts or None)
+            if thoughts:
+                message["content"] = text or None
         if calls:
             message |= {"content": text or None, "tool_calls": calls}
         result: Json = {
@@ -125,21 +147,21 @@ class ChatShape:
             result["token_ids"] = one.token_ids
         return result | _finish(one.finish_reason, one.stop_reason, bool(calls))
 
-    def _parsed(self, delta: TextDelta) -> list[Piece]:
-        if self._format is None:
-            return [delta.text] if delta.text else []
+    def _parts(self, delta: TextDelta) -> list[Part]:
         parser = self._parsers.get(delta.index)
         if parser is None:
-            parser = self._parsers[delta.index] = tool_call_parser(self._format)
-        pieces = parser.push(delta.text)
-        return pieces if delta.finish_reason is None else [*pieces, *parser.finish()]
+            parser = self._parsers[delta.index] = AnswerParser(self._stage, self._format)
+        parts = parser.push(delta.text)
+        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
 
-    def _message_delta(self, index: int, piece: Piece) -> Json:
-        if isinstance(piece, str):
-            return {"content": piece}
+    def _message_delta(self, index: int, part: Part) -> Json:
+        if isinstance(part, str):
+            return {"content": part}
+        if isinstance(part, Thought):
+            return _reasoning(part.text)
         number = self._num_calls.get(index, 0)
         self._num_calls[index] = number + 1
-        return {"tool_calls": [{"index": number} | _tool_call(piece)]}
+        return {"tool_calls": [{"index": number} | _tool_call(part)]}
 
     def _logprobs(self, rows: list[Row] | None) -> Json | None:
         if not self._body.logprobs or not rows:
@@ -151,6 +173,10 @@ class ChatShape:
 def _finish(reason: str | None, stop_reason: Any, has_calls: bool) -> Json:
     is_call = has_calls and reason == "stop"
     return {"finish_reason": "tool_calls" if is_call else reason, "stop_reason": stop_reason}
+
+
+def _reasoning(thoughts: str | None) -> Json:
+    return {"reasoning": thoughts, "reasoning_content": thoughts}  # vLLM's name, and its older one
 
 
 def _tool_call(call: ParsedCall) -> Json:

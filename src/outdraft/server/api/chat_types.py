@@ -45,6 +45,8 @@ class ChatMessage(Body):
     tool_call_id: str | None = None
     # What clients send back with the answers that they were given.
     refusal: None = None
+    reasoning: str | None = Field(None, description="What the model thought before it answered.")
+    reasoning_content: str | None = Field(None, description="The same, under its older name.")
     audio: None = None
     function_call: None = None
     annotations: Any = Field(None, description="Ignored: notes on an earlier answer.")
@@ -75,14 +77,31 @@ class NamedToolChoice(Body):
     function: NamedFunction
 
 
-class ChatRequest(ChoiceFields):
-    """A conversation to continue."""
+class TemplateFields(Body):
+    """A conversation, and how the model's template writes it."""
 
     messages: list[ChatMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of an answer; default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="End within the last message, which the model goes on with."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the template, such as enable_thinking."
+    )
+
+
+class ChatRequest(ChoiceFields, TemplateFields):
+    """A conversation to continue."""
+
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
-    tools: list[Tool] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="A variable of the template, if it reads it."
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     modalities: list[Literal["text"]] | None = None

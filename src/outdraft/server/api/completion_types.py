@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from outdraft.server.api.chat_types import ChatMessage, Tool
+from outdraft.server.api.chat_types import TemplateFields
 from outdraft.server.api.fields import Body, ChoiceFields, Int64, Texts, TokenIds
 
 
@@ -26,13 +26,11 @@ class TokenizeTextRequest(Body):
     return_token_strs: bool | None = None
 
 
-class TokenizeChatRequest(Body):
+class TokenizeChatRequest(TemplateFields):
     """A conversation to make token ids of."""
 
-    messages: list[ChatMessage]
     model: str | None = None
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool = True
+    add_special_tokens: bool = False
     return_token_strs: bool | None = None
 
 

@@ -165,6 +165,12 @@ class SamplingFields(HarmlessExtras):
     grammar: str | None = None
     stream: bool | None = None
     priority: Int64 | None = Field(None, description="Lower is earlier.")
+    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="Is part of the answer's id; default: a random one."
+    )
+    cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="Only requests of the same salt share blocks of the prefix cache."
+    )
     include_metrics: bool | None = Field(
         None, description="Tell how speculation fared, as metrics.speculative_decoding."
     )
@@ -177,5 +183,15 @@ class ChoiceFields(SamplingFields):
     response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Int64 | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_INT64)] | None = Field(
+        None,
+        description="Cut a longer prompt to its last so many tokens; -1: to what leaves room for "
+        "max_tokens.",
+    )
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Whether the tokenizer adds its own to a text; default: true for a prompt, "
+        "false for a conversation, whose template writes them.",
+    )
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

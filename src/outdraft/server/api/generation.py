@@ -11,7 +11,7 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.fields import SamplingFields
-from outdraft.server.api.params import form_field
+from outdraft.server.api.params import asked_max_tokens, form_field
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.client import Update
 
@@ -43,12 +43,15 @@ def new_generation(
     params: SamplingParams,
     body: SamplingFields,
 ) -> Generation:
-    """A generation with a new id.
+    """A generation with its own id.
 
     Raises:
-        RequestError: there would be too many choices.
+        RequestError: there would be too many choices, or the context has no room for all tokens
+            that are asked for.
     """
-    request_id = f"{prefix}{uuid4().hex}"
+    for prompt in prompts:
+        _check_room(context, prompt, body)
+    request_id = f"{prefix}{body.request_id or uuid4().hex}"
     result = Generation(request_id, prompts, params, body.priority or 0, form_field(body))
     if result.num_choices > context.settings.max_choices:
         raise RequestError(
@@ -57,6 +60,20 @@ def new_generation(
             "n",
         )
     return result
+
+
+def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields) -> None:
+    asked = asked_max_tokens(body)
+    if asked is None:
+        return
+    name, max_tokens = asked
+    most, used = context.inputs.max_model_len, len(prompt.token_ids)
+    if used + max_tokens > most:
+        raise RequestError(
+            f"{name} is too large: {max_tokens}. The model's context has {most} tokens, {used} of "
+            f"which are the prompt's ({max_tokens} > {most} - {used})",
+            name,
+        )
 
 
 async def updates(

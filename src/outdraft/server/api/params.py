@@ -66,6 +66,15 @@ def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) 
     return params
 
 
+def asked_max_tokens(body: SamplingFields) -> tuple[str, int] | None:
+    """How many tokens a body asks for, behind the name of the field that says so; None: it does
+    not."""
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        if getattr(body, name, None) is not None:
+            return name, getattr(body, name)
+    return None
+
+
 def prediction_text(body: SamplingFields) -> str | None:
     """The text that the output is expected to be."""
     if body.prediction is None:

@@ -16,7 +16,7 @@ from outdraft.server.api.completion_types import (
 )
 from outdraft.server.api.errors import draining, engine_dead, invalid_request, unknown_model
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.prompts import chat_ids, chat_messages, model_name
+from outdraft.server.api.prompts import chat_text, conversation, model_name
 from outdraft.server.api.settings import ApiContext
 
 
@@ -110,13 +110,9 @@ def tokens_router(context: ApiContext) -> APIRouter:
             special = body.add_special_tokens
             ids = context.inputs.encode(body.prompt, add_special_tokens=special)
         else:
-            ids = chat_ids(
-                context,
-                chat_messages(body.messages),
-                "messages",
-                body.tools,
-                add_generation_prompt=body.add_generation_prompt,
-            )
+            text = chat_text(context, conversation(body, body.tools))
+            special = body.add_special_tokens
+            ids = context.inputs.encode(text, add_special_tokens=special, field="messages")
         names = None
         tokenizer = context.inputs.tokenizer
         if body.return_token_strs and tokenizer is not None:

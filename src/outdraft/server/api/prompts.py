@@ -2,17 +2,46 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.api.chat_types import ChatMessage, Tool, ToolCall
+from outdraft.server.api.chat_types import (
+    ChatMessage,
+    ChatRequest,
+    TemplateFields,
+    Tool,
+    ToolCall,
+)
 from outdraft.server.api.errors import unknown_model
-from outdraft.server.api.responses_types import InputMessage
+from outdraft.server.api.fields import ChoiceFields, SamplingFields, TextPart
+from outdraft.server.api.responses_types import InputMessage, InputPart
 from outdraft.server.api.settings import ApiContext
 
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How prompts are made ids of; see InputProcessor.encoded."""
+
+    adds_special_tokens: bool
+    keep_last: int | None
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """What a template writes; see ChatTemplate.render. `field`: the parameter that it came as."""
+
+    messages: list[dict[str, Any]]
+    field: str
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def model_name(context: ApiContext, asked: str | None) -> str:
@@ -29,7 +58,32 @@ def model_name(context: ApiContext, asked: str | None) -> str:
     return asked
 
 
-async def encode_prompts(context: ApiContext, prompts: AnyPrompts) -> list[EncodedPrompt]:
+def prompt_options(
+    context: ApiContext, body: SamplingFields, max_tokens: int | None, *, adds_special_tokens: bool
+) -> PromptOptions:
+    """What a body says about its prompts; `adds_special_tokens` where it says nothing.
+
+    Raises:
+        RequestError: more tokens would be kept than the model reads.
+    """
+    special, keep_last = None, None
+    if isinstance(body, ChoiceFields):
+        special, keep_last = body.add_special_tokens, body.truncate_prompt_tokens
+    most = context.inputs.max_model_len
+    if keep_last == 0 or (keep_last or 0) > most:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or a number from 1 to {most}, got {keep_last}",
+            "truncate_prompt_tokens",
+        )
+    if keep_last == -1:
+        keep_last = max(1, most - (max_tokens or 1))
+    adds = adds_special_tokens if special is None else special
+    return PromptOptions(adds, keep_last, body.cache_salt)
+
+
+async def encode_prompts(
+    context: ApiContext, prompts: AnyPrompts, options: PromptOptions
+) -> list[EncodedPrompt]:
     """Ids of one text or id list, or of several.
 
     Raises:
@@ -44,7 +98,16 @@ async def encode_prompts(context: ApiContext, prompts: AnyPrompts) -> list[Encod
         raise RequestError(
             f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
         )
-    return await asyncio.to_thread(lambda: [context.inputs.encoded(one) for one in several])
+    return await asyncio.to_thread(lambda: [_encoded(context, one, options) for one in several])
+
+
+def _encoded(
+    context: ApiContext, prompt: str | Sequence[int], options: PromptOptions
+) -> EncodedPrompt:
+    encoded = context.inputs.encoded(
+        prompt, add_special_tokens=options.adds_special_tokens, keep_last=options.keep_last
+    )
+    return replace(encoded, cache_salt=options.cache_salt)
 
 
 def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
@@ -57,9 +120,9 @@ def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
 
 
 async def encode_chat(
-    context: ApiContext, messages: list[dict[str, Any]], field: str, tools: list[Tool] | None = None
+    context: ApiContext, chat: Conversation, options: PromptOptions
 ) -> EncodedPrompt:
-    """Ids of a conversation; `field` is the parameter that it came as.
+    """Text and ids of a conversation.
 
     Raises:
         RequestError: it is too long, or the model's template cannot write it.
@@ -67,35 +130,49 @@ async def encode_chat(
 
     def encode() -> EncodedPrompt:
         try:
-            return context.inputs.encoded(chat_ids(context, messages, field, tools))
+            return _encoded(context, chat_text(context, chat), options)
         except RequestError as error:  # it speaks of messages, or of the prompt made of them
+            field = chat.field if error.field in ("messages", "prompt") else error.field
             raise RequestError(str(error), field) from error
 
     return await asyncio.to_thread(encode)
 
 
-def chat_ids(
-    context: ApiContext,
-    messages: list[dict[str, Any]],
-    field: str,
-    tools: list[Tool] | None,
-    *,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Ids of a conversation of any length.
+def chat_text(context: ApiContext, chat: Conversation) -> str:
+    """What the model reads of a conversation.
 
     Raises:
         RequestError: the model's template cannot write it.
     """
     if context.chat_template is None:
-        raise RequestError("the model has no chat template: use /v1/completions", field)
-    text = context.chat_template.render(
-        messages,
+        raise RequestError("the model has no chat template: use /v1/completions", chat.field)
+    tools = chat.tools
+    return context.chat_template.render(
+        chat.messages,
         tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        add_generation_prompt=add_generation_prompt,
+        add_generation_prompt=chat.add_generation_prompt,
+        continue_final_message=chat.continue_final_message,
+        variables=chat.variables,
     )
-    # The template has written all special tokens; the tokenizer must not add its own.
-    return context.inputs.encode(text, add_special_tokens=False, field=field)
+
+
+def conversation(body: TemplateFields, tools: list[Tool] | None) -> Conversation:
+    """What a body says of its conversation.
+
+    Raises:
+        RequestError: as `chat_messages`.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
+        variables["reasoning_effort"] = body.reasoning_effort
+    return Conversation(
+        messages=chat_messages(body.messages),
+        field="messages",
+        tools=tools,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+        variables=variables,
+    )
 
 
 def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -106,7 +183,10 @@ def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """
     result: list[dict[str, Any]] = []
     for message in messages:
-        entry: dict[str, Any] = {"role": _role(message.role), "content": _text(message.content)}
+        entry: dict[str, Any] = {"role": _role(message.role), "content": _content(message.content)}
+        thoughts = message.reasoning or message.reasoning_content
+        if thoughts:  # templates know one name or the other
+            entry |= {"reasoning": thoughts, "reasoning_content": thoughts}
         if message.name is not None:
             entry["name"] = message.name
         if message.tool_call_id is not None:
@@ -125,7 +205,7 @@ def input_messages(
     if isinstance(messages, str):
         return [*result, {"role": "user", "content": messages}]
     return result + [
-        {"role": _role(message.role), "content": _text(message.content)} for message in messages
+        {"role": _role(message.role), "content": _content(message.content)} for message in messages
     ]
 
 
@@ -133,10 +213,10 @@ def _role(role: str) -> str:
     return "system" if role == "developer" else role  # the newer name, which templates do not know
 
 
-def _text(content: str | Sequence[Any] | None) -> str:
+def _content(content: str | Sequence[TextPart | InputPart] | None) -> str | list[dict[str, str]]:
     if content is None or isinstance(content, str):
         return content or ""
-    return "\n".join(part.text for part in content)  # as vLLM does
+    return [{"type": "text", "text": part.text} for part in content]
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

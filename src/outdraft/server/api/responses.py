@@ -15,7 +15,13 @@ from outdraft.server.api.generation import Generation, new_generation, outputs, 
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.logprobs import content
 from outdraft.server.api.params import sampling_params, wants_metrics
-from outdraft.server.api.prompts import encode_chat, input_messages, model_name
+from outdraft.server.api.prompts import (
+    Conversation,
+    encode_chat,
+    input_messages,
+    model_name,
+    prompt_options,
+)
 from outdraft.server.api.replies import EventStream, JsonLater, event
 from outdraft.server.api.reports import metrics, usage
 from outdraft.server.api.responses_types import ResponsesRequest
@@ -38,7 +44,9 @@ def responses_router(context: ApiContext) -> APIRouter:
             logprobs=(body.top_logprobs or 0) if body.include else None,
         )
         messages = input_messages(body.input, body.instructions)
-        prompt = await encode_chat(context, messages, "input")
+        options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
+        chat = Conversation(messages=messages, field="input")
+        prompt = await encode_chat(context, chat, options)
         generation = new_generation(context, "resp_", [prompt], params, body)
         answer = ResponseAnswer(context, body, generation, model)
         if body.stream:

@@ -9,6 +9,7 @@ from outdraft.engine.inputs import InputProcessor
 from outdraft.server.client import EngineClient
 
 ToolCallFormat = Literal["hermes", "llama3_json"]
+ReasoningFormat = Literal["qwen3", "deepseek_r1"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,10 @@ class ApiSettings:
         served_model_names: what requests may name; the first is what answers say.
         api_key: None: everybody may ask.
         tool_call_parser: how the model writes its calls; None: tools are refused.
+        auto_tool_choice: whether the model may decide by itself to call; False: only requests that
+            force a call may bring tools.
+        reasoning_parser: how the model writes what it thinks before it answers; None: that stays
+            part of the answer.
         allowed_origins: web pages of other hosts that may ask (CORS).
         allowed_hosts: names that requests may be for, beside loopback ones; None: any.
         root_path: prefix of all paths that a proxy takes off.
@@ -30,6 +35,8 @@ class ApiSettings:
     served_model_names: tuple[str, ...]
     api_key: str | None = None
     tool_call_parser: ToolCallFormat | None = None
+    auto_tool_choice: bool = True
+    reasoning_parser: ReasoningFormat | None = None
     allowed_origins: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] | None = None
     root_path: str = ""

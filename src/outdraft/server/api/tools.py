@@ -87,7 +87,7 @@ class HermesParser:
         """Give the text that is certain. Blanks beside a call are the format's, not the text's."""
         if self._after_call:
             text = text.lstrip()
-        certain = text if is_last else text[: len(text) - _overlap(text, self.START)]
+        certain = text if is_last else text[: len(text) - overlap(text, self.START)]
         certain = certain.rstrip()
         if certain:
             pieces.append(certain)
@@ -167,7 +167,7 @@ def _dumps(value: object) -> str:
     return text
 
 
-def _overlap(text: str, tag: str) -> int:
+def overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that `tag` begins with."""
     longest = min(len(text), len(tag) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)

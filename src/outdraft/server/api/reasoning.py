@@ -1,0 +1,133 @@
+"""What a model thinks before it answers, told apart from the answer, as the text streams.
+
+DeepSeek R1 and Qwen3 write `<think>`, their thoughts, `</think>`, then the answer. Templates may
+write the first of the two marks, or both of them for a model that shall not think.
+"""
+
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+from outdraft.core.sampling import SamplingParams, Thoughts
+from outdraft.engine.prompts import EncodedPrompt
+from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.settings import ApiSettings, ReasoningFormat
+from outdraft.server.api.tools import overlap
+
+START, END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what the model thinks."""
+
+    text: str
+
+
+class Stage(Enum):
+    """Where the model is. UNKNOWN: at the beginning, and it may think first or not."""
+
+    UNKNOWN = auto()
+    THINKING = auto()
+    ANSWERING = auto()
+
+
+def stage_behind(prompt: str, continued: str | None, format_: ReasoningFormat) -> Stage:
+    """Where a model is when it goes on behind a prompt.
+
+    `continued` is the message that the prompt ends within, None: it ends with a new one.
+    """
+    if continued:
+        is_open = continued.rfind(START) > continued.rfind(END)
+        return Stage.THINKING if is_open else Stage.ANSWERING
+    end = prompt.rstrip()
+    if end.endswith(START):
+        return Stage.THINKING
+    if end.endswith(END):
+        return Stage.ANSWERING
+    # DeepSeek R1 thinks always, and leaves the first mark out now and then.
+    return Stage.THINKING if format_ == "deepseek_r1" else Stage.UNKNOWN
+
+
+def first_stage(settings: ApiSettings, body: ChatRequest, prompt: EncodedPrompt) -> Stage | None:
+    """Where the model begins its answer; None: the server tells no thoughts apart."""
+    if settings.reasoning_parser is None:
+        return None
+    continued = None
+    if body.continue_final_message:
+        last = body.messages[-1].content
+        continued = last if isinstance(last, str) else "".join(part.text for part in last or ())
+    return stage_behind(prompt.text or "", continued, settings.reasoning_parser)
+
+
+def with_form_behind_thoughts(params: SamplingParams, stage: Stage) -> SamplingParams:
+    """The parameters, with the form of the output, if they ask for one, for the answer alone."""
+    if params.structured is None or stage is Stage.ANSWERING:
+        return params
+    thoughts = Thoughts(end=END, start=START if stage is Stage.UNKNOWN else None)
+    return replace(params, structured=replace(params.structured, behind=thoughts))
+
+
+class ReasoningParser:
+    """Thoughts and the text behind them. However the input is cut, the pieces add up to the same.
+
+    Line breaks around thoughts are the format's, and are left out.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._held = ""  # what may begin a mark, or line breaks
+        self._awaits_start = stage is not Stage.ANSWERING  # the first mark may come
+        self._is_at_start = stage is not Stage.ANSWERING  # of the thoughts, or of the answer
+
+    def push(self, text: str) -> list[Thought | str]:
+        """What is certain now that the output goes on with `text`."""
+        self._held += text
+        pieces: list[Thought | str] = []
+        if self._awaits_start and not self._find_start():
+            return []
+        if self._stage is Stage.THINKING:
+            self._think(pieces)
+        if self._stage is Stage.ANSWERING:
+            self._answer(pieces)
+        return pieces
+
+    def finish(self) -> list[Thought | str]:
+        """What remains, now that the output has ended."""
+        held, self._held = self._held, ""
+        if not held:
+            return []
+        return [Thought(held) if self._stage is Stage.THINKING else held]
+
+    def _find_start(self) -> bool:
+        """Take the first mark off, if it is there; False: that is not certain yet."""
+        begin = self._held.lstrip()
+        if begin != START and START.startswith(begin):
+            return False
+        self._awaits_start = False
+        if begin.startswith(START):
+            self._stage, self._held = Stage.THINKING, begin.removeprefix(START)
+        elif self._stage is Stage.UNKNOWN:
+            self._stage, self._is_at_start = Stage.ANSWERING, False
+        return True
+
+    def _think(self, pieces: list[Thought | str]) -> None:
+        if self._is_at_start:
+            self._held = self._held.lstrip("\n")
+            self._is_at_start = not self._held
+        before, found, behind = self._held.partition(END)
+        certain = before if found else before[: len(before) - overlap(before, END)]
+        certain = certain.rstrip("\n")
+        if certain:
+            pieces.append(Thought(certain))
+        self._held = self._held[len(certain) :]
+        if found:
+            self._held = behind
+            self._stage, self._is_at_start = Stage.ANSWERING, True
+
+    def _answer(self, pieces: list[Thought | str]) -> None:
+        if self._is_at_start:
+            self._held = self._held.lstrip("\n")
+            self._is_at_start = not self._held
+        if self._held:
+            pieces.append(self._held)
+            self._held = ""

@@ -1,0 +1,190 @@
+"""Thoughts come apart from answers, whole and streamed, asked by OpenAI's own client."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outdraft.core.sampling import StructuredOutput, Thoughts
+from outdraft.server.api.answer_parser import AnswerParser
+from outdraft.server.api.reasoning import Stage, Thought, stage_behind
+from outdraft.server.api.tools import ParsedCall
+from tests.server.api.fake_engine import FakeEngine
+from tests.server.api.serving import MODEL, serve
+
+HELLO = [{"role": "user", "content": "what is <think> for?"}]
+TEMPLATE = (  # as Qwen3's, which thinks by itself or is given empty thoughts
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if opens_thoughts %}<think>\n{% endif %}{% endif %}"
+)
+THOUGHT, ANSWER = "the user asks < me >\n\nlet me see", "the cat\nsat."
+OUTPUT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def served():
+    engine = replace(FakeEngine(), script=lambda _prompt, _index: OUTPUT)
+    with serve(engine, TEMPLATE, reasoning_parser="qwen3", tool_call_parser="hermes") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    return served.client()
+
+
+def chat(client, text: str, served, *, messages=HELLO, **options):
+    served.engine.script = lambda _prompt, _index: text
+    return client.chat.completions.create(model=MODEL, messages=messages, **options)
+
+
+def streamed(chunks) -> tuple[str, str, list]:
+    """Thoughts, text and calls of a stream; thoughts come first, under both names."""
+    thoughts, text, calls = "", "", []
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        new = getattr(delta, "reasoning", None) or ""
+        assert new == (getattr(delta, "reasoning_content", None) or "")
+        assert not (new and text)
+        thoughts, text = thoughts + new, text + (delta.content or "")
+        calls += [call.function.name for call in delta.tool_calls or []]
+    return thoughts, text, calls
+
+
+def test_thoughts_have_a_field_and_an_older_alias(client, served):
+    [choice] = chat(client, OUTPUT, served).choices
+    assert choice.message.content == ANSWER
+    assert choice.message.reasoning == choice.message.reasoning_content == THOUGHT
+    assert choice.finish_reason == "stop"
+
+
+def test_a_stream_adds_up_to_the_same(client, served):
+    assert streamed(chat(client, OUTPUT, served, stream=True)) == (THOUGHT, ANSWER, [])
+
+
+def test_an_answer_without_thoughts_has_none(client, served):
+    [choice] = chat(client, ANSWER, served).choices
+    assert (choice.message.content, choice.message.reasoning) == (ANSWER, None)
+    assert streamed(chat(client, ANSWER, served, stream=True)) == ("", ANSWER, [])
+
+
+def test_thoughts_that_are_cut_short_are_no_answer(client, served):
+    for extra in ({}, {"extra_body": {"chat_template_kwargs": {"opens_thoughts": True}}}):
+        text = "<think>\nhm" if not extra else "hm"
+        [choice] = chat(client, text, served, **extra).choices
+        assert (choice.message.content, choice.message.reasoning) == (None, "hm")
+
+
+def test_the_template_may_begin_the_thoughts_or_end_them(client, served):
+    def asked(text: str, **kwargs):
+        extra = {"extra_body": {"chat_template_kwargs": kwargs}}
+        [choice] = chat(client, text, served, **extra).choices
+        both = streamed(chat(client, text, served, stream=True, **extra))
+        assert both == (choice.message.reasoning or "", choice.message.content or "", [])
+        return both[:2]
+
+    rest = OUTPUT.removeprefix("<think>\n")
+    assert asked(rest, opens_thoughts=True) == (THOUGHT, ANSWER)
+    assert asked("so </think> it is", enable_thinking=False) == ("", "so </think> it is")
+
+
+def test_calls_are_read_from_the_answer_alone(client, served):
+    text = f"<think>{CALL}?</think>\n\nI ask. {CALL}"
+    [choice] = chat(client, text, served, tools=[TOOL]).choices
+    assert choice.message.reasoning == f"{CALL}?"
+    assert choice.message.content == "I ask."
+    assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+    assert choice.finish_reason == "tool_calls"
+    assert streamed(chat(client, text, served, tools=[TOOL], stream=True)) == (
+        f"{CALL}?",
+        "I ask.",
+        ["f"],
+    )
+
+
+def form_of(served) -> StructuredOutput | None:
+    return served.engine.requests[-1][1].structured
+
+
+def test_a_form_binds_the_answer_alone(client, served):
+    def asked(**kwargs) -> Thoughts | None:
+        extra = {"structured_outputs": {"regex": "a+"}, "chat_template_kwargs": kwargs}
+        chat(client, OUTPUT, served, extra_body=extra)
+        form = form_of(served)
+        assert (form.kind, form.text) == ("regex", "a+")
+        return form.behind
+
+    assert asked() == Thoughts("</think>", start="<think>")
+    assert asked(opens_thoughts=True) == Thoughts("</think>")
+    assert asked(enable_thinking=False) is None
+
+
+def test_a_forced_call_comes_behind_the_thoughts(client, served):
+    text = '<think>hm</think>{"name": "f", "arguments": {}}'
+    [choice] = chat(client, text, served, tools=[TOOL], tool_choice="required").choices
+    assert form_of(served).behind == Thoughts("</think>", start="<think>")
+    assert choice.message.reasoning == "hm"
+    assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+
+
+def test_a_server_without_a_parser_leaves_thoughts_in_the_text():
+    engine = replace(FakeEngine(), script=lambda _prompt, _index: OUTPUT)
+    with serve(engine, TEMPLATE) as served:
+        extra = {"structured_outputs": {"regex": "a+"}}
+        [choice] = chat(served.client(), OUTPUT, served, extra_body=extra).choices
+        assert choice.message.content == OUTPUT
+        assert not hasattr(choice.message, "reasoning")
+        assert form_of(served).behind is None
+
+
+def test_deepseek_r1_thinks_although_neither_side_says_so():
+    with serve(FakeEngine(), TEMPLATE, reasoning_parser="deepseek_r1") as served:
+        client = served.client()
+        [choice] = chat(client, f"{THOUGHT}\n</think>\n\n{ANSWER}", served).choices
+        assert (choice.message.reasoning, choice.message.content) == (THOUGHT, ANSWER)
+        [choice] = chat(client, "still thinking", served).choices
+        assert (choice.message.reasoning, choice.message.content) == ("still thinking", None)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "qwen3", "deepseek_r1"),
+    [
+        ("<user>a <think><assistant>", None, Stage.UNKNOWN, Stage.THINKING),
+        ("<assistant><think>\n", None, Stage.THINKING, Stage.THINKING),
+        ("<assistant><think>\n\n</think>\n\n", None, Stage.ANSWERING, Stage.ANSWERING),
+        ("<think>hm", "<think>hm", Stage.THINKING, Stage.THINKING),
+        ("<think>hm</think>so", "<think>hm</think>so", Stage.ANSWERING, Stage.ANSWERING),
+        ("so", "so", Stage.ANSWERING, Stage.ANSWERING),
+        ("<assistant>", "", Stage.UNKNOWN, Stage.THINKING),
+    ],
+)
+def test_the_prompts_end_tells_where_the_model_is(prompt, continued, qwen3, deepseek_r1):
+    assert stage_behind(prompt, continued, "qwen3") is qwen3
+    assert stage_behind(prompt, continued, "deepseek_r1") is deepseek_r1
+
+
+pieces = st.sampled_from(["<think>", "</think>", "<", "think>", "\n", " ", "a", CALL, "</th"])
+
+
+@given(st.lists(pieces, max_size=8).map("".join), st.data(), st.sampled_from(Stage))
+def test_however_an_output_is_cut_its_parts_are_the_same(text, data, stage):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    places = [0, *cuts, len(text)]
+    whole, cut = AnswerParser(stage, "hermes"), AnswerParser(stage, "hermes")
+    expected = [*whole.push(text), *whole.finish()]
+    found = [part for a, b in pairwise(places) for part in cut.push(text[a:b])]
+    assert joined([*found, *cut.finish()]) == joined(expected)
+
+
+def joined(parts) -> tuple[str, str, list[ParsedCall]]:
+    return (
+        "".join(part.text for part in parts if isinstance(part, Thought)),
+        "".join(part for part in parts if isinstance(part, str)),
+        [part for part in parts if isinstance(part, ParsedCall)],
+    )
