@@ -98,6 +98,8 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
     [
         ("--log-level", "loud"),
         ("--tool-call-parser", "morse"),
+        ("--reasoning-parser", "morse"),
+        ("--chat-template-content-format", "morse"),
         ("--root-path", "llm"),
         ("--root-path", "/llm/"),
         ("--allowed-origins", '["a", 5]'),
@@ -111,7 +113,7 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
 def test_a_value_that_does_not_exist_is_refused(command, flag: str, value: str):
     result = command.invoke(app, ["serve", "m", flag, value])
     assert result.exit_code == 2
-    assert flag in result.output
+    assert flag.strip("-").replace("-", "_") in result.output.replace("-", "_")
 
 
 def key_of(text: str, folder: Path) -> Path:
@@ -169,3 +171,18 @@ def test_requests_are_logged_when_the_flag_says_so(command, started, flag, logs)
     assert command.invoke(app, ["serve", "m", *flags]).exit_code == 0
     [(_, options, _, _)] = started
     assert options.enable_log_requests is logs
+
+
+def test_a_model_chooses_its_calls_where_it_is_known_how_it_writes_them(command):
+    result = command.invoke(app, ["serve", "m", "--enable-auto-tool-choice"])
+    assert result.exit_code == 2
+    assert "--tool-call-parser" in result.output
+
+
+def test_flags_of_the_answers_reach_the_server(command, started):
+    flags = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser")
+    assert command.invoke(app, ["serve", "m", *flags, "qwen3"]).exit_code == 0
+    [(config, options, _, _)] = started
+    settings = serving.settings_of(config, options, {}, is_embedded=False)
+    assert (settings.tool_call_parser, settings.reasoning_parser) == ("hermes", "qwen3")
+    assert settings.auto_tool_choice

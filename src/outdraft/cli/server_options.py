@@ -76,9 +76,30 @@ class ServerOptions:
             exists=True, dir_okay=False, help="File with Jinja; default: the model's own."
         ),
     ] = None
+    chat_template_content_format: Annotated[
+        str,
+        typer.Option(
+            help="Form of a message's content in the template: string, openai (a list of parts), "
+            "or auto: what the template can read."
+        ),
+    ] = "auto"
     tool_call_parser: Annotated[
         str | None,
         typer.Option(help="How the model writes its calls, hermes or llama3_json; default: none."),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool | None,
+        typer.Option(
+            help="Whether the model may decide to call a function. Default: yes, with "
+            "--tool-call-parser."
+        ),
+    ] = None
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            help="How the model writes what it thinks before it answers, qwen3 or deepseek_r1; "
+            "default: that is part of the answer."
+        ),
     ] = None
     drain_timeout: Annotated[
         float, typer.Option(min=0, help="Seconds that running requests have to finish at the end.")

@@ -14,10 +14,11 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
 from outdraft.dashboard.router import dashboard_router
-from outdraft.engine.chat import ChatTemplate, special_tokens
+from outdraft.engine.chat import ChatTemplate, as_content_format, special_tokens
 from outdraft.server.api.app import create_app
 from outdraft.server.api.hosts import is_loopback
-from outdraft.server.api.settings import ApiSettings, ToolCallFormat
+from outdraft.server.api.reasoning import check_marks
+from outdraft.server.api.settings import ApiSettings, ReasoningFormat, ToolCallFormat
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
@@ -39,7 +40,7 @@ def run(
     Raises:
         ConfigError, EngineDeadError: the server could not start.
     """
-    settings = _settings(config, options, environ, is_embedded=is_embedded)
+    settings = settings_of(config, options, environ, is_embedded=is_embedded)
     http = HttpOptions(
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
@@ -48,6 +49,7 @@ def run(
     )
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
+    as_content_format(options.chat_template_content_format)  # refused before anything is loaded
     level = _log_level(options.log_level)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -72,6 +74,8 @@ def run(
             known = replace(settings, allowed_hosts=allowed_hosts(chosen_hosts, options.host, host))
             supervisor = Supervisor(launch, show, restarts=options.restart_engine)
             await supervisor.start()
+            if settings.reasoning_parser is not None:
+                check_marks(supervisor.inputs.tokenizer)
             console.print(supervisor.info.memory, markup=False)
             template = _chat_template(supervisor.info, options, is_embedded=is_embedded)
             name = settings.served_model_names[0]
@@ -147,20 +151,23 @@ def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[
     return chosen or None
 
 
-def _settings(
+def settings_of(
     config: EngineConfig,
     options: ServerOptions,
     environ: Mapping[str, str],
     *,
     is_embedded: bool,
 ) -> ApiSettings:
-    """Raises ConfigError if a value is wrong."""
-    parsers = get_args(ToolCallFormat)
-    if options.tool_call_parser not in (None, *parsers):
-        raise ConfigError(
-            f"--tool-call-parser must be one of {', '.join(parsers)}, got "
-            f"{options.tool_call_parser!r}"
-        )
+    """What the API is started with. Raises ConfigError if a value is wrong."""
+    parsers = (
+        ("--tool-call-parser", options.tool_call_parser, get_args(ToolCallFormat)),
+        ("--reasoning-parser", options.reasoning_parser, get_args(ReasoningFormat)),
+    )
+    for flag, name, known in parsers:
+        if name not in (None, *known):
+            raise ConfigError(f"{flag} must be one of {', '.join(known)}, got {name!r}")
+    if options.enable_auto_tool_choice and options.tool_call_parser is None:
+        raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
     names = options.served_model_name or [EMBEDDED_NAME if is_embedded else config.model]
     return ApiSettings(
         served_model_names=tuple(names),
@@ -169,6 +176,8 @@ def _settings(
         root_path=_root_path(options.root_path),
         log_requests=options.enable_log_requests,
         tool_call_parser=cast(ToolCallFormat | None, options.tool_call_parser),
+        auto_tool_choice=options.enable_auto_tool_choice is not False,
+        reasoning_parser=cast(ReasoningFormat | None, options.reasoning_parser),
     )
 
 
@@ -190,9 +199,10 @@ def _log_level(name: str) -> LogLevel:
 def _chat_template(
     info: EngineInfo, options: ServerOptions, *, is_embedded: bool
 ) -> ChatTemplate | None:
+    content_format = as_content_format(options.chat_template_content_format)
     if options.chat_template is not None:
         source = options.chat_template.read_text("utf-8")
-        return ChatTemplate(source, special_tokens(Path(info.tokenizer_path)))
+        return ChatTemplate(source, special_tokens(Path(info.tokenizer_path)), content_format)
     if is_embedded:
         return ChatTemplate(JOINED_CONTENTS, {})
-    return ChatTemplate.from_directory(Path(info.tokenizer_path))
+    return ChatTemplate.from_directory(Path(info.tokenizer_path), content_format)

@@ -49,6 +49,7 @@ def build_engine(
     speculation = config.speculation
     check_shared(config, models.config)
     target, drafter = models.target, models.drafter if speculation.network else None
+    _check_context(config, models)
     max_model_len = _max_model_len(config.max_model_len, target)
     _check_num_drafts(speculation, drafter, target.config.vocab_size)
     memory = _plan_memory(config, models, drafter, max_model_len)
@@ -88,6 +89,17 @@ def _max_model_len(asked: int | None, target: CausalLM) -> int:
             f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
         )
     return asked or limit
+
+
+def _check_context(config: EngineConfig, models: LoadedModels) -> None:
+    """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
+    embedding depend on it."""
+    is_same = config.max_model_len == models.config.max_model_len
+    if models.target.config.rope.depends_on_context and not is_same:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the models were loaded for "
+            f"{models.config.max_model_len}, on which their rotary embedding depends"
+        )
 
 
 def _verifier(config: SpeculationConfig) -> Verifier:

@@ -43,7 +43,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     path = resolve_model_path(config.model)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
     dtype = choose_dtype(config.dtype, own_dtype, device)
-    target = load_model(path, dtype, device, attention)
+    target = load_model(path, dtype, device, attention, config.max_model_len)
     if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
         raise ConfigError(
             f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"

@@ -7,7 +7,7 @@ out gives plausible nonsense.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,50 @@ class RopeKind(StrEnum):
 
     PLAIN = "default"
     LINEAR = "linear"
+    DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
+    LONGROPE = "longrope"
     YARN = "yarn"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding; the fields below `factor` are read by llama3 and yarn only.
+    """Rotary embedding; each kind reads the fields that its formula has.
 
     Attributes:
+        turned: share of a head's dimensions that turn; the others stay as they are.
         original_max_len: positions of the training before it was stretched.
-        attention_factor: multiplies cos and sin; yarn only, None for the paper's value.
+        context_len: the longest text that is read. The frequencies of dynamic and longrope depend
+            on it, and on no text's own length: keys in the cache would not fit otherwise.
+        attention_factor: multiplies cos and sin; yarn and longrope only, None: the papers' value.
         truncate: yarn only: its ramp starts and ends at whole dimensions.
+        short_factors, long_factors: longrope only: what divides each frequency, with contexts of up
+            to original_max_len and with longer ones.
     """
 
     kind: RopeKind = RopeKind.PLAIN
     theta: float = 10000.0
     factor: float = 1.0
+    turned: float = 1.0
     original_max_len: int = 0
+    context_len: int = 0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+
+    @property
+    def depends_on_context(self) -> bool:
+        """Whether the frequencies are others with another context_len."""
+        return self.kind in (RopeKind.DYNAMIC, RopeKind.LONGROPE)
+
+    def num_turned(self, head_size: int) -> int:
+        """Dimensions of a head that turn."""
+        return int(head_size * self.turned)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +132,8 @@ class ModelConfig:
                 f"num_key_value_heads ({num_kv_heads})"
             )
         num_layers = _count(raw, "num_hidden_layers")
-        rope = _rope(raw, _count(raw, "max_position_embeddings"))
+        head_size = _head_size(raw, family, hidden_size, num_heads)
+        rope = _rope(raw, head_size)
         attention_bias = bool(raw.get("attention_bias")) and family.reads_attention_bias
         return cls(
             architecture=architecture,
@@ -122,8 +143,8 @@ class ModelConfig:
             num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=_head_size(raw, family, hidden_size, num_heads),
-            max_model_len=_max_model_len(raw, rope),
+            head_size=head_size,
+            max_model_len=rope.context_len,
             rope=rope,
             rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -137,6 +158,13 @@ class ModelConfig:
             or _token_ids(raw, "eos_token_id"),
             torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
         )
+
+    def for_context(self, max_model_len: int | None) -> "ModelConfig":
+        """For texts of up to so many tokens; None: for the longest that it can read."""
+        if max_model_len is None:
+            return self
+        context_len = min(max_model_len, self.max_model_len)
+        return replace(self, rope=replace(self.rope, context_len=context_len))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -216,17 +244,24 @@ _FAMILIES = {
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "hidden_act": lambda value: value in (None, "silu"),
     "quantization_config": lambda value: value is None,
-    "partial_rotary_factor": lambda value: value in (None, 1.0),
 }
 
 _ROPE_KEYS: dict[RopeKind, dict[str, str]] = {
     RopeKind.PLAIN: {},
     RopeKind.LINEAR: {"factor": "factor"},
+    RopeKind.DYNAMIC: {"factor": "factor", "original_max_position_embeddings": "original_max_len"},
     RopeKind.LLAMA3: {
         "factor": "factor",
         "low_freq_factor": "low_freq_factor",
         "high_freq_factor": "high_freq_factor",
         "original_max_position_embeddings": "original_max_len",
+    },
+    RopeKind.LONGROPE: {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_max_len",
+        "attention_factor": "attention_factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
     },
     RopeKind.YARN: {
         "factor": "factor",
@@ -237,10 +272,17 @@ _ROPE_KEYS: dict[RopeKind, dict[str, str]] = {
         "truncate": "truncate",
     },
 }
-_ROPE_REQUIRED = {"factor", "low_freq_factor", "high_freq_factor"}
+_ROPE_REQUIRED: dict[RopeKind, set[str]] = {
+    RopeKind.PLAIN: set(),
+    RopeKind.LINEAR: {"factor"},
+    RopeKind.DYNAMIC: {"factor"},
+    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor"},
+    RopeKind.LONGROPE: {"short_factor", "long_factor"},
+    RopeKind.YARN: {"factor"},
+}
 
 
-def _rope(raw: Mapping[str, Any], max_model_len: int) -> RopeConfig:
+def _rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
     """From rope_parameters (transformers 5), or rope_theta and rope_scaling (before)."""
     values: dict[str, Any] = dict(raw.get("rope_scaling") or {})
     values.update(raw.get("rope_parameters") or {})
@@ -252,33 +294,78 @@ def _rope(raw: Mapping[str, Any], max_model_len: int) -> RopeConfig:
             f"config.json: unknown rope type {name!r}: {did_you_mean(name, RopeKind)}"
         )
     kind = RopeKind(name)
-    if values.pop("partial_rotary_factor", None) not in (None, 1.0):
-        raise ConfigError("config.json: partial_rotary_factor is not supported")
+    max_positions = _count(raw, "max_position_embeddings")
+    turned = _turned(values.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    fields = {} if kind is RopeKind.PLAIN else _rope_fields(kind, values)
+    if kind is RopeKind.LONGROPE and raw.get("original_max_position_embeddings") is not None:
+        fields["original_max_len"] = _count(raw, "original_max_position_embeddings")
+    fields.setdefault("original_max_len", max_positions)
+    if kind is RopeKind.LONGROPE:
+        fields.setdefault("factor", max_positions / fields["original_max_len"])
+    rope = RopeConfig(kind=kind, theta=theta, turned=turned, **fields)
+    rope = replace(rope, context_len=_longest_context(rope, max_positions))
+    _check_turned(rope, head_size)
+    return rope
+
+
+def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
+    """What the kind reads of rope_parameters, under the names of RopeConfig."""
     known = _ROPE_KEYS[kind]
-    if kind is RopeKind.PLAIN:
-        return RopeConfig(theta=theta)
     for key in values:
         if key not in known:
             raise ConfigError(
-                f"config.json: rope type {name!r} with {key!r} is not supported: "
+                f"config.json: rope type '{kind}' with {key!r} is not supported: "
                 f"{did_you_mean(key, known)}"
             )
-    missing = sorted(
-        _ROPE_REQUIRED & known.keys() - {k for k, v in values.items() if v is not None}
-    )
-    if missing:
-        raise ConfigError(f"config.json: rope type {name!r} needs {', '.join(missing)}")
-    fields = {known[key]: value for key, value in values.items() if value is not None}
-    fields.setdefault("original_max_len", max_model_len)
-    return RopeConfig(kind=kind, theta=theta, **fields)
+    given = {key: value for key, value in values.items() if value is not None}
+    if missing := sorted(_ROPE_REQUIRED[kind] - given.keys()):
+        raise ConfigError(f"config.json: rope type '{kind}' needs {', '.join(missing)}")
+    return {
+        known[key]: _factors(key, value) if key in ("short_factor", "long_factor") else value
+        for key, value in given.items()
+    }
 
 
-def _max_model_len(raw: Mapping[str, Any], rope: RopeConfig) -> int:
-    """Checkpoints whose yarn was switched on by hand still tell the length before it."""
-    trained = _count(raw, "max_position_embeddings")
-    if rope.kind is RopeKind.YARN:
-        return max(trained, int(rope.factor * rope.original_max_len))
-    return trained
+def _factors(key: str, value: object) -> tuple[float, ...]:
+    factors: list[Any] = value if isinstance(value, list) else []
+    if not factors or not all(isinstance(one, int | float) and one > 0 for one in factors):
+        raise ConfigError(
+            f"config.json: {key} must be a list of numbers above 0, got {value!r:.80}"
+        )
+    return tuple(float(one) for one in factors)
+
+
+def _turned(value: object) -> float:
+    if value is None:
+        return 1.0
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor must be above 0 and at most 1, got {value!r}"
+        )
+    return float(value)
+
+
+def _check_turned(rope: RopeConfig, head_size: int) -> None:
+    turned = rope.num_turned(head_size)
+    least = 4 if rope.kind is RopeKind.DYNAMIC else 2
+    if turned < least or turned % 2:
+        raise ConfigError(
+            f"config.json: partial_rotary_factor {rope.turned:g} turns {turned} of {head_size} "
+            f"dimensions: it must be an even number of at least {least}"
+        )
+    for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
+        if factors and len(factors) != turned // 2:
+            raise ConfigError(
+                f"config.json: {name} has {len(factors)} numbers, but {turned // 2} frequencies"
+            )
+
+
+def _longest_context(rope: RopeConfig, max_positions: int) -> int:
+    """Checkpoints whose yarn or dynamic scaling was switched on by hand still tell the length
+    before it."""
+    if rope.kind in (RopeKind.YARN, RopeKind.DYNAMIC):
+        return max(max_positions, int(rope.factor * rope.original_max_len))
+    return max_positions
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -86,6 +86,21 @@ class SelfAttention(nn.Module):
         out_THC = self.attention.attend(q_THC, cache, metadata, self.scale, self.window)
         return self.o_proj(out_THC.flatten(1))
 
+    def arrange(self) -> None:
+        """Put queries and keys in the order in which they turn, once the weights are there."""
+        order_C = self.rotary.order_C
+        if order_C is None:
+            return
+        head_size = len(order_C)
+        num_turning = (self.num_heads + self.num_kv_heads) * head_size
+        for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
+            if weight is None:
+                continue
+            heads_HC = weight.data[:num_turning].unflatten(0, (-1, head_size))
+            heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
+        for norm in self.norms or ():
+            norm.weight.data.copy_(norm.weight.data[order_C.to(norm.weight.device)])
+
     def slots(self) -> Iterator[tuple[str, Tensor | None]]:
         """As CausalLM.checkpoint_slots, without the prefix of the layer."""
         kv_size = self.num_kv_heads * self.rotary.cos_sin_MC.shape[1]

@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionBackend
 from outdraft.core.errors import ConfigError
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import best_packing
-from outdraft.models.llama import CausalLM
+from outdraft.models.llama import CausalLM, SelfAttention
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
@@ -50,15 +50,21 @@ def resolve_model_path(name_or_path: str | os.PathLike[str]) -> Path:
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, device: torch.device | str, attention: AttentionBackend
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: AttentionBackend,
+    max_model_len: int | None = None,
 ) -> CausalLM:
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
+
+    `max_model_len`: the longest text that it will read, where that is known.
 
     Raises:
         ConfigError: the config is not supported, or a tensor is missing, unknown, damaged or of
             another shape.
     """
-    config = ModelConfig.from_directory(path)
+    config = ModelConfig.from_directory(path).for_context(max_model_len)
     files = weight_files(path)
     model = CausalLM(config, attention, dtype, device)
     load_weights(model, files)
@@ -105,6 +111,14 @@ def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
         for names in names_by_file.values():
             names.pop("lm_head.weight", None)
     fill_slots(model.checkpoint_slots(), names_by_file)
+    arrange_for_rotary(model)
+
+
+def arrange_for_rotary(network: nn.Module) -> None:
+    """Put all queries and keys in the order in which they turn. To be called once."""
+    for module in network.modules():
+        if isinstance(module, SelfAttention):
+            module.arrange()
 
 
 def fill_slots(

@@ -6,11 +6,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
+from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import StructuredOutput, Thoughts
 from outdraft.server.api.answer_parser import AnswerParser
-from outdraft.server.api.reasoning import Stage, Thought, stage_behind
+from outdraft.server.api.reasoning import Stage, Thought, check_marks, stage_behind
 from outdraft.server.api.tools import ParsedCall
+from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve
 
@@ -167,6 +170,19 @@ def test_deepseek_r1_thinks_although_neither_side_says_so():
 def test_the_prompts_end_tells_where_the_model_is(prompt, continued, qwen3, deepseek_r1):
     assert stage_behind(prompt, continued, "qwen3") is qwen3
     assert stage_behind(prompt, continued, "deepseek_r1") is deepseek_r1
+
+
+@pytest.mark.parametrize("mark", ["<think>", "</think>"])
+def test_marks_must_come_as_text(mark):
+    check_marks(tokenizer())
+    added = Tokenizer.from_str(tokenizer().to_str())
+    added.add_tokens([mark])
+    check_marks(added)
+    special = Tokenizer.from_str(tokenizer().to_str())
+    special.add_special_tokens([mark])
+    for texts in (special, None):
+        with pytest.raises(ConfigError, match="--reasoning-parser"):
+            check_marks(texts)
 
 
 pieces = st.sampled_from(["<think>", "</think>", "<", "think>", "\n", " ", "a", CALL, "</th"])

@@ -3,13 +3,34 @@
 import pytest
 
 from outdraft.core.errors import RequestError
-from outdraft.server.api.chat_types import Tool
-from outdraft.server.api.tool_choice import call_schema
+from outdraft.server.api.chat_types import ChatRequest, Tool
+from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.tool_choice import active_tools, call_format, call_schema
 
 
 def tool(name: str, parameters: dict | None) -> Tool:
     function = {"name": name, "parameters": parameters}
     return Tool.model_validate({"type": "function", "function": function})
+
+
+def test_a_server_may_leave_the_choice_of_calls_to_requests_alone():
+    settings = ApiSettings(
+        served_model_names=("m",), tool_call_parser="hermes", auto_tool_choice=False
+    )
+    messages = [{"role": "user", "content": "hi"}]
+    called = {"type": "function", "function": {"name": "f"}}
+
+    def format_of(choice):
+        body = ChatRequest.model_validate(
+            {"messages": messages, "tools": [called], "tool_choice": choice}
+        )
+        return call_format(body, active_tools(body), settings)
+
+    assert format_of("none") is None
+    assert format_of("required") == format_of(called) == "llama3_json"
+    for choice in ("auto", None):
+        with pytest.raises(RequestError, match="--enable-auto-tool-choice"):
+            format_of(choice)
 
 
 def test_arguments_follow_the_functions_own_schema():

@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.models.config import RopeConfig, RopeKind
@@ -37,9 +38,16 @@ class Rotary(nn.Module):
         table_dtype = torch.promote_types(dtype, torch.float32)
         positions_M = torch.arange(max_positions, dtype=table_dtype)
         angles_MF = positions_M[:, None] * frequencies(config, head_size).to(table_dtype)
-        cos_sin_MC = torch.cat((angles_MF.cos(), angles_MF.sin()), dim=-1)
-        cos_sin_MC = (cos_sin_MC * attention_factor(config)).to(device)
-        self.register_buffer("cos_sin_MC", cos_sin_MC, persistent=False)
+        factor, width = attention_factor(config), head_size // 2
+        cos_sin_MC = torch.cat(
+            (
+                _widened(angles_MF.cos() * factor, width, 1.0),
+                _widened(angles_MF.sin() * factor, width, 0.0),
+            ),
+            dim=-1,
+        )
+        self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
+        self.order_C = turning_order(config, head_size)
         self._uses_kernels = cpu_kernels.are_usable(dtype, device)
 
     def at(self, positions_T: Tensor) -> Tensor:
@@ -98,28 +106,67 @@ def rotate(x_THC: Tensor, cos_sin_TC: Tensor) -> Tensor:
     return torch.cat(turned, dim=-1).to(x_THC.dtype)
 
 
+def turning_order(config: RopeConfig, head_size: int) -> Tensor | None:
+    """int64 [C]: which dimension of the checkpoint each of ours is; None: the same.
+
+    Queries and keys that are put in this order have the same products.
+    """
+    num_turned = config.num_turned(head_size)
+    if num_turned == head_size:
+        return None
+    low, high = torch.arange(num_turned).chunk(2)
+    rest_low, rest_high = torch.arange(num_turned, head_size).chunk(2)
+    return torch.cat((low, rest_low, high, rest_high))
+
+
 def frequencies(config: RopeConfig, head_size: int) -> Tensor:
-    """float32 [F], radians a position. float32 as in training: far positions feel the rounding."""
-    exponents_F = torch.arange(0, head_size, 2, dtype=torch.float32) / head_size
+    """float32 [F], radians a position, of the dimensions that turn.
+
+    float32 as in training: far positions feel the rounding.
+    """
+    num_turned = config.num_turned(head_size)
+    exponents_F = torch.arange(0, num_turned, 2, dtype=torch.float32) / num_turned
     plain_F = 1.0 / config.theta**exponents_F
     match config.kind:
         case RopeKind.PLAIN:
             return plain_F
         case RopeKind.LINEAR:
             return plain_F / config.factor
+        case RopeKind.DYNAMIC:
+            return 1.0 / _dynamic_theta(config, num_turned) ** exponents_F
         case RopeKind.LLAMA3:
             return _llama3(plain_F, config)
+        case RopeKind.LONGROPE:
+            is_long = config.context_len > config.original_max_len
+            factors = config.long_factors if is_long else config.short_factors
+            return 1.0 / (torch.tensor(factors) * config.theta**exponents_F)
         case RopeKind.YARN:
             return _yarn(plain_F, config)
 
 
 def attention_factor(config: RopeConfig) -> float:
     """What cos and sin are multiplied by."""
-    if config.kind is not RopeKind.YARN:
+    if config.kind not in (RopeKind.YARN, RopeKind.LONGROPE):
         return 1.0
     if config.attention_factor is not None:
         return config.attention_factor
-    return 1.0 if config.factor <= 1 else 0.1 * math.log(config.factor) + 1.0
+    if config.factor <= 1:
+        return 1.0
+    if config.kind is RopeKind.LONGROPE:
+        return math.sqrt(1 + math.log(config.factor) / math.log(config.original_max_len))
+    return 0.1 * math.log(config.factor) + 1.0
+
+
+def _widened(table_MF: Tensor, width: int, value: float) -> Tensor:
+    """The table with columns of that value behind its own."""
+    return F.pad(table_MF, (0, width - table_MF.shape[1]), value=value)
+
+
+def _dynamic_theta(config: RopeConfig, num_turned: int) -> float:
+    """The base with which the slowest frequency spans the context as it spanned the trained one."""
+    stretch = max(config.context_len, config.original_max_len) / config.original_max_len
+    base = config.factor * stretch - (config.factor - 1)
+    return config.theta * base ** (num_turned / (num_turned - 2))
 
 
 def _llama3(plain_F: Tensor, config: RopeConfig) -> Tensor:

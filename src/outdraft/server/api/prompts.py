@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outdraft.core.errors import RequestError
@@ -41,7 +41,7 @@ class Conversation:
     tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    variables: Mapping[str, Any] | None = None
 
 
 def model_name(context: ApiContext, asked: str | None) -> str:

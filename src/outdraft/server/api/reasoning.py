@@ -7,6 +7,9 @@ write the first of the two marks, or both of them for a model that shall not thi
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
+from tokenizers import Tokenizer
+
+from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams, Thoughts
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.chat_types import ChatRequest
@@ -29,6 +32,18 @@ class Stage(Enum):
     UNKNOWN = auto()
     THINKING = auto()
     ANSWERING = auto()
+
+
+def check_marks(tokenizer: Tokenizer | None) -> None:
+    """Raise ConfigError if the marks never come as text, as special tokens do not."""
+    if tokenizer is None:
+        raise ConfigError("--reasoning-parser needs a tokenizer, and the model came without one")
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.content in (START, END) and token.special:
+            raise ConfigError(
+                f"--reasoning-parser reads {token.content} in the text, but the tokenizer makes "
+                "it a special token, which texts leave out"
+            )
 
 
 def stage_behind(prompt: str, continued: str | None, format_: ReasoningFormat) -> Stage:

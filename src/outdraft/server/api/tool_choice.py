@@ -37,6 +37,12 @@ def call_format(
         return "llama3_json"
     if settings.tool_call_parser is None:
         raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
+    if not settings.auto_tool_choice:
+        raise RequestError(
+            "the model may not choose its calls: start the server with --enable-auto-tool-choice, "
+            "or ask for a call with tool_choice",
+            "tools",
+        )
     return settings.tool_call_parser
 
 
