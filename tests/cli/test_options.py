@@ -12,7 +12,6 @@ from outdraft.cli.options import (
     SamplingOptions,
     SchedulerOptions,
     engine_config,
-    parse_bytes,
     parse_json_object,
     sampling_params,
     serving_config,
@@ -27,27 +26,6 @@ from outdraft.core.sampling import SamplingParams
 
 def serving_of(model, options):
     return serving_config(model, options, SchedulerOptions())
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("4096", 4096),
-        ("256Mi", 256 * 2**20),
-        ("256MiB", 256 * 2**20),
-        ("1.5G", 1_500_000_000),
-        ("2gi", 2**31),
-        (" 3k ", 3000),
-    ],
-)
-def test_sizes_may_have_decimal_and_binary_units(text, expected):
-    assert parse_bytes(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "many", "3X", "1.2.3", "-5M", "G"])
-def test_a_size_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="no number of bytes"):
-        parse_bytes(text)
 
 
 def test_flags_that_are_not_given_leave_the_defaults_alone():

@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from outdraft.config.checks import parse_bytes
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
@@ -81,3 +82,31 @@ def test_every_running_request_needs_a_row():
 def test_a_configuration_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig(model="m").seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4096", 4096),
+        ("256Mi", 256 * 2**20),
+        ("256MiB", 256 * 2**20),
+        ("1.5G", 1_500_000_000),
+        ("2gi", 2**31),
+        (" 3k ", 3000),
+    ],
+)
+def test_sizes_may_have_decimal_and_binary_units(text, expected):
+    assert parse_bytes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "3X", "1.2.3", "-5M", "G"])
+def test_a_size_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="no number of bytes"):
+        parse_bytes(text)
+
+
+def test_a_size_may_be_a_text_in_python_too():
+    config = EngineConfig.from_options(model="m", kv_cache_memory_bytes="8Mi")
+    assert config.cache.kv_cache_memory_bytes == 8 * 2**20
+    with pytest.raises(ConfigError, match="no number of bytes"):
+        EngineConfig.from_options(model="m", kv_cache_memory_bytes="much")

@@ -20,7 +20,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,16 +163,6 @@ def sampling_params(options: SamplingOptions) -> SamplingParams:
     return SamplingParams(**_given(options))
 
 
-def parse_bytes(text: str) -> int:
-    """A number of bytes such as 4096, 256Mi or 1.5G; a trailing B is allowed."""
-    number = text.strip().lower().removesuffix("b")
-    unit = number.lstrip("0123456789.")
-    try:
-        return int(float(number.removesuffix(unit)) * _UNITS[unit])
-    except (KeyError, ValueError):
-        raise ConfigError(f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G") from None
-
-
 def parse_json_object(text: str) -> dict[str, Any] | None:
     """The value of --speculative-config."""
     try:
@@ -204,8 +193,6 @@ def _config(
 ) -> EngineConfig:
     given = _given(options)
     given.pop("speculative_config", None)
-    if (size := given.get("kv_cache_memory_bytes")) is not None:
-        given["kv_cache_memory_bytes"] = parse_bytes(size)
     return EngineConfig.from_options(
         model=str(assets.target_path()) if model is None else model,
         speculative_config=speculative_config,

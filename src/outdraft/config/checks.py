@@ -4,6 +4,8 @@ import math
 
 from outdraft.core.errors import ConfigError
 
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
 
 def check_whole(name: str, value: object, low: int, high: float = math.inf) -> None:
     """Raise ConfigError unless `value` is a whole number from `low` to `high`."""
@@ -17,6 +19,20 @@ def check_number(name: str, value: object, low: float, high: float = math.inf) -
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     _check_bounds(name, value, low, high)
+
+
+def parse_bytes(text: str) -> int:
+    """A number of bytes such as 4096, 256Mi or 1.5G; a trailing B is allowed.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    number = text.strip().lower().removesuffix("b")
+    unit = number.lstrip("0123456789.")
+    try:
+        return int(float(number.removesuffix(unit)) * _UNITS[unit])
+    except (KeyError, ValueError):
+        raise ConfigError(f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G") from None
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

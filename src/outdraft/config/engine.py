@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from outdraft.config.checks import check_choice, check_number, check_whole
+from outdraft.config.checks import check_choice, check_number, check_whole, parse_bytes
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -88,6 +88,8 @@ class EngineConfig:
     ) -> "EngineConfig":
         """A configuration from flat keyword options, as `LLM` and the command line take them.
 
+        Sizes may be texts such as "256Mi".
+
         Raises:
             ConfigError: an unknown option (with the closest known one) or a wrong value.
         """
@@ -100,6 +102,8 @@ class EngineConfig:
         known = {*own, *owner, "speculative_config"}
         chosen: dict[str, Any] = {}
         for name, value in options.items():
+            if name == "kv_cache_memory_bytes" and isinstance(value, str):
+                value = parse_bytes(value)
             if name in own:
                 chosen[name] = value
             elif name in owner:
