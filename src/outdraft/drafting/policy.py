@@ -1,12 +1,11 @@
-"""Who drafts for which request in this step, and how much.
+"""Which source drafts for each request in this step, and how much.
 
-What the client predicted goes first: it knows best, and checking it costs rows only. Else the
-sources on the host (suffix, n-gram) are asked first: their drafts cost next to nothing. The
-best of them is taken when it promises more tokens per time than the draft model has lately
-delivered; else the model drafts, on the device. It also goes on where a good draft of the host
-ends too early, if it can. Promises are corrected by measured success, source by source. A source
-that is refused again and again is tried once in a while, or it could never show that it has become
-right.
+A prediction of the client goes first: verifying it costs rows only. Next come the proposers on the
+host (suffix, n-gram), whose drafts cost next to nothing. The best of their drafts is taken if it
+promises more tokens per time than the network has lately brought; else the network drafts, on the
+device. Where a good draft of the host ends too early, a network that can do so continues it.
+Promises are corrected by measured success, for each source apart. A source that has been refused
+many times is tried once in a while, since it can prove itself in no other way.
 """
 
 from collections.abc import Sequence
@@ -21,12 +20,12 @@ from outdraft.drafting.host.prediction import PredictionProposer
 from outdraft.drafting.host.proposer import HostProposer
 
 FORGETTING = 0.95  # weight of the past in the running averages, per draft
-MIN_EXPECTED_PER_ROW = 0.1  # accepted tokens; a draft that promises fewer is not worth its rows
+MIN_EXPECTED_PER_ROW = 0.1  # accepted tokens; a draft that promises fewer is not taken
 REFUSALS_PER_TRIAL = 32
 
 
 class SourceRecord:
-    """Running averages of what one source promised and delivered, in tokens a draft."""
+    """Running averages of what one source promised and brought, in tokens per draft."""
 
     def __init__(self, promised: float, accepted: float) -> None:
         self.promised = promised
@@ -50,14 +49,14 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What the policy needs to know of the draft model.
+    """What the policy needs to know about the drafter.
 
     Attributes:
-        max_len: tokens of a text, the drafts included.
-        cost: time of one of its passes as a share of a step of the target, estimated by bytes
-            read.
-        max_passes: passes for a draft, however long; a chain takes one for each token.
-        max_drafts: of one step.
+        max_len: most tokens of a text, the drafts included.
+        cost: time of one pass as a share of a step of the target, estimated from the bytes that
+            both read.
+        max_passes: most passes for a draft, however long it is; a chain takes one for each token.
+        max_drafts: most drafts in one step.
     """
 
     max_len: int
@@ -111,7 +110,7 @@ class DraftPolicy:
     def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
         """What each request verifies in the next step; requests without an entry do not draft.
 
-        num_running: those that run, and those that may begin to in this step.
+        num_running: how many requests run, or may begin to run in this step.
         """
         limit = self.config.disable_by_batch_size
         if limit is not None and num_running > limit:
@@ -131,7 +130,7 @@ class DraftPolicy:
         of_host = min(num_accepted, len(choice.draft))
         if len(choice.draft):
             self._records[choice.source].observe(choice.draft.score, of_host)
-        # Behind a refused draft of the host nobody knows how the model's would have fared.
+        # Behind a refused draft of the host, nothing shows how the network's were.
         if choice.num_model_drafts and of_host == len(choice.draft):
             record = self._records[choice.model.source]
             record.observe(choice.num_model_drafts, num_accepted - of_host)
@@ -145,7 +144,7 @@ class DraftPolicy:
     def num_drafts(self, request: Request, drafting: ModelDrafting = MODEL_CHAIN) -> int:
         """Most drafts of any source but a prediction for this request in the next step.
 
-        `drafting`: whose; a tree needs more rows than its longest path has tokens.
+        `drafting`: who drafts them; a tree needs more rows than its longest path has tokens.
         """
         number = self.config.num_speculative_tokens
         wish = request.params.speculation.num_speculative_tokens
@@ -168,7 +167,7 @@ class DraftPolicy:
         return min(self.most_drafts(request), request.max_drafts) > 0
 
     def _predicted(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
-        """Drafts of the requests whose clients have told what they expect, and still are right."""
+        """Drafts for requests whose clients sent a prediction that is still right."""
         asks = [
             DraftAsk(
                 request.id,
@@ -192,7 +191,7 @@ class DraftPolicy:
         }
 
     def _best_of_host(self, requests: Sequence[Request]) -> dict[str, tuple[float, DraftChoice]]:
-        """Per request the worthiest draft of the host, and the tokens it is expected to bring."""
+        """Each request's best draft of the host, and the tokens that it is expected to bring."""
         best: dict[str, tuple[float, DraftChoice]] = {}
         for proposer in self._proposers:
             record = self._records[proposer.source]
@@ -208,7 +207,7 @@ class DraftPolicy:
         return best
 
     def _pick(self, request: Request, host: tuple[float, DraftChoice] | None) -> DraftChoice | None:
-        """The host's draft if it is worth more than the model's, or due for a trial."""
+        """The host's draft if it promises more than the network's, or if it is due for a trial."""
         drafter = self._fitting_drafter(request)
         number = self.num_drafts(request, drafter.drafting if drafter else MODEL_CHAIN)
         if host is not None:
@@ -235,7 +234,7 @@ class DraftPolicy:
         room = min(number, drafter.max_drafts) - len(choice)
         if room <= 0:
             return choice
-        # If drafts survive the less the later they stand, about linearly, this many reach the end.
+        # If a draft's chance falls about linearly with its place, so many reach the end.
         whole = max(0.0, 2 * value / len(choice) - 1)
         gain = whole * min(self._records[drafter.drafting.source].accepted, room)
         if gain <= drafter.time_of(room) * (1 + value):
@@ -243,7 +242,7 @@ class DraftPolicy:
         return DraftChoice(choice.source, choice.draft, room, drafter.drafting)
 
     def _model_value(self, drafter: DrafterLimits, num_drafts: int) -> float:
-        """Tokens that a step of model drafts brings, for each step of the target it takes."""
+        """Tokens that a step with the network brings, per time of a step of the target."""
         num_drafts = min(num_drafts, drafter.max_drafts)
         accepted = min(self._records[drafter.drafting.source].accepted, num_drafts)
         return (1 + accepted) / (1 + drafter.time_of(num_drafts))
@@ -260,8 +259,8 @@ class DraftPolicy:
 def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
     """Most drafts of all requests in one step.
 
-    Predictions reach further than other drafts, but together no further than all requests could
-    draft without them, or one request on its own.
+    Predictions are longer than other drafts. Together they have no more rows than all requests
+    could draft without them, or than one request may have.
     """
     if not config.sources:
         return 0

@@ -1,8 +1,8 @@
 """Decides what every step computes, and books what came of it.
 
-A request has tokens that are not computed yet: a whole prompt, a part of it, or just its newest
-token; drafts are rows behind them. One budget of rows is shared by all. There is no prefill or
-decode phase, no plain or speculative one.
+A request has tokens that are not computed yet: a whole prompt, a part of it, or only its newest
+token. Drafts are rows behind these tokens. All requests share one budget of rows. There is no
+prefill phase and no decode phase, and no plain or speculative mode.
 """
 
 from bisect import insort
@@ -35,8 +35,8 @@ class Scheduler:
         *,
         drafter_reads_ahead: bool = False,
     ) -> None:
-        """`drafter_reads_ahead`: what the drafter keeps for a token depends on the one behind it
-        (EAGLE). Then a block is found again only if this one, too, is what it was."""
+        """`drafter_reads_ahead`: what the drafter keeps for a token depends on the token after it
+        (EAGLE). Then a block is found again only if the token after the block is the same, too."""
         self.config = config
         self.pool = pool
         self.max_model_len = max_model_len
@@ -91,18 +91,18 @@ class Scheduler:
         return self._tables[request.id]
 
     def drafting_requests(self) -> list[Request]:
-        """Running requests with one token left to compute: those a draft would be of use to."""
+        """Running requests with one token left to compute: only they can use a draft."""
         return [r for r in self.running if r.num_uncomputed == 1 and r.max_drafts > 0]
 
     def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
-        `choices` maps request ids to what they would like to verify; a choice is cut to what the
-        budget and the pool allow, never the other way round: drafts preempt nobody.
+        `choices` maps request ids to what they would like to verify. A choice is cut to what the
+        budget and the pool allow: drafts never preempt a request.
 
-        A waiting request whose next block is just being computed for another one is passed over,
-        and takes that block from the prefix cache when it is there. Others may start before it,
-        but the slot it needs is kept.
+        A waiting request is passed over while another one computes its next block. It takes that
+        block from the prefix cache later. Others may start before it, but one slot is kept free
+        for it.
         """
         num_running = len(self.running)
         rows = self._reserve_rows()
@@ -112,7 +112,7 @@ class Scheduler:
             work = self._work(request, num_new, choices.get(request.id), budget)
             works.append(work)
             budget -= work.num_drafts
-        # Whoever was preempted now would only be preempted again.
+        # A request that was preempted in this step would only be preempted again.
         may_admit = len(self.running) == num_running
         num_passed = 0
         while (
@@ -221,7 +221,7 @@ class Scheduler:
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
     ) -> Work:
-        """A running request's work, with as many of its drafts as rows and blocks are left for."""
+        """A running request's work, with as many of its drafts as rows and blocks allow."""
         table = self.table(request)
         samples = num_new == request.num_uncomputed
         # With more tokens left, the target has not yet made what a drafter may have to read.
@@ -238,7 +238,7 @@ class Scheduler:
         return Work(request, request.num_computed, num_new, table.ids, samples, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
-        """Start a waiting request, with what the prefix cache knows of it."""
+        """Start a waiting request, with the blocks that the prefix cache has for it."""
         known = self._cached_prefix(request)
         table = self.table(request)
         table.adopt(known)
@@ -260,8 +260,8 @@ class Scheduler:
     def _gains_by_waiting(self, request: Request) -> bool:
         """Whether a running request that comes first computes a block that this one lacks.
 
-        Sequences of one request and prompts with a common beginning do. Who comes first has its
-        rows first, so waiting for it is no later than computing the same again behind it.
+        Sequences of one request do, and so do prompts with a common beginning. The running request
+        gets its rows first, so waiting for it takes no longer than computing the block again.
         """
         if not self._takes_cached(request):
             return False
@@ -294,7 +294,7 @@ class Scheduler:
     def _cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest known prefix; at least one token is left to compute."""
         if self._prefix_caching:
-            self._name_blocks(request)  # also of one that takes none: others wait for its blocks
+            self._name_blocks(request)  # also if it takes none itself: others wait for its blocks
         if not self._takes_cached(request):
             return []
         last = request.num_tokens - 1
@@ -307,7 +307,7 @@ class Scheduler:
         return blocks
 
     def _skip_drafter_filled(self, request: Request) -> None:
-        """Count for the drafter what it has read for another request, in blocks that both hold."""
+        """Count what the drafter has read for another request in blocks that both requests hold."""
         blocks = self.table(request).ids
         block = request.num_drafter_computed // self._block_size
         num_full = request.num_computed // self._block_size
@@ -341,7 +341,7 @@ class Scheduler:
         request.num_computed += work.num_new + num_accepted
 
     def _cache_full_blocks(self, request: Request, computed: int, drafter_computed: int) -> None:
-        """Make findable what was filled since `computed` and `drafter_computed` were counted."""
+        """Enter the blocks filled since `computed` and `drafter_computed` were counted."""
         if not self._prefix_caching:
             return
         size = self._block_size

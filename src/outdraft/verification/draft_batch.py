@@ -37,12 +37,12 @@ class DraftBatch:
             deterministic. Padding may hold anything.
         is_chain: known on the host: every draft is a chain.
         any_sampled: known on the host: some of `is_sampled_BN` is true.
-        all_sampled: known on the host: whoever has drafts at all has sampled ones. Saves noise,
-            changes nothing else; False is always right.
+        all_sampled: known on the host: every request with drafts has sampled ones. It saves noise
+            and changes nothing else; False is always right.
         sampled_trees: known on the host: drafts with sampled rows were laid out as trees, and are
-            verified as trees even where one came out as a chain. False: they are chains. The
-            shape itself must not decide, where these have another rule ("token"): it may depend on
-            what was drawn.
+            verified as trees even where one came out as a chain. False: they are chains. Where
+            chains have another rule ("token"), the final shape must not decide which rule applies,
+            since it may depend on what was drawn.
     """
 
     token_ids_BN: Tensor
@@ -114,7 +114,7 @@ def _no_drafts(num_requests: int, device: torch.device) -> DraftBatch:
 
 
 def depths_BN1(drafts: DraftBatch) -> Tensor:
-    """int64 [B, N1]: distance of every row from the root, which has 0. Padding holds anything."""
+    """int64 [B, N1]: distance of every row from the root, which has 0. Padding has no meaning."""
     if drafts.is_chain:
         steps_N1 = torch.arange(drafts.width + 1, device=drafts.device)
         return steps_N1.expand(drafts.num_requests, -1)
@@ -145,7 +145,7 @@ def path_ids_BN1K(drafts: DraftBatch) -> Tensor:
     width = drafts.width
     seen_BN1N = ancestors_BN1N(drafts)
     place_BN = depths_BN1(drafts)[:, 1:] - 1
-    # What a row does not see goes to one more place, which is cut off.
+    # Tokens that a row does not see go to one more place, which is cut off.
     place_BN1N = torch.where(seen_BN1N, place_BN[:, None, :], width)
     ids_BN1N = drafts.token_ids_BN[:, None, :].expand_as(place_BN1N)
     path_BN1K1 = ids_BN1N.new_full((drafts.num_requests, width + 1, width + 1), -1)
@@ -179,7 +179,7 @@ def place_R(drafts: DraftBatch, request_R: Tensor) -> Tensor:
 
 
 def _up_BN1(drafts: DraftBatch) -> Tensor:
-    """The parent row of every row; the root is its own, and so are the roots of the padding."""
+    """The parent row of every row. A root is its own parent, in the padding too."""
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     return torch.nn.functional.pad(parents_BN, (1, 0))
 

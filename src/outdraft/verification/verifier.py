@@ -1,11 +1,11 @@
 """Verification of a batch: greedy and sampled requests, deterministic and sampled drafts mixed.
 
-Picks the rule of `verify` per request and feeds it with processed logits and with noise keyed by
-text position. What each rule draws comes from its own stream: a target's own choice from SAMPLE
-(the bonus token too, so plain decoding and a fully accepted draft go on alike), coins from ACCEPT,
-recovered tokens from RECOVER. Whoever samples drafts takes DRAFT noise: a chain with the number of
-committed tokens as anchor, a tree with that number plus the row of the parent << 24, so that the
-rows of one level are independent.
+For each request the verifier picks a rule of `verify`, and gives it processed logits and noise that
+is keyed by text position. Each kind of draw has its own stream of noise. The target's own choices
+use SAMPLE; so does the bonus token, and a fully accepted draft continues as plain decoding does.
+Coins use ACCEPT, and recovered tokens use RECOVER. Sampled drafts use DRAFT: in a chain the anchor
+is the number of committed tokens; in a tree it is that number plus the row of the parent << 24, so
+that the rows of one level are independent.
 
 Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
 rows, V vocabulary.
@@ -119,7 +119,7 @@ class Verifier:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The processed rows of a step, whose they are, and the noise of its keys."""
+    """The processed rows of a step, the request of each row, and the keys of its noise."""
 
     processed_RV: Tensor
     request_R: Tensor

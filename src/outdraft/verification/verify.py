@@ -1,12 +1,13 @@
 """Decide how much of each draft survives: pure functions of choices, distributions and noise.
 
-They know no proposer, no random generator and no clock. `match_draft` is exact for any tree,
-however it came about. The rules that look at probabilities need drafts that were really drawn
-from them, and one thing more: whether a sampled draft is verified at all, and by which rule, must
-not depend on its own token nor on anything drawn after it. (A deterministic draft is known from
-its prefix, so it may be left out for any reason that its prefix knows.) Then `rejection_sample`
-and `block_verify` are exact for chains, sampled and deterministic rows mixed, and
-`verify_tree.verify_tree` is for trees. `verify_typical` is not exact for anything.
+They use no proposer, no random generator and no clock. `match_draft` is exact for any tree, however
+the tree was made. The rules that look at probabilities have two conditions. The drafts must really
+have been drawn from these probabilities. And the decision whether a sampled draft is verified, and
+by which rule, must not depend on the draft's own token or on anything drawn after it. (A
+deterministic draft follows from the text before it, so it may be left out for any reason that
+depends on that text only.) Under these conditions `rejection_sample` and `block_verify` are exact
+for chains of sampled and deterministic rows, and `verify_tree.verify_tree` is exact for trees.
+`verify_typical` is never exact.
 
 Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
 rows, V vocabulary.
@@ -47,8 +48,8 @@ class Verdict:
 def cut_behind(verdict: Verdict, is_end_BN: Tensor) -> Verdict:
     """Emit nothing behind the first accepted draft of `is_end_BN`: it becomes the last token.
 
-    Exact, if whether a draft is an end depends on the tokens up to it alone: then what is left is
-    a beginning of what was emitted, and where it stops is known from that beginning.
+    This is exact if only the tokens up to a draft decide whether it is an end. Then the result is a
+    beginning of what was emitted, and that beginning alone says where it stops.
     """
     place_N1 = torch.arange(verdict.token_ids_BN1.shape[1], device=is_end_BN.device)
     is_accepted_BN = verdict.rows_BN >= 0
@@ -81,11 +82,11 @@ class Acceptance:
 class TypicalAcceptance:
     """Typical acceptance of Medusa (Cai et al. 2024, arXiv 2401.10774, section 2.3.1). LOSSY.
 
-    A draft x is kept where p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))), H being
-    the entropy of the target's distribution p: wherever the target finds the draft plausible,
-    however often it would have said something else. THE OUTPUT IS NOT DISTRIBUTED AS THE
-    TARGET'S: it is shifted to what the proposer likes, and no test of exactness holds for it. For
-    those who want speed more than the model's own distribution, and say so.
+    A draft x is kept where p(x) > min(posterior_threshold, posterior_alpha * exp(-H(p))). H is the
+    entropy of the target's distribution p. So a draft is kept if the target finds it plausible,
+    even where the target would mostly have chosen another token. THE OUTPUT IS NOT DISTRIBUTED AS
+    THE TARGET'S: it is shifted towards the proposer, and no test of exactness holds for it. It is
+    for users who ask for speed at the price of the model's own distribution.
 
     Raises:
         ValueError: a value is out of its range.
@@ -112,7 +113,7 @@ def match_draft(choices_BN1: Tensor, drafts: DraftBatch) -> Verdict:
     """Walk every draft along the target's own choices.
 
     `choices_BN1` is what the target picked after each row, by argmax or by sampling. The path is
-    what plain decoding would have produced, whoever drew the drafts and however they were cut.
+    what plain decoding would have produced, however the drafts were made and cut.
     """
     if drafts.is_chain:
         hit_BN = (choices_BN1[:, :-1] == drafts.token_ids_BN) & drafts.is_draft_BN
@@ -197,14 +198,14 @@ def accept_block(target_BN1V: Tensor, drafts: DraftBatch, coins_BN: Tensor) -> A
     tiny = torch.finfo(torch.float64).tiny
     ratio_BN = p_BN.double().log() - q_BN.double().clamp(min=tiny).log()
     ratio_BN = torch.where(drafts.is_draft_BN, ratio_BN, 0.0)
-    # min(1, last * ratio) at every place: a walk that is pushed back whenever it exceeds 0.
+    # min(1, last * ratio) at every place; in logarithms a walk that is cut off at 0.
     walk_BN = ratio_BN.cumsum(1)
     log_weight_BN = walk_BN - walk_BN.cummax(1).values.clamp(min=0.0)
     weight_BN = log_weight_BN.exp().to(target_BN1V.dtype)
 
     weight_BM = weight_BN[:, :-1]
     left_BMV = weight_BM[:, :, None] * target_BN1V[:, 1:-1] - drafts.probs_BNV[:, 1:]
-    # Where q is one-hot, all but the draft is left.
+    # Where q is one-hot, every token but the draft is left.
     left_BM = torch.where(
         drafts.is_sampled_BN[:, 1:],
         left_BMV.clamp_(min=0).sum(2),
@@ -239,7 +240,7 @@ def last_weights(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance
 
 
 def residual(p_BV: Tensor, q_BV: Tensor, weight_B: Tensor) -> Tensor:
-    """[B, V]: max(weight * p - q, 0), what drafts drawn from q leave of the target."""
+    """[B, V]: max(weight * p - q, 0): what drafts drawn from q do not cover of the target."""
     return (weight_B[:, None] * p_BV - q_BV).clamp_(min=0)
 
 
@@ -307,7 +308,7 @@ def verify_typical(
     index_BN1 = row_index_BN1(drafts)
     log_p_RV = logits_RV.log_softmax(1)
     least_R = typical.least_log_prob(log_p_RV)
-    # The padding is looked at too: at the root, whatever its parents say.
+    # Padding is evaluated too: at the root, whatever its parents are.
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     parent_BN = index_BN1.gather(1, parents_BN)
     log_p_BN = log_p_RV[parent_BN, drafts.token_ids_BN.clamp(min=0)]

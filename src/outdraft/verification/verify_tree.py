@@ -1,21 +1,21 @@
 """Verification of trees with sampled drafts: a pure function, as those of `verify`.
 
-Traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398): block verification of trees.
-A row has a weight, how likely it is that its subtree is accepted, and a rest, what its children
-leave of the target's p. The root's weight is 1, and every rest begins as p. Children are tested in
-the order of their rows. A child x that was drawn from q has the weight min(1, w * rest(x) / q(x));
-if its subtree is refused,
+Traversal verification (Weng et al., NeurIPS 2025, arXiv 2505.12398) is block verification of trees.
+Every row has a weight w, the probability that its subtree is accepted, and a rest, the part of the
+target's p that its children have not used yet. The root's weight is 1, and every rest begins as p.
+Children are tested in the order of their rows. A child x that was drawn from q has the weight
+min(1, w * rest(x) / q(x)). If the child's subtree is refused, its parent continues with
 
     left = max(w * rest - q, 0),   rest = left / sum(left),   w = sum(left) / (sum(left) + 1 - w)
 
-and the next child has its turn. After the last one the path ends here with probability w, with a
-token of the rest; otherwise this subtree is refused too. A deterministic child was drawn from a
-distribution with one token.
+and the next child is tested. After the last child the path ends at the parent with probability w,
+with a token of the rest; otherwise the parent's subtree is refused too. A deterministic child
+counts as drawn from a distribution with one token.
 
-Whatever is drawn below a row, its subtree is accepted with the row's weight exactly. Hence trees
-may grow by any rule that decides whether a row exists before the row's own token is drawn, and
-with its own noise: it may look at all that was drawn earlier, in other branches too. Each child's q
-may depend on the siblings before it: without replacement, they are excluded.
+Whatever is drawn below a row, its subtree is accepted with exactly the row's weight. So a tree may
+grow by any rule that decides whether a row exists before the row's own token is drawn, with noise
+of its own. The rule may look at everything that was drawn earlier, in other branches too. Each
+child's q may depend on the siblings before it: drawing without replacement excludes them.
 
 Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root, R flat
 rows, V vocabulary.
@@ -40,13 +40,13 @@ from outdraft.verification.verify import (
 def verify_tree(logits_RV: Tensor, drafts: DraftBatch, coins_BN: Tensor, draw: Draw) -> Verdict:
     """Accept a path of each padded tree, N at least 1.
 
-    Weights do not depend on coins, so they come first, of all rows; the path ends at the first
-    row, children before their parent, whose coin is below its weight.
+    Weights do not depend on coins, so those of all rows are computed first. Then the rows are
+    tested, children before their parent: the path ends at the first coin below its row's weight.
 
     Args:
         logits_RV: processed logits of the target, flat rows.
-        drafts: trees; of each sampled draft the probabilities that it was drawn from, given its
-            siblings of smaller rows.
+        drafts: trees; the probabilities of a sampled draft are those that it was drawn from, given
+            its siblings of smaller rows.
         coins_BN: uniform noise in (0, 1), one per draft, independent of everything else.
         draw: draws the last token, with noise independent of everything else.
     """

@@ -21,7 +21,7 @@ def num_unread(ask: DraftModelAsk, lag: int) -> int:
 
 
 def whole_span(ask: DraftModelAsk, lag: int) -> Span:
-    """All that is left to read: of the text, then of what continues it."""
+    """What is left to read: first the rest of the text, then what continues it."""
     return Span(ask.num_computed, num_unread(ask, lag) + len(ask.continued), (), ask.block_ids)
 
 
@@ -30,7 +30,7 @@ def catch_up(
 ) -> list[DraftModelAsk]:
     """Read long backlogs in passes of at most max_rows rows, until the rest fits into one.
 
-    One token of each text at least is left.
+    At least one token of each text is left for that pass.
     """
     current = list(asks)
     more = sum(len(ask.continued) for ask in asks)
@@ -64,8 +64,8 @@ def text_places(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where the token of each row stands, both int64 [T].
 
-    The flat place in the texts [S, L], and the token itself where it is one of `continued` (then
-    the place is any), else -1.
+    The first is the flat place in the texts [S, L]. The second is the token itself where it belongs
+    to `continued`, and its place then has no meaning; elsewhere it is -1.
 
     Args:
         positions_T: cache indices of the rows.

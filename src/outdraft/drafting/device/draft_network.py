@@ -1,8 +1,8 @@
 """The networks that draft one token after the other, and what they have in common.
 
-A language model reads a token and has all it needs in its cache. EAGLE (arXiv 2401.15077 and
-2503.01840) reads a token together with a state of what came before it: the target's where the
-target has been, else its own.
+A language model reads a token; its cache has everything else that it needs. EAGLE (arXiv 2401.15077
+and 2503.01840) reads a token together with a state of the text before it. That state is the
+target's where the target has read the text, else EAGLE's own.
 
 Dimension key: T rows, R rows whose logits are needed, B requests, K drafts, D state, V the
 target's vocabulary.
@@ -26,9 +26,9 @@ class DraftNetwork(Protocol):
     """Reads tokens, and says what may follow.
 
     Attributes:
-        lag: 0: a token is kept at its own cache index. 1: it is read together with the state
-            before it and kept at the index of that one, so that nothing can be kept for the newest
-            token of a text before the next one is known.
+        lag: 0: a token's keys are kept at its own cache index. 1: a token is read together with
+            the state before it, and its keys are kept at the index of that state. Then nothing can
+            be kept for the newest token of a text before the next token is known.
         taps: residual streams of the target that `keep` reads.
     """
 

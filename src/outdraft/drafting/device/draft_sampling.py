@@ -1,4 +1,4 @@
-"""How drafts are drawn from a drafter's logits, whatever the drafter is.
+"""How drafts are drawn from the logits of any drafter.
 
 Dimension key: R rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ from outdraft.sampling.sampler import sample_with_probs
 
 
 def drafting_parameters(sampling: SamplingBatch) -> SamplingBatch:
-    """The same without what looks back at the text, which is left to verification."""
+    """The parameters without those that look back at the text: verification applies these."""
     return replace(sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False)
 
 
@@ -28,7 +28,7 @@ def sample_drafts(
 ) -> tuple[Tensor, Tensor]:
     """A draft for each row, int64 [R], and float32 [R, V] what it was drawn from.
 
-    Greedy requests get the best token, and any probabilities.
+    Greedy requests get the best token; their probabilities have no meaning.
 
     Args:
         request_R: int64, the request of each row.
@@ -53,8 +53,8 @@ def sample_drafts(
 def draft_noise(shares_noise_R: Tensor, anchors_R: Tensor) -> tuple[Tensor, Tensor]:
     """Purpose and anchor of the noise that drafts are drawn with, int64 [R] each.
 
-    Rows that share their noise have that of the target's own choice at their position, the others
-    have noise of their own. `anchors_R`: committed tokens.
+    Rows that share their noise use the noise of the target's own choice at their position. Other
+    rows use noise of their own. `anchors_R`: committed tokens.
     """
     purpose_R = torch.where(shares_noise_R, int(Purpose.SAMPLE), int(Purpose.DRAFT))
     return purpose_R, anchors_R.masked_fill(shares_noise_R, 0)

@@ -1,15 +1,15 @@
 """Trees for requests whose drafts are drawn.
 
 The children of a node are drawn one after the other from the drafter's distribution q, without
-replacement (Jeon et al. 2024, arXiv 2402.14160): the child of rank r is the token with the
-(r + 1)-th largest log q + Gumbel noise of the node, and what it was drawn from is q without the
-tokens of the ranks before it, renormalised. Where q has no more tokens, children are deterministic.
+replacement (Jeon et al. 2024, arXiv 2402.14160). The child of rank r is the token with the
+(r + 1)-th largest log q + Gumbel noise of the node. It was drawn from q without the tokens of the
+ranks before it, renormalised. Where q has no more tokens, children are deterministic.
 
-Traversal verification (arXiv 2505.12398) gives every node a weight and accepts its subtree with
-exactly this probability, whatever is drawn below it and however the shape goes on. All it needs is
-that every token comes from its own row of probabilities, given all that was drawn before it: then
-the weights of all branches are martingales, orthogonal to each other, and one branch may influence
-where another one goes on. Hence:
+Traversal verification (arXiv 2505.12398) gives every node a weight. It accepts the node's subtree
+with exactly this probability, whatever is drawn below and however the shape goes on. It has one
+condition: every token comes from its own row of probabilities, given all that was drawn before it.
+Then the weights of all branches are martingales and orthogonal to each other, and one branch may
+influence where another one goes on. Hence:
 
 - It is decided whether a row exists before its token is drawn. Which rows a level has depends on
   the distributions behind the nodes above it and on the tokens of the levels above it, those of
@@ -19,7 +19,7 @@ where another one goes on. Hence:
   and their number is known before anything is drawn.
 - Each node draws with noise of its own: the key of the noise names the node.
 
-Siblings are tested in the order in which they were drawn, which is that of their rows.
+Siblings are tested in the order in which they were drawn. Their rows have the same order.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, K rows of a tree,
 V vocabulary.

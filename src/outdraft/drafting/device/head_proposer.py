@@ -1,11 +1,11 @@
 """Drafts with heads on the target's last hidden state: Medusa and MLP speculators.
 
-They have no cache and read no text: all they know is the state of the last row that the target
-computed for each request, and the newest token, which the target chose behind that row.
+Heads have no cache and read no text. For each request they get the state of the last row that the
+target computed, and the newest token, which the target chose behind that row.
 
-Head j drafts the token at position (length of the text) + j. Where somebody else has drafted the
-first ones, the heads go on behind these: Medusa's first heads are passed over, a speculator reads
-the tokens in the place of its own.
+Head j drafts the token at position (length of the text) + j. Another proposer may have drafted the
+first tokens. Then Medusa's first heads are not used, and an MLP speculator reads these tokens in
+place of its own.
 
 Dimension key: B requests that draft, J heads that are used, K drafts, V vocabulary, S state rows
 (of a speculator's state too), L tokens of a text, D hidden of the target, F nodes of a tree's
@@ -57,11 +57,11 @@ class HeadBatch:
         hidden_BD: the target's last hidden states.
         num_tokens_B: int64, length of each text.
         newest_B: int64, its last token.
-        given_BJ: int64; what others have drafted in the place of each head, else -1.
-        starts_B: int64; the first head that drafts for a request: behind what others drafted.
-        first_head: the smallest of these.
-        is_even: known on the host: they are all the same.
-        num_heads: J; all heads behind it are needed by nobody.
+        given_BJ: int64; what another proposer has drafted in the place of each head, else -1.
+        starts_B: int64; the first head that drafts for each request.
+        first_head: the smallest value of starts_B.
+        is_even: whether all values of starts_B are the same; the host knows it.
+        num_heads: J; no request needs a head after these.
     """
 
     hidden_BD: Tensor
@@ -104,16 +104,18 @@ class HeadBatch:
 
     @property
     def is_behind_text(self) -> bool:
-        """Nobody has drafted anything before."""
+        """No other proposer has drafted anything."""
         return self.is_even and self.first_head == 0
 
     def columns(self, of_heads: Tensor, num_drafts: int) -> Tensor:
-        """[B, K, ...]: the drafts of each request, out of those of the heads from first_head on."""
+        """[B, K, ...]: each request's drafts, out of what heads from first_head on have made."""
         if self.is_even:
             return of_heads
         places_K = torch.arange(num_drafts, device=of_heads.device)
         heads_BK = self.starts_B[:, None] - self.first_head + places_K
-        heads_BK = heads_BK.clamp(max=of_heads.shape[1] - 1)  # the surplus of who wants fewer
+        heads_BK = heads_BK.clamp(
+            max=of_heads.shape[1] - 1
+        )  # past the drafts of a request that wants fewer
         requests_B1 = torch.arange(len(of_heads), device=of_heads.device)[:, None]
         return of_heads[requests_B1, heads_BK]
 
@@ -149,7 +151,7 @@ class _HeadProposer:
 
 
 class MedusaProposer(_HeadProposer):
-    """Drafts chains of which every token is drawn without a look at the ones before it."""
+    """Drafts chains in which no token depends on the drafts before it."""
 
     def __init__(self, heads: MedusaHeads, num_state_rows: int, *, samples: bool) -> None:
         """`samples`: draw drafts from the heads' distributions instead of taking the best."""

@@ -24,7 +24,7 @@ class DraftModelAsk:
         num_computed: tokens of it that the drafter has in its cache.
         num_drafts: K of this request, at least 1.
         block_ids: cover the text, `continued`, and num_drafts slots more.
-        continued: a chain behind the text that somebody else has drafted; these go on behind it.
+        continued: a chain that another proposer has drafted; these drafts continue it.
     """
 
     state_row: int

@@ -1,10 +1,10 @@
 """Drafts all tokens of a chain in one pass (PARD, An et al. 2025, arXiv 2504.18583).
 
-Behind the newest token the network reads mask tokens, one for every draft but the first, as causal
-rows at the positions of the drafts. The newest token says what the first draft may be, each mask
-token what the next one may be: every draft is drawn from a distribution that does not depend on
-the drafts before it. The keys and values of the mask tokens mean nothing later, so the network's
-cache counts as read up to the newest token only, whatever is accepted.
+Behind the newest token the network reads mask tokens: one for every draft but the first, as causal
+rows at the positions of the drafts. The row of the newest token gives the first draft, and the row
+of each mask token gives the next one. So no draft depends on the drafts before it. The keys and
+values of the mask tokens have no use later: whatever is accepted, the network counts as having read
+the text up to the newest token only.
 
 Networks that read states beside tokens (P-EAGLE, arXiv 2602.01469) have a learned state for the
 mask tokens, which stands in for the target's.

@@ -15,11 +15,11 @@ class DeviceProposer(Protocol):
     """Drafts with a network, from the texts on the device, without waiting for anything.
 
     Attributes:
-        drafting: how it drafts, for those who only plan.
-        reads_states: it wants the target's states of every step; else `keep` is not called.
-        taps: of which layers; may be empty, the hidden state behind the final norm is there anyway.
-        max_drafts: of one request in one step.
-        max_passes: of the network for one step, however much it drafts.
+        drafting: how it drafts, as far as the scheduler and the policy must know.
+        reads_states: whether it needs the target's states of every step; else `keep` is not called.
+        taps: the layers whose residual streams it reads besides the last hidden state; may be ().
+        max_drafts: most drafts of one request in one step.
+        max_passes: most passes of the network in one step, however much it drafts.
     """
 
     drafting: ModelDrafting

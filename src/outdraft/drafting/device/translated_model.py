@@ -1,10 +1,10 @@
 """A language model that speaks another one's token ids: token-level intersection (TLI).
 
-Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4. What it reads is translated id by id. What
-it predicts is its own distribution, restricted to the tokens that both vocabularies share and
-renormalised: outside of them its logits are -inf. So temperature, top-k, top-p, noise and
-verification see a drafter of the target's vocabulary that happens to give some tokens no mass, and
-whatever is exact for such drafters is exact for this one.
+Timor et al., ICML 2025, arXiv 2502.05202, algorithm 4. Each id that the model reads is translated.
+The model predicts its own distribution, restricted to the tokens that both vocabularies share and
+renormalised; the logits of all other tokens are -inf. For temperature, top-k, top-p, noise and
+verification it is a drafter with the target's vocabulary that gives some tokens no mass. What is
+exact for such drafters is exact for this one.
 
 Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary, B requests,
 K tokens of a chain.
@@ -28,7 +28,7 @@ class TranslatedModel:
         """The vocabularies share a token at least: no row of logits is all -inf."""
         assert vocabulary.num_shared > 0, "no token to draft"
         self.model = model
-        # The model's own shapes, but for the width of its logits.
+        # The model has these shapes itself; only its logits have another width.
         self.config = replace(model.config, vocab_size=len(vocabulary.target_to_draft_V))
         self._draft_ids_V = vocabulary.target_to_draft_V.to(model.device)
         is_shared_V = vocabulary.is_shared_V.to(model.device)
@@ -66,7 +66,7 @@ class TranslatedModel:
         return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
 
     def best_tokens(self, hidden_RD: Tensor) -> Tensor:
-        """int64 [R]: the best of the shared tokens, the target's lowest id of a tie."""
+        """int64 [R]: the best of the shared tokens; in a tie the target's lowest id."""
         return self.logits(hidden_RD).argmax(dim=-1)
 
     def greedy_chain(

@@ -51,7 +51,7 @@ def at_places(values_BEC: Tensor, origins_BF: Tensor, ranks_BF: Tensor) -> Tenso
 
 
 def best_places(values_BP: Tensor, num_rows: int) -> Tensor:
-    """int64 [B, F]: where the largest values stand, the largest first, the first of equals first.
+    """int64 [B, F]: places of the largest values, the largest first, and equal ones in order.
 
     Raises:
         ValueError: there are fewer.

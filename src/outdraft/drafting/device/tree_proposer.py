@@ -26,7 +26,7 @@ from outdraft.sampling.processors import Paths, process_logits
 
 
 class TreeLevels(Protocol):
-    """What may follow the newest token of each text, then each node of a level."""
+    """Logits of what may follow the newest token of each text, and then each node of a level."""
 
     def first_logits(self) -> Tensor:
         """[B, V]."""
@@ -44,7 +44,7 @@ class TreeDrawer(Protocol):
     def draw_trees(
         self, shape: TreeShape | TreeTemplate, num_tokens_B: Tensor, sampling: SamplingBatch
     ) -> ModelDrafts | None:
-        """What TreeBuilder makes of all levels, where it samples; None: not of such a batch.
+        """What TreeBuilder would make when it samples; None: it cannot be done for such a batch.
 
         Args:
             num_tokens_B: int64, committed tokens.
@@ -108,7 +108,7 @@ class TreeProposer:
         (num_tokens_B,) = to_device([np.array([ask.num_tokens for ask in asks])], device)
         sampling = drafting_parameters(sampling)
         num_drafts = [ask.num_drafts for ask in asks]
-        # Levels below the last row that anybody wants would be drafted for nothing.
+        # No request wants a row of the levels below the last one that is wanted.
         ends = list(itertools.accumulate(self._shape.levels))
         shape = self._shape.with_depth(1 + bisect.bisect_left(ends, max(num_drafts)))
         levels = self._chains.levels(asks, token_ids_SL)

@@ -15,8 +15,8 @@ class VocabularyMap:
     Both sizes are those of the networks, which may have more ids than there are tokens.
 
     Attributes:
-        target_to_draft_V: int64; the same token where it is shared, else one of the drafter's
-            that stands in for it when the drafter reads it.
+        target_to_draft_V: int64; the same token where it is shared, else a token that the drafter
+            reads in place of it.
         draft_to_target_U: int64; -1: the target has no such token.
         num_target_tokens, num_draft_tokens: ids that stand for something.
     """

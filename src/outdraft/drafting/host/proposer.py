@@ -9,15 +9,15 @@ from outdraft.core.draft import Draft, DraftAsk, DraftSource
 
 
 class HostProposer(Protocol):
-    """Guesses tokens from token ids alone, on the host.
+    """Drafts from token ids alone, on the host.
 
     A proposer can be slow, never wrong: whatever it returns, the verified output is the one
-    that plain decoding would give. It knows no model, no device and no other proposer.
+    that plain decoding would give. It uses no model, no device and no other proposer.
 
-    The asks for one request come with growing token ids: nothing that was asked once shrinks or
-    changes, not even after a preemption, and a request that did not ask for some steps has simply
-    grown by more tokens. That is what makes an incremental index worth its while; yet a proposer
-    copes with any tokens it is given (it starts again when they are not a continuation).
+    The token ids of a request only grow from ask to ask: they never shrink or change, not even
+    after a preemption. After steps without an ask they have grown by more tokens. So an incremental
+    index pays. A proposer still works with any tokens that it is given: it starts again when they
+    do not continue the earlier ones.
     """
 
     source: DraftSource
@@ -32,7 +32,7 @@ class HostProposer(Protocol):
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
         """The request ended: drop its state.
 
-        From `token_ids`, int32 [num_tokens], the proposer may learn for later requests; None
-        (aborted, or not to be shared) teaches nothing. Unknown ids are fine.
+        The proposer may learn from `token_ids`, int32 [num_tokens], for later requests. None: there
+        is nothing to learn (aborted, or not to be shared). Unknown request ids are fine.
         """
         ...

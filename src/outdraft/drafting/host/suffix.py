@@ -1,9 +1,9 @@
 """Suffix decoding (Oliaro et al. 2024, arXiv 2411.04975): repeat what usually followed.
 
-The newest tokens of a request are looked up in its own text and in the texts of finished requests;
-the most frequent continuations are drafted, the further the longer the match. Agents, editors and
-pipelines that ask similar things again and again accept such drafts by the dozen; finding one costs
-microseconds.
+The newest tokens of a request are looked up in its own text and in the texts of finished requests.
+The most frequent continuations are drafted; a longer match gives a longer draft. Agents, editors
+and pipelines send similar requests again and again: they accept such drafts by the dozen, and
+finding one takes microseconds.
 
 Dimension key: T tokens.
 """
@@ -23,8 +23,8 @@ from outdraft.drafting.host.suffix_tree import SuffixTree, compile_kernels
 
 MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
 
-# A finished text is learned a few tokens at a time, some microseconds each, or a long one would
-# hold up every request. The share of what is waiting keeps pace with requests that end faster.
+# A finished text is learned a few tokens at a time, some microseconds each: a long text at once
+# would delay every request. When many tokens wait, more of them are learned at each call.
 LEARNED_PER_CALL = 256
 LEARNED_SHARE = 64
 
@@ -32,14 +32,15 @@ LEARNED_SHARE = 64
 class SuffixProposer:
     """Drafts from one automaton per live request and one tree of finished ones.
 
-    The draft of the better score is taken, the request's own one among equals. A score is the sum
-    of the probabilities of all rows: the expected number of accepted tokens. A draft holds the
-    most probable rows, at most `branching` behind each other row; a branch takes the place of what
-    would be less probable than it, so a draft branches only where that pays.
+    The draft with the better score is taken; if both are equal, the request's own. A score is the
+    sum of the probabilities of all rows: the expected number of accepted tokens. A draft holds
+    the most probable rows, with at most `branching` children each. A branch replaces less probable
+    rows, so a draft branches only where that pays.
 
-    Finished texts are taken up in order, at each call of `propose` a bounded number of tokens; what
-    is counted already is drafted from. Those waiting, and those learned, are at most
-    suffix_decoding_max_cached_requests texts and max_cached_tokens tokens each; the oldest go.
+    Finished texts are learned in order, some tokens at each call of `propose`. Drafts use what has
+    been counted so far. The texts that wait, and those that are learned, are at most
+    suffix_decoding_max_cached_requests texts and max_cached_tokens tokens each; the oldest are
+    dropped first.
     """
 
     source = DraftSource.SUFFIX
@@ -79,7 +80,7 @@ class SuffixProposer:
         return room.to_drafts(len(asks), num_places)
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
-        """Forget the request; its text is learned by and by.
+        """Forget the request; its text is learned during later calls.
 
         A text of more than max_cached_tokens is not learned.
         """
@@ -97,7 +98,7 @@ class SuffixProposer:
         self._num_waiting += len(token_ids)
 
     def _learn(self, budget: int) -> None:
-        """Go on with the oldest text that waits; removing a token costs as much as adding one."""
+        """Learn more of the oldest waiting text; removing a token takes as long as adding one."""
         max_requests = self._config.suffix_decoding_max_cached_requests
         while budget > 0 and self.num_to_learn > 0:
             if self._finished.num_coming > 0:
