@@ -2,7 +2,7 @@
 
 The kernels are in cpu_kernels.py. Small batches run in the calling thread. Large ones, and long
 contexts of few rows, are shared with a few threads of our own: the kernels release the GIL, and a
-second OpenMP runtime beside PyTorch's would fight it for the cores. The number of threads changes
+second OpenMP runtime would compete with PyTorch's for the cores. The number of threads changes
 no bit of the result.
 """
 
@@ -117,7 +117,7 @@ class CpuAttention:
 
 
 def _work_per_key(batch: Batch) -> int:
-    """Multiply-adds, or what takes as long, for one more key of every request."""
+    """Time of one more key of every request, in multiply-adds."""
     lanes = batch.num_rows * batch.num_heads
     reads = batch.num_requests * batch.num_kv_heads
     return (lanes + _LANES_PER_READ * reads) * batch.head_size
@@ -131,7 +131,7 @@ def _with_dense_rows(rows_THC: Tensor) -> Tensor:
 
 
 def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Where the numbers are, for code that can no longer see what they are."""
+    """The address of the numbers; the caller must keep the tensor alive."""
     assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
     assert tensor.is_cpu
     assert tensor.is_contiguous()

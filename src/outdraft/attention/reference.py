@@ -1,8 +1,9 @@
 """Paged tree attention in plain PyTorch: the oracle, and the path of devices without a kernel.
 
-It gathers the blocks of a few requests, builds the whole mask, and masks a dense softmax. No value
-travels to the host. How many rows each request has is known on the device only, yet its order by
-the number of rows bounds it: a long prompt chunk does not make every other request as long.
+It gathers the blocks of a few requests, builds the whole mask, and computes a masked dense softmax.
+No value travels to the host. Only the device knows how many rows each request has. The host knows
+bounds, since requests are sorted by their number of rows: a long prompt chunk does not make every
+other request as long.
 
 Dimension key: B requests, T rows, N requests and M rows of each in one piece, K keys of the longest
 request, H heads, G kv heads, R query heads per kv head, C head size, P blocks, S slots per block.
@@ -43,9 +44,9 @@ class ReferenceAttention:
         key_shape: tuple[int, int],
         dtype: torch.dtype,
     ) -> int:
-        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
+        """Most bytes that `attend` takes besides queries and result, for batches up to these sizes.
 
-        `key_shape` is (G, C); `dtype` that of queries and cache.
+        `key_shape` is (G, C). Queries and cache have `dtype`.
         """
         own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
         key = num_keys * key_shape[0] * key_shape[1]
@@ -97,7 +98,7 @@ class ReferenceAttention:
                 mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, window)
                 q_NMHC = q_THC[rows_NM].to(dtype)
                 out_NMHC = _softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
-                # Add rather than assign: the padding all points at some row, and adds zero.
+                # Add rather than assign: padding points at some row too, and adds zero to it.
                 out_NMHC = out_NMHC.masked_fill(~is_row_NM[:, :, None, None], 0.0)
                 out_THC.index_add_(0, rows_NM.flatten(), out_NMHC.flatten(0, 1))
         return out_THC.to(q_THC.dtype)
@@ -130,7 +131,7 @@ def visible_keys(
 
 
 def _nearest(ancestors_NM: Tensor, window: int | None) -> Tensor:
-    """The masks with their `window` highest bits only: an ancestor's rank is its distance."""
+    """The masks' `window` highest bits: the rank of an ancestor from the top is its distance."""
     if window is None or window >= MAX_DRAFTS:
         return ancestors_NM
     kept_NM = seen_NM = torch.zeros_like(ancestors_NM)
@@ -187,7 +188,7 @@ def _gather(
     blocks_NP = metadata.block_table_BP[requests_N, : -(-num_keys // block_size)]
     k_NKGC = cache.k_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)
     v_NKGC = cache.v_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)  # a copy: gathered
-    # A weight of zero does not silence a NaN that somebody else left in a reused block.
+    # A reused block may hold a NaN from before, and a weight of zero would not remove it.
     rows_NM, is_row_NM = padded_rows
     bits_N1 = _union(metadata.ancestors_T[rows_NM] * is_row_NM)
     first_draft_N1 = (metadata.context_lens_B + metadata.num_causal_B).long()[requests_N, None]

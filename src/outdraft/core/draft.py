@@ -1,4 +1,4 @@
-"""A draft: tokens guessed ahead of the target, as a tree.
+"""A draft: a tree of tokens that the target may go on with.
 
 Dimension key: K drafted tokens of one request.
 """
@@ -34,7 +34,7 @@ class Draft:
     token_ids[i] continues, so a chain has parents (0, 1, 2, ...) and no draft at all is Draft().
 
     Attributes:
-        score: expected number of accepted tokens, as the proposer itself estimates it.
+        score: expected number of accepted tokens, as estimated by the proposer.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""What a request knows of the grammar that its output follows.
+"""What the engine asks of the grammar that a request's output follows.
 
 Dimension key: R rows of a draft with its root, W int32 words of a mask of one bit per token.
 """
@@ -38,6 +38,6 @@ class GrammarMatcher(Protocol):
         Returns:
             The ends, rows of 1 to N. They can be reached, but nothing is known that may follow
             them: the output is complete there, or the grammar is too complex from there on. So
-            whoever emits the token of an end must emit nothing behind it in this step.
+            nothing may be emitted behind the token of an end in this step.
         """
         ...

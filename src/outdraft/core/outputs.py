@@ -1,4 +1,4 @@
-"""What a request gives back, with vLLM's names, and how every token came about."""
+"""What a request gives back, with vLLM's names, and which source each token comes from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 
 
 class TokenOrigin(StrEnum):
-    """How a token came: the target's own choice, or a draft that it accepted."""
+    """Where a token comes from: the target's own choice, or a draft that it accepted."""
 
     PLAIN = "plain"  # nothing was drafted in that step
     RECOVERED = "recovered"  # the target's choice where it rejected a draft
@@ -35,7 +35,7 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
-    """One step of a sequence: what was drafted, and what became of it.
+    """One step of a sequence: what was drafted, and what was accepted.
 
     Attributes:
         sources: of each drafted token; empty: nothing was drafted.
@@ -187,7 +187,7 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
     def snapshot(self) -> "RequestOutput":
-        """A copy that does not grow; what never changes again is shared."""
+        """A copy that does not grow; it shares the parts that never change again."""
         outputs = [
             replace(
                 output,

@@ -17,13 +17,13 @@ class ModelDrafting:
     """What the engine must know of how a network drafts.
 
     Attributes:
-        source: whom its drafts are counted for.
-        levels: rows of a tree by level; which of them continues which, the network chooses. (): it
+        source: the source that its drafts count for.
+        levels: rows of a tree by level; the network chooses which row continues which. (): it
             drafts a chain.
-        max_kept: how far behind the text's end, along the accepted drafts, the network's own cache
-            is good after the step. None: all drafts but the last (a language model's chain);
-            0: the text (heads, or mask tokens behind it); -1: not even its newest token, which
-            is read together with a state that the target has yet to compute (EAGLE).
+        max_kept: for how many accepted drafts behind the text the network's own cache is valid
+            after the step. None: for all drafts but the last (a language model's chain). 0: for the
+            text only (heads, mask tokens). -1: not even for the newest token, which is read
+            together with a state that the target has yet to compute (EAGLE).
     """
 
     source: DraftSource = DraftSource.MODEL
@@ -36,11 +36,11 @@ class ModelDrafting:
 
     @property
     def can_go_on(self) -> bool:
-        """Behind what others have drafted, which the target has not read."""
+        """Whether the network can continue drafts of the host, which the target has not read."""
         return not self.is_tree and self.max_kept != -1
 
     def most_drafts(self, num_tokens: int) -> int:
-        """Most drafts that are of use where so many tokens can be accepted at all."""
+        """Most drafts that are useful if no more than so many tokens can be accepted."""
         return sum(self.levels[:num_tokens]) if self.is_tree else num_tokens
 
 
@@ -51,11 +51,11 @@ MODEL_CHAIN = ModelDrafting()
 class DraftChoice:
     """How one request speculates in this step.
 
-    A draft from the host, a number of drafts that a network makes on the device at the start of
-    the step, or both: then the network goes on behind the host's draft, which is a chain.
+    It is a draft from the host, a number of drafts that a network makes on the device at the start
+    of the step, or both. If both, the host's draft is a chain and the network continues it.
 
     Attributes:
-        source: who drafts first.
+        source: the source that drafts first.
         model: how the network drafts.
     """
 
@@ -156,7 +156,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class WorkResult:
-    """What one request's part of a step came to.
+    """The result of one request's part of a step.
 
     Attributes:
         token_ids: tokens emitted: the accepted drafts, then one of the target's own; empty if the
@@ -203,8 +203,8 @@ class StepStats:
     Attributes:
         accepted_at: how many requests accepted a draft at depth i + 1.
         drafted_by_source, accepted_by_source: tokens.
-        drafts_by_source: drafts, by who drafted first.
-        accepted_by_first_source: tokens of these drafts that were accepted, whoever drafted them.
+        drafts_by_source: drafts, counted for the source that drafted first.
+        accepted_by_first_source: accepted tokens of these drafts, those of other sources included.
         host_s: the step's time outside the device's phases.
         draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
     """

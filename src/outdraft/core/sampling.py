@@ -148,7 +148,7 @@ class SamplingParams:
 
     The processed distribution of a row is: structured, allowed_token_ids, bad_words, min_tokens,
     logit_bias, penalties, then temperature, min_p, top_k, top_p, in this order (as in vLLM).
-    Where nothing would be left, an output of a given form keeps to its form.
+    If no token would be left, an output of a given form still keeps to its form.
 
     A request with a `seed` has the same text every time, with any drafts or none and beside any
     other requests: its drafts are compared with the target's own choices. One without is verified

@@ -1,8 +1,8 @@
-"""Who holds which KV block. Ids only: the tensors live in kv/cache.py.
+"""Which requests hold which KV blocks. Ids only: the tensors are in kv/cache.py.
 
-A block serves the target's and the drafter's layers at once. A full block whose tokens are known
-can be found again by the hash of its whole prefix (prefix_cache.py); it keeps its contents after
-its last owner left, until the block is needed for something else, oldest first.
+A block serves the layers of target and drafter at once. A full block whose tokens are known can be
+found again by the hash of its whole prefix (prefix_cache.py). It keeps its contents after its last
+owner has released it, until the block is needed for another text; the oldest goes first.
 """
 
 from collections import OrderedDict

@@ -1,7 +1,7 @@
 """What a drafter keeps of the target's pass for each token, in the pool's blocks.
 
-Its place is that of the token's keys and values: a block that is found by its prefix brings the
-features along, and a drafter that has lagged behind finds them all.
+A feature has the same place as the token's keys and values. So a block that is found by its prefix
+brings its features along, and a drafter that has not drafted for a while finds all of them.
 
 Dimension key: P blocks, S slots per block, T rows, F numbers of a feature.
 """
@@ -21,7 +21,7 @@ class FeatureCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        # The last row takes writes that are meant for nobody.
+        # The last row takes writes that must go nowhere.
         self._features = torch.zeros(num_blocks * block_size + 1, size, dtype=dtype, device=device)
 
     @staticmethod
@@ -33,7 +33,7 @@ class FeatureCache:
         """Store features at their slots; rows with slot -1 are dropped."""
         last = len(self._features) - 1
         slots_T = torch.where(slots_T < 0, last, slots_T.long())
-        # Several dropped rows share the last row: whichever comes last stays, and nobody reads it.
+        # Several dropped rows share the last row: the last write stays, and is never read.
         self._features[slots_T] = features_TF
 
     def read(self, slots_T: Tensor) -> Tensor:

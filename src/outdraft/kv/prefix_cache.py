@@ -1,7 +1,7 @@
 """Names of full blocks: a hash of all tokens from the start of the text to the block's end.
 
 The hash of a block covers the hash of the block before it, so equal hashes mean equal prefixes
-(BLAKE2b, 128 bits). Where what is kept for a token depends on tokens behind it, these are covered
+(BLAKE2b, 128 bits). If the cache of a token depends on tokens behind it, the hash covers these,
 too. Texts of different salts have no block in common.
 """
 

@@ -22,7 +22,7 @@ class DeviceState:
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
-        self.row_len = max_model_len + 1  # the last column takes writes that are meant for nobody
+        self.row_len = max_model_len + 1  # the last column takes writes that must go nowhere
         self.token_ids_SL = torch.zeros(
             max_num_seqs, self.row_len, dtype=torch.int64, device=device
         )
@@ -36,7 +36,10 @@ class DeviceState:
         """Upload the texts of requests that were not in their row before."""
         for request in requests:
             row = state_row(request)
-            owner = request, request.num_preemptions  # a request may return to another's row
+            owner = (
+                request,
+                request.num_preemptions,
+            )  # a request may come back and get the row of another one
             if self._owners[row] != owner:
                 self._owners[row] = owner
                 text = request.token_ids.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Puts the drafts of a step together: from the host, and from the draft model.
+"""Joins the drafts of a step: those of the host, and those of the network.
 
 Dimension key: B requests that sample, M of them that the model drafts for, N drafts, V vocabulary.
 """
@@ -20,7 +20,7 @@ from outdraft.verification.draft_batch import DraftBatch
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
-    """All drafts of a step; a chain of zeros holds the place of what the model will draft."""
+    """All drafts of a step; a chain of zeros stands where the network will draft."""
     if all(work.drafts is None for work in works):
         return DraftBatch.empty(len(works), device)
     return DraftBatch.from_drafts([_draft_or_place(work) for work in works], device)
@@ -41,7 +41,7 @@ def draft_ask(work: Work) -> DraftModelAsk:
 def with_model_drafts(
     drafts: DraftBatch, works: Sequence[Work], asked: Sequence[int], made: ModelDrafts
 ) -> DraftBatch:
-    """`drafts` with the model's in the rows `asked`, behind what the host drafted there."""
+    """`drafts` with the network's in the rows `asked`, behind what the host drafted there."""
     starts = [len(_choice(works[row]).draft) for row in asked]
     if len(asked) == drafts.num_requests and not any(starts):
         return _model_drafts(drafts, made)
@@ -86,7 +86,7 @@ def _model_drafts(drafts: DraftBatch, made: ModelDrafts) -> DraftBatch:
 def _merged(whole_BN: Tensor, rows_M: Tensor, starts_M: Tensor, made_MK: Tensor) -> Tensor:
     """A copy of `whole_BN` with `made_MK` in the rows `rows_M`, from the columns `starts_M` on."""
     width, num_made = whole_BN.shape[1], made_MK.shape[1]
-    # Surplus drafts of who wanted fewer may stand past the end: there is room, which is cut off.
+    # Some requests wanted fewer drafts. Their surplus may stand past the end and is cut off.
     room = whole_BN.new_zeros((whole_BN.shape[0], num_made, *whole_BN.shape[2:]))
     result_BN = torch.cat([whole_BN, room], dim=1)
     columns_MK = starts_M[:, None] + torch.arange(num_made, device=whole_BN.device)

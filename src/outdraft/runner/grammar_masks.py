@@ -1,8 +1,8 @@
 """What the grammars of a step's requests allow behind each row that is verified.
 
-Masks are made on the host. Drafts of the host are known there; those of the draft model are on
-the device, and only where one of its requests has a grammar does a step wait for them: for the
-drafting, not for the target's pass, which the device begins meanwhile.
+Masks are made on the host. The host knows its own drafts; those of the network are on the device. A
+step waits for them only if one of the requests that the network drafts for has a grammar. It waits
+for the drafting, not for the target's pass, which the device begins meanwhile.
 
 Dimension key: B requests that sample, N drafts of one, R rows whose logits are needed, W int32
 words of a mask of one bit per token.
@@ -39,7 +39,7 @@ class DraftedCopy:
 
 
 def copy_of_drafted(works: Sequence[Work], drafts: DraftBatch) -> DraftedCopy | None:
-    """Start to copy what the model drafted, if a grammar must know it; waits for nothing."""
+    """Start to copy the network's drafts to the host, if a grammar needs them; does not wait."""
     if not any(_is_of_model(work) and work.request.grammar is not None for work in works):
         return None
     drafts_2BN = torch.stack([drafts.token_ids_BN, drafts.parents_BN])

@@ -1,6 +1,6 @@
-"""Log-probabilities of emitted and of prompt tokens, for the requests that asked, and nobody else.
+"""Log-probabilities of emitted and of prompt tokens, for the requests that asked for them.
 
-Dimension key: J rows with log-probabilities, K the most that anybody asked for, R logits rows,
+Dimension key: J rows with log-probabilities, K the most that any request asked for, R logits rows,
 B requests that sample, N1 places for emitted tokens, T rows, D hidden, V vocabulary.
 """
 
@@ -18,7 +18,9 @@ from outdraft.sampling.logprobs import gather_logprobs
 from outdraft.verification.draft_batch import DraftBatch, row_index_BN1
 from outdraft.verification.verify import Verdict
 
-PROMPT_ROWS = 256  # whose logits exist at the same time: a long prompt must not take all memory
+PROMPT_ROWS = (
+    256  # rows whose logits exist at the same time: a long prompt must not take all memory
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,10 @@ def wants_logprobs(works: Sequence[Work]) -> bool:
 def emitted_logprobs(
     works: Sequence[Work], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
 ) -> LogprobRows | None:
-    """One row for each place of an emitted token, padding included; None if nobody asked.
+    """One row for each place of an emitted token, padding included; None if no request asked.
 
-    A request with a trace has a row for each place of a drafted token behind them: what the target
-    thought of it behind its parent.
+    A request with a trace also has a row for each place of a drafted token: the log-probability
+    that the target gave it behind its parent.
     """
     asking = [b for b, work in enumerate(works) if work.request.params.logprobs is not None]
     if not asking:

@@ -1,8 +1,8 @@
 """One step on the device: draft, target forward, verify, keep what was accepted.
 
-`launch` issues everything and waits for nothing: sampled ids go from the verifier into the device
-state, from where the next step's drafter and target read them. `collect` is the only place where
-the host waits, once a step. (One exception: a grammar must know what the draft model drafted.)
+`launch` issues everything and waits for nothing: the verifier writes sampled ids to the device
+state, and the drafter and the target of the next step read them there. `collect` is the only place
+where the host waits, once a step. (One exception: a grammar must know what the network drafted.)
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
@@ -46,7 +46,7 @@ class TargetPass:
     Attributes:
         hidden_TD: hidden states of all rows.
         tapped_KTD: residual streams behind the layers that the drafter reads.
-        logit_hidden_RD: of the rows whose logits are needed.
+        logit_hidden_RD: hidden states of the rows whose logits are needed.
     """
 
     rows: StepRows
@@ -88,7 +88,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep:
         """Issue a whole step and the copy of its results.
 
-        It waits for nothing, but for the draft model where one of its requests has a grammar.
+        It waits for nothing. One exception: the network drafts for a request with a grammar.
         """
         clock = PhaseClock(self.device)
         self.state.admit([work.request for work in plan.works])
@@ -132,7 +132,7 @@ class ModelRunner:
                 bad_words=[request.bad_words_ids for request in requests],
                 stop_ids=[sorted(request.stop_token_ids) for request in requests],
             )
-            # The whole batch and the part of it that the model drafts for.
+            # The whole batch, and the part of it that the network drafts for.
             self._sampling = dict([*self._sampling.items(), (key, batch)][-2:])
         return batch
 

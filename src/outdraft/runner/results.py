@@ -1,4 +1,4 @@
-"""The way back: everything the host wants to know of a step, in one copy.
+"""The results of a step, brought to the host in one copy.
 
 Dimension key: B requests that sample, N most drafts of one of them, J rows of log-probabilities.
 """
@@ -18,7 +18,7 @@ from outdraft.verification.verify import Verdict
 
 @dataclass(frozen=True, slots=True)
 class StepCopies:
-    """A copy that is under way, and how to cut it up again.
+    """A copy that is under way, and how to split it again.
 
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.

@@ -1,4 +1,4 @@
-"""Which rows a step computes, on the device: their tokens, their places, whose logits are needed.
+"""Which rows a step computes: their tokens, their places, and which of them need logits.
 
 Dimension key: B requests that sample in this step, C others, N most drafts of one of them, T rows,
 R rows whose logits are needed, S state rows, L tokens, W works.
@@ -50,7 +50,7 @@ class StepRows:
     draft_slots_BN: Tensor
 
     def shaped_by(self, drafts: DraftBatch) -> "StepRows":
-        """The same rows with positions and ancestors as the drafts' parents have it."""
+        """The same rows, with positions and ancestors that follow from the drafts' parents."""
         if drafts.device.type == "cpu":
             return self.shaped_on_cpu(drafts)
         return self.shaped_on_any_device(drafts)
@@ -197,7 +197,7 @@ def step_rows(
 
 
 def _parents(work: Work) -> Sequence[int]:
-    """Parents of the work's drafted rows; a chain holds the place of a tree of the model's."""
+    """Parents of the work's drafted rows; a chain stands where the network will draft a tree."""
     if work.drafts is None:
         return ()
     return range(len(work.drafts)) if work.drafts.num_model_drafts else work.drafts.draft.parents

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 
-ANY_TOKEN = -2  # matches everything in the prefix of a bad word; never a token, never padding
+ANY_TOKEN = (
+    -2
+)  # stands for any token in the prefix of a bad word; it is no token and no padding itself
 
 # Logits are shifted so that their best is 0 before they are divided: nothing overflows, and what
 # is this close to zero only has to stay above it in float32.

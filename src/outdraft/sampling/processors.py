@@ -2,7 +2,7 @@
 
 The order is vLLM's: grammar, allowed_token_ids, bad_words, min_tokens, logit_bias, penalties,
 temperature, min_p, top_k, top_p. A row of a draft sees the committed text of its request and the
-drafts on the path from the root to itself, exactly as if that path had been generated: else
+drafts on the path from the root to itself, exactly as if that path had been generated. Otherwise
 speculation would change the output.
 
 Every stage is pure; stages that no request of the batch needs do not run.
@@ -52,9 +52,9 @@ def process_logits(
     """float32 [R, V]: logits of each row's processed distribution, -inf where it has no mass.
 
     Greedy rows keep their scale: temperature 0 divides nothing. float64 logits stay float64.
-    A row whose tokens are all forbidden keeps the best of its allowed tokens; one of a grammar the
-    best of those that the grammar allows. Where all of its allowed tokens have no mass from the
-    start, as a drafter of another vocabulary may give them none, it keeps the best that it has.
+    A row whose tokens are all forbidden keeps the best of its allowed tokens; a row with a grammar
+    keeps the best of those that the grammar allows. A drafter of another vocabulary may give none
+    of the allowed tokens any mass; then the row keeps the best token that it has.
 
     Args:
         logits_RV: raw logits of any float type, -inf for tokens without mass; not written to.
