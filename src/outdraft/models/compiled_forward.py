@@ -1,7 +1,8 @@
 """A forward pass of a few rows on the CPU, or a whole greedy draft, in one compiled call.
 
-What CUDA graphs are for a GPU: the same work without the calls. For float32 models whose weights
-are packed as bfloat16; the layers of llama.py and eagle.py are its slow twins.
+It does for a CPU what CUDA graphs do for a GPU: the same work without the calls. It is for float32
+models whose weights are packed as bfloat16. Its slow twins are the layers of llama.py and eagle.py,
+which call one operator after the other.
 
 Dimension key: T rows, R rows that need logits, B requests of one row, D hidden, L layers, F fields
 of a layer or of a pass, K tapped layers or passes, V vocabulary.
@@ -24,14 +25,14 @@ from outdraft.models.layers.linear_team import Team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 
-MAX_ROWS = 64  # with more, the layers' own calls cost nothing and can share the work
-_LONG_TEXT = 4096  # tokens; attention to more gains more by a second thread than the calls cost
+MAX_ROWS = 64  # with more rows the layers' own calls hardly count, and threads can share their work
+_LONG_TEXT = 4096  # tokens; behind longer contexts a second thread saves more than the calls cost
 _NO_STATES = np.empty((0, 0), dtype=np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledChain:
-    """What a compiled loop over the passes of a draft needs besides states and tokens."""
+    """What a compiled loop over the passes of a draft needs, besides states and tokens."""
 
     shape: kernels.Shape
     head: kernels.Head
@@ -40,9 +41,10 @@ class CompiledChain:
 
 
 class CompiledForward:
-    """The pass of a network over at most MAX_ROWS rows, on the weights where its layers keep them.
+    """The pass of a network over at most MAX_ROWS rows, with the weights of the network's layers.
 
-    It does not keep these alive. Its attention is computed by one thread, see `suits`.
+    It has their addresses and does not keep them alive. One thread computes its attention, see
+    `suits`.
     """
 
     def __init__(

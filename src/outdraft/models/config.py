@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says, in one shape for all families.
 
 The four families are one network; they differ in biases, query-key norms and sliding windows
-only. What is not understood is refused by name, because a network that is run with a setting left
-out gives plausible nonsense.
+only. A setting that is not understood is refused by name: a network that runs without one of its
+settings gives plausible nonsense.
 """
 
 import json

@@ -1,10 +1,10 @@
-"""EAGLE drafting networks: a decoder layer or a few that go on from the target's hidden states.
+"""EAGLE drafters: one decoder layer or a few that continue from the target's hidden states.
 
 EAGLE (Li et al. 2024, arXiv 2401.15077) reads the token behind position i together with the
 target's state of position i, and writes a state like it, from which the target's own head predicts
 the token after that. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) reads states that are tapped
-between the target's layers, and has a head of its own, often for the frequent tokens only. In both
-the state of a row stands in for the target's when the draft goes on behind it.
+between the target's layers, and has a head of its own, often for the frequent tokens only. In both,
+the next drafted token is read together with the drafter's own state, in place of the target's.
 
 Dimension key: T rows, R rows that need logits, D hidden of the drafter, F what is kept of the
 target's pass for a row, N draft vocabulary, V vocabulary.
@@ -33,7 +33,7 @@ from outdraft.models.llama import CausalLM, DecoderLayer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleParts:
-    """What a checkpoint has, of the parts that are not the config's to say.
+    """Which parts a checkpoint has, where its config does not tell.
 
     Attributes:
         embedding, head: its own; else the target's are read.
@@ -316,7 +316,7 @@ class EagleNetwork(nn.Module):
         )
 
     def _packed_head(self) -> kernels.Head | None:
-        """The target's, if it is that, may be packed later or otherwise."""
+        """If it is the target's, it may be packed later, or in another layout."""
         norm = None if self.config.norm_output else self.norm
         head = self._target.lm_head if self.lm_head is None else self.lm_head
         return packed_head(head, norm, self.draft_ids_N)

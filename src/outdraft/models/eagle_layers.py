@@ -1,4 +1,4 @@
-"""What an EAGLE drafter has that a Llama has not: how it takes in the target's states.
+"""The layers of an EAGLE drafter that a Llama does not have: they read the target's states.
 
 Dimension key: T rows, D hidden of the drafter, S hidden of the target, K taps, W = K * S.
 """

@@ -1,7 +1,7 @@
 """From an EAGLE checkpoint and its target to a drafter that can run.
 
-The published checkpoints are one network under a few sets of names. A tensor that a checkpoint
-leaves out, because it would be the target's once more, is read of the target.
+The published checkpoints are one network under a few sets of names. A checkpoint leaves out a
+tensor if it is the same as the target's. Then the target's own tensor is used.
 
 Dimension key: N draft vocabulary, V vocabulary.
 """
@@ -104,7 +104,7 @@ def _drop_the_targets_embedding(
 
 
 def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfig:
-    """With the biases that the checkpoint has: its config.json does not always tell."""
+    """The config, with the biases that the checkpoint has: config.json does not always tell."""
     layer = config.layer
     layer = replace(
         layer,

@@ -1,4 +1,4 @@
-"""What drafting asks of a language model, whoever's token ids it speaks.
+"""What drafting asks of a language model, with its own token ids or translated ones.
 
 Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, B requests, K tokens of a
 chain.
@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model. -inf: it knows no such token."""
+        """[R, V] of float32, of float64 for a float64 model; -inf for tokens that it does not know."""
         ...
 
     def best_tokens(self, hidden_RD: Tensor) -> Tensor:

@@ -215,7 +215,7 @@ class CausalLM(nn.Module):
         ]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device=device)
-        # The sum behind a layer and the norm before the next one are one call.
+        # One call makes the sum behind a layer and the norm before the next one.
         self._next_norms = [layer.input_layernorm for layer in self._layers[1:]] + [self.norm]
         self.lm_head = Linear(
             config.hidden_size,

@@ -1,7 +1,7 @@
 """From the name of a checkpoint to a model that can run.
 
-Only safetensors are read: a pickle runs whatever code it holds. All names and shapes are compared
-before any weight is copied, so a wrong checkpoint fails at once and by name.
+Only safetensors are read, since a pickle runs any code that it holds. All names and shapes are
+compared before any weight is copied, so a wrong checkpoint fails at once and by name.
 """
 
 import os

@@ -7,9 +7,9 @@ predicts the next token:
     state = GELU(ln_j(proj_j(state) + emb_weight / state_weight * emb_j(token)))
     logits = head_j(state)
 
-where the weights make the target's state half of what the last head reads. Checkpoints are those
-of IBM's accelerators; top_k_tokens_per_head and n_candidates of their configs are the trees of
-another engine, and mean nothing here.
+The weights are such that the target's state makes up half of what the last head reads. Checkpoints
+are those of IBM's accelerators; top_k_tokens_per_head and n_candidates of their configs describe
+the trees of another engine and are not used here.
 
 Dimension key: B requests, R rows, D hidden of the target, S state (of the target's width before
 head 0, the inner width after it), V vocabulary.

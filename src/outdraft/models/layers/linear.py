@@ -1,8 +1,8 @@
 """A linear layer whose weight can be packed for the CPU.
 
-An unpacked product copies the whole weight into the shape that the kernel wants as soon as there
-are about four rows, which is exactly where speculation lives: five rows would cost twice as much
-as one. Packing does that once, so that a handful of rows costs little more than one.
+From about four rows on, an unpacked product copies the whole weight into the layout that its kernel
+needs. Speculation works with just as many rows: five would cost twice as much as one. Packing makes
+that copy once, so that a handful of rows costs little more than one.
 
 Dimension key: T rows, D inputs, E outputs.
 """
@@ -84,7 +84,7 @@ class Linear(nn.Module):
         self._packed_product: Callable[[Tensor], Tensor] | None = None
 
     def pack(self, packing: Packing) -> None:
-        """Bring the weight into a layout, once and for good; the plain weight is let go.
+        """Bring the weight into a layout, once and for good; the plain weight is freed.
 
         Raises:
             RuntimeError: this build of torch does not have the layout for the weight's dtype.

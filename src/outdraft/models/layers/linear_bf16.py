@@ -42,7 +42,7 @@ class Bf16Product:
 
     Args:
         weight_ED: float32 whose numbers fit bfloat16, or bfloat16; on the CPU.
-        team: who shares the work; None: the calling thread does it alone.
+        team: the threads that share the work; None: the calling thread works alone.
     """
 
     def __init__(self, weight_ED: Tensor, bias_E: Tensor | None, team: Team | None) -> None:

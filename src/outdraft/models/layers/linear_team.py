@@ -1,9 +1,9 @@
 """Threads of our own that share a product of microseconds.
 
-Waking a thread takes longer than a small product, so a helper looks for the next one for about a
-tenth of a millisecond before it sleeps. Nobody waits for it: a helper that lost its core to
-another process delays nothing, see linear_kernels.py. For the same reason a forked process, which
-has no helpers, computes right.
+Waking a thread takes longer than a small product. So a helper looks for the next product for about
+a tenth of a millisecond before it sleeps. The caller never waits for a helper: a helper that lost
+its core to another process delays nothing, see linear_kernels.py. For the same reason a forked
+process, which has no helpers, computes correctly.
 """
 
 import functools
