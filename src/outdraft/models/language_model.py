@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32, of float64 for a float64 model; -inf for tokens that it does not know."""
+        """[R, V] of float32, of float64 for a float64 model; -inf for tokens it does not know."""
         ...
 
     def best_tokens(self, hidden_RD: Tensor) -> Tensor:
