@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
-from outdraft.core.sampling import SamplingParams, StructuredOutput
+from outdraft.core.sampling import SamplingParams, StructuredOutput, Thoughts
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
 from outdraft.runner import model_runner
@@ -94,6 +94,27 @@ def test_drafter_invariant_outputs_are_those_without_speculation(
     params = asking(form, temperature=1.0, seed=seed, n=2)
     plain = run(engine("plain"), PROMPTS, params)
     assert ids(run(engine(method, "drafter_invariant"), PROMPTS, params)) == ids(plain)
+
+
+MARK = "x"
+MARKED = {"temperature": 1.0, "logit_bias": {tokenizer().token_to_id(MARK): 4.0}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@settings(max_examples=2, deadline=None)
+@given(form=forms, seed=st.integers(0, 999))
+def test_behind_thoughts_the_form_is_kept_whoever_drafts(method: str, form: Form, seed: int):
+    behind = Form(replace(form.structured, behind=Thoughts(MARK)), form.is_met)
+    params = asking(behind, seed=seed, **MARKED)
+    outputs = run(engine(method, "drafter_invariant"), PROMPTS, params)
+    if method != "plain":
+        assert ids(outputs) == ids(run(engine("plain"), PROMPTS, params))
+    for output in outputs:
+        [completion] = output.outputs
+        thoughts, mark, answer = completion.text.partition(MARK)
+        assert mark, thoughts  # likely enough to come within every output
+        assert completion.finish_reason == "stop"
+        assert form.is_met(answer), (form.structured, answer)
 
 
 @settings(max_examples=15, deadline=None)

@@ -145,6 +145,11 @@ def test_the_request_id_is_part_of_the_answers_id(client, served):
     assert served.post("/v1/responses", json=body).json()["id"] == "resp_mine-3"
 
 
+@pytest.mark.parametrize("name", ["", "two words", "a\nb", "é", "a" * 257])
+def test_a_request_id_is_fit_for_a_line_of_a_log(client, name):
+    assert refused(lambda: chat(client, request_id=name)).param == "request_id"
+
+
 def test_the_salt_goes_with_the_prompt(client, served):
     chat(client, cache_salt="secret")
     assert prompt_of(served).cache_salt == "secret"

@@ -69,6 +69,19 @@ async def started(client: Supervisor) -> AsyncIterator[Supervisor]:
         await asyncio.gather(running, return_exceptions=True)
 
 
+def test_prompts_of_different_salts_share_no_blocks_in_the_other_process(served: Served):
+    async def num_cached(salt: str | None) -> int:
+        encoded = served.client.inputs.encoded([7, 8, 9, 10] * 20)
+        salted = replace(encoded, cache_salt=salt)
+        params = SamplingParams(max_tokens=2, temperature=0)
+        updates = [u async for u in served.client.generate("salted", salted, params)]
+        return updates[-1].output.num_cached_tokens
+
+    salts = (None, "a", "b")
+    assert [served.run(num_cached(salt)) for salt in salts] == [0, 0, 0]
+    assert [served.run(num_cached(salt)) for salt in salts] == [64, 64, 64]
+
+
 def same_text(got: RequestOutput, want: RequestOutput) -> bool:
     """Whatever was drafted, and in whatever batch."""
     return got.prompt_token_ids == want.prompt_token_ids and all(

@@ -165,7 +165,7 @@ class SamplingFields(HarmlessExtras):
     grammar: str | None = None
     stream: bool | None = None
     priority: Int64 | None = Field(None, description="Lower is earlier.")
-    request_id: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+    request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = Field(
         None, description="Is part of the answer's id; default: a random one."
     )
     cache_salt: Annotated[str, Field(min_length=1)] | None = Field(
