@@ -1,29 +1,23 @@
-"""An EngineClient that writes what a script says, with a real tokenizer and a real detokenizer."""
+"""An EngineClient that writes what a script says; texts are assembled as they are in a server."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
+from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.errors import EngineDeadError
-from outdraft.core.outputs import (
-    CompletionOutput,
-    DraftTrace,
-    Logprob,
-    RequestMetrics,
-    RequestOutput,
-    SpeculationMetrics,
-    TokenOrigin,
-)
+from outdraft.core.outputs import DraftTrace, TokenOrigin
+from outdraft.core.plan import TokenLogprobs
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.detokenizer import Detokenizer
+from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.client import TextDelta, Update
+from outdraft.server.client import Update
 from outdraft.server.messages import EngineInfo, Steps
+from outdraft.server.unread import Unread
 from tests.engine.byte_level import tokenizer
 
 MAX_MODEL_LEN = 4096
@@ -92,10 +86,10 @@ class FakeEngine:
         self.started.append(request_id)
         self.num_running += 1
         text = tokenizer().decode(prompt.token_ids.tolist(), skip_special_tokens=False)
-        output = _new_output(request_id, prompt, params)
-        output.metrics.speculative_decoding.lossless = self.lossless
+        assembly = RequestAssembly(request_id, prompt, params, self.inputs)
+        unread, output = Unread(assembly.output), assembly.output
         writers = [
-            _Writer(self.script(text, index), output, index, params, self.drafters)
+            _Writer(self.script(text, index), index, params, self.drafters)
             for index in range(params.n)
         ]
         number = 0
@@ -105,116 +99,78 @@ class FakeEngine:
                     raise self.error
                 if number == self.stall_at:
                     await asyncio.Event().wait()
-                deltas = [writer.step() for writer in writers if writer.is_running]
-                output.finished = not any(writer.is_running for writer in writers)
+                assembly.add(self._delta(request_id, prompt, params, writers))
                 number += 1
-                yield Update(output, deltas)
+                yield unread.take()
                 await asyncio.sleep(0)
         finally:
             self.num_running -= 1
             if not output.finished:
                 self.aborted.append(request_id)
 
+    def _delta(
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        writers: list["_Writer"],
+    ) -> RequestDelta:
+        """What a step brings."""
+        prompt_rows = None
+        if params.prompt_logprobs is not None and not writers[0].num_written:
+            behind_first = prompt.token_ids.tolist()[1:]
+            prompt_rows = tuple(_row(i, place) for place, i in enumerate(behind_first))
+        return RequestDelta(
+            request_id,
+            tuple(writer.step() for writer in writers if writer.is_running),
+            first_scheduled_s=0.0,
+            num_cached_tokens=len(prompt.token_ids) // 2,
+            num_preemptions=0,
+            num_spec_tokens=2,
+            lossless=self.lossless,
+            prompt_logprobs=prompt_rows,
+        )
 
-def _new_output(request_id: str, prompt: EncodedPrompt, params: SamplingParams) -> RequestOutput:
-    ids = prompt.token_ids.tolist()
-    rows = None
-    if params.prompt_logprobs is not None:
-        rows = [None, *(_row(i, k, params.prompt_logprobs) for k, i in enumerate(ids[1:]))]
-    return RequestOutput(
-        request_id,
-        prompt.text,
-        ids,
-        [CompletionOutput(index) for index in range(params.n)],
-        finished=False,
-        metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(2)),
-        prompt_logprobs=rows,
-        num_cached_tokens=len(ids) // 2,
-    )
 
-
-def _row(token_id: int, position: int, num_top: int) -> dict[int, Logprob]:
+def _row(token_id: int, position: int) -> TokenLogprobs:
     """The chosen token is the second most likely one."""
-    names = tokenizer()
-
-    def entry(i: int, rank: int) -> Logprob:
-        return Logprob(-rank - position / 128, rank, names.decode([i], False))
-
-    others = [i for i in range(10, 40) if i != token_id]
-    row = {token_id: entry(token_id, 2)}
-    ranks = [rank for rank in range(1, num_top + 1) if rank != 2]
-    return row | {i: entry(i, rank) for i, rank in zip(others, ranks, strict=False)}
+    likely, *others = [i for i in range(10, 40) if i != token_id]
+    ids = (likely, token_id, *others)
+    values = tuple(-rank - position / 128 for rank in range(1, len(ids) + 1))
+    return TokenLogprobs(token_id, values[1], 2, ids, values)
 
 
 class _Writer:
-    """One choice."""
+    """One choice. It goes on behind a stop string, as an engine does that has not heard of it."""
 
     def __init__(
-        self,
-        text: str,
-        output: RequestOutput,
-        index: int,
-        params: SamplingParams,
-        drafters: tuple[str, str],
+        self, text: str, index: int, params: SamplingParams, drafters: tuple[str, str]
     ) -> None:
+        self._index = index
         self._ids = tokenizer().encode(text).ids
+        self._last = min(len(self._ids), params.max_tokens or len(self._ids))
         self._params = params
         self._drafters = drafters
-        self._metrics = output.metrics.speculative_decoding
-        self._one = output.outputs[index]
-        self._detokenizer = Detokenizer(
-            tokenizer(),
-            params.stop_strings,
-            skip_special_tokens=params.skip_special_tokens,
-            include_stop_string=params.include_stop_str_in_output,
-        )
+        self.num_written = 0
 
     @property
     def is_running(self) -> bool:
-        return self._one.finish_reason is None
+        return self.num_written < self._last
 
-    def step(self) -> TextDelta:
-        one, params = self._one, self._params
-        told = len(one.text)
-        new: list[int] = []
-        for _ in range(2):
-            if not self.is_running:
-                break
-            token_id = self._ids[len(one.token_ids)]
-            new.append(token_id)
-            one.token_ids.append(token_id)
-            stop = self._detokenizer.push(token_id)
-            if stop is not None:
-                one.finish_reason, one.stop_reason = "stop", stop
-            elif len(one.token_ids) == len(self._ids):
-                one.finish_reason = "stop"
-            elif len(one.token_ids) == params.max_tokens:
-                one.finish_reason = "length"
-        origins = [TokenOrigin(self._drafters[0]), TokenOrigin.RECOVERED][: len(new)]
-        one.origins += origins
-        self._metrics.record(Counter(self._drafters), {self._drafters[0]: 1})
-        rows = None
-        if params.logprobs is not None:
-            first = len(one.token_ids) - len(new)
-            rows = [_row(i, first + k, params.logprobs) for k, i in enumerate(new)]
-            one.logprobs = (one.logprobs or []) + rows
-        one.text = self._detokenizer.settled_text
+    def step(self) -> SequenceDelta:
+        first = self.num_written
+        new = tuple(self._ids[first : min(first + 2, self._last)])
+        self.num_written += len(new)
+        rows, trace, reason = (), None, None
+        if self._params.logprobs is not None:
+            rows = tuple(_row(i, first + k) for k, i in enumerate(new))
+        if self._params.speculation.trace:
+            trace = DraftTrace(self._drafters, (new[0], 20), (), (0,), len(new), 0.25)
         if not self.is_running:
-            self._detokenizer.finish(at_stop_string=one.stop_reason is not None)
-            one.text = self._detokenizer.text
-        steps = None
-        if params.speculation.trace:
-            steps = [DraftTrace(self._drafters, (new[0], 20), (), (0,), len(new), 0.25)]
-        return TextDelta(
-            one.index,
-            one.text[told:],
-            new,
-            origins,
-            rows,
-            one.finish_reason,
-            one.stop_reason,
-            steps,
-        )
+            reason = "stop" if self.num_written == len(self._ids) else "length"
+        origins = (TokenOrigin(self._drafters[0]), TokenOrigin.RECOVERED)[: len(new)]
+        drafted = dict(Counter(self._drafters))
+        return SequenceDelta(self._index, new, origins, drafted, rows, trace, reason)
 
 
 def with_script(text: str) -> FakeEngine:
