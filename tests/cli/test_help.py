@@ -105,7 +105,7 @@ def test_the_demos_table_fits_into_80_columns():
     written = io.StringIO()
     names = [PLAIN, "draft_model", *assets.HEADS, "suffix", "ngram", "combined"]
     tallies = {name: Tally(num_decoded=12345, decode_s=1.23) for name in names}
-    DemoView(Console(file=written, width=80), llm, ()).footer(tallies, 1.0)
+    DemoView(Console(file=written, width=80), llm, ()).footer(tallies, 0.7, 1.0)
     shown = written.getvalue()
     assert "…" not in shown
     for name in (*names, "tokens/s", "TPOT ms", "acceptance", "identical"):

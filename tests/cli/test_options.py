@@ -54,6 +54,11 @@ def test_every_sampling_flag_reaches_the_parameters():
 
 def test_every_engine_flag_reaches_the_configuration():
     options = EngineOptions(
+        revision="v2",
+        load_format="dummy",
+        generation_config="vllm",
+        gpu_memory_utilization=0.25,
+        enforce_eager=True,
         tokenizer="t",
         dtype="float64",
         device="cpu",
@@ -68,6 +73,11 @@ def test_every_engine_flag_reaches_the_configuration():
     assert all(getattr(options, field.name) is not None for field in dataclasses.fields(options))
     assert engine_config("m", options) == EngineConfig.from_options(
         model="m",
+        revision="v2",
+        load_format="dummy",
+        generation_config="vllm",
+        gpu_memory_utilization=0.25,
+        enforce_eager=True,
         tokenizer="t",
         dtype="float64",
         device="cpu",
@@ -80,6 +90,12 @@ def test_every_engine_flag_reaches_the_configuration():
         max_num_seqs=1,
         speculative_config={"method": "suffix"},
     )
+
+
+def test_sampling_flags_win_over_the_models_own_defaults():
+    defaults = SamplingParams(temperature=0.6, top_k=20)
+    chosen = sampling_params(SamplingOptions(temperature=0.1), defaults)
+    assert chosen == SamplingParams(temperature=0.1, top_k=20, max_tokens=DEFAULT_MAX_TOKENS)
 
 
 @pytest.mark.usefixtures("embedded")

@@ -1,5 +1,7 @@
 """How many blocks the cache gets, and what is said when it cannot have them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,13 +9,28 @@ from hypothesis import strategies as st
 
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
-from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.engine import memory
+from outdraft.engine.cgroup import GroupMemory, limited_groups
+from outdraft.engine.memory import DeviceMemory, MemoryPlan, device_memory, num_blocks
 from outdraft.engine.step_memory import StepMemory
 
 
-def blocks(config: CacheConfig, block_bytes=100, useful_tokens=10**9, buffers=0, free=10_000):
+def blocks(
+    config: CacheConfig,
+    block_bytes=100,
+    useful_tokens=10**9,
+    buffers=0,
+    free=10_000,
+    total=None,
+    weights=0,
+):
     return num_blocks(
-        config, block_bytes=block_bytes, useful_tokens=useful_tokens, buffers=buffers, free=free
+        config,
+        block_bytes=block_bytes,
+        useful_tokens=useful_tokens,
+        weights=weights,
+        buffers=buffers,
+        memory=DeviceMemory(total or free, free, default_share=0.5),
     )
 
 
@@ -26,8 +43,25 @@ def test_bytes_buy_whole_blocks():
     assert blocks(CacheConfig(kv_cache_memory_bytes=799)) == 7
 
 
-def test_otherwise_a_share_of_what_the_buffers_leave():
-    assert blocks(CacheConfig(memory_fraction=0.5), buffers=2000) == 40
+def test_a_share_of_the_whole_device_is_for_weights_buffers_and_cache_together():
+    config = CacheConfig(gpu_memory_utilization=0.5)
+    assert blocks(config, total=20_000, weights=3000, buffers=2000) == 50
+    assert blocks(CacheConfig(gpu_memory_utilization=1.0), total=20_000, weights=10_000) == 100
+
+
+def test_a_share_that_others_have_taken_already_is_refused_when_it_was_asked_for():
+    with pytest.raises(ConfigError, match="lower gpu_memory_utilization"):
+        blocks(CacheConfig(gpu_memory_utilization=0.9), total=20_000, free=10_000)
+
+
+def test_a_share_that_the_weights_fill_leaves_no_block():
+    with pytest.raises(ConfigError, match="raise kv_cache_memory_bytes or gpu_memory_utilization"):
+        blocks(CacheConfig(gpu_memory_utilization=0.5), total=20_000, weights=10_000)
+
+
+def test_the_default_share_is_also_one_of_what_others_leave_free():
+    assert blocks(CacheConfig(), total=20_000, weights=1000, buffers=2000, free=10_000) == 40
+    assert blocks(CacheConfig(), total=20_000, weights=5000, buffers=2000, free=10_000) == 30
 
 
 def test_no_more_is_taken_unasked_than_all_requests_at_their_longest_need():
@@ -57,14 +91,14 @@ sizes = st.integers(1, 10_000)
 
 @given(sizes, sizes, sizes, st.integers(0, 10**7), st.floats(0.01, 1))
 def test_what_is_taken_fits(block_bytes, useful_tokens, buffers, free, fraction):
-    config = CacheConfig(memory_fraction=fraction)
+    config = CacheConfig(gpu_memory_utilization=fraction)
     try:
         count = blocks(config, block_bytes, useful_tokens, buffers, free)
     except ConfigError:
-        assert (free - buffers) * fraction < block_bytes + 1
+        assert free * fraction - buffers < block_bytes + 1
     else:
         assert count >= 1
-        assert count * block_bytes <= (free - buffers) * fraction
+        assert count * block_bytes + buffers <= free * fraction
         assert (count - 1) * config.block_size < useful_tokens
 
 
@@ -87,4 +121,54 @@ def test_the_table_adds_up():
 
 
 def test_there_is_memory_on_this_machine():
-    assert free_bytes(torch.device("cpu")) > 2**20
+    found = device_memory(torch.device("cpu"))
+    assert 2**20 < found.free <= found.total
+
+
+def version_2(root: Path, folder: str, limit: str, used: int, cached: int) -> None:
+    (root / folder).mkdir(parents=True, exist_ok=True)
+    (root / folder / "memory.max").write_text(f"{limit}\n")
+    (root / folder / "memory.current").write_text(f"{used}\n")
+    (root / folder / "memory.stat").write_text(f"anon 5\ninactive_file {cached}\n")
+
+
+def test_every_group_above_this_process_that_has_a_limit_counts(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/a/b\n")
+    version_2(tmp_path / "fs", "a/b", "1000", 700, 300)
+    version_2(tmp_path / "fs", "a", "max", 700, 300)
+    version_2(tmp_path / "fs", "", "5000", 4000, 0)
+    version_2(tmp_path / "fs", "other", "1", 1, 0)
+    found = list(limited_groups(tmp_path / "fs", membership))
+    assert found == [GroupMemory(1000, 400), GroupMemory(5000, 4000)]
+
+
+def test_in_a_container_the_root_is_the_group(tmp_path):
+    """The path is the machine's, and leads nowhere here."""
+    membership = tmp_path / "cgroup"
+    membership.write_text("0::/docker/0123\n")
+    version_2(tmp_path / "fs", "", "4096", 100, 0)
+    assert list(limited_groups(tmp_path / "fs", membership)) == [GroupMemory(4096, 100)]
+
+
+def test_the_first_version_of_groups_is_read_too(tmp_path):
+    membership = tmp_path / "cgroup"
+    membership.write_text("5:cpu,cpuacct:/x\n4:memory:/x\n")
+    folder = tmp_path / "fs" / "memory" / "x"
+    folder.mkdir(parents=True)
+    (folder / "memory.limit_in_bytes").write_text("2048\n")
+    (folder / "memory.usage_in_bytes").write_text("1024\n")
+    (folder / "memory.stat").write_text("total_inactive_file 24\n")
+    assert list(limited_groups(tmp_path / "fs", membership)) == [GroupMemory(2048, 1000)]
+
+
+def test_without_groups_there_are_no_limits(tmp_path):
+    assert list(limited_groups(tmp_path, tmp_path / "none")) == []
+
+
+def test_a_groups_limit_is_what_the_share_is_of(monkeypatch):
+    group = GroupMemory(2**22, 2**21)
+    monkeypatch.setattr(memory, "limited_groups", lambda: [group])
+    found = device_memory(torch.device("cpu"))
+    assert (found.total, found.free) == (2**22, 2**21)
+    assert found.default_share == memory.CPU_SHARE

@@ -30,7 +30,7 @@ def chat(
     sampling: SamplingOptions,
 ) -> None:
     """Talk with a model. Ctrl-C ends an answer, Ctrl-D the conversation."""
-    params = sampling_params(sampling)
+    sampling_params(sampling)  # what is wrong is told before the model is loaded
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
     from outdraft.cli.streaming import stream, summary
@@ -38,10 +38,11 @@ def chat(
     from outdraft.engine.llm import LLM
     from outdraft.models.loader import resolve_model_path
 
-    template = ChatTemplate.from_directory(resolve_model_path(config.model))
+    template = ChatTemplate.from_directory(resolve_model_path(config.model, config.revision))
     if template is None:
         raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
     llm = LLM.from_config(config)
+    params = sampling_params(sampling, llm.get_default_sampling_params())
     if verbose:
         typer.echo(f"{llm.memory}\n", err=True)
     tokenizer = llm.models.tokenizer

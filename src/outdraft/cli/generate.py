@@ -35,7 +35,7 @@ def generate(
     sampling: SamplingOptions,
 ) -> None:
     """Complete a prompt. The text goes to stdout while it grows, the numbers to stderr."""
-    params = sampling_params(sampling)
+    sampling_params(sampling)  # what is wrong is told before the model is loaded
     config = engine_config(model, engine)
     text = prompt if prompt is not None else _stdin()
     use_physical_cores(os.environ)
@@ -43,6 +43,7 @@ def generate(
     from outdraft.engine.llm import LLM
 
     llm = LLM.from_config(config)
+    params = sampling_params(sampling, llm.get_default_sampling_params())
     llm.engine.check_request(text, params)
     if verbose:
         typer.echo(f"{llm.memory}\n", err=True)

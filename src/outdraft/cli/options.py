@@ -8,14 +8,14 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Annotated, Any
 
 import typer
 
 from outdraft import assets
 from outdraft.cli.embedded import with_embedded_network
-from outdraft.config.engine import DTYPES, POLICIES, EngineConfig
+from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 
@@ -29,10 +29,34 @@ class EngineOptions:
     tokenizer: Annotated[
         str | None, typer.Option(help="Directory or hub name; default: the model's own.")
     ] = None
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")
+    ] = None
+    load_format: Annotated[
+        str | None,
+        typer.Option(
+            help=f"One of {', '.join(LOAD_FORMATS)}; dummy: random weights, without a download."
+        ),
+    ] = None
+    generation_config: Annotated[
+        str | None,
+        typer.Option(
+            help="Where sampling parameters come from that nobody gives: auto (the model's "
+            "generation_config.json, the default), vllm (nowhere), or a directory."
+        ),
+    ] = None
     dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest prompt + output, in tokens.")
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            help="Share of the device's memory for weights, buffers and the KV cache; on a CPU of "
+            "the RAM that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and no more "
+            "than that share of what is free."
+        ),
     ] = None
     kv_cache_memory_bytes: Annotated[
         str | None,
@@ -48,6 +72,10 @@ class EngineOptions:
     ] = None
     attention: Annotated[
         str | None, typer.Option("--attention-backend", help="Default: the device's fastest.")
+    ] = None
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option("--enforce-eager", help="Accepted: steps are never captured as graphs."),
     ] = None
     seed: Annotated[int | None, typer.Option(help="For everything random.")] = None
     speculative_config: Annotated[
@@ -158,9 +186,15 @@ def serving_config(
     return _config(model, options, speculative_config, given)
 
 
-def sampling_params(options: SamplingOptions) -> SamplingParams:
-    """Raises RequestError if a value is out of its range."""
-    return SamplingParams(**_given(options))
+def sampling_params(
+    options: SamplingOptions, defaults: SamplingParams | None = None
+) -> SamplingParams:
+    """What the flags say; what they leave open is as in `defaults`.
+
+    Raises:
+        RequestError: a value is out of its range.
+    """
+    return replace(defaults or SamplingParams(), **_given(options))
 
 
 def parse_json_object(text: str) -> dict[str, Any] | None:

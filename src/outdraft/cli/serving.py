@@ -1,11 +1,12 @@
 """Puts the parts of a server together."""
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from rich.console import Console
 
@@ -15,6 +16,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from outdraft.engine.chat import ChatTemplate, as_content_format, special_tokens
+from outdraft.engine.generation_config import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.hosts import is_loopback
 from outdraft.server.api.reasoning import check_marks
@@ -26,6 +28,8 @@ from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
 from outdraft.server.observed import ObservedClient
 from outdraft.server.supervisor import Supervisor
+
+_logger = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "outdraft"
 # The embedded model completes code: nobody taught it who speaks.
@@ -71,12 +75,16 @@ def run(
                     style="bold red",
                     markup=False,
                 )
-            known = replace(settings, allowed_hosts=allowed_hosts(chosen_hosts, options.host, host))
             supervisor = Supervisor(launch, show, restarts=options.restart_engine)
             await supervisor.start()
             if settings.reasoning_parser is not None:
                 check_marks(supervisor.inputs.tokenizer)
             console.print(supervisor.info.memory, markup=False)
+            known = replace(
+                settings,
+                allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
+                default_sampling=_default_sampling(config, supervisor.info),
+            )
             template = _chat_template(supervisor.info, options, is_embedded=is_embedded)
             name = settings.served_model_names[0]
             console.print(
@@ -134,6 +142,16 @@ def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
 
     supervisor.watch(record)
     return feed
+
+
+def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:
+    found = default_sampling(config, Path(info.model_path))
+    if found:
+        _logger.info(
+            "requests that leave them open are sampled with %s; --generation-config vllm: without",
+            found,
+        )
+    return found
 
 
 def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[str, ...] | None:

@@ -9,25 +9,36 @@ from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
 
-DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half", "float64")
+LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "priority")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """How much memory the KV cache takes and how it is cut."""
+    """How much memory the KV cache takes and how it is cut.
 
-    block_size: int = 16  # tokens per block
-    kv_cache_memory_bytes: int | None = None  # None: memory_fraction of what is free
-    memory_fraction: float = 0.5  # of the memory free after the weights are loaded
-    num_blocks: int | None = None  # overrides the memory settings
+    Attributes:
+        block_size: tokens per block.
+        kv_cache_memory_bytes: None: what gpu_memory_utilization leaves.
+        gpu_memory_utilization: share of the device's memory for weights, buffers and the cache
+            together; on a CPU of the RAM, within the limit of a container. None: 0.9 on a GPU, 0.5
+            on a CPU, and no more than that share of what is free.
+        num_blocks: overrides the memory settings.
+    """
+
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float | None = None
+    num_blocks: int | None = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         check_whole("block_size", self.block_size, 1)
-        check_number("memory_fraction", self.memory_fraction, 0, 1)
-        if self.memory_fraction == 0:
-            raise ConfigError("memory_fraction must be above 0")
+        if self.gpu_memory_utilization is not None:
+            check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
+            if self.gpu_memory_utilization == 0:
+                raise ConfigError("gpu_memory_utilization must be above 0")
         for name in ("kv_cache_memory_bytes", "num_blocks"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), 1)
@@ -61,6 +72,12 @@ class EngineConfig:
         model: directory of a Hugging Face checkpoint, or its name on the hub.
         dtype: of weights, activations and KV; "auto": the checkpoint's own on a GPU, on a CPU
             bfloat16 where the CPU multiplies it, else float32.
+            half and float are other names of float16 and float32.
+        revision: branch, tag or commit of a model of the hub.
+        load_format: "dummy": random weights, of the shapes that config.json says; else safetensors.
+        generation_config: whose sampling parameters a request has that leaves them open: "auto":
+            the model's generation_config.json, "vllm": nobody's, else the directory of another one.
+        enforce_eager: accepted for scripts that set it: no step is ever captured as a graph.
         max_model_len: longest prompt + output in tokens; None: what the model allows.
         seed: of requests that bring no seed of their own.
         attention: backend name, None: the fastest one for the device.
@@ -68,6 +85,10 @@ class EngineConfig:
 
     model: str
     tokenizer: str | None = None
+    revision: str | None = None
+    load_format: str = "auto"
+    generation_config: str = "auto"
+    enforce_eager: bool = False
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -79,6 +100,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("load_format", self.load_format, LOAD_FORMATS)
+        if not isinstance(self.enforce_eager, bool):
+            raise ConfigError(f"enforce_eager must be true or false, got {self.enforce_eager!r}")
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 2)
 

@@ -19,7 +19,7 @@ from outdraft.engine.drafters import LoadedDrafter, cache_bytes
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.loading import LoadedModels, check_shared, load_models
-from outdraft.engine.memory import MemoryPlan, free_bytes, num_blocks
+from outdraft.engine.memory import MemoryPlan, device_memory, num_blocks
 from outdraft.engine.proposers import device_proposer
 from outdraft.engine.step_memory import (
     StepMemory,
@@ -173,14 +173,15 @@ def _plan_memory(
     if drafter is not None:
         block_bytes += drafter.bytes_per_block(size)
     step = _step_memory(config, models, drafter, max_model_len)
+    drafter_weights = drafter.memory_bytes if drafter is not None else 0
     count = num_blocks(
         config.cache,
         block_bytes=block_bytes,
         useful_tokens=config.scheduler.max_num_seqs * max_model_len,
+        weights=target.memory_bytes + drafter_weights,
         buffers=step.total,
-        free=free_bytes(models.device),
+        memory=device_memory(models.device),
     )
-    drafter_weights = drafter.memory_bytes if drafter is not None else 0
     return MemoryPlan(target.memory_bytes, drafter_weights, step, block_bytes, count, size)
 
 

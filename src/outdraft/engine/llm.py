@@ -21,6 +21,7 @@ from outdraft.engine.chat import (
     special_tokens,
 )
 from outdraft.engine.engine import Engine
+from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.prompts import EncodedPrompt, Prompt, is_one_prompt
@@ -67,8 +68,13 @@ class LLM:
         self.memory: MemoryPlan
         self.engine, self.memory = build_engine(config, models)
         _logger.info("memory of %s:\n%s", config.model, self.memory)
+        self._default_sampling = default_sampling(config, models.path)
         self._chat_template = ChatTemplate.from_directory(models.path)
         self._num_requests = 0
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of a call that gives none: what `generation_config` says, else SamplingParams()."""
+        return SamplingParams(**self._default_sampling)
 
     def generate(
         self,
@@ -84,6 +90,8 @@ class LLM:
             RequestError: a prompt or its parameters are wrong; then nothing was started.
         """
         several = _as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(several))
         ranks = list(priority) if priority is not None else [0] * len(several)
         if len(ranks) != len(several):
@@ -199,10 +207,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
     if isinstance(params, SamplingParams):
         return [params] * count
     if len(params) != count:

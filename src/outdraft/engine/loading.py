@@ -16,7 +16,7 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.models.loader import load_model, random_model, resolve_model_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +40,30 @@ def load_models(config: EngineConfig) -> LoadedModels:
     """
     device = choose_device(config.device)
     attention = attention_backend(config.attention, device)
-    path = resolve_model_path(config.model)
+    is_dummy = config.load_format == "dummy"
+    path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
     dtype = choose_dtype(config.dtype, own_dtype, device)
-    target = load_model(path, dtype, device, attention, config.max_model_len)
+    load = random_model if is_dummy else load_model
+    target = load(path, dtype, device, attention, config.max_model_len)
     if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
         raise ConfigError(
             f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"
         )
     drafter = None
     if (network := config.speculation.network) is not None:
+        if is_dummy:
+            raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
         drafter = load_drafter(network, path, target, attention)
-    tokenizer_path = resolve_model_path(config.tokenizer) if config.tokenizer else path
-    tokenizer = load_tokenizer(tokenizer_path)
+    tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
     return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
+
+
+def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
+    """The directory of the tokenizer: the model's own, unless the configuration names another."""
+    return resolve_model_path(config.tokenizer) if config.tokenizer else model_path
 
 
 def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
@@ -74,7 +82,7 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
-    for name in ("model", "tokenizer", "dtype", "device", "attention"):
+    for name in ("model", "tokenizer", "revision", "load_format", "dtype", "device", "attention"):
         if getattr(config, name) != getattr(loaded, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the models were loaded with "

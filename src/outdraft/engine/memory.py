@@ -7,7 +7,10 @@ import torch
 
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
+from outdraft.engine.cgroup import limited_groups
 from outdraft.engine.step_memory import StepMemory
+
+GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization says otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,45 @@ class MemoryPlan:
         return "\n".join(f"{name:<{width}}  {size:>14}" for name, size in rows)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that could be taken now."""
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes that a device has, and those that could be taken now.
+
+    `default_share`: of gpu_memory_utilization. Others use a machine's RAM as well.
+    """
+
+    total: int
+    free: int
+    default_share: float
+
+
+def device_memory(device: torch.device) -> DeviceMemory:
+    """A GPU's memory; on a CPU the RAM, as far as this process's control groups let it have it."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(total, free, GPU_SHARE)
+    machine = psutil.virtual_memory()
+    groups = list(limited_groups())
+    return DeviceMemory(
+        min([machine.total, *(group.limit for group in groups)]),
+        max(0, min([machine.available, *(group.limit - group.used for group in groups)])),
+        CPU_SHARE,
+    )
 
 
 def num_blocks(
-    config: CacheConfig, *, block_bytes: int, useful_tokens: int, buffers: int, free: int
+    config: CacheConfig,
+    *,
+    block_bytes: int,
+    useful_tokens: int,
+    weights: int,
+    buffers: int,
+    memory: DeviceMemory,
 ) -> int:
-    """Blocks of the pool: what was asked for, or a share of what is free.
+    """Blocks of the pool: what was asked for, or what the share of the memory leaves.
 
-    No more than `useful_tokens` (every request at its longest) are taken unasked.
+    No more than `useful_tokens` (every request at its longest) are taken unasked. The default share
+    is also one of what is free: nobody asked for the memory that others use.
 
     Raises:
         ConfigError: more was asked for than there is, or too little is left for one block.
@@ -76,18 +105,22 @@ def num_blocks(
         wanted = config.kv_cache_memory_bytes
     else:
         useful = -(-useful_tokens // config.block_size) * block_bytes
-        wanted = min(int(max(0, free - buffers) * config.memory_fraction), useful)
-    if wanted + buffers > free:
+        share = config.gpu_memory_utilization or memory.default_share
+        left = int(memory.total * share) - weights - buffers
+        if config.gpu_memory_utilization is None:
+            left = min(left, int((memory.free - buffers) * share))
+        wanted = min(max(0, left), useful)
+    if wanted + buffers > memory.free:
         raise ConfigError(
             f"the KV cache asks for {_mebibytes(wanted)} beside {_mebibytes(buffers)} of buffers, "
-            f"but {_mebibytes(free)} are free: lower kv_cache_memory_bytes, num_blocks, "
-            "max_num_seqs or max_num_batched_tokens"
+            f"but {_mebibytes(memory.free)} are free: lower gpu_memory_utilization, "
+            "kv_cache_memory_bytes, num_blocks, max_num_seqs or max_num_batched_tokens"
         )
     count = wanted // block_bytes
     if count < 1:
         raise ConfigError(
             f"the KV cache gets {wanted} bytes, but one block takes {block_bytes}: raise "
-            "kv_cache_memory_bytes or memory_fraction"
+            "kv_cache_memory_bytes or gpu_memory_utilization"
         )
     return count
 

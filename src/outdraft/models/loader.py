@@ -26,14 +26,28 @@ _READABLE = {"F64", "F32", "F16", "BF16"}
 _MAX_NAMED = 5  # tensors that an error names
 
 
-def resolve_model_path(name_or_path: str | os.PathLike[str]) -> Path:
+def resolve_model_path(
+    name_or_path: str | os.PathLike[str],
+    revision: str | None = None,
+    *,
+    with_weights: bool = True,
+) -> Path:
     """The directory of a checkpoint: a local one, else one of the hub, downloaded if need be.
 
+    Args:
+        revision: branch, tag or commit on the hub; None: the main branch.
+        with_weights: whether the weights are downloaded, too.
+
     Raises:
-        ConfigError: there is neither, or the hub cannot be reached and has not been cached.
+        ConfigError: there is neither, or the hub cannot be reached and has not been cached, or a
+            revision is asked of a local directory.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise ConfigError(
+                f"revision {revision!r} is for models of the hub, and {str(path)!r} is a directory"
+            )
         return path
     if path.exists():
         raise ConfigError(f"model {str(path)!r} is a file: give the directory of the checkpoint")
@@ -41,7 +55,12 @@ def resolve_model_path(name_or_path: str | os.PathLike[str]) -> Path:
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model {name!r}: there is no such directory")
     try:
-        found = snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        found = snapshot_download(
+            name,
+            revision=revision,
+            allow_patterns=_WANTED,
+            ignore_patterns=_UNWANTED if with_weights else [*_UNWANTED, "*.safetensors"],
+        )
     except (OSError, ValueError) as error:  # the hub's own errors are one or the other
         raise ConfigError(
             f"model {name!r} is neither a directory nor a checkpoint that the hub can give: {error}"
@@ -68,6 +87,31 @@ def load_model(
     files = weight_files(path)
     model = CausalLM(config, attention, dtype, device)
     load_weights(model, files)
+    return _packed(model, dtype)
+
+
+def random_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    attention: AttentionBackend,
+    max_model_len: int | None = None,
+) -> CausalLM:
+    """As load_model, with small random weights: to try shapes and memory without a download.
+
+    They are the same every time, and numbers that the checkpoint's own dtype can hold.
+    """
+    config = ModelConfig.from_directory(path).for_context(max_model_len)
+    model = CausalLM(config, attention, dtype, device)
+    own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
+    generator = torch.Generator().manual_seed(0)
+    for slot in model.checkpoint_slots().values():
+        values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
+        slot.copy_(values.to(own_dtype))
+    return _packed(model, dtype)
+
+
+def _packed(model: CausalLM, dtype: torch.dtype) -> CausalLM:
     fits = dtype is torch.float32 and model.device.type == "cpu" and model.weights_fit_bfloat16()
     model.pack(best_packing(dtype, model.device, weights_fit_bfloat16=fits))
     return model.eval()

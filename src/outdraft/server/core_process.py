@@ -61,9 +61,8 @@ def _start(
     send_reports(reports, [Loading("libraries", 0.0)])
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine
-    from outdraft.engine.loading import load_models
+    from outdraft.engine.loading import load_models, tokenizer_path
     from outdraft.engine.warm_up import warm_up
-    from outdraft.models.loader import resolve_model_path
 
     send_reports(reports, [Loading("weights", 0.0)])
     models = load_models(config)
@@ -86,7 +85,7 @@ def _start(
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.sources else 0,
         memory=str(memory),
         weight_bytes=models.target.weight_bytes,
-        tokenizer_path=str(resolve_model_path(config.tokenizer or config.model)),
+        tokenizer_path=str(tokenizer_path(config, models.path)),
         lossless=speculation.is_lossless,
     )
     return EngineLoop(engine, commands, reports), info

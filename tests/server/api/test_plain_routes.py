@@ -65,6 +65,18 @@ def test_health_tells_death_and_draining():
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "engine_dead")
 
 
+def test_fields_that_a_body_leaves_open_are_as_the_model_wants_them():
+    own = {"temperature": 0.6, "top_k": 20, "max_tokens": 7}
+    with serve(FakeEngine(), default_sampling=own) as served:
+        client = served.client()
+        client.completions.create(model=MODEL, prompt="a")
+        client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": "a"}])
+        client.responses.create(model=MODEL, input="a", temperature=0, max_output_tokens=3)
+    chosen = [params for _, params, _ in served.engine.requests]
+    assert [(p.temperature, p.top_k) for p in chosen] == [(0.6, 20), (0.6, 20), (0, 20)]
+    assert [p.max_tokens for p in chosen] == [16, 7, 3]  # OpenAI documents the first one
+
+
 def test_ping_says_what_health_says():
     with serve(FakeEngine(), api_key="secret") as served:
         assert served.get("/ping").status_code == served.post("/ping").status_code == 200

@@ -55,9 +55,10 @@ def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) 
     """
     named = {name: getattr(body, name, None) for name in _SAME} | values
     given = {name: value for name, value in named.items() if value is not None}
-    given["max_tokens"] = values["max_tokens"]  # None: up to the end of the context
+    # Without any limit an output ends with the context.
+    whole: dict[str, Any] = {"max_tokens": None, **settings.default_sampling, **given}
     params = SamplingParams(
-        **given,
+        **whole,
         prediction=prediction_text(body),
         speculation=speculation_params(body),
         structured=structured_output(body, settings),

@@ -1,8 +1,8 @@
 """What the routes were started with."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
@@ -28,6 +28,7 @@ class ApiSettings:
         allowed_hosts: names that requests may be for, beside loopback ones; None: any.
         root_path: prefix of all paths that a proxy takes off.
         log_requests: whether each request leaves a line in the log.
+        default_sampling: values, by names of SamplingParams, of fields that a body leaves open.
         max_choices: answers of one request, n times the number of prompts.
         max_logprobs: most likely tokens a position.
     """
@@ -41,6 +42,7 @@ class ApiSettings:
     allowed_hosts: tuple[str, ...] | None = None
     root_path: str = ""
     log_requests: bool = False
+    default_sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices: int = 128
     max_logprobs: int = 20
