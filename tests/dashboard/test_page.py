@@ -1,5 +1,6 @@
 """The playground in a real browser."""
 
+import ast
 from collections import Counter
 from dataclasses import replace
 
@@ -213,6 +214,16 @@ def test_sampled_runs_of_a_comparison_share_their_seed(page: Page, site: Site):
     assert on["seed"] == off["seed"]
 
 
+def test_the_examples_are_python_that_stops_where_a_line_goes_on(page: Page):
+    buttons = page.locator(".example")
+    assert buttons.count() >= 3
+    for button in buttons.all():
+        button.click()
+        text = page.input_value("#prompt")
+        ast.parse(text + (" f(): pass" if text.endswith("def") else " pass"))
+        assert text == text.rstrip()
+
+
 def test_settings_reach_the_request(page: Page, site: Site):
     page.select_option("#method", "draft_model")
     page.fill("#num-speculative-tokens", "3")
@@ -227,7 +238,7 @@ def test_settings_reach_the_request(page: Page, site: Site):
     }
     assert body["prediction"] == {"type": "content", "content": "return n"}
     assert body["max_tokens"] == 7
-    assert body["temperature"] == 0.7
+    assert body["temperature"] == 0.8
 
 
 def test_speculation_can_be_off_and_its_settings_are_then_out_of_reach(page: Page, site: Site):

@@ -108,7 +108,7 @@ def test_the_charts_tell_latencies_and_what_speculation_is_worth(page: Page):
     ]:
         plot = page.get_by_role("slider", name=name)
         plot.focus()
-        assert plot.get_attribute("aria-valuetext", timeout=1000).startswith("now: –")
+        assert (plot.get_attribute("aria-valuetext") or "").startswith("now: –")
         page.keyboard.press("ArrowLeft")
         assert plot.get_attribute("aria-valuetext") == f"1 s ago: {headline}"
         assert legend_of(page.locator(".chart", has=plot)) == legend

@@ -48,7 +48,7 @@ def test_the_slider_shows_how_far_both_were_at_the_same_time(page: Page, site: S
     speculating, plain = seconds_of(page)
     assert speculating < plain
     slider = page.get_by_role("slider", name="Time in the race")
-    shown = ".pane:nth-child({}) .token:not([hidden])"
+    shown = ".pane:nth-child({}) .token:not(.unseen)"
     for share in (0, 250, 500, 1000):
         slider.fill(str(share))
         at = share / 1000 * plain
@@ -89,7 +89,7 @@ def test_the_race_runs_by_itself_and_can_be_stopped_and_played_again(browser: Br
     compare(page)
     button = page.locator(".race button")
     expect(button).to_have_text("Pause")
-    hidden = page.locator(".pane .token[hidden]")
+    hidden = page.locator(".pane .token.unseen")
     assert hidden.count() > 0
     button.click()
     expect(button).to_have_text("Play on")
@@ -103,10 +103,31 @@ def test_the_race_runs_by_itself_and_can_be_stopped_and_played_again(browser: Br
     page.close()
 
 
+def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
+    page: Page, site: Site
+):
+    site.fake.answer = LONG
+    compare(page)
+    boxes = "all => all.map((each) => JSON.stringify(each.getBoundingClientRect()))"
+    still = page.locator(".pane, .output, .race").evaluate_all(boxes)
+    newest = page.locator(".pane:first-child .token:not(.unseen)").last
+    output = page.locator(".pane:first-child .output")
+    for at in (1000, 700, 300, 20, 500):
+        page.get_by_role("slider", name="Time in the race").fill(str(at))
+        top, bottom = newest.evaluate(
+            "each => { const { top, bottom } = each.getBoundingClientRect(); return [top, bottom] }"
+        )
+        box = output.bounding_box()
+        assert box is not None
+        assert box["y"] - 1 <= top
+        assert bottom <= box["y"] + box["height"] + 1
+    assert page.locator(".pane, .output, .race").evaluate_all(boxes) == still
+
+
 def test_nothing_races_by_itself_for_those_who_asked_for_stillness(page: Page):
     compare(page)
     expect(page.locator(".race button")).to_have_text("Replay")
-    assert page.locator(".pane .token[hidden]").count() == 0
+    assert page.locator(".pane .token.unseen").count() == 0
 
 
 def test_a_race_says_how_much_slower_it_is_shown(page: Page, site: Site):

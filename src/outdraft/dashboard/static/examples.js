@@ -1,16 +1,18 @@
-// Texts to begin with: starts of Python modules, as the standard library has them.
+// Texts to begin with: starts of Python modules in the manner of the standard library.
 
 export const EXAMPLES = [
   {
     label: "A class",
-    text: `class TextFormatter:
-    """Format paragraphs of text to a given width.
+    text: `import threading
 
-    The width is the number of characters in a line.
-    """
+class Counter:
+    """Count events from any number of threads."""
 
-    def __init__(self, width=70, indent=""):
-`,
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._count = 0
+
+    def`,
   },
   {
     label: "A function",
@@ -18,7 +20,18 @@ export const EXAMPLES = [
 
 def find_files(path, suffix):
     """Return a list of the files below path whose names end with suffix."""
-`,
+    result = []
+    for name in os.listdir(path):`,
+  },
+  {
+    label: "Exceptions",
+    text: `class Error(Exception):
+    """Base class for all exceptions of this module."""
+
+class ParsingError(Error):
+    """Raised when a file does not follow legal syntax."""
+
+    def __init__(self, source):`,
   },
   {
     label: "Tests",
@@ -27,11 +40,10 @@ def find_files(path, suffix):
 class StackTest(unittest.TestCase):
 
     def test_push(self):
-        stack = Stack()
-        stack.push(1)
-        self.assertEqual(stack.pop(), 1)
+        s = Stack()
+        s.push(1)
+        self.assertEqual(s.pop(), 1)
 
-    def test_empty(self):
-`,
+    def test_empty(self):`,
   },
 ];

@@ -42,7 +42,7 @@ export class Pane {
     );
     this.shownTokens = 0;
     this.visibleTokens = 0; // fewer while a race is replayed
-    rovingFocus(this.output, ".token:not(:empty):not([hidden])");
+    rovingFocus(this.output, ".token:not(:empty):not(.unseen)");
     detail.bind(this.output, ".token", (token) => this.tokenDetail(Number(token.dataset.index)));
     this.update();
   }
@@ -74,14 +74,17 @@ export class Pane {
     this.figures.replaceChildren(...figures);
   }
 
-  /** Hide all tokens but the first ones. */
+  /** Hide all tokens but the first ones, of which the newest is in view; nothing else moves. */
   showFirst(number) {
     const tokens = this.output.children;
     const [from, to] = [this.visibleTokens, number].sort((left, right) => left - right);
-    this.follow(() => {
-      for (let i = from; i < to; i++) tokens[i].hidden = i >= number;
-    });
+    for (let i = from; i < to; i++) tokens[i].classList.toggle("unseen", i >= number);
     this.visibleTokens = number;
+    const { scrollTop, clientHeight } = this.output;
+    const newest = tokens[number - 1];
+    const bottom = newest ? newest.offsetTop + newest.offsetHeight : 0;
+    if (bottom > scrollTop + clientHeight) this.output.scrollTop = bottom - clientHeight;
+    if (bottom < scrollTop) this.output.scrollTop = bottom - clientHeight / 2;
   }
 
   /** A text longer than its box stays at its end, unless somebody reads further up. */

@@ -189,14 +189,14 @@ export class Playground {
   }
 }
 
-/** What a comparison came to. The same text is promised at temperature 0 only. */
+/** What a comparison came to. Both runs share their seed, so a lossless engine gives one text. */
 export function compare(on, off, sampled, lossless) {
   const at = firstDifference(on.text, off.text);
   const speed = `${number(off.total / on.total)} times as fast`;
   const times = `Speculation: ${duration(on.total)}. Without: ${duration(off.total)}.`;
   if (at === null) return { same: true, headline: "Identical text,", text: `${speed}. ${times}` };
-  const distribution = lossless ? "is the same" : "is not the model’s own";
-  const why = sampled ? ` Sampled texts may differ; their distribution ${distribution}.` : "";
+  const isLossy = sampled && !lossless;
+  const why = isLossy ? " Sampled texts differ: their distribution is not the model’s own." : "";
   const headline = `The texts differ from character ${at + 1},`;
   return { same: false, headline, text: `${speed}. ${times}${why}` };
 }
