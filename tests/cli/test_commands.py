@@ -6,12 +6,15 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from outdraft import assets
 from outdraft.cli.app import app
 from outdraft.cli.chat import chat
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
+from tests.models.checkpoints import llama, randomised, save
+from tests.oracle.engines import tokenizer
 
 SMALL = ["--dtype", "float32", "--device", "cpu", "--kv-cache-memory", "256Ki"]
 
@@ -63,6 +66,19 @@ def test_the_same_seed_gives_the_same_sampled_text_and_another_seed_another(comm
     first, again, other = (run(command, *arguments, "--seed", seed).stdout for seed in (7, 7, 8))
     assert first == again
     assert first != other
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_a_model_whose_weights_are_nan_ends_in_an_error(command, tmp_path, temperature):
+    model = randomised(llama())
+    model.model.norm.weight.data.fill_(torch.nan)
+    path = save(model, tmp_path)
+    tokenizer().save(str(path / "tokenizer.json"))
+    arguments = ["generate", path, "-p", "w5 w6", "--temperature", temperature, *SMALL]
+    result = run(command, *arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "no finite logits for token 1 of the output" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+from outdraft.core.errors import GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -16,7 +17,11 @@ def complete_alone(
     params: SamplingParams,
     shown: Callable[[RequestOutput], None],
 ) -> tuple[RequestOutput, int, float]:
-    """The finished output, its tokens behind the first ones, and the time they took in steps."""
+    """The finished output, its tokens behind the first ones, and the time they took in steps.
+
+    Raises:
+        GenerationError: it failed while it ran.
+    """
     assembler = Assembler(engine)
     assembler.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
@@ -33,4 +38,6 @@ def complete_alone(
             output = changed
             shown(changed)
     assert output is not None
+    if output.error is not None:
+        raise GenerationError(output.error)
     return output, len(output.outputs[0].token_ids) - num_first, decode_s

@@ -8,7 +8,7 @@ from typing import Any
 
 from outdraft.bench.metrics import SpecCounters, acceptance_report
 from outdraft.bench.workloads import BenchRequest
-from outdraft.core.errors import CapacityError
+from outdraft.core.errors import CapacityError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -73,6 +73,7 @@ def run_batch(
 
     Raises:
         RequestError: a request could never run; found before the time is taken.
+        GenerationError: one failed while it ran.
     """
     queue: deque[_Queued] = deque()
     for number, request in enumerate(requests):
@@ -81,15 +82,19 @@ def run_batch(
     assembler = Assembler(engine)
     outputs: list[RequestOutput] = []
     started_s = time.monotonic()
-    while (queue or engine.has_work) and time.monotonic() < deadline_s:
-        _feed(assembler, queue)
-        for output in assembler.step():
-            if output.finished:
-                outputs.append(output)
-                on_done(output)
-    elapsed_s = time.monotonic() - started_s
-    for number in range(len(requests)):
-        assembler.abort(str(number))
+    try:
+        while (queue or engine.has_work) and time.monotonic() < deadline_s:
+            _feed(assembler, queue)
+            for output in assembler.step():
+                if output.error is not None:
+                    raise GenerationError(output.error)
+                if output.finished:
+                    outputs.append(output)
+                    on_done(output)
+        elapsed_s = time.monotonic() - started_s
+    finally:
+        for number in range(len(requests)):
+            assembler.abort(str(number))
     return Batch(outputs, len(requests) - len(outputs), elapsed_s)
 
 

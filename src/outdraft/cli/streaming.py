@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 
+from outdraft.core.errors import GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -22,6 +23,7 @@ def stream(
 
     Raises:
         RequestError: it can never run.
+        GenerationError: it failed while it ran.
     """
     assembler = Assembler(engine)
     assembler.add_request(request_id, prompt, params)
@@ -38,6 +40,8 @@ def stream(
         assembler.abort(request_id)
         raise
     assert output is not None
+    if output.error is not None:
+        raise GenerationError(output.error)
     return output
 
 

@@ -21,6 +21,7 @@ class SequenceDelta:
         trace: if the request asked for it.
         finish_reason: a core.request.FinishReason, if the sequence ended.
         stop_reason: the stop token that ended it, if one did. The engine knows no stop strings.
+        error: what went wrong, if it ended with FinishReason.ERROR.
     """
 
     index: int
@@ -31,6 +32,7 @@ class SequenceDelta:
     trace: DraftTrace | None = None
     finish_reason: str | None = None
     stop_reason: int | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class RequestDelta:
     """What one request gained in a step; times and counts are those of the whole request so far.
 
     Attributes:
-        sequences: those that gained tokens.
+        sequences: those that gained tokens, or failed.
         first_scheduled_s: of the monotonic clock, which all processes of a machine share.
         num_cached_tokens: prompt tokens that the prefix cache supplied.
         num_spec_tokens: most drafts a step.

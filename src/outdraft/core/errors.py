@@ -4,11 +4,16 @@ OutdraftError
   ConfigError(ValueError)     wrong or contradictory options: nothing was started
   RequestError(ValueError)    this request can never run; `field` names what is wrong with it
   CapacityError               the request could run later (a full waiting queue)
+  GenerationError             this request failed while it ran; others go on
   EngineDeadError             the step loop ended; `__cause__` says why
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outdraft.core.outputs import RequestOutput
 
 
 class OutdraftError(Exception):
@@ -29,6 +34,19 @@ class RequestError(OutdraftError, ValueError):
 
 class CapacityError(OutdraftError):
     """There is no room now; the same request may succeed later."""
+
+
+class GenerationError(OutdraftError):
+    """A request failed while it ran, for a reason of its own: the others go on.
+
+    Attributes:
+        outputs: of `LLM.generate`, all that was asked for, in order; those that failed have
+            `error` set.
+    """
+
+    def __init__(self, message: str, outputs: "Sequence[RequestOutput]" = ()) -> None:
+        super().__init__(message)
+        self.outputs = outputs
 
 
 class EngineDeadError(OutdraftError):

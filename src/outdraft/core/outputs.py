@@ -64,9 +64,10 @@ class CompletionOutput:
     Attributes:
         origins: one per token of token_ids.
         logprobs: per token, token id -> Logprob: the chosen token and the most likely ones.
-        finish_reason: "stop", "length", "abort", or None while running.
+        finish_reason: "stop", "length", "abort", "error", or None while running.
         stop_reason: the stop string or stop token id that ended it, if one did.
         trace: its steps, if the request asked for them.
+        error: what went wrong, if finish_reason is "error".
     """
 
     index: int
@@ -78,6 +79,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     trace: list[DraftTrace] | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -185,6 +187,11 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+
+    @property
+    def error(self) -> str | None:
+        """What went wrong in the first of its sequences that failed."""
+        return next((one.error for one in self.outputs if one.error is not None), None)
 
     def snapshot(self) -> "RequestOutput":
         """A copy that does not grow; it shares the parts that never change again."""

@@ -160,7 +160,7 @@ class WorkResult:
 
     Attributes:
         token_ids: tokens emitted: the accepted drafts, then one of the target's own; empty if the
-            work did not sample.
+            work did not sample, or is not finite.
         accepted_rows: the rows of the draft that were accepted, from the root down.
         drafted_ids: the draft as it was verified.
         drafted_parents: its shape, as in Draft.
@@ -168,6 +168,8 @@ class WorkResult:
         prompt_logprobs: one entry per prompt position computed now whose next token is known.
         drafted_logprobs: the target's log-probability of each drafted token behind its parent, if
             the request asked for log-probabilities and for a trace.
+        is_finite: False: the target's logits behind the text are no numbers to choose by (NaN,
+            infinite or all -inf).
     """
 
     token_ids: tuple[int, ...] = ()
@@ -177,6 +179,7 @@ class WorkResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafted_logprobs: tuple[float, ...] = ()
+    is_finite: bool = True
 
 
 @dataclass(frozen=True, slots=True)

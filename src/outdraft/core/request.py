@@ -15,6 +15,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 class RequestStatus(StrEnum):
@@ -35,6 +36,8 @@ class Request:
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
         block_salt: is part of the blocks' names, so only texts of the same salt share blocks.
         grammar: what the output must keep to; None: to nothing.
+        may_draft: False: the next step verifies no drafts, which may have spoilt the last one.
+        error: what went wrong, of a request that ended with FinishReason.ERROR.
     """
 
     def __init__(
@@ -75,6 +78,8 @@ class Request:
         self.slot: int | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
+        self.may_draft = True
+        self.error: str | None = None
         self.block_hashes: list[bytes] = []
         self.block_salt = b"" if cache_salt is None else _digest(cache_salt)
         self.arrival_s = time.monotonic()

@@ -82,8 +82,9 @@ class RequestAssembly:
     def _add_metrics(self, delta: RequestDelta) -> None:
         metrics = self.output.metrics
         metrics.first_scheduled_s = delta.first_scheduled_s
-        metrics.last_token_s = time.monotonic()
-        metrics.first_token_s = metrics.first_token_s or metrics.last_token_s
+        if any(part.token_ids for part in delta.sequences):
+            metrics.last_token_s = time.monotonic()
+            metrics.first_token_s = metrics.first_token_s or metrics.last_token_s
         metrics.num_preemptions = delta.num_preemptions
         metrics.speculative_decoding.num_spec_tokens = delta.num_spec_tokens
         metrics.speculative_decoding.lossless = delta.lossless
@@ -138,6 +139,7 @@ class _Sequence:
         elif part.finish_reason is not None:
             completion.finish_reason = part.finish_reason
             completion.stop_reason = part.stop_reason
+            completion.error = part.error
         if self._detokenizer is not None:
             if completion.finish_reason is not None:
                 self._detokenizer.finish(at_stop_string=stop_string is not None)

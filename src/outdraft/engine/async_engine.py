@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
 
-from outdraft.core.errors import EngineDeadError
+from outdraft.core.errors import EngineDeadError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -73,6 +73,7 @@ class AsyncEngine:
 
         Raises:
             RequestError, CapacityError: it was not accepted.
+            GenerationError: it failed while it ran.
             EngineDeadError: a step failed while it ran.
         """
         # Off the engine's thread: a long text takes as long to encode as many steps, and so does a
@@ -163,8 +164,12 @@ class AsyncEngine:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
-            stream.put(output.snapshot())
-            if output.finished:
+            if output.error is not None:
+                self._assembler.abort(output.request_id)  # its other sequences
+                stream.put(GenerationError(output.error))
+            else:
+                stream.put(output.snapshot())
+            if output.finished or output.error is not None:
                 del self._streams[output.request_id]
 
     def _fail_running(self, cause: Exception) -> None:

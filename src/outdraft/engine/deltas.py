@@ -48,7 +48,7 @@ class RequestDeltas:
             # A preempted prompt is computed again: the same positions get the same values.
             end = work.start + len(outcome.prompt_logprobs)
             self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
-        if added:
+        if added or request.finish_reason is not None:
             self._news.append(_sequence_delta(index, work, outcome, added, step_s))
 
     def take(self) -> RequestDelta:
@@ -88,6 +88,7 @@ def _sequence_delta(
         _trace(outcome, drafts, len(added), step_s) if request.params.speculation.trace else None,
         None if reason is None else str(reason),
         request.stop_reason,
+        request.error,
     )
 
 

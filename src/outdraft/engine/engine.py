@@ -129,7 +129,10 @@ class Engine:
         self._num_added += 1
 
     def step(self) -> list[RequestDelta]:
-        """Advance everything that runs by at least one token or prompt chunk; the new tokens."""
+        """Advance everything that runs by at least one token or prompt chunk; the new tokens.
+
+        A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
+        """
         started_s = time.perf_counter()
         scheduler = self.scheduler
         num_live = len(scheduler.running) + len(scheduler.waiting)
@@ -152,7 +155,7 @@ class Engine:
             if work.request.finish_reason is not None:
                 self._end_drafting(sequence)
                 ended.append(sequence)
-            if added:
+            if added or work.request.finish_reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
         self._record(
             step_stats(

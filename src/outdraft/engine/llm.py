@@ -8,7 +8,7 @@ from typing import Any
 from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import CapacityError, ConfigError, RequestError
+from outdraft.core.errors import CapacityError, ConfigError, GenerationError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -88,6 +88,7 @@ class LLM:
 
         Raises:
             RequestError: a prompt or its parameters are wrong; then nothing was started.
+            GenerationError: some requests failed while they ran; it has all outputs.
         """
         several = _as_prompts(prompts)
         if sampling_params is None:
@@ -113,7 +114,13 @@ class LLM:
             for request_id in ids:
                 assembler.abort(request_id)
             raise
-        return [finished[request_id] for request_id in ids]
+        outputs = [finished[request_id] for request_id in ids]
+        failed = [output.error for output in outputs if output.error is not None]
+        if failed:
+            raise GenerationError(
+                f"{len(failed)} of {len(outputs)} requests failed: {failed[0]}", outputs
+            )
+        return outputs
 
     def chat(
         self,

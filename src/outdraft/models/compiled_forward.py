@@ -96,11 +96,13 @@ class CompiledForward:
         longest = max((metadata.max_seq_len for metadata in batches), default=0)
         return num_rows <= MAX_ROWS and (self._team is None or longest <= _LONG_TEXT)
 
-    def best_tokens(self, states_RD: Tensor, head: kernels.Head) -> Tensor:
-        """int64 [R]: the best token behind each state."""
+    def best_tokens(self, states_RD: Tensor, head: kernels.Head) -> tuple[Tensor, Tensor]:
+        """int64 [R]: the best token behind each state; bool [R]: its logit is finite."""
         ids_R = np.empty(len(states_RD), dtype=np.int64)
-        kernels.best_tokens(self._shape, head, states_RD.contiguous().numpy(), ids_R)
-        return torch.from_numpy(ids_R)
+        is_finite_R = np.empty(len(states_RD), dtype=np.bool_)
+        states = states_RD.contiguous().numpy()
+        kernels.best_tokens(self._shape, head, states, ids_R, is_finite_R)
+        return torch.from_numpy(ids_R), torch.from_numpy(is_finite_R)
 
     def greedy_chain(
         self,

@@ -231,7 +231,7 @@ class EagleNetwork(nn.Module):
         """int64 [R]: argmax of the logits, as ids of the target, without making these V wide."""
         head = self._packed_head()
         if self._compiled is not None and head is not None and len(states_RD) <= MAX_ROWS:
-            return self._compiled.best_tokens(states_RD, head)
+            return self._compiled.best_tokens(states_RD, head)[0]
         best_R = self.draft_logits(states_RD).argmax(dim=-1)
         return best_R if self.draft_ids_N is None else self.draft_ids_N[best_R]
 

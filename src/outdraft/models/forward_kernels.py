@@ -150,9 +150,10 @@ def extend_chain(shape, rows_KF, layers_LF, head, states_BD, ids_KB):
     rows_KF has the fields of Rows for each pass, whose token ids these are. `states_BD` are those
     behind which ids[0] were chosen; they are overwritten.
     """
+    is_finite_B = np.empty(len(states_BD), np.bool_)
     for k in range(1, len(ids_KB)):
         read_chosen(shape, rows_KF[k - 1], layers_LF, ids_KB[k - 1], states_BD)
-        best_tokens(shape, head, states_BD, ids_KB[k])
+        best_tokens(shape, head, states_BD, ids_KB[k], is_finite_B)
 
 
 @njit
@@ -180,11 +181,13 @@ def read_chosen(shape, fields, layers_LF, ids_B, states_BD):
 
 
 @njit(nogil=True, cache=True)
-def best_tokens(shape, head, states_RD, ids_R):
-    """ids = the tokens with the highest logits, as the target numbers them."""
+def best_tokens(shape, head, states_RD, ids_R, is_finite_R):
+    """ids = the tokens with the highest logits, as the target numbers them; whether that logit is
+    finite. A NaN counts as the highest."""
     logits_RN = draft_logits(shape, head, states_RD)
     for r in range(len(ids_R)):
         best = logits_RN[r].argmax()
+        is_finite_R[r] = np.isfinite(logits_RN[r, best])
         ids_R[r] = best if head.draft_ids == 0 else _longs(head.draft_ids, head.num_outputs)[best]
 
 

@@ -294,10 +294,16 @@ class CausalLM(nn.Module):
 
     def best_tokens(self, hidden_RD: Tensor) -> Tensor:
         """int64 [R]: argmax of the logits, without keeping these."""
+        return self.checked_best_tokens(hidden_RD)[0]
+
+    def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf."""
         head = self._packed_head
         if self._compiled is not None and head is not None and len(hidden_RD) <= MAX_ROWS:
             return self._compiled.best_tokens(hidden_RD, head)
-        return self.logits(hidden_RD).argmax(dim=-1)
+        logits_RV = self.logits(hidden_RD)
+        best_R = logits_RV.argmax(dim=-1)  # a NaN counts as the largest
+        return best_R, logits_RV.gather(1, best_R[:, None])[:, 0].isfinite()
 
     def greedy_chain(
         self,

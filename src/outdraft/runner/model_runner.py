@@ -29,7 +29,7 @@ from outdraft.runner.logprobs import (
     prompt_logprobs,
     wants_logprobs,
 )
-from outdraft.runner.results import StepCopies, to_host, work_results
+from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
@@ -100,16 +100,16 @@ class ModelRunner:
         target = self._forward(plan.works, drafts)
         prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
         clock.mark("verify")
-        verdict: Verdict | None = None
+        verified: VerifiedRows | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
             allowed = grammar_masks(works, drafted, drafts, self.model.config.vocab_size)
-            verdict, emitted = self._verify(works, target, drafts, sampling, allowed)
-            self._keep(verdict, drafts, target.rows)
+            verified, emitted = self._verify(works, target, drafts, sampling, allowed)
+            self._keep(verified.verdict, drafts, target.rows)
         if self.proposer is not None and self.proposer.reads_states:
-            self.proposer.keep(_target_states(target, verdict))
+            self.proposer.keep(_target_states(target, verified and verified.verdict))
         clock.mark("sample")
-        return PendingStep(plan, to_host(drafts, verdict, emitted, prompt, self.device), clock)
+        return PendingStep(plan, to_host(verified, emitted, prompt, self.device), clock)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step: the one host synchronisation of a step."""
@@ -170,17 +170,19 @@ class ModelRunner:
         drafts: DraftBatch,
         sampling: SamplingBatch,
         allowed: GrammarMasks | None,
-    ) -> tuple[Verdict, LogprobRows | None]:
+    ) -> tuple[VerifiedRows, LogprobRows | None]:
         if sampling.is_plain_greedy and not wants_logprobs(works):
-            best_R = self.model.best_tokens(target.logit_hidden_RD)
-            return match_choices(best_R, drafts), None
+            best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
+            return VerifiedRows(match_choices(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
+        is_finite_R = logits_RV.amax(1).isfinite()  # the largest is NaN where any is
         grammar_RW = allowed.masks_RW if allowed is not None else None
         paths = self._paths(works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
         if allowed is not None and allowed.is_end_BN is not None:
             verdict = cut_behind(verdict, allowed.is_end_BN)
-        return verdict, emitted_logprobs(works, logits_RV, drafts, verdict)
+        verified = VerifiedRows(verdict, drafts, is_finite_R)
+        return verified, emitted_logprobs(works, logits_RV, drafts, verdict)
 
     def _paths(
         self,

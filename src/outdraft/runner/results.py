@@ -1,6 +1,7 @@
 """The results of a step, brought to the host in one copy.
 
-Dimension key: B requests that sample, N most drafts of one of them, J rows of log-probabilities.
+Dimension key: B requests that sample, N most drafts of one of them, R flat rows as in
+`draft_batch`, J rows of log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -14,6 +15,19 @@ from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
 from outdraft.runner.logprobs import LogprobRows
 from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verify import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRows:
+    """What was decided about the drafts of a step.
+
+    Attributes:
+        is_finite_R: bool; the target's raw logits of the row are numbers to choose by.
+    """
+
+    verdict: Verdict
+    drafts: DraftBatch
+    is_finite_R: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,20 +48,20 @@ class StepCopies:
 
 
 def to_host(
-    drafts: DraftBatch | None,
-    verdict: Verdict | None,
+    verified: VerifiedRows | None,
     emitted: LogprobRows | None,
     prompt: LogprobRows | None,
     device: torch.device,
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
-    if drafts is not None and verdict is not None:
+    if verified is not None:
         tensors += [
-            verdict.token_ids_BN1,
-            verdict.rows_BN,
-            drafts.token_ids_BN,
-            drafts.parents_BN,
+            verified.is_finite_R,
+            verified.verdict.token_ids_BN1,
+            verified.verdict.rows_BN,
+            verified.drafts.token_ids_BN,
+            verified.drafts.parents_BN,
         ]
     for rows in (emitted, prompt):
         if rows is not None:
@@ -72,7 +86,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     if not arrays:
         return tuple(WorkResult() for _ in plan.works)
     sampled = any(work.samples for work in plan.works)
-    verdicts, logs = (arrays[:4], arrays[4:]) if sampled else ([], arrays)
+    (is_finite_R, *verdicts), logs = (arrays[:5], arrays[5:]) if sampled else ([()], arrays)
     sampling = [i for i, work in enumerate(plan.works) if work.samples]
     emitted_logs: list[list[TokenLogprobs]] = [[] for _ in sampling]
     if copies.emitted is not None:
@@ -81,26 +95,35 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     if copies.prompt is not None:
         prompt_logs = _log_rows(copies.prompt.counts, logs)
     results: list[WorkResult] = []
-    place = 0
+    place = root = 0
     for work, prompt in zip(plan.works, prompt_logs, strict=True):
         if not work.samples:
             results.append(WorkResult(prompt_logprobs=tuple(prompt)))
             continue
         emitted, accepted, drafted, parents = (array[place] for array in verdicts)
-        token_ids, drafted_ids = _leading(emitted), _leading(drafted[: work.num_drafts])
+        drafted_ids, rows = _leading(drafted[: work.num_drafts]), _leading(accepted)
+        # Each token was chosen behind the root or behind an accepted draft: those from the first
+        # row on that gave nothing to choose by mean nothing.
+        path = (0, *(row + 1 for row in rows))
+        num_valid = next(
+            (at for at, row in enumerate(path) if not is_finite_R[root + row]), len(path)
+        )
+        token_ids = _leading(emitted)[:num_valid]
         of_drafts = emitted_logs[place][len(emitted) :][: len(drafted_ids)]
         results.append(
             WorkResult(
                 token_ids,
-                _leading(accepted),
+                rows[: max(0, num_valid - 1)],
                 drafted_ids,
                 tuple(parents[: len(drafted_ids)].tolist()),
                 tuple(emitted_logs[place][: len(token_ids)]),
                 tuple(prompt),
                 tuple(row.logprob for row in of_drafts),
+                num_valid > 0,
             )
         )
         place += 1
+        root += 1 + work.num_drafts
     return tuple(results)
 
 

@@ -135,13 +135,19 @@ class Scheduler:
         """Book a step; (work, its result, the tokens really added) for every live request.
 
         Tokens behind one that ends the request are dropped. Finished requests give everything
-        back before this returns.
+        back before this returns. A request without finite logits is computed again without
+        drafts, which may have spoilt them; if it had none, it ends with an error.
         """
         booked: list[tuple[Work, WorkResult, tuple[int, ...]]] = []
         for work, outcome in zip(plan.works, result.works, strict=True):
             request = work.request
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
+            request.may_draft = outcome.is_finite or work.drafts is None
+            if not request.may_draft:
+                self.table(request).truncate(request.num_computed)
+                booked.append((work, outcome, ()))
+                continue
             known = request.num_computed, request.num_drafter_computed
             self._advance(work, len(outcome.accepted_rows))
             added: list[int] = []
@@ -151,7 +157,10 @@ class Scheduler:
                 added.append(token_id)
                 if reason is not None:
                     break
-            self._cache_full_blocks(request, *known)
+            if outcome.is_finite:
+                self._cache_full_blocks(request, *known)
+            else:
+                request.error, reason = _not_finite(request), FinishReason.ERROR
             booked.append((work, outcome, tuple(added)))
             if reason is not None:
                 self.finish(request, reason)
@@ -225,7 +234,7 @@ class Scheduler:
         table = self.table(request)
         samples = num_new == request.num_uncomputed
         # With more tokens left, the target has not yet made what a drafter may have to read.
-        if choice is not None and samples and num_new == 1:
+        if choice is not None and samples and num_new == 1 and request.may_draft:
             free_slots = (len(table.ids) + self.pool.num_free) * self._block_size
             room = min(free_slots, self.max_model_len) - request.num_tokens
             choice = choice.truncated(min(budget, room, choice.most_drafts(request.max_drafts)))
@@ -361,3 +370,10 @@ class Scheduler:
         drafter_valid = min(request.num_drafter_computed, valid)
         for block in range(drafter_computed // size, drafter_valid // size):
             self.pool.mark_drafter_filled(blocks[block])
+
+
+def _not_finite(request: Request) -> str:
+    return (
+        f"the model gave no finite logits for token {request.num_output + 1:,} of the output (they "
+        "are NaN, infinite or all -inf): its weights are damaged, or too large for its dtype"
+    )

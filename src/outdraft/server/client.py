@@ -71,6 +71,7 @@ class EngineClient(Protocol):
 
         Raises:
             RequestError, CapacityError: it was not accepted.
+            GenerationError: it failed while it ran; others go on.
             EngineDeadError: the engine died, or a step failed, while it ran.
         """
         ...

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from outdraft.core.errors import EngineDeadError
+from outdraft.core.errors import EngineDeadError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt
@@ -49,7 +49,7 @@ class ObservedClient:
             async for update in stream:
                 request.observe(update)
                 yield update
-        except EngineDeadError:
+        except (EngineDeadError, GenerationError):
             request.end_early("error")
             raise
         except (GeneratorExit, asyncio.CancelledError):

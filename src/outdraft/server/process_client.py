@@ -9,7 +9,13 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 from outdraft.core.deltas import RequestDelta
-from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
+from outdraft.core.errors import (
+    CapacityError,
+    EngineDeadError,
+    GenerationError,
+    OutdraftError,
+    RequestError,
+)
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import InputProcessor
@@ -157,6 +163,8 @@ class _Stream:
         await self._news.wait()
         if self._error is not None:
             raise self._error
+        if self.assembly.output.error is not None:
+            raise GenerationError(self.assembly.output.error)
         self._news.clear()
         return self._unread.take()
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from outdraft.core.errors import CapacityError, EngineDeadError, RequestError
+from outdraft.core.errors import CapacityError, EngineDeadError, GenerationError, RequestError
 from outdraft.server.api.completion_types import CompletionRequest
 from outdraft.server.api.fields import MAX_ERRORS
 from tests.server.api.fake_engine import FakeEngine
@@ -139,6 +139,7 @@ FAILURES = [
     (CapacityError("the waiting queue is full"), 429, "rate_limit_error"),
     (EngineDeadError("a step failed at /secret/path"), 500, "server_error"),
     (ZeroDivisionError("the prompt was: secret"), 500, "server_error"),
+    (GenerationError("the model gave no finite logits"), 500, "server_error"),
 ]
 
 
@@ -165,7 +166,7 @@ def test_a_failure_in_mid_stream_is_the_streams_last_event(served, client, error
         assert json.loads(last.removeprefix("data: "))["error"]["type"] == kind
         assert (done, end) == ("data: [DONE]", "")
         assert "secret" not in last
-        with pytest.raises(openai.APIError, match=r"engine|internal"):
+        with pytest.raises(openai.APIError, match=r"engine|internal|logits"):
             list(client.completions.create(model=MODEL, prompt="a", stream=True))
 
 

@@ -2,21 +2,40 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from outdraft.core.errors import CapacityError, ConfigError, EngineDeadError, RequestError
+from outdraft.core.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    GenerationError,
+    RequestError,
+)
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.engine_process import EngineProcess, ending
 from outdraft.server.messages import Steps
 from outdraft.server.supervisor import Supervisor
-from tests.server.process.engines import PROMPTS, complete, config, processes, stream, supervisor
+from tests.cli.pair import pair
+from tests.server.process.engines import (
+    PROMPTS,
+    complete,
+    config,
+    offline,
+    processes,
+    stream,
+    supervisor,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -184,6 +203,31 @@ def test_a_slow_reader_finds_everything_in_one_update(served: Served):
     lengths = served.run(asyncio.wait_for(read_slowly(), 20))
     assert len(lengths) == 2
     assert sum(lengths) == 50
+
+
+def test_a_request_without_finite_logits_fails_by_itself(tmp_path: Path):
+    """One token's embedding is NaN; the second prompt has that token."""
+    path = shutil.copytree(pair().target, tmp_path / "target")
+    weights = load_file(path / "model.safetensors")
+    token_id = offline().models.tokenizer.encode("subtract").ids[0]
+    weights["model.embed_tokens.weight"][token_id] = torch.nan
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    params = SamplingParams(temperature=0, max_tokens=1, n=2)
+
+    async def both() -> tuple[Any, Any, Any]:
+        client = supervisor(replace(config(), model=str(path)))
+        async with started(client):
+            good, bad = await asyncio.gather(
+                *(stream(client, text, text, params) for text in ("left", "subtract")),
+                return_exceptions=True,
+            )
+            return good, bad, await stream(client, "again", "left", params)
+
+    good, bad, again = asyncio.run(both())
+    assert isinstance(bad, GenerationError)
+    assert "no finite logits for token 1 of the output" in str(bad)
+    for updates in (good, again):
+        assert [one.finish_reason for one in updates[-1].output.outputs] == ["length"] * 2
 
 
 def test_requests_that_cannot_run_are_refused_by_name(served: Served):

@@ -14,7 +14,13 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from outdraft.core.errors import CapacityError, EngineDeadError, OutdraftError, RequestError
+from outdraft.core.errors import (
+    CapacityError,
+    EngineDeadError,
+    GenerationError,
+    OutdraftError,
+    RequestError,
+)
 from outdraft.server.api.fields import TOO_MANY_ERRORS
 
 
@@ -89,6 +95,9 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     if isinstance(error, CapacityError):
         body = ErrorBody(message=str(error), type="rate_limit_error", code="rate_limit_exceeded")
         return ApiError(429, body, {"Retry-After": str(retry_after_s)})
+    if isinstance(error, GenerationError):
+        body = ErrorBody(message=str(error), type="server_error", code="generation_failed")
+        return ApiError(500, body)
     if isinstance(error, EngineDeadError):
         return engine_dead(ended_by=error.ended_by)
     return ApiError(

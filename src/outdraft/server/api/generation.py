@@ -82,7 +82,8 @@ async def updates(
     """Every update with the number of its prompt. Closing it early aborts all that runs.
 
     Raises:
-        RequestError, CapacityError, EngineDeadError: as EngineClient.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as
+            EngineClient.generate.
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncIterator[Update]] = []
@@ -112,7 +113,8 @@ async def outputs(context: ApiContext, generation: Generation) -> list[RequestOu
     """The finished outputs, one a prompt.
 
     Raises:
-        RequestError, CapacityError, EngineDeadError: as EngineClient.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as
+            EngineClient.generate.
     """
     last: dict[int, RequestOutput] = {}
     async with aclosing(updates(context, generation)) as stream:
