@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -20,6 +19,7 @@ from outdraft.models.layers.rotary import (
     split_rotate,
 )
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
+from tests.rounding import assert_float32_products
 
 CPU = torch.device("cpu")
 NUM_ROWS = [0, *range(1, 41), 64, 65, 200]
@@ -41,16 +41,13 @@ def random_linear(num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch
 def test_a_packed_linear_is_the_same_function_for_any_number_of_rows(packing, shape, bias):
     torch.manual_seed(0)
     linear = random_linear(*shape, bias=bias, dtype=torch.float32)
-    exact = [None if weight is None else weight.double() for weight in (linear.weight, linear.bias)]
+    weight_ED, bias_E = linear.weight, linear.bias
+    assert weight_ED is not None
     linear.pack(packing)
 
     for num_rows in NUM_ROWS:
         x_TD = torch.randn(num_rows, shape[0])
-        want_TE = F.linear(x_TD.double(), *exact).float()
-        got_TE = linear(x_TD)
-        assert got_TE.shape == want_TE.shape
-        # The error of a sum is relative to its terms, which are of size one here.
-        torch.testing.assert_close(got_TE, want_TE, rtol=1e-5, atol=1e-5 * shape[0] ** 0.5)
+        assert_float32_products(linear(x_TD), x_TD, weight_ED, bias_E)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -58,10 +55,11 @@ def test_a_packed_linear_takes_rows_that_are_not_contiguous(packing):
     torch.manual_seed(0)
     linear = random_linear(48, 20, bias=False, dtype=torch.float32)
     x_TD = torch.randn(5, 96)[:, 48:]
-    want_TE = linear(x_TD)
+    weight_ED = linear.weight
+    assert weight_ED is not None
     linear.pack(packing)
 
-    torch.testing.assert_close(linear(x_TD), want_TE, rtol=1e-5, atol=1e-4)
+    assert_float32_products(linear(x_TD), x_TD, weight_ED)
 
 
 def test_a_bfloat16_weight_keeps_its_function_when_packed():

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.attention.reference import ReferenceAttention
@@ -27,6 +26,7 @@ from tests.models.checkpoints import (
     randomised,
     save,
 )
+from tests.rounding import MODEL_ROUNDING, assert_float32_products
 
 CPU = torch.device("cpu")
 NUM_ROWS = [0, *range(1, 41), 63, 64, 65, 200]
@@ -61,11 +61,9 @@ def test_float32_rows_get_the_products_of_float32(shape, bias, team):
 
     for num_rows in NUM_ROWS:
         x_TD = torch.randn(num_rows, shape[0])
-        want_TE = F.linear(x_TD.double(), weight_ED, bias_E)
         got_TE = product(x_TD)
         assert got_TE.dtype is torch.float32
-        # The error of a sum is relative to its terms, which are of size one here.
-        torch.testing.assert_close(got_TE.double(), want_TE, rtol=1e-5, atol=3e-6 * shape[0] ** 0.5)
+        assert_float32_products(got_TE, x_TD, weight_ED, bias_E)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -76,13 +74,9 @@ def test_bfloat16_rows_are_rounded_once_at_the_end(shape, bias, team):
 
     for num_rows in (1, 5, 9, 70):
         x_TD = torch.randn(num_rows, shape[0]).bfloat16()
-        want_TE = F.linear(x_TD.double(), weight_ED, bias_E)
         got_TE = product(x_TD)
         assert got_TE.dtype is torch.bfloat16
-        half_step = 2.0**-8
-        torch.testing.assert_close(
-            got_TE.double(), want_TE, rtol=half_step, atol=1e-5 * shape[0] ** 0.5
-        )
+        assert_float32_products(got_TE, x_TD, weight_ED, bias_E)
 
 
 def test_float32_becomes_bfloat16_as_in_torch(team):
@@ -126,16 +120,14 @@ def test_rows_may_lie_apart_or_across(team):
     torch.manual_seed(0)
     product, weight_ED, _ = random_product((48, 20), torch.float32, team)
     for x_TD in (torch.randn(5, 96)[:, 48:], torch.randn(48, 5).T):
-        want_TE = F.linear(x_TD.double(), weight_ED).float()
-        torch.testing.assert_close(product(x_TD), want_TE, rtol=1e-5, atol=1e-5)
+        assert_float32_products(product(x_TD), x_TD, weight_ED)
 
 
 def test_more_tiles_than_units_are_all_computed(team):
     num_outputs = kernels.MAX_UNITS * 32 * 2 + 40
     product, weight_ED, _ = random_product((4, num_outputs), torch.float32, team)
     x_TD = torch.randn(2, 4)
-    want_TE = F.linear(x_TD.double(), weight_ED).float()
-    torch.testing.assert_close(product(x_TD), want_TE, rtol=1e-5, atol=1e-5)
+    assert_float32_products(product(x_TD), x_TD, weight_ED)
 
 
 def test_nan_and_infinity_reach_the_outputs_they_belong_to(team):
@@ -285,8 +277,8 @@ def test_a_bfloat16_checkpoint_runs_in_float32_from_its_own_bytes(name: str, tmp
     torch.testing.assert_close(
         chunked_logits(model, token_ids_T, [15, 1, 7]),
         chunked_logits(plain, token_ids_T, [15, 1, 7]),
-        rtol=1e-5,
-        atol=1e-5,
+        rtol=MODEL_ROUNDING,
+        atol=MODEL_ROUNDING,
     )
 
 

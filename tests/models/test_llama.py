@@ -14,6 +14,7 @@ from outdraft.models.layers.linear import Packing, best_packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
+from tests.rounding import MODEL_ROUNDING
 
 NUM_TOKENS = 53
 CHUNKS = [1, 20, 3, 1, 28]
@@ -113,8 +114,8 @@ def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     torch.testing.assert_close(
         chunked_logits(packed, token_ids_T, CHUNKS),
         chunked_logits(plain, token_ids_T, CHUNKS),
-        rtol=1e-5,
-        atol=1e-5,
+        rtol=MODEL_ROUNDING,
+        atol=MODEL_ROUNDING,
     )
 
 
