@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         SuffixConfig,
     )
     from outdraft.core.outputs import CompletionOutput, RequestOutput
-    from outdraft.core.sampling import SamplingParams, SpeculationParams, StructuredOutput
+    from outdraft.core.sampling import SamplingParams, SpeculationParams
+    from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
     from outdraft.engine.async_engine import AsyncEngine
     from outdraft.engine.llm import LLM
     from outdraft.engine.prompts import TextPrompt, TokensPrompt
@@ -35,6 +36,7 @@ __all__ = [
     "SpeculationConfig",
     "SpeculationParams",
     "StructuredOutput",
+    "StructuredOutputsParams",
     "SuffixConfig",
     "TextPrompt",
     "TokensPrompt",
@@ -49,7 +51,8 @@ _HOMES = {
         "SuffixConfig",
     ),
     "core.outputs": ("CompletionOutput", "RequestOutput"),
-    "core.sampling": ("SamplingParams", "SpeculationParams", "StructuredOutput"),
+    "core.sampling": ("SamplingParams", "SpeculationParams"),
+    "core.structured_outputs": ("StructuredOutput", "StructuredOutputsParams"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.llm": ("LLM",),
     "engine.prompts": ("TextPrompt", "TokensPrompt"),

@@ -1,14 +1,21 @@
+from dataclasses import replace
+
 import pytest
 
 from outdraft.core.errors import RequestError
 from outdraft.core.request import FinishReason, Request
-from outdraft.core.sampling import MAX_STRUCTURED_CHARS, SamplingParams, StructuredOutput
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.structured_outputs import (
+    MAX_STRUCTURED_CHARS,
+    StructuredOutput,
+    StructuredOutputsParams,
+)
 
 
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ({"kind": "yaml"}, "must be one of json_object, json_schema, regex, grammar"),
+        ({"kind": "yaml"}, "must be one of json_object, json_schema, regex, grammar, choice"),
         ({"kind": ["regex"], "text": "a"}, "must be one of"),
         ({}, "needs a kind"),
         ({"kind": "regex"}, "takes a text"),
@@ -31,6 +38,59 @@ def test_a_mapping_is_the_same_as_the_object():
     params = SamplingParams(structured={"kind": "regex", "text": "é{3}"})
     assert params.structured == StructuredOutput("regex", "é{3}")
     assert SamplingParams(structured={"kind": "json_object"}).structured is not None
+
+
+VLLMS = {
+    "json": ({"json": {"type": "null"}}, StructuredOutput("json_schema", '{"type": "null"}')),
+    "text": ({"json": "{}"}, StructuredOutput("json_schema", "{}")),
+    "regex": ({"regex": "a+"}, StructuredOutput("regex", "a+")),
+    "choice": ({"choice": ["a", "b"]}, StructuredOutput("choice", '["a", "b"]')),
+    "grammar": ({"grammar": "start: /a/"}, StructuredOutput("grammar", "start: /a/")),
+    "object": ({"json_object": True}, StructuredOutput("json_object")),
+    "spaced": (
+        {"json_object": True, "disable_any_whitespace": False},
+        StructuredOutput("json_object", disable_any_whitespace=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", VLLMS)
+def test_vllms_form_means_the_same_as_an_object_and_as_a_mapping(name):
+    values, meant = VLLMS[name]
+    asked = StructuredOutputsParams(**values)
+    for given in (asked, values):
+        params = SamplingParams(structured_outputs=given)
+        assert (params.structured, params.structured_outputs) == (meant, asked)
+        assert replace(params, n=2).structured == meant
+
+
+@pytest.mark.parametrize(
+    ("value", "message", "field"),
+    [
+        ({}, "exactly one of json, regex, choice, grammar, json_object: got none", ""),
+        ({"json_object": False}, "got none", ""),
+        ({"regex": "a", "json": {}}, "got json, regex", ""),
+        ({"regx": "a"}, "did you mean 'regex'", ""),
+        ({"regex": ""}, "takes a text", ".regex"),
+        ({"choice": []}, "a list of texts", ".choice"),
+        ({"choice": "ab"}, "a list of texts", ".choice"),
+        ({"choice": ["a", 1]}, "a list of texts", ".choice"),
+        ({"json": {"a": {1}}}, "no JSON", ".json"),
+        ("a+", "StructuredOutputsParams or a mapping", ""),
+    ],
+)
+def test_a_wrong_vllm_form_is_refused_by_name(value, message, field):
+    with pytest.raises(RequestError, match=message) as caught:
+        SamplingParams(structured_outputs=value)
+    assert caught.value.field == "structured_outputs" + field
+
+
+def test_two_forms_that_differ_are_refused():
+    with pytest.raises(RequestError, match="different forms"):
+        SamplingParams(structured=StructuredOutput("json_object"), structured_outputs=VLLM_REGEX)
+
+
+VLLM_REGEX = StructuredOutputsParams(regex="a")
 
 
 class Script:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import llguidance
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from outdraft.core.sampling import SamplingParams, StructuredOutput, Thoughts
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
 from outdraft.runner import model_runner
-from outdraft.structured import compiler
+from outdraft.structured import compiler, trial
 from tests.engine.byte_level import tokenizer
 from tests.oracle.engines import NoisePolicy, ids, run
 from tests.oracle.forms import (
@@ -48,7 +47,7 @@ RECORD_PARAMS: dict[str, Any] = {"max_tokens": 60}
 
 @pytest.fixture(autouse=True)
 def _no_process_for_every_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "tried", llguidance.grammar_from)
+    monkeypatch.setattr(compiler, "tried", trial.grammar_source)
 
 
 def check(outputs: Sequence[RequestOutput], form: Form) -> None:

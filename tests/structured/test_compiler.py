@@ -1,5 +1,6 @@
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -30,10 +31,12 @@ def accepts(compiler: GrammarCompiler, structured: StructuredOutput, text: str) 
 @pytest.mark.parametrize(
     ("kind", "text", "right", "wrong"),
     [
-        ("json_object", "", '{"a": [1, true, null]}', "[1]"),
+        ("json_object", "", '{"a":[1,true,null]}', "[1]"),
         ("json_schema", '{"enum": [1, "x"]}', '"x"', '"y"'),
         ("regex", "[a-z]+@[a-z]+", "me@home", "me@"),
         ("grammar", 'start: "yes" | "no" start', "nonoyes", "yesno"),
+        ("json_schema", "true", "[1]", "[1"),
+        ("choice", '["yes", "say \\"no\\"", "日本"]', 'say "no"', "no"),
         ("grammar", 'root ::= "yes" | "no" root', "nonoyes", "yesno"),
     ],
 )
@@ -67,6 +70,29 @@ def test_what_is_wrong_is_refused_with_the_reason(compiler, kind, text, message)
     assert len(str(caught.value)) < 600
 
 
+VALUE = {"a": 1, "b": [1, {"c": "x y"}], "d": {}}
+ASKS = {
+    "object": StructuredOutput("json_object"),
+    "schema": StructuredOutput("json_schema", json.dumps({"required": list(VALUE)})),
+    "own-wish": StructuredOutput(
+        "json_schema", '{"type": "object", "x-guidance": {"whitespace_flexible": true}}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_json_has_no_white_space_unless_it_is_asked_for_and_then_not_without_end(compiler, name):
+    compact = json.dumps(VALUE, separators=(",", ":"))
+    spaced = [json.dumps(VALUE), *(json.dumps(VALUE, indent=by) for by in (0, 2, 4, "\t"))]
+    too_much = [compact.replace(":", many) for many in (":  ", ":\n\n", ":\n" + " " * 21)]
+    outside = [" " + compact, compact + "\n"]
+    flexible = replace(ASKS[name], disable_any_whitespace=False)
+    assert accepts(compiler, ASKS[name], compact)
+    assert not any(accepts(compiler, ASKS[name], text) for text in (*spaced, *outside))
+    assert all(accepts(compiler, flexible, text) for text in (compact, *spaced))
+    assert not any(accepts(compiler, flexible, text) for text in (*too_much, *outside))
+
+
 EXPLOSIVE = {
     "remainders": {"type": "integer", "multipleOf": 10_000_019},
     "intersections": {
@@ -88,7 +114,7 @@ def test_a_small_schema_that_explodes_is_refused_in_time(compiler, name, monkeyp
 def test_the_process_of_an_explosion_ends_itself():
     """Its own limit, in time of the CPU, does not depend on how busy the machine is."""
     with pytest.raises(trial.GrammarError, match="time or memory"):
-        trial.tried("json_schema", json.dumps(EXPLOSIVE["remainders"]))
+        trial.tried("json_schema", json.dumps(EXPLOSIVE["remainders"]), is_compact=True)
 
 
 def test_a_schema_that_is_too_large_is_refused(compiler):
@@ -101,7 +127,7 @@ def test_a_schema_that_is_too_large_is_refused(compiler):
 def test_the_latest_grammars_are_kept(compiler, monkeypatch):
     tries: list[str] = []
 
-    def counted(notation, text):
+    def counted(kind, text, is_compact):
         tries.append(text)
         return compiler_module.LLMatcher.grammar_from_regex(text)
 

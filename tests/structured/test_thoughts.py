@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from outdraft.core.errors import RequestError
-from outdraft.core.sampling import StructuredOutput, Thoughts
+from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.structured.compiler import GrammarCompiler
 from tests.engine.byte_level import byte_ids, tokenizer
 

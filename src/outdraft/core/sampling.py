@@ -3,14 +3,12 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any
 
 from outdraft.core.errors import RequestError, did_you_mean
+from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
-MAX_STRUCTURED_CHARS = 2**18
-
-StructuredKind = Literal["json_object", "json_schema", "regex", "grammar"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,83 +63,6 @@ class SpeculationParams:
         return cls(**values)
 
 
-@dataclass(frozen=True, slots=True)
-class Thoughts:
-    """What a model may write before an output of a given form: any text up to `end`.
-
-    `start`: how such a text begins; without it the form begins at once. None: there is such a
-    text always, and the prompt has begun it.
-    """
-
-    end: str
-    start: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, mark in (("end", self.end), ("start", self.start)):
-            if mark is not None and (not isinstance(mark, str) or not mark):
-                raise RequestError(f"{name} of thoughts must be a text, got {mark!r}", "structured")
-
-
-@dataclass(frozen=True, slots=True)
-class StructuredOutput:
-    """The form that an output must have.
-
-    Attributes:
-        kind: "json_object" for any JSON object; else what `text` is: a JSON schema, a regular
-            expression that the whole output matches, or a grammar in Lark's or GBNF's notation.
-        behind: what comes before the output and has any form.
-    """
-
-    kind: StructuredKind
-    text: str = ""
-    behind: Thoughts | None = None
-
-    def __post_init__(self) -> None:
-        if self.behind is not None and not isinstance(self.behind, Thoughts):
-            raise RequestError(
-                f"behind of structured must be Thoughts, got {self.behind!r:.80}", "structured"
-            )
-        kinds = get_args(StructuredKind)
-        if self.kind not in kinds:
-            raise RequestError(
-                f"kind of structured must be one of {', '.join(kinds)}, got {self.kind!r}",
-                "structured",
-            )
-        if not isinstance(self.text, str):
-            raise RequestError(
-                f"text of structured must be a text, got {type(self.text).__name__}", "structured"
-            )
-        if (self.kind == "json_object") == bool(self.text):
-            word = "no" if self.kind == "json_object" else "a"
-            raise RequestError(f"structured of kind {self.kind} takes {word} text", "structured")
-        if len(self.text) > MAX_STRUCTURED_CHARS:
-            raise RequestError(
-                f"text of structured has {len(self.text):,} characters, more than "
-                f"{MAX_STRUCTURED_CHARS:,}",
-                "structured",
-            )
-        if not self.text.isascii() and any("\ud800" <= char <= "\udfff" for char in self.text):
-            raise RequestError("text of structured is not valid Unicode text", "structured")
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutput":
-        """From JSON-like values.
-
-        Raises:
-            RequestError: an unknown name or a wrong value.
-        """
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(
-                    f"unknown name {name!r} in structured: {did_you_mean(name, known)}",
-                    "structured",
-                )
-        if "kind" not in values:
-            raise RequestError("structured needs a kind", "structured")
-        return cls(**values)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request. Validates itself.
@@ -182,6 +103,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     prediction: str | Sequence[int] | None = None  # what the output is expected to be
     structured: StructuredOutput | None = None
+    structured_outputs: StructuredOutputsParams | None = None  # vLLM's form of `structured`
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
@@ -191,6 +113,8 @@ class SamplingParams:
         if isinstance(self.structured, Mapping):
             structured = StructuredOutput.from_mapping(self.structured)
             object.__setattr__(self, "structured", structured)
+        if self.structured_outputs is not None:
+            self._take_structured_outputs(self.structured_outputs)
         self._check_types()
         if self.repetition_penalty <= 0:
             raise RequestError(
@@ -245,6 +169,23 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
             or self.repetition_penalty != 1.0
         )
+
+    def _take_structured_outputs(self, asked: object) -> None:
+        """Make `structured` of vLLM's form."""
+        if isinstance(asked, Mapping):
+            asked = StructuredOutputsParams.from_mapping(asked)
+            object.__setattr__(self, "structured_outputs", asked)
+        if not isinstance(asked, StructuredOutputsParams):
+            raise RequestError(
+                "structured_outputs must be StructuredOutputsParams or a mapping",
+                "structured_outputs",
+            )
+        structured = asked.structured_output()
+        if self.structured not in (None, structured):
+            raise RequestError(
+                "structured and structured_outputs ask for different forms", "structured_outputs"
+            )
+        object.__setattr__(self, "structured", structured)
 
     def _check_types(self) -> None:
         for name, low, high in _RANGES:

@@ -1,29 +1,24 @@
 """From what a client asks of the output's form to a grammar that sequences can follow.
 
-llguidance does the parsing; a grammar is what it makes of a JSON schema, a regular expression, or
-a grammar in Lark's or GBNF's notation.
+llguidance does the parsing; a grammar is what it makes of a JSON schema, a regular expression, a
+grammar in Lark's or GBNF's notation, or a choice of texts.
 """
 
 import threading
 from collections import OrderedDict
 
-from llguidance import GrammarFormat, LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
-from outdraft.core.sampling import StructuredKind, StructuredOutput
+from outdraft.core.structured_outputs import StructuredOutput
 from outdraft.structured.matcher import Grammar
 from outdraft.structured.thoughts import behind_thoughts
-from outdraft.structured.trial import GrammarError, parser_limits, tried
+from outdraft.structured.trial import GrammarError, grammar_source, parser_limits, tried
 
 MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
 _MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
 _END = "<|the output may end here|>"
-_NOTATIONS: dict[StructuredKind, GrammarFormat] = {
-    "json_schema": "json_schema",
-    "regex": "regex",
-    "grammar": "grammar",
-}
 
 
 class GrammarCompiler:
@@ -62,9 +57,9 @@ class GrammarCompiler:
 
     def _compiled(self, structured: StructuredOutput) -> Grammar:
         if structured.kind == "json_object":
-            source = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+            source = grammar_source("json_object", "", structured.disable_any_whitespace)
         else:
-            source = tried(_NOTATIONS[structured.kind], structured.text)
+            source = tried(structured.kind, structured.text, structured.disable_any_whitespace)
         if structured.behind is not None:
             source = behind_thoughts(source, structured.behind)
         tokenizer, end_id = self._tokenizer_and_end()

@@ -7,7 +7,7 @@ masks of drafts that reach from the thoughts into the form are right without mor
 import json
 from typing import Any
 
-from outdraft.core.sampling import Thoughts
+from outdraft.core.structured_outputs import Thoughts
 
 _FORM = "form_behind_thoughts"
 

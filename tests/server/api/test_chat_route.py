@@ -316,6 +316,32 @@ def test_a_model_that_must_call_writes_bare_json(choice, stream):
         assert names == [{"const": name} for name in expected]
 
 
+@pytest.mark.parametrize(
+    ("script", "name", "arguments"),
+    [
+        ('{"name":"weather","arguments":{"city":"Ro', "weather", '{"city":"Ro'),
+        ('{"name":"weather","arguments":', "weather", ""),
+        ('{"name":"wea', "weather", ""),
+        ('{"name":"ot', "other", ""),
+        ('{"name":"o', "o", ""),
+        ('{"na', "", ""),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_forced_call_that_is_cut_short_is_a_call(script, name, arguments, stream):
+    others = [{"type": "function", "function": {"name": name}} for name in ("other", "off")]
+    with serve(with_script(script + "~~")) as served:
+        size = len(served.engine.inputs.tokenizer.encode(script).ids)
+        options = {"tools": [TOOL, *others], "tool_choice": "required", "max_tokens": size}
+        answer = chat(served.client(), stream=stream, **options)
+        choices = [chunk.choices[0] for chunk in answer] if stream else answer.choices
+        messages = [choice.delta if stream else choice.message for choice in choices]
+        [call] = [call for message in messages for call in message.tool_calls or ()]
+        assert (call.function.name, call.function.arguments) == (name, arguments)
+        assert choices[-1].finish_reason == "length"
+        assert not any(message.content for message in messages)
+
+
 def test_tool_choice_none_hides_the_tools():
     with serve(with_script(CALL), tool_call_parser="hermes") as served:
         answer = chat(served.client(), tools=[TOOL], tool_choice="none")

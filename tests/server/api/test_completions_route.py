@@ -183,7 +183,12 @@ def test_harmless_extras_are_ignored(served):
             },
             "response_format",
         ),
-        ({"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs.choice"),
+        ({"extra_body": {"structured_outputs": {"choice": []}}}, "structured_outputs.choice"),
+        ({"extra_body": {"guided_regex": "a", "guided_json": {}}}, "guided_regex"),
+        (
+            {"extra_body": {"structured_outputs": {"whitespace_pattern": " *"}}},
+            "structured_outputs.whitespace_pattern",
+        ),
         ({"extra_body": {"speculation": {"metod": "x"}}}, "speculation.metod"),
         ({"extra_body": {"logprobs": 1, "echo": True, "prompt_logprobs": 2}}, "prompt_logprobs"),
     ],
@@ -207,6 +212,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", json.dumps(SCHEMA)),
         ({"structured_outputs": {"json": '{"a":1}'}}, "json_schema", '{"a":1}'),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
+        ({"guided_json": SCHEMA}, "json_schema", json.dumps(SCHEMA)),
+        ({"guided_regex": "a"}, "regex", "a"),
+        ({"guided_choice": ["a", "b"]}, "choice", '["a", "b"]'),
+        ({"guided_grammar": "b"}, "grammar", "b"),
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
         (
             {
@@ -224,6 +234,28 @@ def test_the_form_of_the_output_reaches_the_engine(served, client, extra, kind, 
     complete(client, extra_body=extra)
     _, params, _ = served.engine.requests[-1]
     assert (params.structured.kind, params.structured.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json_object": True}},
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    ],
+)
+def test_json_has_white_space_only_where_it_is_asked_for(served, client, extra):
+    complete(client, extra_body=extra)
+    assert served.engine.requests[-1][1].structured.disable_any_whitespace
+    spaced = {**extra.get("structured_outputs", {}), "disable_any_whitespace": False}
+    complete(client, extra_body={**extra, "structured_outputs": spaced})
+    assert not served.engine.requests[-1][1].structured.disable_any_whitespace
+
+
+def test_an_old_name_is_said_to_be_deprecated(client, caplog):
+    complete(client, extra_body={"guided_choice": ["a"]})
+    assert "guided_choice is deprecated: use structured_outputs.choice" in caplog.text
 
 
 def test_a_large_schema_is_refused(client):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.sampling import StructuredOutput, Thoughts
+from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.server.api.answer_parser import AnswerParser
 from outdraft.server.api.reasoning import Stage, Thought, check_marks, stage_behind
 from outdraft.server.api.tools import ParsedCall

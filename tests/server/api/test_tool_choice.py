@@ -6,6 +6,7 @@ from outdraft.core.errors import RequestError
 from outdraft.server.api.chat_types import ChatRequest, Tool
 from outdraft.server.api.settings import ApiSettings
 from outdraft.server.api.tool_choice import active_tools, call_format, call_schema
+from outdraft.server.api.tools import ForcedCall
 
 
 def tool(name: str, parameters: dict | None) -> Tool:
@@ -27,7 +28,7 @@ def test_a_server_may_leave_the_choice_of_calls_to_requests_alone():
         return call_format(body, active_tools(body), settings)
 
     assert format_of("none") is None
-    assert format_of("required") == format_of(called) == "llama3_json"
+    assert format_of("required") == format_of(called) == ForcedCall(("f",))
     for choice in ("auto", None):
         with pytest.raises(RequestError, match="--enable-auto-tool-choice"):
             format_of(choice)

@@ -1,10 +1,11 @@
 """Every route and every kind of option, by the official client, against the real engine."""
 
 import json
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from tests.server.served import Server, serving
 
@@ -149,15 +150,42 @@ def test_a_call_that_has_to_be_made_is_made(client: openai.OpenAI):
         messages=ASKED,
         tools=[tool],
         tool_choice={"type": "function", "function": {"name": "add"}},
-        max_tokens=200,
+        max_tokens=60,
         temperature=1,
         seed=5,
     )
-    [choice] = answer.choices
-    if choice.finish_reason != "length":  # JSON may hold any amount of white space
-        [call] = choice.message.tool_calls
-        assert call.function.name == "add"
-        assert json.loads(call.function.arguments)["left"] in (1, 2)
+    [call] = answer.choices[0].message.tool_calls
+    assert call.function.name == "add"
+    assert json.loads(call.function.arguments)["left"] in (1, 2)
+
+
+class Review(BaseModel):
+    """What a client of real life asks for; its strings have a greatest length."""
+
+    title: Annotated[str, Field(max_length=12)]
+    verdict: Literal["good", "bad"]
+    scores: Annotated[list[Annotated[int, Field(ge=0, le=9)]], Field(max_length=3)]
+    author: "Author"
+
+
+class Author(BaseModel):
+    is_known: bool
+    name: Annotated[str, Field(max_length=8)] | None
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7, 1])
+def test_parsed_chats_end_in_valid_objects(client: openai.OpenAI, temperature: float):
+    parsed = client.chat.completions.parse(
+        model=MODEL,
+        messages=ASKED,
+        response_format=Review,
+        max_tokens=300,
+        temperature=temperature,
+        n=1 if temperature == 0 else 4,
+    )
+    for choice in parsed.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Review)
 
 
 def test_responses(client: openai.OpenAI):

@@ -1,8 +1,7 @@
 """The parts of one answer: thoughts, text and calls of functions, in this order of precedence."""
 
 from outdraft.server.api.reasoning import ReasoningParser, Stage, Thought
-from outdraft.server.api.settings import ToolCallFormat
-from outdraft.server.api.tools import ParsedCall, tool_call_parser
+from outdraft.server.api.tools import CallFormat, ParsedCall, tool_call_parser
 
 Part = Thought | str | ParsedCall
 
@@ -10,7 +9,7 @@ Part = Thought | str | ParsedCall
 class AnswerParser:
     """Takes an answer apart as it streams; without parsers all of it is text."""
 
-    def __init__(self, stage: Stage | None, calls: ToolCallFormat | None) -> None:
+    def __init__(self, stage: Stage | None, calls: CallFormat | None) -> None:
         """`stage`: where the model begins; None: thoughts are part of the text."""
         self._thoughts = ReasoningParser(stage) if stage is not None else None
         self._calls = tool_call_parser(calls) if calls is not None else None

@@ -22,9 +22,9 @@ from outdraft.server.api.reasoning import (
     with_form_behind_thoughts,
 )
 from outdraft.server.api.reports import trace
-from outdraft.server.api.settings import ApiContext, ToolCallFormat
+from outdraft.server.api.settings import ApiContext
 from outdraft.server.api.tool_choice import active_tools, call_format
-from outdraft.server.api.tools import ParsedCall
+from outdraft.server.api.tools import CallFormat, ParsedCall
 from outdraft.server.client import TextDelta
 
 
@@ -76,12 +76,12 @@ class ChatShape:
         context: ApiContext,
         body: ChatRequest,
         stage: Stage | None,
-        calls: ToolCallFormat | None,
+        calls: CallFormat | None,
     ) -> None:
         self._tokenizer = context.inputs.tokenizer
         self._body = body
         self._stage: Stage | None = stage
-        self._format: ToolCallFormat | None = calls
+        self._format: CallFormat | None = calls
         self._parsers: dict[int, AnswerParser] = {}  # of the choices that stream
         self._num_calls: dict[int, int] = {}
 

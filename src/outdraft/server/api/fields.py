@@ -14,6 +14,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.config import JsonDict
 from pydantic_core import PydanticCustomError
 
 MAX_INT64 = 2**63 - 1
@@ -22,10 +23,12 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_INT64)]
 TokenIdKey = Annotated[int, Field(ge=0, le=MAX_INT64, strict=False)]  # JSON's keys are texts
 # Long lists stop at their first error.
 Texts = Annotated[list[str], Field(fail_fast=True)]
+Choices = Annotated[Texts, Field(min_length=1)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 TokenSet = Annotated[TokenIds, Field(max_length=2**18)]  # no vocabulary has more
 MAX_ERRORS = 100  # of one body that are told apart; each of them takes a kilobyte
 TOO_MANY_ERRORS = "too_many_errors"
+_OLD: JsonDict = {"deprecated": True}  # pydantic's own `deprecated` warns whoever reads the field
 
 
 class Body(BaseModel):
@@ -129,12 +132,16 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Body):
-    """What the output must match; exactly one of them. Names are vLLM's."""
+    """What the output must match, one of them at most, and how JSON is spaced. Names are vLLM's."""
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
+    choice: Choices | None = None
+    disable_any_whitespace: bool | None = Field(
+        None, description="false: JSON may have white space, also that of response_format."
+    )
 
 
 class SamplingFields(HarmlessExtras):
@@ -163,6 +170,10 @@ class SamplingFields(HarmlessExtras):
     structured_outputs: StructuredOutputs | None = None
     regex: str | None = None
     grammar: str | None = None
+    guided_json: str | dict[str, Any] | None = Field(None, json_schema_extra=_OLD)
+    guided_regex: str | None = Field(None, json_schema_extra=_OLD)
+    guided_choice: Choices | None = Field(None, json_schema_extra=_OLD)
+    guided_grammar: str | None = Field(None, json_schema_extra=_OLD)
     stream: bool | None = None
     priority: Int64 | None = Field(None, description="Lower is earlier.")
     request_id: Annotated[str, Field(pattern=r"^[!-~]{1,256}$")] | None = Field(

@@ -1,16 +1,13 @@
 """From a request's body to SamplingParams."""
 
 import json
+import logging
 from collections.abc import Iterator
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.core.sampling import (
-    SamplingParams,
-    SpeculationParams,
-    StructuredKind,
-    StructuredOutput,
-)
+from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.core.structured_outputs import StructuredKind, StructuredOutput, choice_text
 from outdraft.server.api.chat_types import ChatRequest
 from outdraft.server.api.fields import (
     ChoiceFields,
@@ -23,6 +20,7 @@ from outdraft.server.api.responses_types import ResponsesRequest
 from outdraft.server.api.settings import ApiSettings
 from outdraft.server.api.tool_choice import call_schema, forced_functions
 
+_logger = logging.getLogger(__name__)
 # Fields that have the same name and meaning on both sides.
 _SAME = (
     "temperature",
@@ -45,6 +43,13 @@ _SAME = (
     "n",
     "prompt_logprobs",
 )
+# vLLM's names of before, and what they are called now in structured_outputs.
+_OLD_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
 def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) -> SamplingParams:
@@ -113,10 +118,12 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
         names = ", ".join(field for field, _, _ in asked)
         raise RequestError(f"the output cannot follow several of {names} at once", asked[1][0])
     [(field, kind, text)] = asked
+    if field in _OLD_NAMES:
+        _logger.warning("%s is deprecated: use structured_outputs.%s", field, _OLD_NAMES[field])
     if len(text.encode()) > settings.max_schema_bytes:
         raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
     try:
-        return StructuredOutput(kind, text)
+        return StructuredOutput(kind, text, not _is_spaced(body, field, kind))
     except RequestError as error:  # it speaks of `structured`
         raise RequestError(f"{field}: {error}", field) from error
 
@@ -126,23 +133,39 @@ def form_field(body: SamplingFields) -> str:
     return next((field for field, _, _ in _structures(body)), "")
 
 
+def _is_spaced(body: SamplingFields, field: str, kind: StructuredKind) -> bool:
+    """Whether the client asked for JSON that may hold white space; calls of functions never do."""
+    asked = body.structured_outputs
+    is_wanted = asked is not None and asked.disable_any_whitespace is False
+    return is_wanted and kind.startswith("json") and field != "tool_choice"
+
+
 def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str]]:
     """Field, kind and text of everything that the output is asked to match."""
     asked = body.structured_outputs
     if asked is not None:
         if asked.json_ is not None:
-            schema = asked.json_ if isinstance(asked.json_, str) else json.dumps(asked.json_)
-            yield "structured_outputs.json", "json_schema", schema
+            yield "structured_outputs.json", "json_schema", _schema_text(asked.json_)
         if asked.json_object:
             yield "structured_outputs.json_object", "json_object", ""
         if asked.regex is not None:
             yield "structured_outputs.regex", "regex", asked.regex
         if asked.grammar is not None:
             yield "structured_outputs.grammar", "grammar", asked.grammar
+        if asked.choice is not None:
+            yield "structured_outputs.choice", "choice", choice_text(asked.choice)
     if body.regex is not None:
         yield "regex", "regex", body.regex
     if body.grammar is not None:
         yield "grammar", "grammar", body.grammar
+    if body.guided_json is not None:
+        yield "guided_json", "json_schema", _schema_text(body.guided_json)
+    if body.guided_regex is not None:
+        yield "guided_regex", "regex", body.guided_regex
+    if body.guided_choice is not None:
+        yield "guided_choice", "choice", choice_text(body.guided_choice)
+    if body.guided_grammar is not None:
+        yield "guided_grammar", "grammar", body.guided_grammar
     if isinstance(body, ChoiceFields):
         yield from _response_format("response_format", body.response_format)
     if isinstance(body, ResponsesRequest) and body.text is not None:
@@ -151,6 +174,10 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
         names = forced_functions(body)
         if names:
             yield "tool_choice", "json_schema", json.dumps(call_schema(body.tools, names))
+
+
+def _schema_text(schema: str | dict[str, Any]) -> str:
+    return schema if isinstance(schema, str) else json.dumps(schema)
 
 
 def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:

@@ -10,7 +10,8 @@ from enum import Enum, auto
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.sampling import SamplingParams, Thoughts
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.chat_types import ChatRequest
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat

@@ -5,7 +5,8 @@ from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.server.api.chat_types import ChatRequest, NamedToolChoice, Tool
-from outdraft.server.api.settings import ApiSettings, ToolCallFormat
+from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.tools import CallFormat, ForcedCall
 
 _DEFINITIONS = ("$defs", "definitions")
 
@@ -25,16 +26,17 @@ def active_tools(body: ChatRequest) -> list[Tool] | None:
 
 def call_format(
     body: ChatRequest, tools: list[Tool] | None, settings: ApiSettings
-) -> ToolCallFormat | None:
-    """How calls will be written: a model that has to call writes bare JSON.
+) -> CallFormat | None:
+    """How calls will be written.
 
     Raises:
         RequestError: a call could not be understood.
     """
     if tools is None:
         return None
-    if forced_functions(body):
-        return "llama3_json"
+    names = forced_functions(body)
+    if names:
+        return ForcedCall(tuple(names))
     if settings.tool_call_parser is None:
         raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
     if not settings.auto_tool_choice:

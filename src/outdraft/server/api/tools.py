@@ -5,6 +5,7 @@ the same, and the calls are the same. What looks like a call and is none remains
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,8 +35,20 @@ class ToolCallParser(Protocol):
         ...
 
 
-def tool_call_parser(name: ToolCallFormat) -> ToolCallParser:
-    return HermesParser() if name == "hermes" else Llama3JsonParser()
+@dataclass(frozen=True, slots=True)
+class ForcedCall:
+    """The model has to call one of the named functions, and writes what `call_schema` says."""
+
+    names: tuple[str, ...]
+
+
+CallFormat = ToolCallFormat | ForcedCall
+
+
+def tool_call_parser(calls: CallFormat) -> ToolCallParser:
+    if isinstance(calls, ForcedCall):
+        return ForcedCallParser(calls.names)
+    return HermesParser() if calls == "hermes" else Llama3JsonParser()
 
 
 class HermesParser:
@@ -121,6 +134,43 @@ class Llama3JsonParser:
         if calls:
             return [*calls]
         return [self._held] if self._held else []
+
+
+class ForcedCallParser:
+    """One call and nothing else, as `tool_choice.call_schema` makes the model write it.
+
+    Where the answer was cut short, what there is of the arguments is the call's.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """`names`: functions that may be called."""
+        self._names = names
+        self._held = ""
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        return []
+
+    def finish(self) -> list[Piece]:
+        calls = _llama_calls(self._held)
+        if calls or not self._held:
+            return [*(calls or ())]
+        for name in self._names:
+            start = _call_start(name)
+            if self._held.startswith(start):
+                return [ParsedCall(name, self._held.removeprefix(start))]
+        # Cut before the end of the name: it is known if only one begins like that.
+        possible = [name for name in self._names if _call_start(name).startswith(self._held)]
+        if len(possible) == 1:
+            return [ParsedCall(possible[0], "")]
+        return [ParsedCall(self._held[len(_BEFORE_NAME) :], "")]
+
+
+_BEFORE_NAME = '{"name":"'
+
+
+def _call_start(name: str) -> str:
+    return _BEFORE_NAME + json.dumps(name, ensure_ascii=False)[1:] + ',"arguments":'
 
 
 def _hermes_call(text: str) -> ParsedCall | None:
