@@ -1,6 +1,7 @@
 import json
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -91,6 +92,30 @@ def test_json_has_no_white_space_unless_it_is_asked_for_and_then_not_without_end
     assert not any(accepts(compiler, ASKS[name], text) for text in (*spaced, *outside))
     assert all(accepts(compiler, flexible, text) for text in (compact, *spaced))
     assert not any(accepts(compiler, flexible, text) for text in (*too_much, *outside))
+
+
+A, B = ({"properties": {name: {"type": "null"}}, "required": [name]} for name in "ab")
+EXTRA, NESTED = '{"a":null,"b":null}', '{"a":null,"b":{"a":null,"c":1}}'
+OBJECTS: dict[str, tuple[dict[str, Any], str, bool]] = {
+    "named": (A, EXTRA, False),
+    "without-names": ({"type": "object"}, EXTRA, True),
+    "said-to-be-open": ({**A, "additionalProperties": True}, EXTRA, True),
+    "required-unnamed": ({"properties": {}, "required": ["a"]}, EXTRA, True),
+    "nested": ({"properties": {"a": {}, "b": A}}, NESTED, False),
+    "called-properties": ({"properties": {"properties": A}}, '{"properties":{"a":null}}', True),
+    "referred": ({"anyOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}}, EXTRA, False),
+    "one-of-all": ({"allOf": [{"$ref": "#/$defs/A"}], "$defs": {"A": A}}, EXTRA, False),
+    "all-of": ({"allOf": [A, B]}, EXTRA, True),
+    "beside": ({**A, "anyOf": [B]}, EXTRA, True),
+    "constant": ({"const": {"properties": {"b": 1}}}, '{"properties":{"b":1}}', True),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_hold_what_their_schema_names_unless_it_says_more(compiler, name):
+    schema, text, is_accepted = OBJECTS[name]
+    structured = StructuredOutput("json_schema", json.dumps(schema))
+    assert accepts(compiler, structured, text) == is_accepted
 
 
 EXPLOSIVE = {

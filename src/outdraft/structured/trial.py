@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import llguidance
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -75,10 +75,65 @@ def grammar_source(kind: "StructuredKind", text: str, is_compact: bool) -> str:
         schema = json.loads(text)
         if not isinstance(schema, dict) and schema is not True:
             return llguidance.grammar_from("json_schema", text)  # it says what is wrong
-    return LLMatcher.grammar_from_json_schema(
-        "{}" if text.strip() == "true" else text,
-        overrides=_COMPACT if is_compact else _FLEXIBLE,
-    )
+        text = "{}" if schema is True else json.dumps(closed(schema))
+    overrides = _COMPACT if is_compact else _FLEXIBLE
+    return LLMatcher.grammar_from_json_schema(text, overrides=overrides)
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema, its objects without properties that it does not name: else a model may add some
+    until its tokens are used up. What follows it follows the client's own schema too.
+
+    An object that says something of its further properties keeps to that. A schema whose parts are
+    put together in one object is left as it is: there each part may hold what another one names.
+    """
+    return _closed(schema) if _is_of_separate_objects(schema) else schema
+
+
+_OF_OBJECTS = {"properties", "required", "additionalProperties", "patternProperties"}
+_COMBINING = {"$ref", "allOf", "anyOf", "oneOf", "not", "if", "$dynamicRef", "dependentSchemas"}
+
+
+def _is_of_separate_objects(value: object) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_of_separate_objects, value))
+    if not isinstance(value, dict):
+        return True
+    combining = _COMBINING & value.keys()
+    parts = value.get("allOf")
+    if (combining and _OF_OBJECTS & value.keys()) or len(combining) > 1:
+        return False
+    if combining & {"not", "if", "dependentSchemas"} or (
+        parts is not None and not (isinstance(parts, list) and len(parts) == 1)
+    ):
+        return False
+    return all(map(_is_of_separate_objects, value.values()))
+
+
+def _closed(value: Any, *, is_schema: bool = True) -> Any:
+    """`is_schema`: it is no mapping of names to schemas."""
+    if isinstance(value, list):
+        return [_closed(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    result: dict[str, Any] = {}
+    for name, item in value.items():
+        if is_schema and name in ("const", "enum", "default", "examples"):
+            result[name] = item  # values, not schemas
+        else:
+            holds_names = is_schema and name in ("properties", "$defs", "definitions")
+            result[name] = _closed(item, is_schema=not holds_names)
+    if is_schema and _may_be_closed(value):
+        result["additionalProperties"] = False
+    return result
+
+
+def _may_be_closed(schema: dict[str, Any]) -> bool:
+    says_more = {"additionalProperties", "patternProperties", "unevaluatedProperties"} & set(schema)
+    properties, required = schema.get("properties"), schema.get("required", [])
+    if says_more or not isinstance(properties, dict) or not isinstance(required, list):
+        return False
+    return all(name in properties for name in required if isinstance(name, str))
 
 
 def parser_limits() -> LLParserLimits:

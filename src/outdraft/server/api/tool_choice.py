@@ -9,6 +9,7 @@ from outdraft.server.api.settings import ApiSettings
 from outdraft.server.api.tools import CallFormat, ForcedCall
 
 _DEFINITIONS = ("$defs", "definitions")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def active_tools(body: ChatRequest) -> list[Tool] | None:
@@ -74,7 +75,7 @@ def call_schema(tools: Sequence[Tool], names: Sequence[str]) -> dict[str, Any]:
     definitions: dict[str, dict[str, Any]] = {}
     calls: list[dict[str, Any]] = []
     for function in (tool.function for tool in tools if tool.function.name in names):
-        parameters = dict(function.parameters or {"type": "object"})
+        parameters = dict(function.parameters or _NO_PARAMETERS)
         for key in _DEFINITIONS:  # references count from the root, so these have to move there
             found: object = parameters.pop(key, {})
             if not isinstance(found, dict):
