@@ -43,8 +43,8 @@ class StructuredOutput:
 
     kind: StructuredKind
     text: str = ""
-    disable_any_whitespace: bool = True
     behind: Thoughts | None = None
+    disable_any_whitespace: bool = True
 
     def __post_init__(self) -> None:
         if self.behind is not None and not isinstance(self.behind, Thoughts):
@@ -164,10 +164,10 @@ class StructuredOutputsParams:
 
     def _structured_output(self, name: str, is_compact: bool) -> StructuredOutput:
         if name == "json_object":
-            return StructuredOutput("json_object", "", is_compact)
+            return StructuredOutput("json_object", disable_any_whitespace=is_compact)
         if name == "json":
             text = self.json if isinstance(self.json, str) else schema_text(self.json)
-            return StructuredOutput("json_schema", text, is_compact)
+            return StructuredOutput("json_schema", text, disable_any_whitespace=is_compact)
         # What is said of white space in JSON means nothing here.
         if name == "choice":
             return StructuredOutput("choice", choice_text(self.choice))

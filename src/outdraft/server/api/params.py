@@ -123,7 +123,8 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
     if len(text.encode()) > settings.max_schema_bytes:
         raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
     try:
-        return StructuredOutput(kind, text, not _is_spaced(body, field, kind))
+        is_compact = not _is_spaced(body, field, kind)
+        return StructuredOutput(kind, text, disable_any_whitespace=is_compact)
     except RequestError as error:  # it speaks of `structured`
         raise RequestError(f"{field}: {error}", field) from error
 
