@@ -12,6 +12,7 @@ const WINDOWS = [60, 120, 300]; // seconds: the smallest that holds what there i
  * @property {string} unit behind the number in the heading
  * @property {{name: string, label: string}[]} series from the bottom up
  * @property {boolean} stacked
+ * @property {boolean} [sparse] few seconds have values: each is drawn as a point that can be seen
  * @property {number | null} top of the scale; null: what the values need
  * @property {(second: object) => (number | null)[]} values one per series; null: nothing to show
  * @property {(second: object) => number | null} headline the number in the heading
@@ -36,7 +37,9 @@ export class Chart {
     this.plot = html(
       "div",
       {
-        class: this.isDivided ? "plot divided" : "plot",
+        class: ["plot", this.isDivided && "divided", this.sparse && "sparse"]
+          .filter(Boolean)
+          .join(" "),
         tabindex: 0,
         role: "slider",
         "aria-label": `${this.title}: second to read`,

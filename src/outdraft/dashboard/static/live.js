@@ -41,8 +41,8 @@ function sourceCharts(sources) {
 }
 
 const SPEEDUP = {
-  title: "Speed while computing",
-  unit: "times as fast as without speculation",
+  title: "Computing speed",
+  unit: "times as fast",
   series: [
     { name: "measured", label: "Tokens/s of step time" },
     { name: "estimate", label: "Without speculation, estimated" },
@@ -76,7 +76,7 @@ function latencyChart(title, name) {
 }
 
 const CHARTS = [
-  latencyChart("Time to first token (TTFT)", "ttft"),
+  { ...latencyChart("Time to first token (TTFT)", "ttft"), sparse: true },
   latencyChart("Between tokens (ITL)", "itl"),
   {
     title: "Draft length",

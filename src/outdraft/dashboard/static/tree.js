@@ -6,7 +6,7 @@ import { probability } from "./format.js";
 import { originLabel } from "./origins.js";
 
 const CHARACTER_PX = 7.7; // of the nodes' typeface, at most
-const SMALL_PX = 6.6; // of what stands below
+const SMALL_PX = 7.3; // of what stands below
 const MOST_CHARACTERS = 16; // of a node; the rest is cut
 const NODE_PX = { min: 58, around: 18, height: 42, gapX: 26, gapY: 10 };
 
