@@ -47,7 +47,7 @@ class FakeEngine:
         fail_at: the update, from 0, in whose place `error` is raised.
         stall_at: the update before which it waits for ever.
         lossless: what it says of its own outputs.
-        drafters: who drafts the first and the second token of a step.
+        sources: who drafted the first and the second token of a step.
         aborted: ids of requests whose reader left before they ended.
     """
 
@@ -59,7 +59,7 @@ class FakeEngine:
     is_alive: bool = True
     ended_by: str | None = None
     lossless: bool = True
-    drafters: tuple[str, str] = ("prediction", "prediction")
+    sources: tuple[str, str] = ("prediction", "prediction")
     requests: list[tuple[EncodedPrompt, SamplingParams, int]] = field(default_factory=list)
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
@@ -89,7 +89,7 @@ class FakeEngine:
         assembly = RequestAssembly(request_id, prompt, params, self.inputs)
         unread, output = Unread(assembly.output), assembly.output
         writers = [
-            _Writer(self.script(text, index), index, params, self.drafters)
+            _Writer(self.script(text, index), index, params, self.sources)
             for index in range(params.n)
         ]
         number = 0
@@ -144,13 +144,13 @@ class _Writer:
     """One choice. It goes on behind a stop string, as an engine does that has not heard of it."""
 
     def __init__(
-        self, text: str, index: int, params: SamplingParams, drafters: tuple[str, str]
+        self, text: str, index: int, params: SamplingParams, sources: tuple[str, str]
     ) -> None:
         self._index = index
         self._ids = tokenizer().encode(text).ids
         self._last = min(len(self._ids), params.max_tokens or len(self._ids))
         self._params = params
-        self._drafters = drafters
+        self._sources = sources
         self.num_written = 0
 
     @property
@@ -165,11 +165,11 @@ class _Writer:
         if self._params.logprobs is not None:
             rows = tuple(_row(i, first + k) for k, i in enumerate(new))
         if self._params.speculation.trace:
-            trace = DraftTrace(self._drafters, (new[0], 20), (), (0,), len(new), 0.25)
+            trace = DraftTrace(self._sources, (new[0], 20), (), (0,), len(new), 0.25)
         if not self.is_running:
             reason = "stop" if self.num_written == len(self._ids) else "length"
-        origins = (TokenOrigin(self._drafters[0]), TokenOrigin.RECOVERED)[: len(new)]
-        drafted = dict(Counter(self._drafters))
+        origins = (TokenOrigin(self._sources[0]), TokenOrigin.RECOVERED)[: len(new)]
+        drafted = dict(Counter(self._sources))
         return SequenceDelta(self._index, new, origins, drafted, rows, trace, reason)
 
 

@@ -246,7 +246,7 @@ def test_a_trace_tells_of_every_token_and_draft(client):
 
 
 def test_every_drafted_token_of_a_mixed_draft_names_its_source():
-    with serve(replace(FakeEngine(), drafters=("suffix", "draft_model"))) as served:
+    with serve(replace(FakeEngine(), sources=("suffix", "draft_model"))) as served:
         extra = {"speculation": {"trace": True}}
         *chunks, last = chat(served.client(), stream=True, extra_body=extra, max_tokens=2)
         [step] = chunks[1].choices[0].model_extra["outdraft"]["steps"]
