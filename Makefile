@@ -5,9 +5,11 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 TORCH := $(shell grep '^torch==' constraints.txt)
 QUICK := core scheduling kv config sampling structured oracle/test_every_method.py
+ALL := "not gpu and not network"
+QUICK_ONES := "not slow and not gpu and not network"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup demo lint quick check test test-full test-gpu fix bench
+.PHONY: setup demo lint pytest quick check test test-full test-gpu fix bench
 
 setup: $(STAMP)
 
@@ -28,16 +30,20 @@ lint: setup
 	$(BIN)/lint-imports
 
 quick: setup
-	$(PYTEST) -m "not slow and not gpu and not network" $(QUICK:%=tests/%)
+	$(PYTEST) -m $(QUICK_ONES) $(QUICK:%=tests/%)
 
-check: lint
-	$(PYTEST) -m "not slow and not gpu and not network"
+# Types take one core a minute: lint runs beside the tests.
+check: setup
+	$(MAKE) --jobs=2 lint pytest ARGS='-m $(QUICK_ONES)'
 
-test: lint
-	$(PYTEST) -m "not gpu and not network"
+test: setup
+	$(MAKE) --jobs=2 lint pytest ARGS='-m $(ALL)'
 
-test-full: lint
-	$(PYTEST) --full -m "not gpu and not network"
+test-full: setup
+	$(MAKE) --jobs=2 lint pytest ARGS='--full -m $(ALL)'
+
+pytest: setup
+	$(PYTEST) $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python -m pytest -m gpu
