@@ -8,11 +8,11 @@ import pytest
 
 from outdraft.bench.in_process import Generation, run_batch, stats_report
 from outdraft.bench.latency import LatencyPlan, measure_latency
-from outdraft.bench.profiler import RANGES, traced
 from outdraft.bench.throughput import measure_throughput
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.profiler import RANGES, traced
 from outdraft.engine.stats import StatsTotal
 from tests.oracle.engines import engine
 

@@ -8,7 +8,7 @@ import pytest
 from outdraft.cli import serving
 from outdraft.cli.app import app
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config
-from outdraft.cli.server_options import ServerOptions, api_key, listed
+from outdraft.cli.server_options import ServerOptions, api_key, listed, profiler_dir
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
@@ -108,6 +108,11 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
         ("--ssl-keyfile", __file__),
         ("--ssl-certfile", __file__),
         ("--header-timeout", "0"),
+        ("--profiler-config", "{"),
+        ("--profiler-config", "[]"),
+        ("--profiler-config", "{}"),
+        ("--profiler-config", '{"torch_profiler_dir": "d", "profiler": "cuda"}'),
+        ("--profiler-config", '{"torch_profiler_dr": "d"}'),
     ],
 )
 def test_a_value_that_does_not_exist_is_refused(command, flag: str, value: str):
@@ -138,6 +143,12 @@ def test_a_key_that_is_empty_or_given_twice_is_refused(tmp_path):
         api_key(ServerOptions(api_key_file=key_of("\n", tmp_path)), {})
     with pytest.raises(ConfigError, match="exclude each other"):
         api_key(ServerOptions(api_key="a", api_key_file=key_of("a", tmp_path)), {})
+
+
+def test_the_profilers_directory_is_named_as_in_vllm():
+    assert profiler_dir(None) is None
+    text = '{"profiler": "torch", "torch_profiler_dir": "/traces"}'
+    assert profiler_dir(text) == Path("/traces")
 
 
 def test_a_list_is_json_as_in_vllm_or_the_flag_again():

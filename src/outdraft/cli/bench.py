@@ -145,7 +145,7 @@ def latency(
     _show_in_process("Latency Benchmark Result", result, llm, dataset, output_json)
     if profile:
         from outdraft.bench.in_process import run_batch
-        from outdraft.bench.profiler import traced
+        from outdraft.engine.profiler import traced
 
         trace = (output_json or Path("outdraft-latency.json")).with_suffix(".trace.json")
         with traced(llm.engine, trace):

@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
@@ -60,6 +60,13 @@ class ServerOptions:
     enable_log_requests: Annotated[
         bool, typer.Option(help="Log each request: path, status, time, id; never its text.")
     ] = False
+    profiler_config: Annotated[
+        str | None,
+        typer.Option(
+            help='{"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and '
+            "/stop_profile trace the engine's steps into DIR."
+        ),
+    ] = None
     header_timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds that a client has to send a request's headers.")
     ] = HEADER_TIMEOUT_S
@@ -149,3 +156,32 @@ def listed(values: Iterable[str] | None, flag: str) -> tuple[str, ...]:
             raise ConfigError(f"{flag} must be a text or a JSON list of texts, got {value!r}")
         found += parts
     return tuple(found)
+
+
+def profiler_dir(text: str | None) -> Path | None:
+    """The directory that --profiler-config names, with vLLM's keys.
+
+    Raises:
+        ConfigError: it is no JSON, has an unknown key, or lacks one.
+    """
+    if text is None:
+        return None
+    try:
+        values: Any = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--profiler-config is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--profiler-config must be a JSON object, got {text}")
+    given = cast(dict[str, object], values)
+    known = ("profiler", "torch_profiler_dir")
+    for name in given:
+        if name not in known:
+            raise ConfigError(
+                f"--profiler-config: unknown key {name!r}: {did_you_mean(name, known)}"
+            )
+    if given.get("profiler", "torch") != "torch":
+        raise ConfigError(f"--profiler-config: profiler must be 'torch', got {given['profiler']!r}")
+    folder = given.get("torch_profiler_dir")
+    if not isinstance(folder, str) or not folder:
+        raise ConfigError("--profiler-config: torch_profiler_dir must name a directory")
+    return Path(folder).expanduser().absolute()

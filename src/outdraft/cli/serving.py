@@ -10,7 +10,13 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
-from outdraft.cli.server_options import API_KEY_VARIABLE, ServerOptions, api_key, listed
+from outdraft.cli.server_options import (
+    API_KEY_VARIABLE,
+    ServerOptions,
+    api_key,
+    listed,
+    profiler_dir,
+)
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
@@ -193,6 +199,7 @@ def settings_of(
         allowed_origins=listed(options.allowed_origins, "--allowed-origins"),
         root_path=_root_path(options.root_path),
         log_requests=options.enable_log_requests,
+        profiler_dir=profiler_dir(options.profiler_config),
         tool_call_parser=cast(ToolCallFormat | None, options.tool_call_parser),
         auto_tool_choice=options.enable_auto_tool_choice is not False,
         reasoning_parser=cast(ReasoningFormat | None, options.reasoning_parser),

@@ -76,6 +76,16 @@ class EngineClient(Protocol):
         """
         ...
 
+    async def profile(self, path: str | None) -> str | None:
+        """Begin a trace of the engine's steps; without a path: end it, and write it.
+
+        Returns why that could not be done, None if it was.
+
+        Raises:
+            EngineDeadError: the engine is dead, or died meanwhile.
+        """
+        ...
+
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         """Have a function called with the engine's statistics, several times a second at most."""
         ...

@@ -12,6 +12,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from queue import SimpleQueue
 
 import msgspec
@@ -27,6 +29,8 @@ from outdraft.server.messages import (
     Command,
     EndSequence,
     Failed,
+    Profile,
+    Profiled,
     Progress,
     Refused,
     Report,
@@ -62,6 +66,7 @@ class EngineLoop:
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
         self._told_s = 0.0
+        self._trace: ExitStack | None = None  # closing it writes it
         engine.on_step = self._steps.append
 
     def run(self) -> bool:
@@ -71,6 +76,8 @@ class EngineLoop:
             try:
                 return self._run(wakes)
             finally:
+                if self._trace is not None:
+                    self._trace.close()
                 self._compiler.shutdown(cancel_futures=True)  # one compilation at most, of seconds
 
     def _run(self, wakes: zmq.Socket[bytes]) -> bool:
@@ -110,7 +117,7 @@ class EngineLoop:
                 while wakes.poll(0):
                     wakes.recv()
 
-    def _carry_out(self, command: Add | Abort | EndSequence) -> None:
+    def _carry_out(self, command: Add | Abort | EndSequence | Profile) -> None:
         if isinstance(command, Add):
             if command.params.structured is None:
                 self._add(command)
@@ -119,8 +126,32 @@ class EngineLoop:
         elif isinstance(command, Abort):
             self._give_up_preparing(command.request_id)
             self._engine.abort(command.request_id)
+        elif isinstance(command, Profile):
+            self._send([Profiled(self._profile(command.path))])
         else:
             self._engine.stop_sequence(command.request_id, command.index, command.num_tokens)
+
+    def _profile(self, path: str | None) -> str | None:
+        """Begin a trace, or end one; what was wrong about that."""
+        # It needs torch, which is loaded by now, but not before somebody could be told so.
+        from outdraft.engine.profiler import traced
+
+        try:
+            if path is None:
+                if self._trace is None:
+                    return "no profile is being taken"
+                trace, self._trace = self._trace, None
+                trace.close()
+            elif self._trace is not None:
+                return "a profile is being taken already"
+            else:
+                trace = ExitStack()
+                trace.enter_context(traced(self._engine, Path(path)))
+                self._trace = trace
+        except (OSError, RuntimeError) as error:
+            _logger.exception("a profile could not be taken")
+            return f"the profile could not be taken: {type(error).__name__}"
+        return None
 
     def _prepare(self, command: Add) -> None:
         """Have the grammar of a request compiled; it is added later."""

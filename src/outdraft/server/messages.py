@@ -40,11 +40,17 @@ class EndSequence(Struct, tag=True, frozen=True):
     num_tokens: int
 
 
+class Profile(Struct, tag=True, frozen=True):
+    """Begin a trace of all steps; without a path: end it, and write it to the path of its begin."""
+
+    path: str | None
+
+
 class Stop(Struct, tag=True, frozen=True):
     """End the process; what still runs is aborted."""
 
 
-Command = Add | Abort | EndSequence | Stop
+Command = Add | Abort | EndSequence | Profile | Stop
 
 
 class Progress(Struct, tag=True, frozen=True):
@@ -119,6 +125,16 @@ class Loading(Struct, tag=True, frozen=True):
     fraction: float
 
 
+class Profiled(Struct, tag=True, frozen=True):
+    """The answer to one Profile.
+
+    Attributes:
+        error: why it was not done; None: it was.
+    """
+
+    error: str | None
+
+
 class Failed(Struct, tag=True, frozen=True):
     """The last report: the engine could not start, or cannot go on.
 
@@ -131,4 +147,4 @@ class Failed(Struct, tag=True, frozen=True):
 
 
 # One frame holds what a step had to tell.
-Report = Progress | Refused | EngineInfo | Steps | Loading | Failed
+Report = Progress | Refused | EngineInfo | Steps | Loading | Failed | Profiled

@@ -36,6 +36,9 @@ class ObservedClient:
     def num_unfinished(self) -> int:
         return self._client.num_unfinished
 
+    async def profile(self, path: str | None) -> str | None:
+        return await self._client.profile(path)
+
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         self._client.watch(on_steps)
 

@@ -5,6 +5,7 @@ step, whether its reader comes for it or not, so a slow reader costs no more tha
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
@@ -28,6 +29,8 @@ from outdraft.server.messages import (
     EndSequence,
     EngineInfo,
     Failed,
+    Profile,
+    Profiled,
     Progress,
     Refused,
     Report,
@@ -48,6 +51,7 @@ class ProcessClient:
         self._cause: str | None = None  # why the engine is dead
         self._ended_by: str | None = None
         self._num_sent = 0
+        self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
 
     @property
     def is_alive(self) -> bool:
@@ -89,6 +93,17 @@ class ProcessClient:
         self._process.end()
         for stream in self._streams.values():
             stream.fail(EngineDeadError(self._cause, self._ended_by))
+        while self._profiles:
+            if not (answer := self._profiles.popleft()).done():
+                answer.set_exception(EngineDeadError(self._cause, self._ended_by))
+
+    async def profile(self, path: str | None) -> str | None:
+        if self._cause is not None:
+            raise EngineDeadError(self._cause, self._ended_by)
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._profiles.append(answer)
+        self._process.send(Profile(path))
+        return await answer
 
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
@@ -131,6 +146,9 @@ class ProcessClient:
         elif isinstance(report, Refused):
             if (stream := self._streams.get(report.request_id)) is not None:
                 stream.fail(_refusal(report))
+        elif isinstance(report, Profiled):
+            if not (answer := self._profiles.popleft()).done():  # its reader may have left
+                answer.set_result(report.error)
         elif isinstance(report, Steps):
             for on_steps in self._watchers:
                 on_steps(report)

@@ -59,6 +59,9 @@ class Supervisor:
     ) -> AsyncIterator[Update]:
         return self._started.generate(request_id, prompt, params, priority)
 
+    async def profile(self, path: str | None) -> str | None:
+        return await self._started.profile(path)
+
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         self._watchers.append(on_steps)
         self._started.watch(on_steps)

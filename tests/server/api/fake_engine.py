@@ -64,6 +64,7 @@ class FakeEngine:
     started: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     num_running: int = 0
+    profiled: str | None = None  # where its trace will be written
 
     @property
     def info(self) -> EngineInfo:
@@ -72,6 +73,12 @@ class FakeEngine:
     @property
     def num_unfinished(self) -> int:
         return self.num_running
+
+    async def profile(self, path: str | None) -> str | None:
+        if (path is None) == (self.profiled is None):
+            return "not now"
+        self.profiled = path
+        return None
 
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         raise NotImplementedError

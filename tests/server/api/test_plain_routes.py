@@ -77,6 +77,25 @@ def test_fields_that_a_body_leaves_open_are_as_the_model_wants_them():
     assert [p.max_tokens for p in chosen] == [16, 7, 3]  # OpenAI documents the first one
 
 
+def test_a_profile_is_taken_where_one_is_configured(tmp_path):
+    with serve(FakeEngine(), profiler_dir=tmp_path, api_key="secret") as served:
+        assert served.post("/start_profile").status_code == 401
+        headers = {"Authorization": "Bearer secret"}
+        started = served.post("/start_profile", headers=headers)
+        assert started.status_code == 200
+        assert started.json()["path"] == served.engine.profiled
+        assert served.engine.profiled.startswith(str(tmp_path))
+        again = served.post("/start_profile", headers=headers)
+        assert (again.status_code, again.json()["error"]["code"]) == (409, "profile_conflict")
+        assert served.post("/stop_profile", headers=headers).status_code == 200
+        assert served.engine.profiled is None
+
+
+@pytest.mark.parametrize("path", ["/start_profile", "/stop_profile"])
+def test_without_a_profiler_there_is_no_such_path(served, path):
+    assert served.post(path).status_code == 404
+
+
 def test_ping_says_what_health_says():
     with serve(FakeEngine(), api_key="secret") as served:
         assert served.get("/ping").status_code == served.post("/ping").status_code == 200

@@ -1,5 +1,6 @@
 """The loop of the engine process, without the process."""
 
+import json
 import threading
 from collections.abc import Iterator
 
@@ -18,6 +19,8 @@ from outdraft.server.messages import (
     Command,
     EndSequence,
     Failed,
+    Profile,
+    Profiled,
     Progress,
     Refused,
     Report,
@@ -105,6 +108,48 @@ def test_a_request_is_reported_step_by_step_until_it_is_finished(sockets):
     assert ended_well
     assert [num_ended(delta) for delta in deltas] == [0] * (len(deltas) - 1) + [1]
     assert sum(len(part.token_ids) for delta in deltas for part in delta.sequences) == 9
+
+
+def test_a_profile_holds_the_steps_between_its_begin_and_its_end(sockets, tmp_path):
+    push, pull, report_push, report_pull = sockets
+    loop = threading.Thread(target=EngineLoop(engine(), pull, report_push).run)
+    loop.start()
+
+    def tell(command: Command, is_answer) -> Report:
+        push.send(msgspec.msgpack.encode(command))
+        while True:
+            assert report_pull.poll(60_000), "no answer"
+            for report in msgspec.msgpack.decode(report_pull.recv(), type=list[Report]):
+                if is_answer(report):
+                    return report
+
+    def profile(path) -> str | None:
+        command = Profile(None if path is None else str(path))
+        return tell(command, lambda report: isinstance(report, Profiled)).error
+
+    def complete(request_id: str) -> None:
+        tell(
+            Add(request_id, [5, 6, 7], greedy(9)),
+            lambda report: isinstance(report, Progress) and any(map(num_ended, report.deltas)),
+        )
+
+    path = tmp_path / "new" / "trace.json"
+    try:
+        assert profile(None) == "no profile is being taken"
+        complete("before")
+        assert profile(path) is None
+        assert profile(tmp_path / "other") == "a profile is being taken already"
+        complete("within")
+        assert profile(None) is None
+        complete("after")
+    finally:
+        push.send(msgspec.msgpack.encode(Stop()))
+        loop.join()
+    events = json.loads(path.read_text())["traceEvents"]
+    num_steps = sum(event["name"] == "step" and event["ph"] == "X" for event in events)
+    assert 1 <= num_steps <= 10  # nine tokens, and no step of the other requests
+    assert {"schedule", "verify", "commit"} <= {event["name"] for event in events}
+    assert list(tmp_path.iterdir()) == [path.parent]
 
 
 def test_statistics_cover_every_step_and_come_when_the_engine_gets_idle(sockets):

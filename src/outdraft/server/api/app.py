@@ -18,6 +18,7 @@ from outdraft.server.api.hosts import HostGuard
 from outdraft.server.api.plain_routes import (
     health_router,
     models_router,
+    profile_router,
     stored_responses_router,
     tokens_router,
 )
@@ -76,5 +77,7 @@ def create_app(
         *routers,
     ):
         app.include_router(router)
+    if settings.profiler_dir is not None:
+        app.include_router(profile_router(context, settings.profiler_dir))
     app.include_router(docs_router(app))
     return app

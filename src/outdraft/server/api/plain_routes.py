@@ -1,7 +1,9 @@
 """The routes that generate nothing: models, tokens, health, version."""
 
 import asyncio
+from datetime import UTC, datetime
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -46,6 +48,32 @@ def health_router(context: ApiContext) -> APIRouter:
     @router.get("/version", operation_id="version")
     async def show_version() -> dict[str, str]:
         return {"version": version("outdraft")}
+
+    return router
+
+
+def profile_router(context: ApiContext, folder: Path) -> APIRouter:
+    """Traces of the engine's steps, written to a folder of the server's machine."""
+    router = guarded_router(context)
+
+    async def profile(path: Path | None) -> None:
+        error = await context.client.profile(None if path is None else str(path))
+        if error is not None:
+            raise invalid_request(error, None, "profile_conflict", 409)
+
+    @router.post("/start_profile", operation_id="start_profile")
+    async def start() -> dict[str, str]:
+        """Begin a trace; the answer says where it will be written."""
+        moment = datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
+        path = folder / f"outdraft-{moment}.trace.json"
+        await profile(path)
+        return {"path": str(path)}
+
+    @router.post("/stop_profile", operation_id="stop_profile")
+    async def stop() -> Response:
+        """End the trace and write it, for chrome://tracing or ui.perfetto.dev."""
+        await profile(None)
+        return Response()
 
     return router
 

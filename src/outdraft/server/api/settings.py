@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from outdraft.engine.chat import ChatTemplate
@@ -29,6 +30,7 @@ class ApiSettings:
         root_path: prefix of all paths that a proxy takes off.
         log_requests: whether each request leaves a line in the log.
         default_sampling: values, by names of SamplingParams, of fields that a body leaves open.
+        profiler_dir: where profiles are written; None: none can be taken.
         max_choices: answers of one request, n times the number of prompts.
         max_logprobs: most likely tokens a position.
     """
@@ -43,6 +45,7 @@ class ApiSettings:
     root_path: str = ""
     log_requests: bool = False
     default_sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    profiler_dir: Path | None = None
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices: int = 128
     max_logprobs: int = 20
