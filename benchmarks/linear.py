@@ -24,7 +24,7 @@ LAYOUTS = {
     "bf16": (Packing.BF16, torch.float32),
     "bf16, one thread": (Packing.BF16, torch.float32),
     "bf16, bfloat16 rows": (Packing.BF16, torch.bfloat16),
-    "float32 mkl": (Packing.MKL, torch.float32),
+    "float32 onednn": (Packing.ONEDNN, torch.float32),
     "float32 plain": (Packing.PLAIN, torch.float32),
     "bfloat16 onednn": (Packing.ONEDNN, torch.bfloat16),
 }

@@ -44,12 +44,13 @@ def dense_rows(
     window=WINDOWS,
     max_elements=st.sampled_from([1, 100, 1000, MAX_ELEMENTS]),
     seed=st.integers(0, 999),
+    in_order=st.booleans(),
 )
 def test_reference_equals_rows_computed_one_by_one(
-    requests, heads, block_size, window, max_elements, seed
+    requests, heads, block_size, window, max_elements, seed, in_order
 ):
     batch = build_batch(requests, Model(*heads, 3, block_size), torch.float64, seed)
-    attention = ReferenceAttention(max_elements)
+    attention = ReferenceAttention(max_elements, in_order=in_order)
     got = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.7, window)
     want = dense_rows(batch, requests, 0.7, window)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)

@@ -158,6 +158,8 @@ def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     assert result.exit_code == 0
     for part in ("threads", "torch", "attention", "packed as", "OMP_NUM_THREADS", "4 held out"):
         assert part in result.stdout, part
+    if not torch.cuda.is_available():
+        assert "float32 over bfloat16 weights for a bfloat16 checkpoint" in result.stdout
     assert "no embedded" not in result.stdout
 
 
@@ -168,10 +170,13 @@ def test_doctor_says_what_is_missing(command):
     assert result.stdout.count("missing:") >= 3
 
 
-@pytest.mark.parametrize("has_heads", [False, True])
-def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_heads):
+@pytest.mark.parametrize(
+    ("has_heads", "dtype"), [(False, "auto"), (True, "auto"), (True, "bfloat16")]
+)
+def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_heads, dtype):
     request.getfixturevalue("embedded_heads" if has_heads else "embedded")
-    result = run(command, "demo", "--json", "--max-tokens", "10", "--prompts", "2")
+    options = ("--max-tokens", "10", "--prompts", "2", "--dtype", dtype)
+    result = run(command, "demo", "--json", *options)
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert set(report) == {"temperature", "plain", "methods"}
@@ -199,6 +204,7 @@ def test_demo_shows_every_prompts_whole_text_a_legend_and_a_table(command, embed
         assert printable(prompt + text) in printable(result.stdout)
     for part in ("# 0.py", "# 1.py", "draft model", "n-gram", "GB/s", "KV cache", "combined"):
         assert part in result.stdout
+    assert "Temperature 0, float32" in result.stdout
     assert "# 2.py" not in result.stdout
 
 

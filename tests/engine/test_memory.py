@@ -105,6 +105,7 @@ def test_what_is_taken_fits(block_bytes, useful_tokens, buffers, free, fraction)
 def test_the_table_adds_up():
     mebi = 2**20
     plan = MemoryPlan(
+        numbers="float32 over bfloat16 weights",
         target_weights=3 * mebi,
         drafter_weights=mebi,
         step=StepMemory(mebi // 8, mebi // 8, 0, mebi // 4, 0),
@@ -114,6 +115,7 @@ def test_the_table_adds_up():
     )
     rows = dict(plan.table())
     assert rows["KV cache: 10 blocks, 160 tokens"] == "2.5 MiB"
+    assert rows["target weights: float32 over bfloat16 weights"] == "3.0 MiB"
     assert rows["total"] == "7.0 MiB"
     assert rows["activations of a full step"] == "0.1 MiB"
     assert rows["logits and sampling"] == "0.2 MiB"

@@ -23,10 +23,10 @@ from tests.rounding import assert_float32_products
 
 CPU = torch.device("cpu")
 NUM_ROWS = [0, *range(1, 41), 64, 65, 200]
-needs_mkl = pytest.mark.skipif(
-    not torch.backends.mkl.is_available(), reason="this torch has no MKL"
+needs_onednn = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
 )
-PACKINGS = [Packing.PLAIN, pytest.param(Packing.MKL, marks=needs_mkl), Packing.ONEDNN]
+PACKINGS = [Packing.PLAIN, pytest.param(Packing.ONEDNN, marks=needs_onednn)]
 
 
 def random_linear(num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype) -> Linear:
@@ -72,9 +72,9 @@ def test_a_bfloat16_weight_keeps_its_function_when_packed():
     torch.testing.assert_close(linear(x_TD), want_TE, rtol=2e-2, atol=0.1)
 
 
-@needs_mkl
+@needs_onednn
 def test_packing_is_chosen_by_dtype_and_device():
-    assert best_packing(torch.float32, CPU) is Packing.MKL
+    assert best_packing(torch.float32, CPU) is Packing.ONEDNN
     assert best_packing(torch.float64, CPU) is Packing.PLAIN
     assert best_packing(torch.float32, torch.device("cuda")) is Packing.PLAIN
 
@@ -106,18 +106,22 @@ def test_the_fused_norms_equal_their_torch_twins(num_rows, size, scale):
 
 @settings(max_examples=40, deadline=None)
 @given(num_rows=st.integers(0, 9), size=st.integers(1, 70), scale=st.sampled_from([0.1, 3.0, 60.0]))
-def test_the_fused_gate_equals_its_torch_twin(num_rows, size, scale):
+@pytest.mark.parametrize(
+    ("dtype", "rtol"), [(torch.float32, 1e-6), (torch.float64, 1e-14), (torch.bfloat16, 2.0**-6)]
+)
+def test_the_fused_gate_equals_its_torch_twin(dtype, rtol, num_rows, size, scale):
     torch.manual_seed(size)
-    gate_up_T2I = torch.randn(num_rows, 2 * size) * scale
+    gate_up_T2I = (torch.randn(num_rows, 2 * size) * scale).to(dtype)
 
     got_TI = silu_mul_cpu(gate_up_T2I)
 
-    torch.testing.assert_close(got_TI, silu_mul(gate_up_T2I), rtol=1e-6, atol=1e-30)
+    torch.testing.assert_close(got_TI, silu_mul(gate_up_T2I), rtol=rtol, atol=1e-30)
 
 
-def test_the_fused_gate_keeps_the_values_at_the_ends():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_fused_gate_keeps_the_values_at_the_ends(dtype):
     gates = [-1e30, -300.0, -0.0, 0.0, 300.0, 1e30, torch.inf, torch.nan]
-    gate_up_T2I = torch.tensor([gates + [1.0] * len(gates)])
+    gate_up_T2I = torch.tensor([gates + [1.0] * len(gates)], dtype=dtype)
 
     got_TI = silu_mul_cpu(gate_up_T2I)
 

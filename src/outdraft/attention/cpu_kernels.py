@@ -16,7 +16,6 @@ Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from outdraft.attention.cpu_memory import (
     copy_row,
@@ -41,6 +40,7 @@ from outdraft.attention.cpu_tiles import (
     sums_at,
     sums_bytes,
 )
+from outdraft.core.jit import njit
 
 _EVEN_JOBS = 4  # per share; prefill has that many, and its partial sums would be large
 

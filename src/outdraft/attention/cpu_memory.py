@@ -1,15 +1,13 @@
 # pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
 # ruff: noqa: ANN001, ANN201
 # numba infers the types of these functions and specialises on them.
-"""Numbers behind addresses, for the CPU kernels.
-
-NOTE: numba's cache looks at cpu_kernels.py only: after a change here, touch that file too.
-"""
+"""Numbers behind addresses, for the CPU kernels."""
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from outdraft.attention.cpu_simd import COPY_WIDTH, copy_f32, pointer, widen_bf16
+from outdraft.core.jit import njit
 
 
 @njit

@@ -6,8 +6,6 @@
 Each intrinsic is one loop over whole SIMD vectors whose accumulators stay in registers. Addresses
 count bytes; steps and counts count float32 elements (bfloat16 ones where it says so). Wider
 vectors than the machine has are split by LLVM, so nothing here asks which machine it is.
-
-NOTE: numba's cache looks at cpu_kernels.py only: after a change here, touch that file too.
 """
 
 from llvmlite import ir

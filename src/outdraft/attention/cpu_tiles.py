@@ -9,9 +9,8 @@ these pieces, in base 2: log2(e) is part of the scale. The inner loops are in cp
 
 A long context has parts. What the lanes sum over each is folded in their order, whoever summed it:
 a lane's sums are taken in the same order whatever lanes are beside it and however many threads
-there are.
-
-NOTE: numba's cache looks at cpu_kernels.py only: after a change here, touch that file too.
+there are. So that this holds in trees too, each row of a tree meets its own drafted keys in the
+order of its text, as if they were committed; only the pieces before them are read for all rows.
 
 Dimension key: L lanes, K keys of a piece, C head size, rounded up to WIDTH.
 """
@@ -19,7 +18,6 @@ Dimension key: L lanes, K keys of a piece, C head size, rounded up to WIDTH.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from outdraft.attention.cpu_memory import (
     copy_row,
@@ -40,6 +38,7 @@ from outdraft.attention.cpu_simd import (
     dots,
     weigh,
 )
+from outdraft.core.jit import njit
 
 PART = 2048  # keys of one part: cache indices from one of its multiples to the next
 _PIECE = 64  # keys of one piece
@@ -61,6 +60,7 @@ class _Tile(NamedTuple):
     end_key: int
     first_common: int  # keys in [first_common, end_common) are seen by every row
     end_common: int
+    is_tree: bool  # between the drafted tokens that a row sees, there are others
 
 
 class _Sums(NamedTuple):
@@ -174,10 +174,12 @@ def make_tile(batch, request, first_row, end_row):
     positions = longs_at(batch.positions, start, end_row)
     ancestors = longs_at(batch.ancestors, start, end_row)
     lowest, highest, bits = positions[first_row], positions[first_row], np.int64(0)
+    is_tree = False
     for row in range(first_row, end_row):
         lowest, highest = min(lowest, positions[row]), max(highest, positions[row])
         if row >= num_causal:
             bits |= ancestors[row]
+            is_tree |= ancestors[row] & (ancestors[row] + 1) != 0
     first_draft = context_len + num_causal
     # Where a drafted key lies in the text is another question for every row.
     first_key = min(max(0, lowest - batch.window + 1), first_draft)
@@ -196,6 +198,7 @@ def make_tile(batch, request, first_row, end_row):
         end_key,
         first_common,
         end_common,
+        is_tree,
     )
 
 
@@ -219,13 +222,39 @@ def _attend_part(batch, tile, kv_head, part, sums, scratch):
     start = (tile.first_key // PART + part) * PART
     end = min(start + PART, tile.end_key)
     # A window begins inside of a piece: where pieces begin must not depend on the rows of the tile.
-    for first_key in range(max(start, tile.first_key // _PIECE * _PIECE), end, _PIECE):
-        end_key = min(first_key + _PIECE, end)
+    start = max(start, tile.first_key // _PIECE * _PIECE)
+    first_own = end
+    if tile.is_tree:
+        first_own = min(end, (tile.context_len + tile.num_causal) // _PIECE * _PIECE)
+    for first_key in range(start, first_own, _PIECE):
+        end_key = min(first_key + _PIECE, first_own)
         offset = _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch)
-        _score(end_key - first_key, size, lanes, offset, scratch)
+        _score(end_key - first_key, size, 0, lanes, offset, scratch)
         if first_key < tile.first_common or tile.end_common < end_key:
             _hide(batch, tile, first_key, end_key, offset, scratch)
-        _sum_values(end_key - first_key, size, lanes, offset, sums, scratch)
+        _sum_values(end_key - first_key, size, 0, lanes, offset, sums, scratch)
+    if tile.is_tree:
+        for row in range(tile.first_row, tile.end_row):
+            _attend_row(batch, tile, row, kv_head, max(start, first_own), end, sums, scratch)
+
+
+@njit
+def _attend_row(batch, tile, row, kv_head, start, end, sums, scratch):
+    """`sums` over one row's keys [start, end): their indices are positions in the row's text."""
+    heads_per_kv = batch.num_heads // batch.num_kv_heads
+    size = round_up(batch.head_size, WIDTH)
+    position = longs_at(batch.positions, tile.start + row, 1)[0]
+    lowest = position - batch.window + 1
+    lane = (row - tile.first_row) * heads_per_kv
+    scores_LK = floats_at(scratch.scores, lane * _PIECE, heads_per_kv * _PIECE)
+    for first_key in range(start, min(end, position + 1), _PIECE):
+        num_keys = min(first_key + _PIECE, position + 1) - first_key
+        offset = _find_text(batch, tile, row, kv_head, first_key, num_keys, size, scratch)
+        _score(num_keys, size, lane, lane + heads_per_kv, offset, scratch)
+        for key in range(min(num_keys, lowest - first_key)):
+            for head in range(heads_per_kv):
+                scores_LK[head * _PIECE + key] = np.float32(_HIDDEN)
+        _sum_values(num_keys, size, lane, lane + heads_per_kv, offset, sums, scratch)
 
 
 @njit
@@ -257,35 +286,73 @@ def _find_rows(batch, tile, kv_head, first_key, end_key, size, scratch):
     """Addresses of the keys and values of a piece, and how far behind them this head's are."""
     table = ints_at(batch.block_table, tile.request * batch.table_stride, batch.table_stride)
     step = batch.num_kv_heads * batch.head_size
-    is_in_place = size == batch.head_size and not batch.is_bf16_cache
-    k_rows, v_rows = longs_at(scratch.k_rows, 0, _PIECE), longs_at(scratch.v_rows, 0, _PIECE)
     key = first_key
     while key < end_key:
         block = key // batch.block_size
         end_of_run = min(end_key, (block + 1) * batch.block_size)
         source = (np.int64(table[block]) * batch.block_size + key - block * batch.block_size) * step
         for place in range(key - first_key, end_of_run - first_key):
-            if is_in_place:
-                k_rows[place] = batch.k + 4 * source
-                v_rows[place] = batch.v + 4 * source
-            else:
-                row, at = 4 * place * size, source + kv_head * batch.head_size
-                copy_row(scratch.k + row, batch.k, at, batch.head_size, batch.is_bf16_cache)
-                copy_row(scratch.v + row, batch.v, at, batch.head_size, batch.is_bf16_cache)
-                k_rows[place] = scratch.k + row
-                v_rows[place] = scratch.v + row
+            _put_row(batch, kv_head, place, source, size, scratch)
             source += step
         key = end_of_run
-    num_keys = end_key - first_key
-    k_rows[num_keys : round_up(num_keys, KEYS)] = k_rows[num_keys - 1]
-    return 4 * kv_head * batch.head_size if is_in_place else 0
+    return _fill_rows(batch, kv_head, end_key - first_key, size, scratch)
 
 
 @njit
-def _score(num_keys, size, lanes, offset, scratch):
+def _find_text(batch, tile, row, kv_head, first_key, num_keys, size, scratch):
+    """As `_find_rows`, for keys by their positions in the text of one row."""
+    table = ints_at(batch.block_table, tile.request * batch.table_stride, batch.table_stride)
+    bits = longs_at(batch.ancestors, tile.start + row, 1)[0]
+    first_draft = tile.context_len + tile.num_causal
+    for _ in range(first_draft, first_key):
+        bits &= bits - 1
+    for place in range(num_keys):
+        key = first_key + place
+        if key >= first_draft:
+            key = first_draft + _bit_length(bits & -bits) - 1
+            bits &= bits - 1
+        block = key // batch.block_size
+        slot = np.int64(table[block]) * batch.block_size + key - block * batch.block_size
+        source = slot * batch.num_kv_heads * batch.head_size
+        _put_row(batch, kv_head, place, source, size, scratch)
+    return _fill_rows(batch, kv_head, num_keys, size, scratch)
+
+
+@njit
+def _put_row(batch, kv_head, place, source, size, scratch):
+    """The addresses of a key and its value; `source`: numbers before those of its first head."""
+    k_rows, v_rows = longs_at(scratch.k_rows, 0, _PIECE), longs_at(scratch.v_rows, 0, _PIECE)
+    if _is_in_place(batch, size):
+        k_rows[place] = batch.k + 4 * source
+        v_rows[place] = batch.v + 4 * source
+    else:
+        row, at = 4 * place * size, source + kv_head * batch.head_size
+        copy_row(scratch.k + row, batch.k, at, batch.head_size, batch.is_bf16_cache)
+        copy_row(scratch.v + row, batch.v, at, batch.head_size, batch.is_bf16_cache)
+        k_rows[place] = scratch.k + row
+        v_rows[place] = scratch.v + row
+
+
+@njit
+def _fill_rows(batch, kv_head, num_keys, size, scratch):
+    """Fill the last KEYS; how far behind the addresses this head's numbers are."""
+    k_rows = longs_at(scratch.k_rows, 0, _PIECE)
+    k_rows[num_keys : round_up(num_keys, KEYS)] = k_rows[num_keys - 1]
+    return 4 * kv_head * batch.head_size if _is_in_place(batch, size) else 0
+
+
+@njit
+def _is_in_place(batch, size):
+    """Can keys and values be read where they lie?"""
+    return size == batch.head_size and not batch.is_bf16_cache
+
+
+@njit
+def _score(num_keys, size, first_lane, end_lane, offset, scratch):
     """scores = q . k; the lowest score for what fills the last vector."""
+    first_lane, end_lane = first_lane // LANES * LANES, round_up(end_lane, LANES)
     for key in range(0, num_keys, KEYS):
-        for lane in range(0, lanes, LANES):
+        for lane in range(first_lane, end_lane, LANES):
             dots(
                 scratch.q + 4 * lane * size,
                 size,
@@ -297,7 +364,7 @@ def _score(num_keys, size, lanes, offset, scratch):
             )
     num_filled = round_up(num_keys, WIDTH) - num_keys
     if num_filled:
-        for lane in range(lanes):
+        for lane in range(first_lane, end_lane):
             floats_at(scratch.scores, lane * _PIECE + num_keys, num_filled)[:] = np.float32(_HIDDEN)
 
 
@@ -350,10 +417,18 @@ def _hide(batch, tile, first_key, end_key, offset, scratch):
 
 
 @njit
-def _sum_values(num_keys, size, lanes, offset, sums, scratch):
-    """Turn scores into weights relative to the new top, and take in the values they weigh."""
+def _sum_values(num_keys, size, first_lane, end_lane, offset, sums, scratch):
+    """Turn scores into weights relative to the new top, and take in the values they weigh.
+
+    Lanes beside these that share a vector with them keep what they have.
+    """
     num_vectors = (num_keys + WIDTH - 1) // WIDTH
-    for lane in range(lanes):
+    first_vector, end_vector = first_lane // LANES * LANES, round_up(end_lane, LANES)
+    for lane in range(first_vector, end_vector):
+        if lane < first_lane or lane >= end_lane:
+            floats_at(scratch.scores, lane * _PIECE, num_keys)[:] = 0
+            floats_at(scratch.shrink, lane, 1)[0] = 1
+            continue
         at = 4 * lane
         weigh(
             scratch.scores + at * _PIECE,
@@ -362,7 +437,7 @@ def _sum_values(num_keys, size, lanes, offset, sums, scratch):
             sums.total + at,
             scratch.shrink + at,
         )
-    for lane in range(0, lanes, LANES):
+    for lane in range(first_vector, end_vector, LANES):
         weights, shrink = scratch.scores + 4 * lane * _PIECE, scratch.shrink + 4 * lane
         c = 0
         while c < size:

@@ -7,10 +7,15 @@ other request as long.
 
 Dimension key: B requests, T rows, N requests and M rows of each in one piece, K keys of the longest
 request, H heads, G kv heads, R query heads per kv head, C head size, P blocks, S slots per block.
+
+An engine on a CPU lets sums run in the order of the keys, one number after the other, so that a
+row's result does not depend on the rows beside it: what a row does not see adds zeros, wherever it
+stands. A product of matrices, which is faster, sums in an order that changes with its shape.
 """
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -31,9 +36,13 @@ class ReferenceAttention:
 
     name = "reference"
 
-    def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
-        """`max_elements`: of a temporary tensor, but for one request's keys or one row's scores."""
+    def __init__(self, max_elements: int = MAX_ELEMENTS, *, in_order: bool = False) -> None:
+        """`max_elements`: of a temporary tensor, but for one request's keys or one row's scores.
+
+        `in_order`: on a CPU only: whether sums run in the order of the keys.
+        """
         self._max_elements = max_elements
+        self._in_order = in_order
 
     def temporary_bytes(
         self,
@@ -51,9 +60,13 @@ class ReferenceAttention:
         own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
         key = num_keys * key_shape[0] * key_shape[1]
         keys = min(num_requests * key, max(self._max_elements, key))
-        score = num_keys * num_heads
+        size = key_shape[1] if self._in_order else 1  # of what is summed for a score
+        score = num_keys * num_heads * size
         # The bounds of _pieces pad a piece to twice the rows of the batch at most.
-        scores = min(2 * num_rows * score, max(self._max_elements, score))
+        numbers = min(2 * num_rows * score, max(self._max_elements, score))
+        scores = numbers // size
+        if self._in_order:
+            keys += 2 * numbers // 3  # the products, and their running sums
         return keys * (own + 3 * wide) + scores * 3 * wide + scores // num_heads * _MASK_BYTES
 
     def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
@@ -85,19 +98,21 @@ class ReferenceAttention:
         dtype = torch.promote_types(q_THC.dtype, torch.float32)
         num_keys = metadata.max_seq_len
         key_size = num_kv_heads * head_size
-        most_requests = max(1, self._max_elements // (num_keys * max(key_size, num_heads)))
+        row_size = num_heads * head_size if self._in_order else num_heads  # for each key
+        most_requests = max(1, self._max_elements // (num_keys * max(key_size, row_size)))
+        softmax = _softmax_in_order if self._in_order else _softmax
         out_THC = torch.zeros(q_THC.shape, dtype=dtype, device=q_THC.device)
         for requests_N, longest in _pieces(metadata, num_rows, most_requests):
             all_rows_M = torch.arange(longest, device=q_THC.device)
             padded_rows = _padded_rows(metadata, requests_N, all_rows_M, num_rows)
             k_NKGC, v_NKGC = _gather(cache, metadata, requests_N, padded_rows, dtype)
-            most_rows = max(1, self._max_elements // (len(requests_N) * num_heads * num_keys))
+            most_rows = max(1, self._max_elements // (len(requests_N) * row_size * num_keys))
             for first in range(0, longest, most_rows):
                 rows_M = all_rows_M[first : first + most_rows]
                 rows_NM, is_row_NM = (x_NM[:, first : first + most_rows] for x_NM in padded_rows)
                 mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, window)
                 q_NMHC = q_THC[rows_NM].to(dtype)
-                out_NMHC = _softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
+                out_NMHC = softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
                 # Add rather than assign: padding points at some row too, and adds zero to it.
                 out_NMHC = out_NMHC.masked_fill(~is_row_NM[:, :, None, None], 0.0)
                 out_THC.index_add_(0, rows_NM.flatten(), out_NMHC.flatten(0, 1))
@@ -152,6 +167,31 @@ def _softmax(
     scores_NGRMK.masked_fill_(~mask_NMK[:, None, None], torch.finfo(scores_NGRMK.dtype).min)
     weights_NGRMK = scores_NGRMK.softmax(dim=-1)
     return torch.einsum("ngrmk,nkgc->nmgrc", weights_NGRMK, v_NKGC).flatten(2, 3)
+
+
+def _softmax_in_order(
+    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGC: Tensor, mask_NMK: Tensor, scale: float
+) -> Tensor:
+    """As `_softmax`, on a CPU: each sum adds one number after the other, in the order of the keys.
+
+    A key that is not seen adds zero. exp is numpy's: torch computes vectors by one method and what
+    is left behind them by another.
+    """
+    num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
+    q_NM1GRC = q_NMHC.unflatten(2, (num_kv_heads, num_heads // num_kv_heads))[:, :, None]
+    scores_NMKGR = _last_sum(q_NM1GRC * k_NKGC[:, None, :, :, None], -1) * scale
+    hidden_NMK11 = ~mask_NMK[..., None, None]
+    scores_NMKGR.masked_fill_(hidden_NMK11, torch.finfo(scores_NMKGR.dtype).min)
+    scores_NMKGR -= scores_NMKGR.amax(dim=2, keepdim=True)
+    np.exp(scores_NMKGR.numpy(), out=scores_NMKGR.numpy())
+    total_NMGR = _last_sum(scores_NMKGR, 2)
+    out_NMGRC = _last_sum(scores_NMKGR[..., None] * v_NKGC[:, None, :, :, None], 2)
+    return (out_NMGRC / total_NMGR[..., None]).flatten(2, 3)
+
+
+def _last_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum over a dimension, taken in its order."""
+    return x.cumsum(dim).select(dim, -1).clone()
 
 
 def _pieces(

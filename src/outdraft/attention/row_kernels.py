@@ -6,7 +6,7 @@
 Dimension key: B requests, T rows, P blocks, K drafted rows of all requests, or drafts of one.
 """
 
-from numba import njit
+from outdraft.core.jit import njit
 
 
 @njit(cache=True)

@@ -23,7 +23,7 @@ def attention_backend(name: str | None, device: torch.device) -> AttentionBacken
     if name not in _NAMES:
         raise ConfigError(f"unknown attention backend {name!r}: {did_you_mean(name, _NAMES)}")
     if name == ReferenceAttention.name:
-        return ReferenceAttention()
+        return ReferenceAttention(in_order=device.type == "cpu")
     if name == _TRITON:
         return _triton(device)
     if device.type != "cpu":

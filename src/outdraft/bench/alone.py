@@ -1,9 +1,9 @@
 """One request by itself in an engine of this process, with the time of its steps."""
 
-import time
 from collections.abc import Callable
 
 from outdraft.core.errors import GenerationError
+from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -27,9 +27,9 @@ def complete_alone(
     output: RequestOutput | None = None
     num_first, decode_s = 0, 0.0
     while engine.has_work:
-        started_s = time.perf_counter()
+        started_s = working_seconds()
         outputs = assembler.step()
-        step_s = time.perf_counter() - started_s
+        step_s = working_seconds() - started_s
         for changed in outputs:
             if output is None:
                 num_first = len(changed.outputs[0].token_ids)

@@ -9,6 +9,7 @@ from typing import Any
 from outdraft.bench.metrics import SpecCounters, acceptance_report
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import CapacityError, GenerationError
+from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -81,7 +82,7 @@ def run_batch(
         queue.append((str(number), engine.check_request(request.prompt, params), params))
     assembler = Assembler(engine)
     outputs: list[RequestOutput] = []
-    started_s = time.monotonic()
+    started_s = working_seconds()
     try:
         while (queue or engine.has_work) and time.monotonic() < deadline_s:
             _feed(assembler, queue)
@@ -91,7 +92,7 @@ def run_batch(
                 if output.finished:
                     outputs.append(output)
                     on_done(output)
-        elapsed_s = time.monotonic() - started_s
+        elapsed_s = working_seconds() - started_s
     finally:
         for number in range(len(requests)):
             assembler.abort(str(number))

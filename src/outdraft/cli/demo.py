@@ -32,8 +32,9 @@ def demo(
         float,
         typer.Option(min=0, help="0 is greedy, which a small model answers by repeating itself."),
     ] = TEMPERATURE,
+    dtype: Annotated[str, typer.Option(help="What to compute in: float32 or bfloat16.")] = "auto",
 ) -> None:
-    """Measure what speculation gains on this machine, in float32 on the CPU.
+    """Measure what speculation gains on this machine's CPU.
 
     Exits with 1 if any method changes a single token of what plain decoding gives.
     """
@@ -46,7 +47,7 @@ def demo(
 
     started_s = time.monotonic()
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
-    llms = load(method_configs(assets.target_path(), assets.drafter_path(), heads))
+    llms = load(method_configs(assets.target_path(), assets.drafter_path(), heads, dtype))
     view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts[:prompts])
     if view is not None:
         view.header()

@@ -85,8 +85,9 @@ class DemoView:
     def footer(self, tallies: Mapping[str, Tally], temperature: float, elapsed_s: float) -> None:
         """The comparison."""
         plain = tallies[PLAIN]
+        numbers = self._llm.models.target.numbers
         self._console.print(
-            f"\n\nTemperature {temperature:g}, float32, one request at a time", style="bold"
+            f"\n\nTemperature {temperature:g}, {numbers}, one request at a time", style="bold"
         )
         table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits into 80 columns
         table.add_column("method", no_wrap=True)

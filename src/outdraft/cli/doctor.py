@@ -54,7 +54,6 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     import torch
 
     from outdraft.engine.loading import choose_device
-    from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 
     device = choose_device("auto")
     embedded, missing = _embedded()
@@ -66,11 +65,10 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
         f"Used on {device}": _used(device),
         "Embedded pair": embedded,
     }
-    if device.type == "cpu" and not cpu_multiplies_bfloat16():
-        missing.append("bfloat16 instructions: sums are float32, in kernels of our own")
-    if device.type == "cpu" and not torch.backends.mkl.is_available():
+    if device.type == "cpu" and not torch.backends.mkldnn.is_available():
         missing.append(
-            "MKL in this build of torch: weights that bfloat16 does not hold are packed by oneDNN"
+            "oneDNN in this build of torch: weights that bfloat16 does not hold are multiplied row "
+            "by row"
         )
     return sections, missing
 
@@ -138,11 +136,14 @@ def _used(device: "torch.device") -> Section:
     from outdraft.attention.select import attention_backend
     from outdraft.engine.loading import choose_dtype
     from outdraft.models.layers import cpu_kernels
-    from outdraft.models.layers.linear import best_packing
+    from outdraft.models.layers.linear import Packing, best_packing
 
     automatic = choose_dtype("auto", "bfloat16", device)
+    chosen = str(automatic).removeprefix("torch.")
+    if best_packing(automatic, device, weights_fit_bfloat16=True) is Packing.BF16:
+        chosen += " over bfloat16 weights"
     rows = {
-        "dtype auto": f"{automatic} for a bfloat16 checkpoint".removeprefix("torch."),
+        "dtype auto": f"{chosen} for a bfloat16 checkpoint",
         "attention": attention_backend(None, device).name,
     }
     for dtype in (torch.float32, torch.bfloat16):

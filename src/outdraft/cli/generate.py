@@ -2,7 +2,6 @@
 
 import os
 import sys
-import time
 from typing import Annotated
 
 import typer
@@ -40,6 +39,7 @@ def generate(
     text = prompt if prompt is not None else _stdin()
     use_physical_cores(os.environ)
     from outdraft.cli.streaming import stream, summary
+    from outdraft.core.jit import working_seconds
     from outdraft.engine.llm import LLM
 
     llm = LLM.from_config(config)
@@ -47,7 +47,7 @@ def generate(
     llm.engine.check_request(text, params)
     if verbose:
         typer.echo(f"{llm.memory}\n", err=True)
-    started_s = time.monotonic()
+    started_s = working_seconds()
     output = stream(llm.engine, "0", text, params, _show)
     typer.echo()
     typer.echo(summary(output, started_s), err=True)

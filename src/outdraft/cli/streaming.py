@@ -1,9 +1,9 @@
 """One request, its text shown while it grows."""
 
-import time
 from collections.abc import Callable, Sequence
 
 from outdraft.core.errors import GenerationError
+from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -46,9 +46,9 @@ def stream(
 
 
 def summary(output: RequestOutput, started_s: float) -> str:
-    """One line about a finished request; `started_s` is of time.monotonic."""
+    """One line about a finished request; `started_s` is of `working_seconds`."""
     num_tokens = len(output.outputs[0].token_ids)
-    elapsed_s = time.monotonic() - started_s
+    elapsed_s = working_seconds() - started_s
     speculation = output.metrics.speculative_decoding
     parts = [f"{num_tokens} tokens in {elapsed_s:.2f} s ({num_tokens / elapsed_s:.1f} tokens/s)"]
     if speculation.num_spec_steps:

@@ -182,7 +182,9 @@ def _plan_memory(
         buffers=step.total,
         memory=device_memory(models.device),
     )
-    return MemoryPlan(target.memory_bytes, drafter_weights, step, block_bytes, count, size)
+    return MemoryPlan(
+        target.numbers, target.memory_bytes, drafter_weights, step, block_bytes, count, size
+    )
 
 
 def _step_memory(

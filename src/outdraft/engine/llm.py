@@ -9,6 +9,7 @@ from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import CapacityError, ConfigError, GenerationError, RequestError
+from outdraft.core.jit import compile_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -187,10 +188,16 @@ class LLM:
     ) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         hidden = None if use_tqdm else True  # None: where nobody sees it move
-        with tqdm(total=len(queue), desc="requests", unit="req", disable=hidden) as bar:
+        with tqdm(
+            total=len(queue), desc="requests", unit="req", disable=hidden, smoothing=0
+        ) as bar:
             while queue or self.engine.has_work:
                 _feed(assembler, queue)
-                for output in assembler.step():
+                compiled_s = compile_seconds()
+                outputs = assembler.step()
+                if not bar.disable:  # its rate counts no kernels
+                    bar.start_t += compile_seconds() - compiled_s
+                for output in outputs:
                     if output.finished:
                         finished[output.request_id] = output
                         bar.update()

@@ -14,7 +14,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import cpu_multiplies_bfloat16
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
 
@@ -111,6 +110,4 @@ def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torc
     """The dtype of that name; "auto" as EngineConfig documents it."""
     if name != "auto":
         return getattr(torch, name)
-    if device.type == "cuda":
-        return getattr(torch, checkpoint_dtype)
-    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+    return torch.float32 if device.type == "cpu" else getattr(torch, checkpoint_dtype)

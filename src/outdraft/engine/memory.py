@@ -18,11 +18,13 @@ class MemoryPlan:
     """What is held, in bytes, and how many KV blocks that leaves room for.
 
     Attributes:
+        numbers: what the target computes with, over which weights.
         target_weights, drafter_weights: as loaded, packed copies included.
         step: what the largest step takes.
         block_bytes: of one block, the target's and the drafter's layers together.
     """
 
+    numbers: str
     target_weights: int
     drafter_weights: int
     step: StepMemory
@@ -35,7 +37,7 @@ class MemoryPlan:
         cache_bytes = self.block_bytes * self.num_blocks
         tokens = self.num_blocks * self.block_size
         parts = {
-            "target weights": self.target_weights,
+            f"target weights: {self.numbers}": self.target_weights,
             "drafter weights": self.drafter_weights,
             "texts on the device": self.step.texts,
             "activations of a full step": self.step.activations,

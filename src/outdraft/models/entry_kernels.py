@@ -6,18 +6,16 @@
 A language model reads tokens, EAGLE tokens and states; the slow twins are CausalLM and the entries
 of eagle_layers.py.
 
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
-
 Dimension key: T rows, D hidden, X inputs of layer 0: D, or 2 D.
 """
 
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from outdraft.attention.cpu_simd import pointer
+from outdraft.core.jit import njit
 from outdraft.models.layers.cpu_kernels import rms_norm
 from outdraft.models.layers.linear_kernels import multiply_together
 

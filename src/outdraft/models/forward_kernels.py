@@ -7,9 +7,6 @@ At a few rows a step is as long as its calls are many; here the layers' own kern
 without Python between them. It computes what CausalLM and EagleNetwork do by layers, which is its
 slow twin.
 
-NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
-this file too.
-
 Dimension key: T rows, R rows that need logits, B requests of one row, D hidden, H heads, G kv
 heads, C head size, I intermediate, E = (H + 2 G) C, L layers, F fields of a layer, or of a pass, M
 positions, K tapped layers, or passes, N the head's own vocabulary.
@@ -18,10 +15,11 @@ positions, K tapped layers, or passes, N the head's own vocabulary.
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from outdraft.attention.cpu_kernels import Batch, attend, write_rows
 from outdraft.attention.cpu_simd import pointer
+from outdraft.core.jit import njit
 from outdraft.models.entry_kernels import Entry, enter, linear, vector
 from outdraft.models.layers.cpu_kernels import (
     add_rms_norm,

@@ -25,7 +25,6 @@ from outdraft.models.compiled_forward import (
 )
 from outdraft.models.config import ModelConfig
 from outdraft.models.entry_kernels import Entry
-from outdraft.models.layers import cpu_kernels
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, Packing
@@ -120,7 +119,7 @@ class FeedForward(nn.Module):
         hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = Linear(hidden, 2 * intermediate, bias=bias, dtype=dtype, device=device)
         self.down_proj = Linear(intermediate, hidden, bias=bias, dtype=dtype, device=device)
-        self._silu_mul = silu_mul_cpu if cpu_kernels.are_usable(dtype, device) else silu_mul
+        self._silu_mul = silu_mul_cpu if device.type == "cpu" else silu_mul
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D]."""
@@ -342,6 +341,13 @@ class CausalLM(nn.Module):
         """
         table = self.embed_tokens.weight
         return self.memory_bytes - (0 if self.lm_head.weight is table else table.nbytes)
+
+    @property
+    def numbers(self) -> str:
+        """What is computed, over which weights if they are kept otherwise: for people."""
+        name = str(self.dtype).removeprefix("torch.")
+        is_mixed = self.packing is Packing.BF16 and self.dtype is not torch.bfloat16
+        return f"{name} over bfloat16 weights" if is_mixed else name
 
     @property
     def memory_bytes(self) -> int:

@@ -7,7 +7,7 @@ Dimension key: W works, B those that sample, N most drafts, T rows, R rows that 
 S state rows, L tokens.
 """
 
-from numba import njit
+from outdraft.core.jit import njit
 
 
 @njit(cache=True)

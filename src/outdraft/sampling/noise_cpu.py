@@ -2,13 +2,11 @@
 
 Compiled without fast-math and without fused multiply-adds, so every operation rounds as the
 tensor version's does.
-
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
 """
 
 import numpy as np
-from numba import njit
+
+from outdraft.core.jit import njit
 
 LN2 = 0.6931471805599453
 SQRT2 = 1.4142135623730951

@@ -10,8 +10,8 @@ Dimension key: B requests, R rows, V vocabulary, H buckets of a histogram.
 """
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.sampling.row_kernels import divide, exp_below, maximum, total
 
 _MASKED = np.float32(-np.inf)

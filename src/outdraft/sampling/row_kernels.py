@@ -6,16 +6,14 @@
 What a row gives depends on that row alone, whatever stands beside it in the batch. Nothing here is
 fast-math but the order of a sum, which is fixed when it is compiled.
 
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
-
 Dimension key: V vocabulary.
 """
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
+
+from outdraft.core.jit import njit
 
 _F32 = np.float32
 _ZERO, _HALF, _ONE = _F32(0.0), _F32(0.5), _F32(1.0)

@@ -6,8 +6,7 @@
 Dimension key: R rows, V vocabulary.
 """
 
-from numba import njit
-
+from outdraft.core.jit import njit
 from outdraft.sampling.noise_cpu import sample_logits
 from outdraft.sampling.row_kernels import argmax, softmax
 

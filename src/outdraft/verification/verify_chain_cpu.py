@@ -6,15 +6,12 @@
 A row of the target is looked at only when the walk comes to it. Rows that were not sampled have a
 one-hot q, which is nowhere written down.
 
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
-
 Dimension key: N drafts of the request, V vocabulary.
 """
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.sampling.noise import Purpose
 from outdraft.sampling.noise_cpu import sample_logits, sample_weights, uniform_scalar
 from outdraft.sampling.row_kernels import maximum, softmax

@@ -12,9 +12,9 @@ from enum import IntEnum
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from outdraft.core.jit import njit
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verify import Verdict

@@ -3,15 +3,12 @@
 # ruff: noqa: ANN001, ANN201, ANN202
 """The walk through one tree, for `verify_cpu`: as `verify_tree.verify_tree` and `match_draft`.
 
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
-
 Dimension key: N drafts of the request, N1 = N + 1, V vocabulary.
 """
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.sampling.noise import Purpose
 from outdraft.sampling.noise_cpu import sample_logits
 from outdraft.sampling.row_kernels import softmax

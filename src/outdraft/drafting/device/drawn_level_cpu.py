@@ -5,18 +5,15 @@
 
 It draws only where a row asks for it.
 
-NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch the
-files that import it too.
-
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children (in the order in which they are drawn), V vocabulary.
 """
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from outdraft.core.jit import njit
 from outdraft.drafting.device.drawn_level import (
     DECAY,
     OWN_BASE,

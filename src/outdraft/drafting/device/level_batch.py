@@ -8,10 +8,10 @@ Dimension key: B requests, F nodes of a level, T = B * F rows, P blocks.
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
+from outdraft.core.jit import njit
 from outdraft.drafting.device.draft_tree import Frontier
 
 
@@ -130,11 +130,7 @@ def place_level(
     positions_T,
     slots_T,
 ) -> None:
-    """Fill the last five, as `level_batch` has them; short_lens are the context lengths.
-
-    NOTE: numba's cache looks at the file of the calling kernel only: after a change here, touch
-    the files that import it too.
-    """
+    """Fill the last five, as `level_batch` has them; short_lens are the context lengths."""
     num_requests, width = ancestors_BF.shape
     for b in range(num_requests):
         query_start_B1[b] = b * width

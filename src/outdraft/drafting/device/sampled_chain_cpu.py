@@ -7,9 +7,6 @@
 The fast twin of the loop in `NetworkProposer`. That loop calls the same kernels one by one from
 Python, so the results are the same.
 
-NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
-this file too.
-
 Dimension key: K drafts, B requests, D the network's state, V vocabulary, F fields of a pass, R
 rows.
 """
@@ -18,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from outdraft.core.jit import njit
 from outdraft.drafting.device.draft_sampling import draft_noise
 from outdraft.models.compiled_forward import CompiledChain
 from outdraft.models.forward_kernels import draft_logits, read_chosen, spread_logits

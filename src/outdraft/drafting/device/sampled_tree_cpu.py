@@ -8,9 +8,6 @@ The fast twin of the loop in `TreeProposer` with `TreeBuilder`. It needs a batch
 request draws. The results are the same, because it calls the same kernels level by level; the
 difference is that Python is not asked between the levels.
 
-NOTE: numba's cache looks at this file only: after a change to a kernel that is called here, touch
-this file too.
-
 Dimension key: B requests, L levels, K rows of a tree, N = 1 + K nodes (0: the root), E nodes of
 the level above, F rows of a level, R = B * E or B * F, T = B * (rows of the widest level), P
 blocks, C ranks of a node's children, D the network's state, V vocabulary.
@@ -20,10 +17,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
+from outdraft.core.jit import njit
 from outdraft.core.tree_shape import TreeShape
 from outdraft.core.tree_template import TreeTemplate
 from outdraft.drafting.device.drawn_level import side_shares

@@ -7,8 +7,10 @@ NOTE: whoever hands out an address keeps the array alive while a kernel may use 
 """
 
 import numpy as np
-from numba import carray, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
+
+from outdraft.core.jit import njit
 
 _INT32 = np.dtype(np.int32)  # to compare with this is cheap, with np.int32 it is not
 

@@ -19,9 +19,9 @@ Dimension key: K drafted tokens, W rows that wait, M fields, C columns, B reques
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from outdraft.core.draft import MAX_DRAFTS, Draft
+from outdraft.core.jit import njit
 from outdraft.drafting.host.array_places import uncounted
 
 # Fields of a tree.

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numba import njit
 
 from outdraft.core.draft import MAX_DRAFTS, DraftAsk
+from outdraft.core.jit import njit
 from outdraft.drafting.host.array_places import address_of, place_of_array, text_at
 
 # Columns of a request in a batch.

@@ -16,8 +16,8 @@ the drafts.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.drafting.host.array_places import array_at
 from outdraft.drafting.host.best_first import (
     DEPTH,

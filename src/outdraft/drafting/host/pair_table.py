@@ -8,7 +8,8 @@ Dimension key: S places, a power of two; R records.
 """
 
 import numpy as np
-from numba import njit
+
+from outdraft.core.jit import njit
 
 EMPTY = -1
 

@@ -1,7 +1,8 @@
 """Loops over a prediction, compiled."""
 
 import numpy as np
-from numba import njit
+
+from outdraft.core.jit import njit
 
 
 @njit(cache=True)

@@ -20,8 +20,8 @@ Dimension key: T tokens, E edges, S places of a table, M fields, P branching.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.drafting.host.array_places import array_at
 from outdraft.drafting.host.live_texts import is_continued
 from outdraft.drafting.host.pair_table import EMPTY, find, put, put_all, table_for

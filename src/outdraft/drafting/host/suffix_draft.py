@@ -13,8 +13,8 @@ the ring of texts, S places of the table.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.drafting.host.array_places import uncounted
 from outdraft.drafting.host.best_first import (
     DEPTH,

@@ -4,8 +4,8 @@ Dimension key: C places of the ring of texts, S places of the table, M fields, P
 """
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.drafting.host.pair_table import find, place_of, put, remove
 
 # Columns of a node; the first two are its key in the table.

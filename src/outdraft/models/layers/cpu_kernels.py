@@ -13,8 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
+
+from outdraft.core.jit import njit
 
 FloatArray: TypeAlias = NDArray[np.float32]
 

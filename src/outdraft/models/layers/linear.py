@@ -4,6 +4,11 @@ From about four rows on, an unpacked product copies the whole weight into the la
 needs. Speculation works with just as many rows: five would cost twice as much as one. Packing makes
 that copy once, so that a handful of rows costs little more than one.
 
+On a CPU a row's result does not depend on the rows beside it, bit for bit: a text does not change
+with what is computed together. Libraries choose other code, with another order of the sums, for
+one row (oneDNN), or for as few rows as each thread happens to get (MKL). So one row of oneDNN is
+computed as two, and what is not packed is multiplied row by row.
+
 Dimension key: T rows, D inputs, E outputs.
 """
 
@@ -17,18 +22,15 @@ from torch import Tensor, nn
 from outdraft.models.layers.linear_bf16 import Bf16Product
 from outdraft.models.layers.linear_team import shared_team
 
-# MKL lays a weight out for this many rows. Any other number of rows computes the same; laid out
-# for fewer, larger products are slow, and laid out for one row, MKL packs nothing at all.
-_PACK_ROWS = 64
+_PACK_ROWS = 64  # oneDNN lays a weight out for this many rows; any other number computes the same
 
 
 class Packing(StrEnum):
     """How a weight lies in memory."""
 
     PLAIN = "plain"  # row major, for any device and dtype
-    MKL = "mkl"  # float32 on an x86 CPU
     BF16 = "bf16"  # weights of bfloat16, sums of float32; on any CPU
-    ONEDNN = "onednn"  # bfloat16 on a CPU that multiplies bfloat16, float32 without MKL
+    ONEDNN = "onednn"  # float32, and bfloat16 on a CPU that multiplies bfloat16
 
 
 def cpu_multiplies_bfloat16() -> bool:
@@ -49,8 +51,6 @@ def best_packing(
         return Packing.PLAIN
     if dtype is torch.float32 and weights_fit_bfloat16:
         return Packing.BF16
-    if dtype is torch.float32 and torch.backends.mkl.is_available():
-        return Packing.MKL
     if dtype is torch.float32 and torch.backends.mkldnn.is_available():
         return Packing.ONEDNN
     if dtype is torch.bfloat16:
@@ -99,9 +99,8 @@ class Linear(nn.Module):
             product = Bf16Product(self.weight.data, self.bias, team)
             self.packed_bytes = product.nbytes
         else:
-            bind = _bind_mkl if packing is Packing.MKL else _bind_onednn
-            product = bind(self.weight.data, self.bias)
-            self.packed_bytes = self.weight.nbytes  # MKL reserves more, but touches about as much
+            product = _bind_onednn(self.weight.data, self.bias)
+            self.packed_bytes = self.weight.nbytes
         self._packed_product = product
         self.packing = packing
         self.weight = None
@@ -116,22 +115,29 @@ class Linear(nn.Module):
         if self._packed_product is not None:
             return self._packed_product(x_TD)
         assert self.weight is not None
+        if x_TD.device.type == "cpu":
+            return _row_by_row(x_TD, self.weight, self.bias)
         return F.linear(x_TD, self.weight, self.bias)
-
-
-def _bind_mkl(weight_ED: Tensor, bias_E: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkl._mkl_reorder_linear_weight(weight_ED, _PACK_ROWS)
-    # The call asks the plain weight for its shape only; a scalar that is broadcast has one too.
-    shape_ED = weight_ED.new_zeros(1).expand(weight_ED.shape)
-    multiply = torch.ops.mkl._mkl_linear.default
-    # NOTE: told another number of rows than x has, this call would multiply by the plain weight.
-    return lambda x_TD: multiply(x_TD, packed, shape_ED, bias_E, x_TD.shape[0])
 
 
 def _bind_onednn(weight_ED: Tensor, bias_E: Tensor | None) -> Callable[[Tensor], Tensor]:
     packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED, _PACK_ROWS)
     multiply = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x_TD: multiply(x_TD, packed, bias_E, "none", [], "")
+
+    def product(x_TD: Tensor) -> Tensor:
+        num_rows = x_TD.shape[0]
+        if num_rows == 1:  # computed by other code, which sums in another order
+            x_TD = x_TD.repeat(2, 1)
+        return multiply(x_TD, packed, bias_E, "none", [], "")[:num_rows]
+
+    return product
+
+
+def _row_by_row(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
+    """Every row is copied to an address of its own: where a row begins may change its sums too."""
+    if x_TD.shape[0] == 0:
+        return F.linear(x_TD, weight_ED, bias_E)
+    return torch.cat([F.linear(x_1D.clone(), weight_ED, bias_E) for x_1D in x_TD.split(1)])
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

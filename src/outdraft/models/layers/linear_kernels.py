@@ -18,8 +18,8 @@ Dimension key: R rows of one block, D inputs, E outputs.
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
+from outdraft.core.jit import njit
 from outdraft.models.layers.linear_simd import (
     MAX_PRODUCT_ROWS,
     TILE,

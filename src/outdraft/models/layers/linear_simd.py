@@ -5,8 +5,6 @@
 
 Addresses count bytes. Wider vectors than the machine has are split by LLVM, so nothing here asks
 which machine it is.
-
-NOTE: numba's cache looks at linear_kernels.py only: after a change here, touch that file too.
 """
 
 import platform
