@@ -192,6 +192,7 @@ def test_a_comparison_runs_one_after_the_other_and_says_that_the_texts_are_the_s
     on, off = (body for _, body in site.fake.bodies)
     assert off.pop("speculation") == {"enabled": False, "trace": True}
     assert on.pop("speculation") == {"trace": True}
+    assert on.pop("cache_salt") != off.pop("cache_salt")  # both read the whole prompt
     assert on == off
 
 

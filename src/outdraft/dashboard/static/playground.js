@@ -121,7 +121,8 @@ export class Playground {
     const model = await this.api.model(signal).catch(() => null); // the request itself will say why
     for (const [i, pane] of panes.entries()) {
       const shown = i === 0 ? [pane, explorer] : [pane];
-      const request = { model, ...body, ...ways[i] };
+      const salt = panes.length > 1 ? settings.coldCache() : {};
+      const request = { model, ...body, ...salt, ...ways[i] };
       const done = await this.runPane(pane, shown, path, request, signal);
       if (i === 0) explorer.open();
       if (!done) return;

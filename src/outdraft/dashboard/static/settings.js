@@ -49,6 +49,11 @@ export function withoutSpeculation() {
   return { speculation: { enabled: false, trace: true } };
 }
 
+/** Both runs of a comparison read the whole prompt: the second finds no blocks of the first. */
+export function coldCache() {
+  return { cache_salt: String(Math.random()) };
+}
+
 export function isSpeculating() {
   return byId("enabled").checked && !byId("speculation").disabled;
 }
