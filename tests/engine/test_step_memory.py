@@ -19,8 +19,9 @@ from outdraft.engine.step_memory import (
     sampling_bytes,
     text_bytes,
 )
-from outdraft.models.config import ModelConfig, RopeConfig
+from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
+from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
 from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outdraft.models.config import ModelConfig, RopeConfig
+from outdraft.models.config import ModelConfig
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
 from outdraft.models.layers.linear import Linear, Packing, best_packing
 from outdraft.models.layers.norm import RMSNorm, add_rms_norm, rms_norm
@@ -18,6 +18,7 @@ from outdraft.models.layers.rotary import (
     rotate,
     split_rotate,
 )
+from outdraft.models.rope_config import RopeConfig
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
 from tests.rounding import assert_float32_products
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 
+import openai
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -134,6 +135,51 @@ def test_a_forced_call_comes_behind_the_thoughts(client, served):
     assert form_of(served).behind == Thoughts("</think>", start="<think>")
     assert choice.message.reasoning == "hm"
     assert [call.function.name for call in choice.message.tool_calls] == ["f"]
+
+
+def respond(client, script: str, served, **options):
+    served.engine.script = lambda _prompt, _index: script
+    return client.responses.create(model=MODEL, input="hi", **options)
+
+
+def test_a_response_has_the_thoughts_as_an_item_of_their_own(client, served):
+    response = respond(client, OUTPUT, served)
+    thoughts, message = response.output
+    assert (thoughts.type, thoughts.content[0].text) == ("reasoning", THOUGHT)
+    assert (message.type, response.output_text) == ("message", ANSWER)
+    assert [item.type for item in respond(client, ANSWER, served).output] == ["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "answer"),
+    [(OUTPUT, THOUGHT, ANSWER), (ANSWER, "", ANSWER), ("<think>hm", "hm", "")],
+)
+def test_the_events_of_a_response_tell_thoughts_first(client, served, text, thought, answer):
+    events = list(respond(client, text, served, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    last = events[-1].response
+
+    def joined_deltas(kind: str) -> str:
+        return "".join(event.delta for event in events if event.type == kind)
+
+    assert joined_deltas("response.reasoning_text.delta") == thought
+    assert joined_deltas("response.output_text.delta") == answer == last.output_text
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    kinds = ["reasoning", "message"] if thought else ["message"]
+    assert [event.item.type for event in added] == kinds
+    assert [event.output_index for event in added] == list(range(len(kinds)))
+    assert [event.item for event in done] == last.output
+    with client.responses.stream(model=MODEL, input="hi") as stream:
+        assert stream.get_final_response().output_text == answer
+
+
+def test_a_form_of_a_response_binds_the_answer_alone(client, served):
+    respond(client, OUTPUT, served, text={"format": {"type": "json_object"}})
+    assert form_of(served).behind == Thoughts("</think>", start="<think>")
+    with pytest.raises(openai.BadRequestError) as caught:
+        respond(client, OUTPUT, served, include=["message.output_text.logprobs"])
+    assert caught.value.param == "include"
 
 
 def test_a_server_without_a_parser_leaves_thoughts_in_the_text():

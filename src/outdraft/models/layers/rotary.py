@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outdraft.models.config import RopeConfig, RopeKind
 from outdraft.models.layers import cpu_kernels
 from outdraft.models.layers.norm import RMSNorm, rms_norm
+from outdraft.models.rope_config import RopeConfig, RopeKind
 
 
 class Rotary(nn.Module):

@@ -46,7 +46,8 @@ def chat_router(context: ApiContext) -> APIRouter:
         calls = call_format(body, tools, context.settings)
         options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, conversation(body, tools), options)
-        stage = first_stage(context.settings, body, prompt)
+        continued = body.messages[-1] if body.continue_final_message else None
+        stage = first_stage(context.settings, prompt, continued)
         if stage is not None:
             params = with_form_behind_thoughts(params, stage)
         shape = ChatShape(context, body, stage, calls)

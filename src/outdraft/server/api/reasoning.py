@@ -13,7 +13,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.chat_types import ChatMessage
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
 from outdraft.server.api.tools import overlap
 
@@ -64,15 +64,19 @@ def stage_behind(prompt: str, continued: str | None, format_: ReasoningFormat) -
     return Stage.THINKING if format_ == "deepseek_r1" else Stage.UNKNOWN
 
 
-def first_stage(settings: ApiSettings, body: ChatRequest, prompt: EncodedPrompt) -> Stage | None:
-    """Where the model begins its answer; None: the server tells no thoughts apart."""
+def first_stage(
+    settings: ApiSettings, prompt: EncodedPrompt, continued: ChatMessage | None = None
+) -> Stage | None:
+    """Where the model begins its answer; None: the server tells no thoughts apart.
+
+    `continued` is the message that the prompt ends within, None: it ends with a new one.
+    """
     if settings.reasoning_parser is None:
         return None
-    continued = None
-    if body.continue_final_message:
-        last = body.messages[-1].content
-        continued = last if isinstance(last, str) else "".join(part.text for part in last or ())
-    return stage_behind(prompt.text or "", continued, settings.reasoning_parser)
+    content = continued.content if continued is not None else None
+    if content is not None and not isinstance(content, str):
+        content = "".join(part.text for part in content)
+    return stage_behind(prompt.text or "", content, settings.reasoning_parser)
 
 
 def with_form_behind_thoughts(params: SamplingParams, stage: Stage) -> SamplingParams:
