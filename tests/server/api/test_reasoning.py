@@ -137,6 +137,12 @@ def test_a_forced_call_comes_behind_the_thoughts(client, served):
     assert [call.function.name for call in choice.message.tool_calls] == ["f"]
 
 
+def test_a_forced_call_that_thoughts_leave_no_room_for_is_none(client, served):
+    [choice] = chat(client, "<think>hm", served, tools=[TOOL], tool_choice="required").choices
+    assert choice.message.reasoning == "hm"
+    assert (choice.message.content, choice.message.tool_calls) == (None, None)
+
+
 def respond(client, script: str, served, **options):
     served.engine.script = lambda _prompt, _index: script
     return client.responses.create(model=MODEL, input="hi", **options)
