@@ -7,8 +7,8 @@ Everything arrives as addresses and numbers in one `Batch`, because unpacking a 
 more than a short attention. bfloat16 is read as int16, whose bits are the upper half of a float32.
 
 Threads share the tiles of cpu_tiles.py, each for one kv head; where a request has few of them, also
-the parts of its context, as in flash-decoding (Dao, Haziza, Massa, Sizov 2023). Who computes what
-changes no bit of the result.
+the parts of its context, as in flash-decoding (Dao, Haziza, Massa, Sizov 2023). The result does not
+depend on which thread computes which part, bit for bit.
 
 Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S slots per block.
 """

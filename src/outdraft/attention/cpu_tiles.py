@@ -7,9 +7,9 @@ Every (row, query head) pair of it is a lane. Keys and values are read where the
 have to be widened or padded, and meet all lanes some dozens at a time. The softmax runs online over
 these pieces, in base 2: log2(e) is part of the scale. The inner loops are in cpu_simd.py.
 
-A long context has parts. What the lanes sum over each is folded in their order, whoever summed it:
-a lane's sums are taken in the same order whatever lanes are beside it and however many threads
-there are. So that this holds in trees too, each row of a tree meets its own drafted keys in the
+A long context has parts. The sums of the parts are added in the order of the parts, whichever
+thread made them. So the order of a lane's sums does not depend on the other lanes or on the number
+of threads. So that this holds in trees too, each row of a tree meets its own drafted keys in the
 order of its text, as if they were committed; only the pieces before them are read for all rows.
 
 Dimension key: L lanes, K keys of a piece, C head size, rounded up to WIDTH.

@@ -51,8 +51,8 @@ def place_extensions(
     """Fill the last four: K passes that draft one token each behind every text; all but the first
     read the draft before, and have a row in the last three.
 
-    lengths_B2: tokens and wanted drafts of each request. Who wants fewer than K drafts runs along:
-    it reads its newest token again, which is at a position that exists, and keeps nothing.
+    lengths_B2: tokens and wanted drafts of each request. A request that wants fewer than K drafts
+    still has a row in each pass: its newest token, at a position that exists; nothing is kept.
     """
     for b in range(len(lengths_B2)):
         num_tokens, num_drafts = lengths_B2[b]

@@ -3,9 +3,9 @@
 # numba infers the types of these functions and specialises on them.
 """The compiled half of compiled_forward.py: a whole forward pass in one call.
 
-At a few rows a step is as long as its calls are many; here the layers' own kernels call each other
-without Python between them. It computes what CausalLM and EagleNetwork do by layers, which is its
-slow twin.
+At a few rows the time of a step is that of its calls. Here the layers' own kernels call each other
+without Python between them. The slow twins are CausalLM and EagleNetwork, which compute the same
+layer by layer.
 
 Dimension key: T rows, R rows that need logits, B requests of one row, D hidden, H heads, G kv
 heads, C head size, I intermediate, E = (H + 2 G) C, L layers, F fields of a layer, or of a pass, M

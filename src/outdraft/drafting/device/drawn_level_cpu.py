@@ -3,7 +3,8 @@
 # ruff: noqa: ANN001, ANN202
 """The fast twin of `drawn_level` for float32 tensors on the CPU: one call for a level.
 
-It draws only where a row asks for it.
+The twin draws tokens for all ranks of every node; here they are drawn only for ranks that get a
+row. The results are the same.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children (in the order in which they are drawn), V vocabulary.
@@ -167,7 +168,7 @@ def draw_rows(
         buffer_V[:] = logits_EV[node]
         for token in before_C:
             buffer_V[token] = -np.inf
-        # The noise is the node's: without the tokens before it the best is the next one.
+        # All ranks share the noise of the node: the next best token is the next draw.
         anchor = num_tokens + ((first_above + node) << PARENT_SHIFT)
         token = sample_logits(buffer_V, seed, num_tokens + depth, anchor, _DRAFT)
         if buffer_V[token] > -np.inf:
@@ -183,7 +184,7 @@ def draw_rows(
 
 @njit(cache=True, nogil=True)
 def _write_gains(logits_V, weight, side_shares_C, buffer_V, gain_C) -> None:
-    """Write how many accepted rows more are expected of each rank of a node."""
+    """Write how many more accepted rows each rank of a node is expected to bring."""
     num_ranks = len(gain_C)
     num_with_mass = 0
     for token in range(len(logits_V)):
@@ -209,7 +210,7 @@ def _lowest_other(ids_C):
 
 @njit(cache=True, nogil=True)
 def _spread(gain_EC, origins_F, ranks_F) -> None:
-    """Write the origins and ranks of the rows of which most is expected."""
+    """Write the origins and ranks of the rows that are expected to bring most."""
     num_nodes, num_ranks = gain_EC.shape
     next_E = np.zeros(num_nodes, dtype=np.int64)
     for row in range(len(origins_F)):

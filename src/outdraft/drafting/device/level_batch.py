@@ -25,7 +25,7 @@ def level_batch(
 ) -> AttentionMetadata:
     """The batch of a level whose rows are kept behind a network's committed tokens.
 
-    Rows for which a request has no slot are computed, and kept and seen by nobody.
+    Rows for which a request has no slot are computed, but neither kept nor seen by other rows.
 
     Args:
         context_lens_B: int64; what the network has read of each text.

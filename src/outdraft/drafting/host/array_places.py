@@ -3,7 +3,7 @@
 # numba infers the types of these functions and specialises on them.
 """Arrays without owners: found by their address, as many as a batch needs, or not counted.
 
-NOTE: whoever hands out an address keeps the array alive while a kernel may use it.
+NOTE: the code that hands out an address must keep the array alive while a kernel may use it.
 """
 
 import numpy as np

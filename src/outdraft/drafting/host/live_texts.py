@@ -1,12 +1,12 @@
 """The texts of many requests, each with growing arrays of its own, for one compiled call a step.
 
-A proposer's memory of a request lies in a few int32 arrays that grow with the text. Each live
-request has a row, and a table says where the arrays of a row are: a kernel that gets this table,
-and where the texts are, serves a whole batch in one call.
+What a proposer remembers of a request is in a few int32 arrays that grow with the text. Each live
+request has a row, and a table says where the arrays of a row are. A kernel that gets this table and
+the places of the texts serves a whole batch in one call.
 
-A step at batch 1 costs little more than what happens here: the table is kept from step to step, all
-that a step says about its texts is in one array, and whether a text goes on where it stood is for
-the kernel to find out, which reads it anyway.
+At batch 1 this module takes most of a step's time. So the table is kept from step to step, and one
+array has everything that a step says about its texts. The kernel itself finds out whether a text
+continues where it stood, since it reads the text anyway.
 
 Dimension key: B requests, R rows, A arrays of a row, 3: see array_places, T tokens.
 """

@@ -1,9 +1,9 @@
 """Prompt lookup: what followed when the text ended like this before?
 
-The longest n in [prompt_lookup_min, prompt_lookup_max] whose last n tokens have occurred before
-decides. What followed its newest occurrences, as many as `branching` says, is drafted: where they
-go on alike, once; where they part, as branches. With a `branching` of 1 that is a copy from the
-newest place. (Saxena 2023, "prompt lookup decoding".)
+It looks for the largest n in [prompt_lookup_min, prompt_lookup_max] such that the last n tokens
+have occurred before. It drafts what followed their newest `branching` occurrences. Where these
+continue alike, that is one chain; where they differ, branches. With a `branching` of 1 the draft is
+a copy from the newest place. (Saxena 2023, "prompt lookup decoding".)
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ from outdraft.drafting.host.ngram_index import NgramIndex, step_all
 class NgramProposer:
     """Drafts by prompt lookup.
 
-    A token that follows the path of some occurrences has the probability of that path, times the
-    share of these occurrences that it follows, times a: the chance that one of them all is right.
-    a is measured, per request and match length n: of the tokens that were looked up and that the
-    text has reached since, the share that came true. Drafts hold the most probable tokens, and the
-    score is the sum of their probabilities, the expected number of accepted tokens.
+    A row's path matches some of the occurrences. The probability of a token behind it is that of
+    the path, times the share of these occurrences that continue with the token, times a. a is the
+    chance that any of the occurrences is right. It is measured for each request and match length n,
+    as the share of tokens that came true among those that were looked up and reached. A draft holds
+    the most probable tokens; its score is the sum of their probabilities, which is the expected
+    number of accepted tokens.
     """
 
     source = DraftSource.NGRAM

@@ -1,4 +1,4 @@
-"""Where has each short string of a text occurred last, and where before that?
+"""An index of the places where each short string of a text has occurred, the newest first.
 
 For each n a hash table leads from an n-gram to the newest place where it ends, and a chain of
 links from there to the older ones, as in zlib's search for matches: a new token costs a few hash

@@ -1,8 +1,8 @@
-"""Which record has this pair of numbers? An open-addressing hash table for numba kernels.
+"""Finds the record with a given pair of numbers: an open-addressing hash table for numba kernels.
 
-Records live in somebody else's array and are known by their row in it; columns 0 and 1 of a row
-are its key. The table itself holds row numbers only: 4 bytes a place, linear probing, and removal
-without tombstones, so that it stays as fast after a million removals as it was.
+Records are rows of an array that the caller owns; columns 0 and 1 of a row are its key. The
+table itself holds row numbers only, 4 bytes a place, with linear probing. Removal leaves no
+tombstones, so the table stays as fast after a million removals as it was.
 
 Dimension key: S places, a power of two; R records.
 """

@@ -1,8 +1,8 @@
-"""Predicted Outputs: the client says what it expects, and the engine only has to check it.
+"""Predicted Outputs: the client says what it expects, and the engine only has to verify it.
 
-A cursor runs along the prediction while the output follows it. Where the output leaves it, a few
-places come into question to go on at: the same text may stand elsewhere (found by the longest
-match of the output's end), a token may have been replaced, inserted, or left out. All of them are
+A cursor runs along the prediction while the output follows it. Where the output leaves it, the
+output may continue at a few places: the same text may stand elsewhere (found by the longest match
+of the output's end), or a token may have been replaced, inserted or left out. All these places are
 drafted at once, as branches of one tree; the next tokens show which of them was right.
 
 How far a draft reaches follows from how often tokens of this prediction have been right lately.
@@ -63,7 +63,7 @@ class PredictionProposer:
         return [self._propose(ask) if ask.prediction is not None else Draft() for ask in asks]
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
-        """Forget the request; a prediction teaches nothing about others."""
+        """Forget the request; nothing is learned from its prediction."""
         self._cursors.pop(request_id, None)
 
     def _propose(self, ask: DraftAsk) -> Draft:

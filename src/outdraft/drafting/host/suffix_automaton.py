@@ -1,4 +1,4 @@
-"""How often was each short string followed by what, in one growing text?
+"""Counts, in one growing text, how often each token has followed each short string.
 
 A suffix automaton (Blumer et al. 1985) of the whole text, grown token by token. A state stands
 for strings that end at exactly the same places; its link leads to the class of their longest

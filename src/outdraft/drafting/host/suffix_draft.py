@@ -1,10 +1,11 @@
 """Draft what followed a text's end, in that text and in finished ones: kernels of SuffixProposer.
 
-For every suffix of the text that occurred before, the tree of its most probable continuations is
-grown; the probability of a token is count(string + token) / count(string), that of a row the
-product along its path. The tree with the largest sum, the expected number of accepted tokens, is
-drafted; equal sums go to the longest suffix. Suffixes that occurred at the same places go on alike,
-and count as one, which may draft as deep as the one of them that may draft deepest.
+For every suffix of the text that occurred before, a tree of its most probable continuations is
+grown. The probability of a token is count(string + token) / count(string); that of a row is the
+product along its path. The sum of a tree's probabilities is the expected number of accepted tokens.
+The tree with the largest sum is drafted; of equal sums that of the longest suffix. Suffixes that
+occurred at the same places have the same continuations. They count as one suffix, which may draft
+as deep as the one of them that may draft deepest.
 
 Dimension key: B requests, T tokens, R rows, A arrays of a row, F places of the drafts, C places of
 the ring of texts, S places of the table.

@@ -1,4 +1,4 @@
-"""How often was each short string followed by what, in the texts of finished requests?
+"""Counts, in the texts of finished requests, how often each token has followed each short string.
 
 A path-compressed trie of every window of max_depth tokens (the windows at the end of a text are
 shorter), with the number of windows that pass through each node. All prefixes of windows are all
@@ -9,8 +9,8 @@ the order they came, so a node that still counts something never points into a t
 Removing a text walks its windows again and takes back what adding it did, down to the shape: after
 each removal the trie is the one that the remaining texts alone would have built.
 
-Windows come and go one by one, so both can be done a few tokens at a time: a long text need not
-hold up everybody else.
+Windows are added and removed one by one, so both can be done a few tokens at a time: a long text
+does not delay other requests.
 
 Dimension key: T tokens, C places of the ring of texts, S places of the table, M fields.
 """

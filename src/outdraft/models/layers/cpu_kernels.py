@@ -1,7 +1,7 @@
 """Pointwise work of a decoder layer on a CPU, fused: float32 numpy arrays, results in place.
 
-At one row a layer's time goes into dispatching operators, not into arithmetic; each kernel here
-stands for three to eight of them. Its slow twin is the torch function of the same name in norm.py,
+At one row a layer spends its time on dispatching operators, not on arithmetic. Each kernel here
+replaces three to eight operators. Its slow twin is the torch function of the same name in norm.py,
 rotary.py and activation.py. Kernels compile at their first call and are kept on disk.
 
 Dimension key: T rows, D hidden, H heads, G kv heads, C head size, I intermediate,

@@ -6,11 +6,11 @@
 Everything is an address or a number: arrays would cost more to unpack than a small product takes,
 and more to compile than the rest together. The inner loops are in linear_simd.py.
 
-A product is cut into units, each some tiles of outputs. Alone, one thread computes them all. With
-a team (linear_team.py), whoever comes first claims a unit. A helper computes into its own memory
-and asks before it stores: the caller never waits for a helper that lost its core, but takes the
-unit back, computes it again, and then goes on alone for a while. What the late helper makes of
-numbers that have changed meanwhile is thrown away.
+A product is cut into units, each some tiles of outputs. Alone, one thread computes them all. In a
+team (linear_team.py), the thread that comes first claims a unit. A helper computes into its own
+memory and stores the result only if the unit is still its own. The caller never waits for a helper
+that lost its core: it takes the unit back, computes it again, and then works alone for a while. The
+result of the late helper, whose inputs may have changed meanwhile, is thrown away.
 
 Dimension key: R rows of one block, D inputs, E outputs.
 """
@@ -171,7 +171,7 @@ def _run(job, team, sums):
 
 @njit(nogil=True, cache=True)
 def help_team(team, helper):
-    """What a helper does with its life: returns when the team stops, or its pipe is closed."""
+    """The loop of a helper; returns when the team stops or its pipe is closed."""
     own = np.empty(_BLOCK_ROWS * TILE, np.float32)
     line = team + 8 * (_HELPERS + helper * _HELPER_WORDS)
     last, spins = 0, 0
@@ -257,7 +257,7 @@ def _unit(team, unit):
 
 @njit(nogil=True, cache=True)
 def claim_unit(team, unit, number):
-    """Whether the caller may compute a unit of a job: nobody else did or does."""
+    """Whether the caller may compute a unit of a job: no other thread did or does."""
     word = _unit(team, unit)
     is_free = load_word(word) == 4 * number + _FREE
     return is_free and swap_word(word, 4 * number + _FREE, 4 * number + _CLAIMED)
