@@ -11,6 +11,7 @@ import pytest
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting import policy as draft_policy
 from tests.oracle.engines import METHODS, engine, ids, prompts_of, run
+from tests.oracle.test_drafter_invariant import PARAMS
 
 PROMPT, *OTHERS = prompts_of((19, 4, 33, 9))
 
@@ -39,6 +40,17 @@ def test_a_seeded_request_gets_the_text_of_plain_decoding_among_others(method: s
     assert [texts[at] for at in (0, 3, 5, 6)] == [plain] * 4
     if method != "plain":
         assert llm.engine.stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("method", ["combined", "eagle3-tree"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_it_does_so_with_every_sampling_parameter(name: str, method: str):
+    params = sampled(seed=11, **PARAMS[name])
+    plain = run(engine("qwen2", "plain"), [PROMPT], params)
+    outputs = run(
+        engine("qwen2", method), [OTHERS[0], PROMPT, OTHERS[2]], [*NEIGHBOURS[:1], params, params]
+    )
+    assert ids(outputs[1:2]) == ids(plain)
 
 
 @pytest.mark.parametrize("rule", ["block", "token", "lossy_typical"])

@@ -145,6 +145,22 @@ def test_a_prediction_is_counted_and_changes_nothing(server: Server, client: ope
     assert plain.usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
+def test_equal_seeded_requests_get_one_text_which_is_that_of_plain_decoding(server: Server):
+    asked = {"model": MODEL, "prompt": "def parse(", "temperature": 1, "max_tokens": 60, "seed": 7}
+
+    async def several() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="-") as client:
+            bodies = [asked] * 4 + [asked | {"seed": None}] * 2
+            answers = await asyncio.gather(*(client.completions.create(**body) for body in bodies))
+            plain = {"speculation": {"enabled": False}}
+            answers.append(await client.completions.create(**asked, extra_body=plain))
+            return [answer.choices[0].text for answer in answers]
+
+    *seeded, first, second, plain = asyncio.run(several())
+    assert seeded == [plain] * 4
+    assert len({first, second, plain}) == 3
+
+
 def test_an_output_follows_its_schema(client: openai.OpenAI):
     schema = {
         "type": "object",
