@@ -76,6 +76,30 @@ def test_output_fits_the_target_with(method, draft, params):
     assert p_value(ids_BL, exact_joint(params)) > ALPHA
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("method", "as_trees"), [("block", False), ("block", True), ("token", False)]
+)
+def test_a_drafter_whose_probabilities_are_nan_does_not_touch_the_output(
+    method, as_trees, dtype, monkeypatch
+):
+    """Whatever its drafts are: here one token that is always the same."""
+    table = "tests.drafting.lockstep.TARGET"
+    monkeypatch.setattr(table, TARGET.to(dtype))  # in float64 the tensor rules are used
+
+    def broken(decoding):
+        chains = decoding.sampled_chains(2)
+        return replace(
+            chains,
+            token_ids_BN=torch.zeros_like(chains.token_ids_BN),
+            probs_BNV=torch.full_like(chains.probs_BNV, torch.nan),
+            sampled_trees=as_trees,
+        )
+
+    ids_BL = Decoding(PLAIN, 5_000, method).run(broken)
+    assert p_value(ids_BL, exact_joint(PLAIN)) > ALPHA
+
+
 def test_noise_of_rejected_drafts_used_again_would_be_seen():
     """Without anchors a step drafts with noise that block verification has already judged."""
     ids_BL = Decoding(PLAIN, 40_000, "block", anchored=False).run(chains_of(3))

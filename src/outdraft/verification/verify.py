@@ -240,8 +240,11 @@ def last_weights(target_BN1V: Tensor, drafts: DraftBatch, acceptance: Acceptance
 
 
 def residual(p_BV: Tensor, q_BV: Tensor, weight_B: Tensor) -> Tensor:
-    """[B, V]: max(weight * p - q, 0): what drafts drawn from q do not cover of the target."""
-    return (weight_B[:, None] * p_BV - q_BV).clamp_(min=0)
+    """[B, V]: max(weight * p - q, 0): what drafts drawn from q do not cover of the target.
+
+    Nothing where q is NaN, which a broken drafter may give.
+    """
+    return (weight_B[:, None] * p_BV - q_BV).nan_to_num_(nan=0.0).clamp_(min=0)
 
 
 def rejection_sample(

@@ -107,7 +107,9 @@ def walk_tree(
             next_D[depth] = child + 1
             token = drafted_N[child]
             q = np.float64(probs_NV[child, token]) if is_sampled_N[child] else 1.0
-            weight = min(1.0, factor_D[depth] * rests_DV[depth, token] / max(q, TINY))
+            weight = 0.0
+            if q >= 0:  # it is NaN where the drafter is broken
+                weight = min(1.0, factor_D[depth] * rests_DV[depth, token] / max(q, TINY))
             rows_N[depth] = child
             depth += 1
             row_D[depth], next_D[depth] = child + 1, child + 1
