@@ -9,14 +9,14 @@ from tests.dashboard.test_page import DONE
 
 pytestmark = pytest.mark.slow
 
-LONG = ANSWER * 12  # a text longer than the window
+LONG = ANSWER * 6  # a text longer than the window
 
 
 def compare(page: Page) -> None:
     page.check("#compare")
     page.fill("#prompt", "def f(n):")
     page.click("#run")
-    page.wait_for_selector(DONE)
+    page.wait_for_selector(DONE, timeout=30_000)
     page.wait_for_selector(".verdict")
 
 
