@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README_RESULT = "decode-float32-t0.7.json"
+README_RESULT = "decode-float32-t0.8.json"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 

@@ -180,7 +180,7 @@ def test_demo_json_is_one_object_of_the_promised_shape(command, request, has_hea
     assert result.exit_code == 0
     report = json.loads(result.stdout)
     assert set(report) == {"temperature", "plain", "methods"}
-    assert report["temperature"] == 0.7
+    assert report["temperature"] == 0.8
     assert set(report["plain"]) == {"tokens_per_s", "tpot_ms"}
     heads = assets.HEADS if has_heads else ()
     assert list(report["methods"]) == ["draft_model", *heads, "suffix", "ngram", "combined"]

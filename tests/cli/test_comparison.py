@@ -36,7 +36,7 @@ def llms():
     return load(method_configs(pair().target, pair().drafter, pair().heads))
 
 
-@pytest.fixture(scope="module", params=[0.0, 0.7])
+@pytest.fixture(scope="module", params=[0.0, 0.8])
 def temperature(request):
     return request.param
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SHOWN = "combined"  # the method whose text is printed
 # Text at this temperature does not repeat itself: repetition is easy to draft.
-TEMPERATURE = 0.7
+TEMPERATURE = 0.8
 
 
 def demo(
