@@ -16,8 +16,11 @@ TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1", "mlp_speculator": "MLPSpecu
 HEADING, NEXT_HEADING = "## Draft heads\n", "## Limits\n"
 
 
-def facts_of(trained: Path) -> dict[str, str]:
-    """What the card's table says of one head, from its log and its measurement."""
+def facts_of(trained: Path, tokens_before: int) -> dict[str, str]:
+    """What the card's table says of one head, from its log and its measurement.
+
+    `tokens_before`: what the head that `--init` named had seen.
+    """
     log = json.loads((trained / "log.jsonl").read_text().splitlines()[-1])
     measured: dict[str, Any] = json.loads((trained / "acceptance.json").read_text())
     config: dict[str, Any] = json.loads((trained / "model" / "config.json").read_text())
@@ -25,7 +28,7 @@ def facts_of(trained: Path) -> dict[str, str]:
     facts = {
         "parameters": f"{measured['parameters']:,}",
         "file, MB": f"{size / 1e6:.1f}",
-        "training tokens": f"{log['tokens']:,}",
+        "training tokens": f"{tokens_before + log['tokens']:,}",
         "tokens it can draft": f"{config.get('draft_vocab_size', config['vocab_size']):,}",
     }
     for kind, title in (("greedy", "greedy"), ("sampled", "temperature 1")):
@@ -69,7 +72,11 @@ def main() -> None:
         (args.out / name).mkdir(exist_ok=True)
         for file in ("config.json", "model.safetensors"):
             shutil.copyfile(path / "model" / file, args.out / name / file)
-    section = card_section({name: facts_of(path) for name, path in trained.items()})
+    earlier = args.data.parent / "before.json"
+    before = json.loads(earlier.read_text()) if earlier.exists() else {}
+    section = card_section(
+        {name: facts_of(path, before.get(name, 0)) for name, path in trained.items()}
+    )
     card = args.out / "README.md"
     card.write_text(with_section(card.read_text(encoding="utf-8"), section), encoding="utf-8")
 
