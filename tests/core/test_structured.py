@@ -98,14 +98,15 @@ class Script:
 
     def __init__(self, *token_ids: int) -> None:
         self._left = list(token_ids)
-        self.has_failed = False
+        self.failure: str | None = None
 
     @property
     def is_finished(self) -> bool:
-        return not self._left and not self.has_failed
+        return not self._left and self.failure is None
 
     def advance(self, token_id: int) -> None:
-        self.has_failed |= self._left.pop(0) != token_id
+        if self._left.pop(0) != token_id:
+            self.failure = "another text"
 
     def fill_masks(self, token_ids, parents, masks_RW) -> None:
         raise AssertionError("nobody asks")
@@ -130,7 +131,10 @@ def test_a_request_ends_where_its_grammar_is_finished(min_tokens: int):
 def test_a_request_ends_where_its_grammar_fails():
     one = request(Script(3, 4))
     assert one.append(3) is None
-    assert one.append(5) is FinishReason.ABORT
+    assert one.failed() is None
+    assert one.append(5) is FinishReason.ERROR
+    assert one.failed() is FinishReason.ERROR
+    assert one.error == "another text"
 
 
 def test_a_stop_token_ends_it_before_the_grammar_is_asked():

@@ -1,6 +1,7 @@
 """An output of a given form has it, whoever drafts; and speculation is as invisible as ever."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.core.errors import RequestError
+from outdraft.core.errors import GenerationError, RequestError
 from outdraft.core.outputs import RequestOutput
-from outdraft.core.sampling import SamplingParams, StructuredOutput, Thoughts
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
 from outdraft.runner import model_runner
-from outdraft.structured import compiler, trial
+from outdraft.structured import compiler, matcher, trial
 from tests.engine.byte_level import tokenizer
 from tests.oracle.engines import NoisePolicy, ids, run
 from tests.oracle.forms import (
@@ -228,6 +230,37 @@ def test_drafts_past_the_end_of_a_grammar_change_nothing(method: str, temperatur
     for output in outputs:
         assert output.outputs[0].finish_reason == "stop"
         assert form.is_met(output.outputs[0].text)
+
+
+@pytest.mark.parametrize("method", ["plain", "combined"])
+def test_only_a_request_whose_grammar_takes_too_long_fails(
+    method: str, monkeypatch: pytest.MonkeyPatch
+):
+    llm = engine(method)
+    form, slow = regex(REGEXES[0]), regex(REGEXES[1])
+    asked = [asking(form), asking(slow), asking(form)]
+    right = ids(run(llm, PROMPTS, asked))
+    original = matcher.SequenceMatcher._masks
+    may_end = threading.Event()
+
+    def masks(self: matcher.SequenceMatcher, *args: Any) -> list[int]:
+        while len(self._output) > 2 and self._grammar is slow_grammar and not may_end.is_set():
+            pass
+        return original(self, *args)
+
+    slow_grammar = llm.engine.inputs.grammar(asked[1])
+    assert slow_grammar is not None
+    monkeypatch.setattr(matcher.SequenceMatcher, "_masks", masks)
+    with pytest.raises(GenerationError, match=r"more than 0\.5 s") as caught:
+        run(llm, PROMPTS, asked)
+    may_end.set()
+    outputs = caught.value.outputs
+    assert [output.error is None for output in outputs] == [True, False, True]
+    assert [ids(outputs)[i] for i in (0, 2)] == [right[i] for i in (0, 2)]
+    assert outputs[1].outputs[0].finish_reason == "error"
+    cut = outputs[1].outputs[0].token_ids
+    assert cut == right[1][: len(cut)]
+    assert not llm.engine.has_work
 
 
 def test_a_wrong_form_is_refused_before_anything_starts():

@@ -26,7 +26,7 @@ def accepts(compiler: GrammarCompiler, structured: StructuredOutput, text: str) 
     matcher = compiler.compile(structured).matcher({1})
     for token_id in byte_ids(text):
         matcher.advance(token_id)
-    return not matcher.has_failed and matcher._state.is_accepting()
+    return matcher.failure is None and matcher._state.is_accepting()
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,22 @@ def test_a_small_schema_that_explodes_is_refused_in_time(compiler, name, monkeyp
     monkeypatch.setattr(trial, "MAX_WALL_S", 1)
     with pytest.raises(RequestError, match="too much time"):
         compiler.compile(StructuredOutput("json_schema", json.dumps(EXPLOSIVE[name])))
+
+
+# Every letter can be read in hundreds of ways, and a mask takes seconds.
+AMBIGUOUS = "\n".join(
+    ["start: " + " | ".join(f"r{i}" for i in range(400))]
+    + [f'r{i}: "a" r{(i + 1) % 400} | "b" | start start' for i in range(400)]
+)
+
+
+@pytest.mark.parametrize(
+    "text", [AMBIGUOUS, AMBIGUOUS.replace("start", "rest") + '\nstart: "[" rest "]"']
+)
+def test_an_ambiguous_grammar_is_refused_in_time(compiler, text, monkeypatch):
+    monkeypatch.setattr(trial, "MAX_WALL_S", 2)
+    with pytest.raises(RequestError, match="too much time"):
+        compiler.compile(StructuredOutput("grammar", text))
 
 
 @pytest.mark.slow

@@ -1,3 +1,6 @@
+import re
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -5,9 +8,11 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from outdraft.core.draft import Draft
+from outdraft.core.errors import RequestError
 from outdraft.core.plan import NO_DRAFT
 from outdraft.structured.compiler import GrammarCompiler
 from outdraft.structured.matcher import Grammar
+from outdraft.structured.time_limit import TimeLimit
 from tests.structured.vocabularies import (
     END,
     REGEXES,
@@ -85,7 +90,7 @@ def test_every_row_of_a_tree_allows_what_its_path_allows(pattern, choices, steps
         matcher.advance(output[-1])
         if matcher.is_finished:
             break
-    assert not matcher.has_failed
+    assert matcher.failure is None
 
 
 def test_rows_behind_what_is_forbidden_or_ends_hold_something():
@@ -137,7 +142,7 @@ def test_a_row_that_is_too_complex_is_an_end_and_the_rows_before_it_have_masks()
         matcher = explosive(60).matcher({END})
         draft = Draft.chain(rng.integers(0, 2, 30).tolist())
         masks_RW, ends = masks_and_ends(matcher, draft)
-        assert not matcher.has_failed
+        assert matcher.failure is None
         before = ends[0] if ends else len(masks_RW)
         num_ends += len(ends)
         assert all({0, 1, 3} <= bits(mask_W) <= {0, 1, 2, 3, 5} for mask_W in masks_RW[:before])
@@ -171,18 +176,18 @@ def test_a_stop_token_cuts_an_output_that_only_it_could_go_on_with():
     assert masks_RW.all()
     matcher.advance(0)
     assert matcher.is_finished
-    assert not matcher.has_failed
+    assert matcher.failure is None
 
 
 def test_a_token_against_the_grammar_and_a_dead_end_are_failures():
     grammar = compiler().compile(regex("a[xyz]|abc"))
     wrong, dead = grammar.matcher({END}), compiler().compile(regex("a[xyz]|c")).matcher({END})
     wrong.advance(2)
-    assert wrong.has_failed
+    assert wrong.failure is not None
     dead.advance(0)
-    assert not dead.has_failed
+    assert dead.failure is None
     assert masks_of(dead).all()
-    assert dead.has_failed
+    assert dead.failure is not None
 
 
 def test_sequences_of_one_grammar_do_not_touch_each_other():
@@ -199,7 +204,7 @@ def explosive(max_states: int) -> Grammar:
     made = LLTokenizer(tokenizer().to_str(), n_vocab=VOCAB_SIZE, eos_token=END)
     limits = LLParserLimits(max_lexer_states=max_states, verbose_errors=False)
     source = LLMatcher.grammar_from_regex("(a|b)*a(a|b){25}c")
-    return Grammar(lambda: LLMatcher(made, source, log_level=0, limits=limits), end_id=END)
+    return Grammar(lambda: LLMatcher(made, source, log_level=0, limits=limits), END, TimeLimit(60))
 
 
 def test_a_lexer_that_is_full_is_replaced_without_a_trace():
@@ -213,7 +218,7 @@ def test_a_lexer_that_is_full_is_replaced_without_a_trace():
             masks_RW = masks_of(matcher, chain)
             assert all({0, 1, 3} <= bits(mask_W) for mask_W in masks_RW)
             matcher.advance(chain.token_ids[0])
-        assert not matcher.has_failed
+        assert matcher.failure is None
     assert grammar.start is not fresh  # else this has tested nothing
 
 
@@ -224,7 +229,32 @@ def test_a_grammar_that_even_an_empty_lexer_cannot_follow_fails():
     for _ in range(60):
         masks_of(matcher)
         matcher.advance(int(rng.integers(0, 2)))
-    assert matcher.has_failed
+    assert matcher.failure is not None
+
+
+def test_a_grammar_that_takes_too_long_fails_and_nobody_waits_for_it_again(monkeypatch):
+    made = GrammarCompiler(tokenizer(), VOCAB_SIZE)
+    slow, quick = made.compile(regex("[ab]*")), made.compile(regex("[abc]*"))
+    first, second, other = slow.matcher({END}), slow.matcher({END}), quick.matcher({END})
+    may_end = threading.Event()
+
+    def never(*_: object) -> list[int]:
+        while not may_end.is_set():
+            pass
+        return []
+
+    monkeypatch.setattr(first, "_masks", never)
+    slow.limit.limit_s = 0.01
+    assert masks_of(first).all()
+    assert "more than 0.01 s" in first.failure
+    slow.limit.limit_s = 60
+    assert masks_of(second).all()
+    assert second.failure == first.failure
+    with pytest.raises(RequestError, match=re.escape(first.failure)):
+        made.compile(regex("[ab]*"))
+    assert bits(masks_of(other)[0]) == {0, 1, 2, 3, 4, 5, END}  # while the first one still runs
+    assert other.failure is None
+    may_end.set()
 
 
 @pytest.mark.parametrize("extra", [0, 1, 40])

@@ -18,9 +18,9 @@ class GrammarMatcher(Protocol):
         ...
 
     @property
-    def has_failed(self) -> bool:
-        """The grammar has become too complex to follow, or offers no token: there is no promise
-        about the newest token."""
+    def failure(self) -> str | None:
+        """Why the output cannot keep to the grammar any longer: it has become too complex, takes
+        too much time, or offers no token. Then no token may be added; None: it can."""
         ...
 
     def advance(self, token_id: int) -> None:

@@ -101,6 +101,13 @@ class Request:
         """Drafts that could still be emitted together with the token that follows them."""
         return max(0, self.max_total - self.num_tokens - 1)
 
+    def failed(self) -> FinishReason | None:
+        """Why nothing may be added to the output, as far as its grammar can say."""
+        if self.grammar is None or self.grammar.failure is None:
+            return None
+        self.error = self.grammar.failure
+        return FinishReason.ERROR
+
     def append(self, token_id: int) -> FinishReason | None:
         """Add one output token; the reason if the request ends with it."""
         self._ids[self.num_tokens] = token_id
@@ -111,8 +118,8 @@ class Request:
             return FinishReason.STOP
         if self.grammar is not None:
             self.grammar.advance(token_id)
-            if self.grammar.has_failed:
-                return FinishReason.ABORT
+            if self.grammar.failure is not None:
+                return self.failed()
             if self.grammar.is_finished:  # also before min_tokens: nothing can follow
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None

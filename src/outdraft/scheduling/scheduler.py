@@ -151,8 +151,8 @@ class Scheduler:
             known = request.num_computed, request.num_drafter_computed
             self._advance(work, len(outcome.accepted_rows))
             added: list[int] = []
-            reason = None
-            for token_id in outcome.token_ids:
+            reason = request.failed()  # while it was found what may follow
+            for token_id in outcome.token_ids if reason is None else ():
                 reason = request.append(token_id)
                 added.append(token_id)
                 if reason is not None:

@@ -14,9 +14,13 @@ from outdraft.core.errors import RequestError
 from outdraft.core.structured_outputs import StructuredOutput
 from outdraft.structured.matcher import Grammar
 from outdraft.structured.thoughts import behind_thoughts
+from outdraft.structured.time_limit import TimeLimit
 from outdraft.structured.trial import GrammarError, grammar_source, parser_limits, tried
 
 MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
+MAX_FIRST_MASK_S = 5.0
+# Of one sequence in one step, while all others wait. Most need less than a thousandth of it.
+MAX_FOLLOWING_S = 0.5
 _MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
 _END = "<|the output may end here|>"
 
@@ -29,6 +33,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._ll_tokenizer: tuple[LLTokenizer, int] | None = None
+        self._following = TimeLimit(MAX_FOLLOWING_S)
         self._grammars: OrderedDict[StructuredOutput, Grammar] = OrderedDict()
 
     def compile(self, structured: StructuredOutput) -> Grammar:
@@ -42,6 +47,8 @@ class GrammarCompiler:
             known = self._grammars.get(structured)
             if known is not None:
                 self._grammars.move_to_end(structured)
+                if known.failure is not None:
+                    raise RequestError(known.failure, "structured")
                 return known
         try:
             grammar = self._compiled(structured)
@@ -68,11 +75,15 @@ class GrammarCompiler:
         def compile_state() -> LLMatcher:
             return LLMatcher(tokenizer, source, log_level=0, limits=limits)
 
-        grammar = Grammar(compile_state, end_id)
+        grammar = Grammar(compile_state, end_id, self._following)
         if grammar.start.is_error():
             raise GrammarError(grammar.start.get_error())
         first = grammar.start.deep_copy()
-        first.compute_bitmask()
+        try:
+            with TimeLimit(MAX_FIRST_MASK_S) as limit:
+                limit.run(first.compute_bitmask)
+        except TimeoutError:
+            raise GrammarError("it takes too much time to find how an output begins") from None
         if first.is_error():
             raise GrammarError("no output follows it")
         return grammar

@@ -3,15 +3,16 @@
 Dimension key: R rows of a draft with its root, W int32 words of a mask of one bit per token.
 """
 
-import logging
 from collections.abc import Callable, Sequence, Set
+from typing import TypeVar
 
 import numpy as np
 from llguidance import LLMatcher
 
-EVERYTHING = -1  # all bits of a word
+from outdraft.structured.time_limit import TimeLimit
 
-_logger = logging.getLogger(__name__)
+EVERYTHING = -1  # all bits of a word
+Result = TypeVar("Result")
 
 
 class Grammar:
@@ -21,9 +22,17 @@ class Grammar:
     grammar makes later masks faster, but there is a limit to it: then it is made anew.
     """
 
-    def __init__(self, compile_state: Callable[[], LLMatcher], end_id: int) -> None:
-        """`end_id`: the token of the library's tokenizer that stands for the end of the output."""
+    def __init__(
+        self, compile_state: Callable[[], LLMatcher], end_id: int, limit: TimeLimit
+    ) -> None:
+        """
+        Args:
+            end_id: the token of the library's tokenizer that stands for the end of the output.
+            limit: of the time that it may take to follow the grammar for one sequence and step.
+        """
         self.end_id = end_id
+        self.limit = limit
+        self.failure: str | None = None  # why nobody may follow it any more
         self.start = compile_state()
         self._compile_state = compile_state
 
@@ -51,34 +60,66 @@ class SequenceMatcher:
         self._start = grammar.start
         self._state = grammar.start.deep_copy()
         self._is_finished = False
-        self._has_failed = False
+        self._failure: str | None = None
 
     @property
     def is_finished(self) -> bool:
         return self._is_finished
 
     @property
-    def has_failed(self) -> bool:
-        return self._has_failed
+    def failure(self) -> str | None:
+        return self._failure
 
     def advance(self, token_id: int) -> None:
-        if self._has_failed or self._is_finished:
+        if self._is_over():
             return
         if token_id in self._stop_ids:
             self._is_finished = True
             return
+        self._within_time(lambda: self._advance(token_id))
+
+    def fill_masks(
+        self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
+    ) -> list[int]:
+        masks_RW[:] = EVERYTHING
+        if self._is_over():
+            return []
+        own_RW = masks_RW.copy()  # what takes too long may still write to it
+        ends = self._within_time(lambda: self._masks(token_ids, parents, own_RW))
+        if ends is None or self._failure is not None:
+            return []
+        masks_RW[:] = own_RW
+        return ends
+
+    def _is_over(self) -> bool:
+        if self._grammar.failure is not None and not self._is_finished:
+            self._failure = self._grammar.failure
+        return self._is_finished or self._failure is not None
+
+    def _within_time(self, function: Callable[[], Result]) -> Result | None:
+        """What it returns. None: it takes too long, and the state must be left alone.
+
+        The grammar too: whoever follows it shares its lexer, which may be in use for long.
+        """
+        try:
+            return self._grammar.limit.run(function)
+        except TimeoutError:
+            limit_s = self._grammar.limit.limit_s
+            reason = f"it took more than {limit_s:g} s to find what may follow"
+            self._grammar.failure = self._failure = _told(reason)
+            return None
+
+    def _advance(self, token_id: int) -> None:
         self._output.append(token_id)
         if not self._state.consume_token(token_id) and not self._renew():
             self._fail()
         elif not self._stop_ids and self._state.is_accepting():
             self._is_finished = self._is_complete()
 
-    def fill_masks(
+    def _masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
     ) -> list[int]:
-        masks_RW[:] = EVERYTHING
-        if self._has_failed or self._is_finished:
-            return []
+        """Write the masks; the ends."""
         filling = _Filling(token_ids, parents, masks_RW)
         self._fill(self._state, 0, filling)
         if filling.has_full_lexer and self._renew():
@@ -141,9 +182,12 @@ class SequenceMatcher:
         return self._state.consume_tokens(self._output)
 
     def _fail(self) -> None:
-        reason = self._state.get_error() or "no token can follow"
-        _logger.warning("an output can keep to its grammar no longer: %s", reason)
-        self._has_failed = True
+        self._failure = _told(self._state.get_error() or "no token can follow")
+
+
+def _told(reason: str) -> str:
+    """What the client is told."""
+    return f"the output can keep to its grammar no longer: {reason}"
 
 
 class _Filling:

@@ -5,6 +5,7 @@ can stop the library in the middle. This file is also the program that runs ther
 """
 
 import json
+import random
 import resource
 import subprocess
 import sys
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # the program knows nothing of the package: it starts faster
 MAX_CPU_S = 2
 MAX_WALL_S = 15  # on a machine that is busy with other things
 MAX_BYTES = 2**30
+_WALK_BYTES = 60
 _REFUSED = 3  # exit status; the reason is the output
 # Without a bound a model may write white space until its tokens are used up.
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False}
@@ -56,7 +58,7 @@ def tried(kind: "StructuredKind", text: str, is_compact: bool) -> str:
     if finished.returncode == _REFUSED:
         raise GrammarError(output)
     if finished.returncode != 0:
-        raise GrammarError("it takes too much time or memory to compile")
+        raise GrammarError("it takes too much time or memory to compile or to follow")
     return output
 
 
@@ -149,6 +151,16 @@ def parser_limits() -> LLParserLimits:
     )
 
 
+def _walk(matcher: LLMatcher) -> None:
+    """Write a text at random: a grammar that takes long to follow mostly shows it soon."""
+    choose = random.Random(0)
+    for _ in range(_WALK_BYTES):
+        allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+        bytes_ = [byte for byte in range(256) if allowed >> byte & 1]
+        if matcher.is_error() or not bytes_ or not matcher.consume_token(choose.choice(bytes_)):
+            return  # what this means is said when it is compiled for the vocabulary
+
+
 def _main() -> None:
     """Print the grammar, or why it is refused. Arguments: the kind, and how JSON is spaced."""
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
@@ -163,7 +175,8 @@ def _main() -> None:
         sys.exit(_REFUSED)
     # Bytes are as hard to follow as any vocabulary. What they do not have, special tokens, is
     # no reason to refuse a grammar here: it is compiled for the model's vocabulary next.
-    LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=parser_limits())
+    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=parser_limits())
+    _walk(matcher)
     sys.stdout.write(source)
 
 

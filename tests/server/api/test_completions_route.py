@@ -219,6 +219,11 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         ({"guided_grammar": "b"}, "grammar", "b"),
         ({"response_format": {"type": "json_object"}}, "json_object", ""),
         (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema",
+            json.dumps(SCHEMA),
+        ),
+        (
             {
                 "response_format": {
                     "type": "json_schema",

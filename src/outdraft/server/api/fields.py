@@ -119,6 +119,9 @@ class TextFormat(Body):
 
 class JsonObjectFormat(Body):
     type: Literal["json_object"]
+    schema_: dict[str, Any] | None = Field(
+        None, alias="schema", description="As llama.cpp and others take it: the object's schema."
+    )
 
 
 class JsonSchemaFormat(Body):

@@ -182,8 +182,10 @@ def _schema_text(schema: str | dict[str, Any]) -> str:
 
 
 def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:
-    if isinstance(asked, JsonObjectFormat):
+    if isinstance(asked, JsonObjectFormat) and asked.schema_ is None:
         yield field, "json_object", ""
+    elif isinstance(asked, JsonObjectFormat):
+        yield field, "json_schema", json.dumps(asked.schema_)
     spec = asked.json_schema if isinstance(asked, JsonSchemaFormat) else asked
     if isinstance(spec, JsonSchemaSpec):
         if spec.schema_ is None:
