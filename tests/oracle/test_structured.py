@@ -251,9 +251,11 @@ def test_only_a_request_whose_grammar_takes_too_long_fails(
     slow_grammar = llm.engine.inputs.grammar(asked[1])
     assert slow_grammar is not None
     monkeypatch.setattr(matcher.SequenceMatcher, "_masks", masks)
-    with pytest.raises(GenerationError, match=r"more than 0\.5 s") as caught:
-        run(llm, PROMPTS, asked)
-    may_end.set()
+    try:
+        with pytest.raises(GenerationError, match=r"more than 0\.5 s") as caught:
+            run(llm, PROMPTS, asked)
+    finally:
+        may_end.set()
     outputs = caught.value.outputs
     assert [output.error is None for output in outputs] == [True, False, True]
     assert [ids(outputs)[i] for i in (0, 2)] == [right[i] for i in (0, 2)]

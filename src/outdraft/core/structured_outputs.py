@@ -192,7 +192,9 @@ def choice_text(choices: object) -> str:
     Raises:
         RequestError: they are none, or not a list of texts.
     """
-    is_list = isinstance(choices, Sequence) and not isinstance(choices, str)
-    if not is_list or not choices or not all(isinstance(text, str) for text in choices):
+    texts: list[Any] = []
+    if isinstance(choices, Sequence) and not isinstance(choices, str):
+        texts = list(choices)
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"a choice must be a list of texts, got {choices!r:.100}", "structured")
-    return json.dumps(list(choices))
+    return json.dumps(texts)
