@@ -19,7 +19,7 @@ from outdraft.structured.trial import GrammarError, grammar_source, parser_limit
 
 MAX_CACHED = 32  # grammars; each may grow to 100 MB, but hardly any does
 MAX_FIRST_MASK_S = 5.0
-# Of one sequence in one step, while all others wait. Most need less than a thousandth of it.
+# One sequence may take this in one step, while all others wait. Most need less than a thousandth.
 MAX_FOLLOWING_S = 0.5
 _MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
 _END = "<|the output may end here|>"
