@@ -1,4 +1,4 @@
-# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false
+# pyright: basic, reportCallIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
 # ruff: noqa: ANN001, ANN201, ANN202
 # numba infers the types of these functions and specialises on them.
 """One tile of the CPU attention: the query rows of one request that one kv head serves together.

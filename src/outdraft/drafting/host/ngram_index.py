@@ -1,3 +1,5 @@
+# pyright: reportReturnType=false
+# numba makes Python's numbers of what the stubs call arrays.
 """An index of the places where each short string of a text has occurred, the newest first.
 
 For each n a hash table leads from an n-gram to the newest place where it ends, and a chain of

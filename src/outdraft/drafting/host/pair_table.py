@@ -1,3 +1,5 @@
+# pyright: reportReturnType=false
+# numba makes Python's numbers of what the stubs call arrays.
 """Finds the record with a given pair of numbers: an open-addressing hash table for numba kernels.
 
 Records are rows of an array that the caller owns; columns 0 and 1 of a row are its key. The

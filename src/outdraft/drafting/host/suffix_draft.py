@@ -1,3 +1,5 @@
+# pyright: reportReturnType=false
+# numba makes Python's numbers of what the stubs call arrays.
 """Draft what followed a text's end, in that text and in finished ones: kernels of SuffixProposer.
 
 For every suffix of the text that occurred before, a tree of its most probable continuations is
