@@ -225,8 +225,10 @@ def test_an_engine_without_speculation_pays_for_no_drafts():
 
 def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
     order: list[str] = []
-    free = build.free_bytes
-    monkeypatch.setattr(build, "free_bytes", lambda device: (order.append("free"), free(device))[1])
+    free = build.device_memory
+    monkeypatch.setattr(
+        build, "device_memory", lambda device: (order.append("free"), free(device))[1]
+    )
     monkeypatch.setattr(
         build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
     )

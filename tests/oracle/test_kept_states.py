@@ -27,6 +27,7 @@ from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import TargetPass
+from outdraft.runner.results import VerifiedRows
 from outdraft.verification.draft_batch import DraftBatch, row_start_B
 from outdraft.verification.verify import Verdict
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
@@ -84,14 +85,15 @@ class RandomAcceptance:
         drafts: DraftBatch,
         sampling: object,
         paths: object,
-    ) -> tuple[Verdict, None]:
+    ) -> tuple[VerifiedRows, None]:
         model = self.runner.model
         logits_RV = model.logits(target.logit_hidden_RD)
         for work, root in zip(works, row_start_B(drafts).tolist(), strict=True):
             text = torch.from_numpy(work.request.token_ids.astype(np.int64))
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
-        return self._verdict(drafts), None
+        is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)
+        return VerifiedRows(self._verdict(drafts), drafts, is_finite_R), None
 
     def _verdict(self, drafts: DraftBatch) -> Verdict:
         """A random row of each draft is the last that is accepted; or none is."""

@@ -9,6 +9,7 @@ import random
 import resource
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ MAX_CPU_S = 2
 MAX_WALL_S = 15  # on a machine that is busy with other things
 MAX_BYTES = 2**30
 _WALK_BYTES = 60
+_MAX_BYTE_CPU_S = 0.25  # to follow the grammar by one byte; others take some 20 ms at most
 _REFUSED = 3  # exit status; the reason is the output
 # Without a bound a model may write white space until its tokens are used up.
 _COMPACT: "JsonCompileOptions" = {"whitespace_flexible": False}
@@ -152,12 +154,20 @@ def parser_limits() -> LLParserLimits:
 
 
 def _walk(matcher: LLMatcher) -> None:
-    """Write a text at random: a grammar that takes long to follow mostly shows it soon."""
+    """Write a text at random: a grammar that takes long to follow mostly shows it soon.
+
+    Raises:
+        GrammarError: it does.
+    """
     choose = random.Random(0)
     for _ in range(_WALK_BYTES):
+        started_s = time.process_time()
         allowed = int.from_bytes(matcher.compute_bitmask(), "little")
         bytes_ = [byte for byte in range(256) if allowed >> byte & 1]
-        if matcher.is_error() or not bytes_ or not matcher.consume_token(choose.choice(bytes_)):
+        goes_on = not matcher.is_error() and bytes_ and matcher.consume_token(choose.choice(bytes_))
+        if time.process_time() - started_s > _MAX_BYTE_CPU_S:
+            raise GrammarError("it takes too much time to follow")
+        if not goes_on:
             return  # what this means is said when it is compiled for the vocabulary
 
 
@@ -170,13 +180,12 @@ def _main() -> None:
     try:
         is_compact = whitespace == "compact"
         source = grammar_source(kind, text, is_compact)  # pyright: ignore[reportArgumentType]
+        # Bytes are as hard to follow as any vocabulary. What they do not have, special tokens, is
+        # no reason to refuse a grammar here: it is compiled for the model's vocabulary next.
+        _walk(LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=parser_limits()))
     except ValueError as error:
         sys.stdout.write(str(error))
         sys.exit(_REFUSED)
-    # Bytes are as hard to follow as any vocabulary. What they do not have, special tokens, is
-    # no reason to refuse a grammar here: it is compiled for the model's vocabulary next.
-    matcher = LLMatcher(LLTokenizer("byte"), source, log_level=0, limits=parser_limits())
-    _walk(matcher)
     sys.stdout.write(source)
 
 
