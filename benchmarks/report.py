@@ -10,6 +10,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README_RESULT = "decode-float32-t0.8.json"
+# What the embedded target's weights of bfloat16 are computed in.
+DTYPES = {"float32": "float32 over bfloat16 weights", "bfloat16": "bfloat16"}
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
@@ -32,7 +34,7 @@ def table(result: dict[str, Any]) -> str:
     floor_ms = 1e3 * result["weight_bytes"] / (result["read_bandwidth_gb_per_s"] * 1e9)
     share = floor_ms / summary["plain"]["tpot_ms_median"]
     lines = [
-        f"{where['processor']}, {where['cores']} cores; {options['dtype']}, temperature "
+        f"{where['processor']}, {where['cores']} cores; {DTYPES[options['dtype']]}, temperature "
         f"{float(options['temperature']):g}, {options['prompts']} held-out prompts of "
         f"{options['max_tokens']} tokens, batch 1; commit {where['commit'][:9]}. Plain decoding "
         f"runs at {share:.0%} of what reading {result['weight_bytes'] / 1e6:.0f} MB of weights at "
