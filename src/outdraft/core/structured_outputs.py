@@ -89,13 +89,7 @@ class StructuredOutput:
         Raises:
             RequestError: an unknown name or a wrong value.
         """
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(
-                    f"unknown name {name!r} in structured: {did_you_mean(name, known)}",
-                    "structured",
-                )
+        _check_names(cls, values, "structured")
         if "kind" not in values:
             raise RequestError("structured needs a kind", "structured")
         return cls(**values)
@@ -133,13 +127,7 @@ class StructuredOutputsParams:
         Raises:
             RequestError: an unknown name or a wrong value.
         """
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(
-                    f"unknown name {name!r} in structured_outputs: {did_you_mean(name, known)}",
-                    "structured_outputs",
-                )
+        _check_names(cls, values, "structured_outputs")
         return cls(**values)
 
     def structured_output(self) -> StructuredOutput:
@@ -198,3 +186,17 @@ def choice_text(choices: object) -> str:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"a choice must be a list of texts, got {choices!r:.100}", "structured")
     return json.dumps(texts)
+
+
+def _check_names(
+    cls: type[StructuredOutput] | type[StructuredOutputsParams],
+    values: Mapping[str, Any],
+    field: str,
+) -> None:
+    """Raises RequestError at the first of `values` that is no attribute."""
+    known = {f.name for f in fields(cls)}
+    for name in values:
+        if name not in known:
+            raise RequestError(
+                f"unknown name {name!r} in {field}: {did_you_mean(name, known)}", field
+            )
