@@ -177,3 +177,14 @@ def test_a_users_own_cache_of_numba_is_used(tmp_path: Path):
         [sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).parent == tmp_path
+
+
+def test_a_stream_that_nobody_reads_fails_no_kernel():
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    announcement = jit.Announcement(Closed())
+    announcement._say("kernel")
+    announcement._say("another")
+    assert announcement._stream is None

@@ -118,6 +118,13 @@ def test_objects_hold_what_their_schema_names_unless_it_says_more(compiler, name
     assert accepts(compiler, structured, text) == is_accepted
 
 
+def test_branches_of_which_exactly_one_must_hold_are_not_narrowed():
+    branch = {"type": "object", "properties": {"b": {"type": "integer"}}}
+    schema = {"oneOf": [{**branch, "required": ["b"]}, branch]}
+    assert trial.closed(schema) == schema
+    assert trial.closed({"anyOf": [branch]}) != {"anyOf": [branch]}
+
+
 EXPLOSIVE = {
     "remainders": {"type": "integer", "multipleOf": 10_000_019},
     "intersections": {

@@ -180,8 +180,11 @@ class Announcement(event.Listener):
 
     def _write(self, text: str) -> None:
         assert self._stream is not None
-        self._stream.write(text)
-        self._stream.flush()
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):  # nobody reads it: no reason for a step to fail
+            self._stream = None
 
 
 def _is_kernel(event: Any) -> bool:

@@ -107,7 +107,8 @@ def _is_of_separate_objects(value: object) -> bool:
     parts = value.get("allOf")
     if (combining and _OF_OBJECTS & value.keys()) or len(combining) > 1:
         return False
-    if combining & {"not", "if", "dependentSchemas"} or (
+    # Less in one part lets these accept more.
+    if combining & {"not", "if", "dependentSchemas", "oneOf"} or (
         parts is not None and not (isinstance(parts, list) and len(parts) == 1)
     ):
         return False
