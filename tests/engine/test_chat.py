@@ -196,3 +196,11 @@ def test_a_checkpoint_without_template_has_none(tmp_path):
     assert ChatTemplate.from_directory(tmp_path) is None
     write(tmp_path, {"bos_token": "<s>"})
     assert ChatTemplate.from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize("expression", ["1 // x", "1 % x", "[] + x"])
+def test_variables_that_a_template_cannot_use_are_the_requests_mistake(expression):
+    source = f"{{% if x is defined %}}{{{{ {expression} }}}}{{% endif %}}"
+    template = ChatTemplate(source, {})
+    with pytest.raises(RequestError, match="the chat template refused"):
+        template.render([{"role": "user", "content": "a"}], variables={"x": 0})

@@ -24,6 +24,8 @@ _OWN_VARIABLES = {
 }
 _PROBE = "a text to look for"
 _NOTATION = re.compile(rf"""['"]text['"]: ?['"]{_PROBE}""")  # Python's or JSON's
+# What a template may raise when it meets values that it was not written for.
+_RENDERING = (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError)
 _MARK = "[the last message goes on here] "
 
 
@@ -139,7 +141,7 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 variables=variables or {},
             )
-        except (TemplateError, TypeError, ValueError) as error:  # content of an unexpected shape
+        except _RENDERING as error:  # content or variables of an unexpected shape
             raise RequestError(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
@@ -162,7 +164,7 @@ class ChatTemplate:
         """Whether the template writes the text of such a content, and not its notation."""
         try:
             text = self._rendered([{"role": "user", "content": content}])
-        except (TemplateError, TypeError, ValueError):
+        except _RENDERING:
             return False
         return _PROBE in text and not _NOTATION.search(text)
 

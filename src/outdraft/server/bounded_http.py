@@ -42,6 +42,11 @@ def bounded_http(
             super().data_received(data)
             self._limit()
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:  # it came before the last answer was given
+                self._limit()
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_timer()
             super().connection_lost(exc)

@@ -76,6 +76,16 @@ def test_a_second_request_that_stops_half_way_is_closed_too():
         assert b"HTTP/1.1 408 " in read_to_the_end(connection)
 
 
+def test_a_request_sent_with_the_one_before_it_has_the_same_limit_for_its_body():
+    http = bounded_http(LATE_S, SOON_S)
+    half = HEAD + JSON + b"Content-Length: 100\r\n\r\n{"
+    with serve(FakeEngine(), http=http) as served, connected(served.url) as connection:
+        connection.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n" + half)
+        answers = read_to_the_end(connection)
+    assert answers.startswith(b"HTTP/1.1 200")
+    assert b"HTTP/1.1 408 " in answers
+
+
 def test_a_slow_sender_of_single_bytes_is_no_exception():
     """The limit is on the whole, not on the gap between two bytes."""
     http = bounded_http(SOON_S, LATE_S)
@@ -124,12 +134,15 @@ def test_an_error_can_be_read_by_a_client_that_is_still_sending(settings, num_by
 
 @pytest.fixture(scope="module")
 def on_loopback():
-    with serve(FakeEngine(), allowed_hosts=("box.lan",)) as running:
+    with serve(FakeEngine(), allowed_hosts=("box.lan", "2001:db8::1")) as running:
         yield running
 
 
 @pytest.mark.parametrize("path", ["/", "/health", "/v1/models", "/openapi.json"])
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example"])
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:8000", "127.0.0.1.evil.example", "2001", "[::1]evil.example"],
+)
 def test_a_page_whose_name_was_rebound_to_loopback_is_refused(on_loopback, path, host):
     reply = on_loopback.get(path, headers={"Host": host})
     assert reply.status_code == 403
@@ -142,6 +155,7 @@ def test_a_page_whose_name_was_rebound_to_loopback_is_refused(on_loopback, path,
     [
         *("localhost", "LOCALHOST:8000", "localhost.", "app.localhost", "127.0.0.1:1", "127.1.2.3"),
         *("[::1]", "[::1]:8000", "box.lan", "Box.Lan:80"),
+        *("[2001:db8::1]", "[2001:DB8::1]:8000"),
     ],
 )
 def test_loopback_names_and_those_that_were_allowed_are_served(on_loopback, host):

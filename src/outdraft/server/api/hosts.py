@@ -18,7 +18,7 @@ class HostGuard:
 
     def __init__(self, app: ASGIApp, allowed_hosts: Iterable[str]) -> None:
         self._app = app
-        self._allowed = {_name(host) for host in allowed_hosts}
+        self._allowed = {_allowed_name(host) for host in allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -46,7 +46,16 @@ def is_loopback(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """A Host header's value without its port."""
+    """A Host header's value without its port and brackets."""
     if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
+        name, _, port = host[1:].partition("]")
+        return name.lower() if port == "" or port.startswith(":") else host.lower()
     return host.partition(":")[0].lower()
+
+
+def _allowed_name(host: str) -> str:
+    """What an operator wrote: an IPv6 address may stand there without brackets."""
+    try:
+        return str(ip_address(host.lower()))
+    except ValueError:
+        return _name(host)
