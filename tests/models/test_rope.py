@@ -13,11 +13,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.attention.cpu import CpuAttention
 from outdraft.attention.reference import ReferenceAttention
+from outdraft.core.errors import ConfigError
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Packing
 from outdraft.models.layers.rotary import attention_factor, frequencies
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import arrange_for_rotary, load_model
+from outdraft.models.rope_config import read_rope
 from tests.models.checkpoints import (
     LINEAR,
     TINY,
@@ -201,3 +203,23 @@ def test_norms_and_biases_of_heads_are_put_in_order_too(tmp_path):
     attention.rotary.order_C = again  # back to the checkpoint's order
     arrange_for_rotary(attention)
     torch.testing.assert_close(ours_THC, queries_and_keys()[..., order_C], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "message"),
+    [
+        ("linear", {"factor": 0}, "factor must be a number above 0, got 0"),
+        ("linear", {"factor": "2"}, "factor must be a number above 0"),
+        ("linear", {"factor": True}, "factor must be a number above 0"),
+        (
+            "yarn",
+            {"factor": 4, "original_max_position_embeddings": "x"},
+            "original_max_position_embeddings must be a positive whole number",
+        ),
+        ("yarn", {"factor": 4, "truncate": 1}, "truncate must be true or false"),
+    ],
+)
+def test_numbers_of_rotary_embeddings_are_checked(kind, values, message):
+    raw = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": kind, **values}}
+    with pytest.raises(ConfigError, match=message):
+        read_rope(raw, 8)

@@ -141,10 +141,22 @@ def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
     given = {key: value for key, value in values.items() if value is not None}
     if missing := sorted(_ROPE_REQUIRED[kind] - given.keys()):
         raise ConfigError(f"config.json: rope type '{kind}' needs {', '.join(missing)}")
-    return {
-        known[key]: _factors(key, value) if key in ("short_factor", "long_factor") else value
-        for key, value in given.items()
-    }
+    return {known[key]: _checked(key, given) for key in given}
+
+
+def _checked(key: str, given: Mapping[str, Any]) -> object:
+    """The value of that name, of the type and in the range that it must have."""
+    value = given[key]
+    if key in ("short_factor", "long_factor"):
+        return _factors(key, value)
+    if key == "original_max_position_embeddings":
+        return read_count(given, key)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    if key == "truncate" and not isinstance(value, bool):
+        raise ConfigError(f"config.json: {key} must be true or false, got {value!r:.80}")
+    if key != "truncate" and not is_number:
+        raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r:.80}")
+    return value
 
 
 def _factors(key: str, value: object) -> tuple[float, ...]:
