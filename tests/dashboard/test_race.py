@@ -114,8 +114,9 @@ def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
     output = page.locator(".pane:first-child .output")
     for at in (1000, 700, 300, 0, 500):
         page.get_by_role("slider", name="Time in the race").fill(str(at))
-        if at == 0:
-            assert newest.count() == 0
+        num_seen = newest.count()
+        assert num_seen == 1 if at == 1000 else num_seen == 0 or at > 0
+        if num_seen == 0:  # on an idle machine all tokens may come late in the race
             continue
         top, bottom = newest.evaluate(
             "each => { const { top, bottom } = each.getBoundingClientRect(); return [top, bottom] }"

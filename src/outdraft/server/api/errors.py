@@ -101,7 +101,10 @@ def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     if isinstance(error, EngineDeadError):
         return engine_dead(ended_by=error.ended_by)
     return ApiError(
-        500, ErrorBody(message="internal error", type="server_error", code="internal_error")
+        500,
+        ErrorBody(message="internal error", type="server_error", code="internal_error"),
+        # uvicorn closes the connection behind such a reply: a client must not use it again.
+        headers={"connection": "close"},
     )
 
 
