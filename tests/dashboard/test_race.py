@@ -107,6 +107,7 @@ def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
     page: Page, site: Site
 ):
     site.fake.answer = LONG
+    site.fake.delay_s = 0.01  # tokens come all through the race, however fast the machine is
     compare(page)
     boxes = "all => all.map((each) => JSON.stringify(each.getBoundingClientRect()))"
     still = page.locator(".pane, .output, .race").evaluate_all(boxes)
@@ -114,9 +115,8 @@ def test_nothing_but_the_text_moves_in_a_race_and_the_newest_token_is_in_view(
     output = page.locator(".pane:first-child .output")
     for at in (1000, 700, 300, 0, 500):
         page.get_by_role("slider", name="Time in the race").fill(str(at))
-        num_seen = newest.count()
-        assert num_seen == 1 if at == 1000 else num_seen == 0 or at > 0
-        if num_seen == 0:  # on an idle machine all tokens may come late in the race
+        if at == 0:
+            assert newest.count() == 0
             continue
         top, bottom = newest.evaluate(
             "each => { const { top, bottom } = each.getBoundingClientRect(); return [top, bottom] }"
