@@ -9,7 +9,7 @@ ALL := "not gpu and not network"
 QUICK_ONES := "not slow and not gpu and not network"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup demo lint pytest quick check test test-full test-gpu fix bench
+.PHONY: setup lib demo lint pytest quick check test test-full test-gpu fix bench
 
 setup: $(STAMP)
 
@@ -20,7 +20,11 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: setup
+# What is newer than its sources is left as it is.
+lib: setup
+	$(BIN)/python build_kernels.py
+
+demo: lib
 	$(BIN)/outdraft demo
 
 lint: setup
@@ -29,7 +33,7 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
-quick: setup
+quick: lib
 	$(PYTEST) -m $(QUICK_ONES) $(QUICK:%=tests/%)
 
 # Types take one core a minute: lint runs beside the tests.
@@ -42,15 +46,15 @@ test: setup
 test-full: setup
 	$(MAKE) --jobs=2 lint pytest ARGS='--full -m $(ALL)'
 
-pytest: setup
+pytest: lib
 	$(PYTEST) $(ARGS)
 
-test-gpu: setup
+test-gpu: lib
 	$(BIN)/python -m pytest -m gpu
 
 fix: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup
+bench: lib
 	$(BIN)/python benchmarks/decode.py

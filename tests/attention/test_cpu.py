@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from outdraft.attention.base import LayerCache
 from outdraft.attention.cpu import CpuAttention
 from outdraft.attention.reference import ReferenceAttention
-from outdraft.attention.select import attention_backend
 from outdraft.core.errors import ConfigError
 from tests.attention.ragged import Model, Shape, build_batch, converted, models, shapes
 
@@ -138,13 +137,3 @@ def test_other_dtypes_are_refused_by_name(dtype):
     batch = build_batch([Shape(3, 1, ())], Model(2, 1, 4, 4), dtype, seed=1)
     with pytest.raises(ConfigError, match=str(dtype)):
         CPU.attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
-
-
-def test_the_backend_follows_the_device_unless_it_is_named():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert attention_backend(None, cpu).name == "cpu"
-    assert attention_backend("reference", cpu).name == "reference"
-    with pytest.raises(ConfigError, match="known: cpu, reference, triton"):
-        attention_backend("cpuu", cpu)
-    with pytest.raises(ConfigError, match="cannot run on cuda"):
-        attention_backend("cpu", cuda)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out
 from outdraft.core.draft import ancestor_masks, tree_depths
+from outdraft.kernels.reference.table import reference_kernels
 
 
 @settings(deadline=None)  # the first example compiles
@@ -25,7 +26,7 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
         num_blocks = -(-(context_len + num_causal + num_drafts) // block_size)
         blocks = rng.permutation(100)[:num_blocks].tolist()
         spans.append(Span(context_len, num_causal, parents, blocks))
-    layout = lay_out(spans, block_size)
+    layout = lay_out(spans, block_size, reference_kernels())
     row = 0
     for b, span in enumerate(spans):
         assert layout.query_start_B1[b] == row

@@ -10,8 +10,8 @@ import torch
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.reference import ReferenceAttention
-from outdraft.attention.select import attention_backend
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.choose import choose_kernels
 from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted
 
 triton_attention = pytest.importorskip("outdraft.attention.triton", reason="needs triton")
@@ -199,29 +199,25 @@ def test_no_more_memory_is_taken_than_was_told():
 
 def test_float64_is_refused_with_the_way_out():
     batch = build_batch([Shape(3, 1, ())], Model(2, 1, 16, 4), torch.float64, seed=1)
-    with pytest.raises(ConfigError, match=r"float64: set attention='reference'"):
+    with pytest.raises(ConfigError, match=r"float64: use the reference kernels"):
         attend(TritonAttention(), batch.q_THC, batch.cache, batch.metadata, None)
 
 
-def test_it_is_the_default_on_a_gpu_and_refused_elsewhere():
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert attention_backend(None, cuda).name == "triton"
-    assert attention_backend("triton", cuda).name == "triton"
-    with pytest.raises(ConfigError, match="runs on a GPU, not on cpu"):
-        attention_backend("triton", cpu)
+def test_it_is_the_default_on_a_gpu():
+    kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
+    assert kernels.attention.name == "triton"
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
     monkeypatch.setattr("outdraft.attention.select.find_spec", lambda name: None)
-    assert attention_backend(None, torch.device("cuda")).name == "reference"
-    with pytest.raises(ConfigError, match=r"outdraft\[triton\]"):
-        attention_backend("triton", torch.device("cuda"))
+    kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
+    assert kernels.attention.name == "reference"
 
 
 def test_triton_is_imported_for_a_gpu_only():
     script = (
-        "import sys, torch, outdraft, outdraft.attention.select as s;"
-        "s.attention_backend(None, torch.device('cpu'));"
+        "import sys, torch, outdraft, outdraft.kernels.choose as c;"
+        "c.choose_kernels('auto', torch.device('cpu'), torch.float32);"
         "assert 'triton' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

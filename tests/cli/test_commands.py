@@ -90,7 +90,7 @@ def test_a_model_whose_weights_are_nan_ends_in_an_error(command, tmp_path, tempe
         (["--speculative-config", '{"metod": "suffix"}'], "did you mean 'method'"),
         (["--max-model-len", "100000"], "more than the 192 positions"),
         (["--kv-cache-memory", "lots"], "no number of bytes"),
-        (["--attention-backend", "flash"], "unknown attention backend"),
+        (["--kernels", "flash"], "unknown kernels"),
         (["-p", ""], "prompt must hold at least one token"),
     ],
 )
@@ -156,7 +156,7 @@ def test_version_is_one_line(command):
 def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     result = run(command, "doctor")
     assert result.exit_code == 0
-    for part in ("threads", "torch", "attention", "packed as", "OMP_NUM_THREADS", "4 held out"):
+    for part in ("threads", "torch", "kernels", "packed as", "OMP_NUM_THREADS", "4 held out"):
         assert part in result.stdout, part
     if not torch.cuda.is_available():
         assert "float32 over bfloat16 weights for a bfloat16 checkpoint" in result.stdout

@@ -66,7 +66,7 @@ def test_every_engine_flag_reaches_the_configuration():
         kv_cache_memory_bytes="1Mi",
         block_size=8,
         enable_prefix_caching=False,
-        attention="reference",
+        kernels="reference",
         seed=0,
         speculative_config='{"method": "suffix"}',
     )
@@ -85,7 +85,7 @@ def test_every_engine_flag_reaches_the_configuration():
         kv_cache_memory_bytes=2**20,
         block_size=8,
         enable_prefix_caching=False,
-        attention="reference",
+        kernels="reference",
         seed=0,
         max_num_seqs=1,
         speculative_config={"method": "suffix"},

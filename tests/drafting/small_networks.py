@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from outdraft.attention.cpu import CpuAttention
 from outdraft.drafting.device.draft_network import (
     DraftNetwork,
     EagleDraftNetwork,
@@ -14,6 +13,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.layers.linear import Packing
+from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, random_target
 
 CPU = torch.device("cpu")
@@ -23,13 +23,13 @@ BLOCK_SIZE = 4
 
 def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwork, KVCache]:
     """One of KINDS; the target's states are random. `folder`: for its checkpoint."""
-    attention = CpuAttention(1)
-    target = random_target(attention, torch.float32)
+    kernels = cpu_kernels()
+    target = random_target(kernels, torch.float32)
     target.pack(Packing.BF16)
     if kind == "language model":
         shape, drafting = target.config, LanguageModelNetwork(target)
     else:
-        shape = load_eagle(LAYOUTS[kind].save(folder), target, torch.float32, "cpu", attention)
+        shape = load_eagle(LAYOUTS[kind].save(folder), target, torch.float32, "cpu", kernels)
         features = FeatureCache(num_blocks, BLOCK_SIZE, shape.feature_size, torch.float32, CPU)
         generator = torch.Generator().manual_seed(4)
         slots_T = torch.arange(num_blocks * BLOCK_SIZE)

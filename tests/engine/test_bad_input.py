@@ -111,7 +111,7 @@ def test_a_request_that_never_fits_the_cache_is_refused():
         ({"speculative_config": {"method": "telepathy"}}, "one of"),
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"method": "draft_model", "model": "/nowhere"}}, "/nowhere"),
-        ({"attention": "flash"}, "attention"),
+        ({"kernels": "flash"}, "unknown kernels"),
         ({"dtype": "float64"}, "reference"),
         ({"device": "gpu"}, "device"),
     ],
@@ -137,8 +137,8 @@ def test_a_drafter_that_shares_too_few_tokens_is_refused(tmp_path: Any):
 
 def test_models_loaded_for_another_configuration_are_refused():
     loaded = engine("qwen2", "plain").models
-    with pytest.raises(ConfigError, match="attention"):
-        LLM.from_config(config("qwen2", None, attention="reference"), loaded)
+    with pytest.raises(ConfigError, match="kernels"):
+        LLM.from_config(config("qwen2", None, kernels="reference"), loaded)
     with pytest.raises(ConfigError, match=r"draft_model .* was not loaded"):
         LLM.from_config(config("qwen2", speculation("qwen2", "perfect", 2)), loaded)
 

@@ -19,6 +19,7 @@ from outdraft.engine.step_memory import (
     sampling_bytes,
     text_bytes,
 )
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
@@ -86,7 +87,7 @@ def model_config(hidden: int, intermediate: int, heads: int, kv_heads: int) -> M
 @pytest.mark.parametrize("sizes", [(64, 512, 2, 1), (512, 64, 2, 1), (64, 64, 12, 2)])
 def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
     own = model_config(*sizes)
-    model = CausalLM(own, NoAttention(), dtype)
+    model = CausalLM(own, replace(reference_kernels(), attention=NoAttention()), dtype)
     for weight in model.parameters():
         weight.fill_(0.01)
     ids_T, metadata = torch.zeros(256, dtype=torch.int64), SimpleNamespace(slots_T=None)
@@ -233,7 +234,7 @@ def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
         build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]
     )
     chosen = config("qwen2", speculation("qwen2", "plain", 3))
-    build_engine(chosen, models("qwen2", None, "float32", "cpu", None))
+    build_engine(chosen, models("qwen2", None, "float32", "cpu", "auto"))
     assert order == ["free", "texts"]
 
 
@@ -250,7 +251,7 @@ def test_a_drafter_that_reads_states_pays_for_them_and_for_what_it_keeps():
 
 @pytest.mark.parametrize("method", ["ngram", "eagle3-tree", "medusa"])
 def test_a_step_takes_no_more_than_the_plan_says(method: str):
-    llm = engine("qwen2", method, attention="reference", dtype="float64", max_num_seqs=8)
+    llm = engine("qwen2", method, kernels="reference", dtype="float64", max_num_seqs=8)
     prompts = prompts_of([60, 9, 9, 9, 9, 9, 9, 9])
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=9, presence_penalty=0.3)
     run(llm, prompts[:2], greedy(2))  # first calls compile

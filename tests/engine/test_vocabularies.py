@@ -29,7 +29,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
 def check(
     folders: tuple[Path, Path], *, drafter_size: int = VOCAB_SIZE, least_overlap: float = 0.1
 ) -> VocabularyMap | None:
-    config = models("qwen2", None, "float32", "cpu", None).target.config
+    config = models("qwen2", None, "float32", "cpu", "auto").target.config
     target: Any = SimpleNamespace(config=config)  # of the models only their sizes matter
     drafter: Any = SimpleNamespace(config=replace(config, vocab_size=drafter_size))
     return check_vocabularies(folders[0], target, folders[1], drafter, least_overlap)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outdraft.attention.base import AttentionBackend
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from tests.reference.eagle import Settings
@@ -33,14 +33,14 @@ TAPS = {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}
 
 
 def random_target(
-    attention: AttentionBackend,
+    kernels: Kernels,
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
     **changes: Any,
 ) -> CausalLM:
     """A target whose embedding and head a drafter may read."""
     raw = LAYER | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": TARGET_LAYERS}
-    target = CausalLM(ModelConfig.from_mapping(raw | changes), attention, dtype, device)
+    target = CausalLM(ModelConfig.from_mapping(raw | changes), kernels, dtype, device)
     generator = torch.Generator().manual_seed(7)
     for slot in target.checkpoint_slots().values():
         slot.copy_(torch.randn(slot.shape, generator=generator).bfloat16())

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
@@ -19,7 +19,7 @@ INNER = 24
 
 def tiny_target(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
     path = save(randomised(VARIANTS["llama"]()), folder / "target")
-    return load_model(path, dtype, "cpu", ReferenceAttention())
+    return load_model(path, dtype, "cpu", reference_kernels())
 
 
 def random_hidden(num_rows: int, dtype: torch.dtype = torch.float64, seed: int = 5) -> Tensor:

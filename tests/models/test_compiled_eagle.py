@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.cpu import CpuAttention
 from outdraft.attention.rows import Span, lay_out, send
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.compiled_forward import MAX_ROWS
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.layers.linear import Packing
+from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
 
 TABLES = ((3, 1, 7, 5), (2, 8, 0))
@@ -26,11 +27,11 @@ def network(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> EagleNetwork:
     """Its target is packed, in float32, with weights that bfloat16 holds exactly."""
-    attention = CpuAttention(1)
-    target = random_target(attention, torch.float32)
+    kernels = cpu_kernels()
+    target = random_target(kernels, torch.float32)
     target.pack(Packing.BF16)
     path: Path = LAYOUTS[request.param].save(tmp_path_factory.mktemp("checkpoint"))
-    return load_eagle(path, target, torch.float32, "cpu", attention)
+    return load_eagle(path, target, torch.float32, "cpu", kernels)
 
 
 def new_cache(network: EagleNetwork) -> KVCache:
@@ -39,7 +40,7 @@ def new_cache(network: EagleNetwork) -> KVCache:
 
 
 def batch_of(spans: list[Span]) -> AttentionMetadata:
-    return send(lay_out(spans, 4), [], CPU)[0]
+    return send(lay_out(spans, 4, reference_kernels()), [], CPU)[0]
 
 
 def random_rows(network: EagleNetwork, num_rows: int, seed: int) -> tuple[Tensor, Tensor]:

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from outdraft.attention.cpu import CpuAttention
 from outdraft.attention.rows import Span, lay_out, send
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.layers.linear import Packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
 
 
@@ -20,7 +21,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """Loaded in float32 from weights that bfloat16 holds exactly."""
     path: Path = tmp_path_factory.mktemp("checkpoint")
     save(randomised(VARIANTS[request.param]()).bfloat16(), path)
-    return load_model(path, torch.float32, "cpu", CpuAttention(1))
+    return load_model(path, torch.float32, "cpu", cpu_kernels(1))
 
 
 def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
@@ -41,7 +42,7 @@ def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
         [Span(0, 9, (), (3, 1, 7, 5)), Span(0, 2, (), (2, 8, 0))],
         [Span(9, 2, (0, 0, 1, 3), (3, 1, 7, 5)), Span(2, 3, (0, 1), (2, 8, 0))],
     ):
-        metadata, _ = send(lay_out(spans, 4), [], torch.device("cpu"))
+        metadata, _ = send(lay_out(spans, 4, reference_kernels()), [], torch.device("cpu"))
         num_rows = sum(span.num_rows for span in spans)
         ids_T = torch.randint(0, TINY["vocab_size"], (num_rows,), generator=generator)
         run = model.forward_tapped if compiled else model.forward_by_layers
@@ -69,9 +70,17 @@ def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(model: CausalLM):
     for compiled in (True, False):
         cache = KVCache(config.num_layers, 12, 4, *sizes)
         tables = ((3, 1, 7), (2, 8, 0))
-        prompt, _ = send(lay_out([Span(0, 5, (), t) for t in tables], 4), [], torch.device("cpu"))
+        prompt, _ = send(
+            lay_out([Span(0, 5, (), t) for t in tables], 4, reference_kernels()),
+            [],
+            torch.device("cpu"),
+        )
         batches = [
-            send(lay_out([Span(at, 1, (), t) for t in tables], 4), [], torch.device("cpu"))[0]
+            send(
+                lay_out([Span(at, 1, (), t) for t in tables], 4, reference_kernels()),
+                [],
+                torch.device("cpu"),
+            )[0]
             for at in range(5, 10)
         ]
         ids_T = torch.arange(2, 12)
@@ -106,12 +115,14 @@ def test_long_texts_go_by_layers_where_these_have_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        model = load_model(tmp_path, torch.float32, "cpu", CpuAttention(num_threads))
+        model = load_model(tmp_path, torch.float32, "cpu", cpu_kernels(num_threads))
     finally:
         torch.set_num_threads(before)
     sizes = (model.config.num_kv_heads, model.config.head_size, torch.float32, torch.device("cpu"))
     cache = KVCache(model.config.num_layers, 12, 4, *sizes)
-    short, _ = send(lay_out([Span(5, 1, (), (3, 1, 7))], 4), [], torch.device("cpu"))
+    short, _ = send(
+        lay_out([Span(5, 1, (), (3, 1, 7))], 4, reference_kernels()), [], torch.device("cpu")
+    )
     long = dataclasses.replace(short, max_seq_len=100_000)
     assert model.compiled_chain(cache.layers, [short, short]) is not None
     assert (model.compiled_chain(cache.layers, [short, long]) is not None) == is_compiled

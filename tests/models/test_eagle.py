@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outdraft.attention.base import AttentionBackend, AttentionMetadata, causal_metadata
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.attention.base import AttentionMetadata, causal_metadata
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.layers.linear import Packing
 from outdraft.models.llama import CausalLM
+from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import (
     LAYOUTS,
     TARGET_LAYERS,
@@ -74,9 +75,9 @@ def random_pass(num_rows: int, num_taps: int, seed: int = 0) -> tuple[Tensor, Te
     return token_ids_T, states[0], list(2 * states[1:])
 
 
-def load(path: Path, target: CausalLM, attention: AttentionBackend | None = None) -> EagleNetwork:
-    attention = attention or ReferenceAttention()
-    return load_eagle(path, target, target.dtype, target.device, attention)
+def load(path: Path, target: CausalLM, kernels: Kernels | None = None) -> EagleNetwork:
+    kernels = kernels or reference_kernels()
+    return load_eagle(path, target, target.dtype, target.device, kernels)
 
 
 def check_against_reference(
@@ -106,7 +107,7 @@ def check_against_reference(
 
 @pytest.fixture(scope="module")
 def target() -> CausalLM:
-    return random_target(ReferenceAttention())
+    return random_target(reference_kernels())
 
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
@@ -123,22 +124,22 @@ def test_texts_and_drafts_equal_those_of_whole_sequences(
 
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_a_packed_drafter_on_the_cpu_computes_the_same(name: str, tmp_path: Path):
-    layout, attention = LAYOUTS[name], CpuAttention(1)
-    target = random_target(attention, torch.float32)
+    layout, kernels = LAYOUTS[name], cpu_kernels()
+    target = random_target(kernels, torch.float32)
 
-    network = load(layout.save(tmp_path), target, attention)
+    network = load(layout.save(tmp_path), target, kernels)
 
     assert network.packing is Packing.BF16
     check_against_reference(layout, network, target, 1e-4)
 
 
 def test_the_head_of_a_packed_target_serves(tmp_path: Path):
-    layout, attention = LAYOUTS["eagle3-nothing-own"], CpuAttention(1)
-    target = random_target(attention, torch.float32)
-    plain = random_target(attention, torch.float32)
+    layout, kernels = LAYOUTS["eagle3-nothing-own"], cpu_kernels()
+    target = random_target(kernels, torch.float32)
+    plain = random_target(kernels, torch.float32)
     target.pack(Packing.BF16)
 
-    network = load(layout.save(tmp_path), target, attention)
+    network = load(layout.save(tmp_path), target, kernels)
 
     assert target.lm_head.weight is None
     check_against_reference(layout, network, plain, 1e-4)
@@ -147,7 +148,7 @@ def test_the_head_of_a_packed_target_serves(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sorted(LAYOUTS))
 def test_drafts_on_a_gpu_equal_those_of_whole_sequences(name: str, tmp_path: Path):
-    layout, target = LAYOUTS[name], random_target(ReferenceAttention(), device="cuda")
+    layout, target = LAYOUTS[name], random_target(reference_kernels(), device="cuda")
 
     check_against_reference(layout, load(layout.save(tmp_path), target), target, 1e-8)
 
@@ -364,7 +365,7 @@ def test_pickles_are_refused(tmp_path: Path, target: CausalLM):
 )
 def test_a_target_that_does_not_fit_is_refused(tmp_path: Path, changes, message: str):
     path = LAYOUTS["eagle3-specforge"].save(tmp_path)
-    target = random_target(ReferenceAttention(), **changes)
+    target = random_target(reference_kernels(), **changes)
 
     with pytest.raises(ConfigError, match=re.escape(message)):
         load(path, target)
@@ -382,7 +383,7 @@ def test_another_dtype_than_the_target_s_is_refused(tmp_path: Path, target: Caus
     path = LAYOUTS["eagle3"].save(tmp_path)
 
     with pytest.raises(ConfigError, match=r"in torch\.float64 on cpu, not in torch\.float32"):
-        load_eagle(path, target, torch.float32, "cpu", ReferenceAttention())
+        load_eagle(path, target, torch.float32, "cpu", reference_kernels())
 
 
 def test_taps_are_counted_from_the_embedding_to_the_last_layer(tmp_path: Path, target: CausalLM):

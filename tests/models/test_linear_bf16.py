@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.layers import linear_kernels as kernels
 from outdraft.models.layers.linear import Packing, best_packing
 from outdraft.models.layers.linear_bf16 import Bf16Product, fits_bfloat16, pack_tiles
@@ -268,8 +268,8 @@ def test_bfloat16_goes_to_onednn_where_the_cpu_multiplies_it(native, packing, mo
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama-biases"])
 def test_a_bfloat16_checkpoint_runs_in_float32_from_its_own_bytes(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()).bfloat16(), tmp_path)
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
-    plain = CausalLM(model.config, ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
+    plain = CausalLM(model.config, reference_kernels())
     load_weights(plain, weight_files(path))
     token_ids_T = random_tokens(23)
 
@@ -285,8 +285,8 @@ def test_a_bfloat16_checkpoint_runs_in_float32_from_its_own_bytes(name: str, tmp
 def test_weight_bytes_are_those_that_are_stored_and_read(tmp_path: Path):
     config = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128}
     path = save(randomised(llama(**config)).bfloat16(), tmp_path)
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
-    plain = CausalLM(model.config, ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
+    plain = CausalLM(model.config, reference_kernels())
     load_weights(plain, weight_files(path))
 
     products = sum(p.numel() for p in plain.parameters() if p.dim() == 2) - 128 * 64
@@ -301,7 +301,7 @@ def test_one_weight_that_does_not_fit_keeps_float32(tmp_path: Path):
         theirs.model.layers[1].mlp.up_proj.weight[3, 4] = 1 + 2.0**-12
     path = save(theirs, tmp_path)
 
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
 
     assert model.lm_head.packing is best_packing(torch.float32, CPU)
     assert model.lm_head.packing is not Packing.BF16

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.layers.linear import Packing, best_packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files
@@ -32,7 +32,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_logits_in_chunks_equal_those_of_transformers(variant):
     path, token_ids_T, want_TV = variant
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
 
     got_TV = chunked_logits(model, token_ids_T, CHUNKS)
 
@@ -48,7 +48,7 @@ def test_weight_bytes_are_those_of_the_file_without_an_untied_embedding(variant)
     if not json.loads((path / "config.json").read_text())["tie_word_embeddings"]:
         del tensors["model.embed_tokens.weight"]
 
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
 
     assert model.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
 
@@ -56,7 +56,7 @@ def test_weight_bytes_are_those_of_the_file_without_an_untied_embedding(variant)
 @pytest.fixture(scope="module", params=["llama-llama3-rope", "qwen2-window", "qwen3-window"])
 def float64_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     path = save(randomised(VARIANTS[request.param]()), tmp_path_factory.mktemp("float64"))
-    return load_model(path, torch.float64, "cpu", ReferenceAttention())
+    return load_model(path, torch.float64, "cpu", reference_kernels())
 
 
 @settings(max_examples=15, deadline=None)
@@ -78,10 +78,10 @@ def test_windows_change_the_logits_of_rows_behind_them_only(tmp_path: Path):
     theirs = randomised(VARIANTS["mistral-window"]())
     path = save(theirs, tmp_path)
     token_ids_T = random_tokens(20)
-    windowed = load_model(path, torch.float64, "cpu", ReferenceAttention())
+    windowed = load_model(path, torch.float64, "cpu", reference_kernels())
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | {"sliding_window": None}))
-    full = load_model(path, torch.float64, "cpu", ReferenceAttention())
+    full = load_model(path, torch.float64, "cpu", reference_kernels())
 
     difference_T = (
         (chunked_logits(windowed, token_ids_T, [20]) - chunked_logits(full, token_ids_T, [20]))
@@ -96,7 +96,7 @@ def test_windows_change_the_logits_of_rows_behind_them_only(tmp_path: Path):
 def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path):
     path = save(randomised(VARIANTS["llama-tied"]()), tmp_path)
 
-    model = load_model(path, torch.float64, "cpu", ReferenceAttention())
+    model = load_model(path, torch.float64, "cpu", reference_kernels())
 
     assert model.lm_head.weight is model.embed_tokens.weight
 
@@ -104,8 +104,8 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path):
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-window"])
 def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()), tmp_path)
-    packed = load_model(path, torch.float32, "cpu", ReferenceAttention())
-    plain = CausalLM(packed.config, ReferenceAttention())
+    packed = load_model(path, torch.float32, "cpu", reference_kernels())
+    plain = CausalLM(packed.config, reference_kernels())
     load_weights(plain, weight_files(path))
     token_ids_T = random_tokens(NUM_TOKENS)
 
@@ -126,7 +126,7 @@ def test_packed_weights_are_counted_and_a_tied_head_twice(
     path = save(randomised(VARIANTS[name]()), tmp_path)
     tensors = load_file(path / "model.safetensors")
 
-    packed = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    packed = load_model(path, torch.float32, "cpu", reference_kernels())
 
     copy_bytes = num_copies * tensors["model.embed_tokens.weight"].nbytes
     assert packed.lm_head.packing is not Packing.PLAIN
@@ -135,7 +135,7 @@ def test_packed_weights_are_counted_and_a_tied_head_twice(
 
 def test_inference_mode_changes_nothing(tmp_path: Path):
     path = save(randomised(VARIANTS["qwen3"]()), tmp_path)
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention())
+    model = load_model(path, torch.float32, "cpu", reference_kernels())
     token_ids_T = random_tokens(NUM_TOKENS)
     want_TV = chunked_logits(model, token_ids_T, CHUNKS)
 
@@ -148,8 +148,8 @@ def test_inference_mode_changes_nothing(tmp_path: Path):
 def test_bfloat16_logits_are_close_to_float32_ones(tmp_path: Path):
     path = save(randomised(VARIANTS["qwen3"]()), tmp_path)
     token_ids_T = random_tokens(NUM_TOKENS)
-    exact = load_model(path, torch.float32, "cpu", ReferenceAttention())
-    rounded = load_model(path, torch.bfloat16, "cpu", ReferenceAttention())
+    exact = load_model(path, torch.float32, "cpu", reference_kernels())
+    rounded = load_model(path, torch.bfloat16, "cpu", reference_kernels())
 
     want_TV = chunked_logits(exact, token_ids_T, CHUNKS)
     got_TV = chunked_logits(rounded, token_ids_T, CHUNKS)
@@ -163,8 +163,8 @@ def test_bfloat16_logits_are_close_to_float32_ones(tmp_path: Path):
 def test_logits_on_a_gpu_equal_those_on_a_cpu(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()), tmp_path)
     token_ids_T = random_tokens(NUM_TOKENS)
-    on_cpu = load_model(path, torch.float64, "cpu", ReferenceAttention())
-    on_gpu = load_model(path, torch.float64, "cuda", ReferenceAttention())
+    on_cpu = load_model(path, torch.float64, "cpu", reference_kernels())
+    on_gpu = load_model(path, torch.float64, "cuda", reference_kernels())
 
     got_TV = chunked_logits(on_gpu, token_ids_T, CHUNKS).cpu()
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
@@ -26,7 +26,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def load(path: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    return load_model(path, dtype, "cpu", ReferenceAttention())
+    return load_model(path, dtype, "cpu", reference_kernels())
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -11,15 +11,15 @@ from torch import Tensor
 from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Packing
 from outdraft.models.layers.rotary import attention_factor, frequencies
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import arrange_for_rotary, load_model
 from outdraft.models.rope_config import read_rope
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     LINEAR,
     TINY,
@@ -107,11 +107,11 @@ def test_logits_are_those_of_transformers_where_the_text_fills_the_context(
         want_TV = theirs(ids_T[None]).logits[0]
     path = save(theirs, tmp_path)
 
-    model = load_model(path, torch.float32, "cpu", ReferenceAttention(), max_model_len)
+    model = load_model(path, torch.float32, "cpu", reference_kernels(), max_model_len)
     got_TV = chunked_logits(model, ids_T, CHUNKS[num_tokens])
 
     torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
-    other = load_model(path, torch.float32, "cpu", ReferenceAttention(), 96)
+    other = load_model(path, torch.float32, "cpu", reference_kernels(), 96)
     others_TV = chunked_logits(other, ids_T, CHUNKS[num_tokens])
     is_long_too = kind == "longrope" and max_model_len > 32
     assert torch.equal(others_TV, got_TV) == is_long_too
@@ -156,7 +156,7 @@ def test_heads_that_turn_in_part_give_the_logits_of_transformers(kind, tmp_path)
     ids_T = random_tokens(53)
     with torch.no_grad():
         want_TV = theirs(ids_T[None]).logits[0]
-    model = load_model(tmp_path, torch.float32, "cpu", ReferenceAttention())
+    model = load_model(tmp_path, torch.float32, "cpu", reference_kernels())
     got_TV = chunked_logits(model, ids_T, CHUNKS[53])
     torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
 
@@ -167,7 +167,7 @@ def checkpoint(kind: str, path: Path) -> CausalLM:
         partly_turned(path, rope_type="default")
     else:
         save(randomised(stretched(kind)).bfloat16(), path)
-    return load_model(path, torch.float32, "cpu", CpuAttention(1))
+    return load_model(path, torch.float32, "cpu", cpu_kernels(1))
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "partial"])
@@ -183,9 +183,7 @@ def test_norms_and_biases_of_heads_are_put_in_order_too(tmp_path):
     save(randomised(qwen3(attention_bias=True)), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"partial_rotary_factor": 0.5}))
-    attention = (
-        load_model(tmp_path, torch.float64, "cpu", ReferenceAttention())._layers[0].self_attn
-    )
+    attention = load_model(tmp_path, torch.float64, "cpu", reference_kernels())._layers[0].self_attn
     order_C = attention.rotary.order_C
     assert order_C is not None
     x_TD = torch.randn(3, TINY["hidden_size"], dtype=torch.float64)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from outdraft.attention.cpu import CpuAttention
 from outdraft.models.layers.activation import silu_mul_cpu
 from outdraft.models.layers.linear import Linear, Packing, cpu_multiplies_bfloat16
 from outdraft.models.loader import load_model
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,
     chunked_logits,
@@ -108,7 +108,7 @@ def test_a_model_gives_a_row_the_same_bits_in_prompt_chunks_of_any_size(
     dtype, fits_bfloat16 = WEIGHTS[weights]
     theirs = randomised(MODELS[name]())
     path = save(theirs.bfloat16() if fits_bfloat16 else theirs, tmp_path)
-    model = load_model(path, dtype, CPU, CpuAttention(1))
+    model = load_model(path, dtype, CPU, cpu_kernels(1))
     token_ids_T = random_tokens(96)
 
     with torch.inference_mode():

@@ -68,10 +68,10 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def models(
-    family: str, network: tuple[str, str] | None, dtype: str, device: str, attention: str | None
+    family: str, network: tuple[str, str] | None, dtype: str, device: str, kernels: str
 ) -> LoadedModels:
     """Loaded once per family and network, which is a method and a path."""
-    options = {"dtype": dtype, "device": device, "attention": attention}
+    options = {"dtype": dtype, "device": device, "kernels": kernels}
     speculative = None
     if network is not None:
         speculative = {"method": network[0], "model": network[1]}
@@ -177,7 +177,7 @@ def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM
     chosen = config(family, speculative, **options)
     network = chosen.speculation.network
     key = None if network is None else (str(network.source), network.model)
-    shared = models(family, key, chosen.dtype, chosen.device, chosen.attention)
+    shared = models(family, key, chosen.dtype, chosen.device, chosen.kernels)
     return LLM.from_config(chosen, shared)
 
 

@@ -61,7 +61,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "preempted-with-prefix-cache": {"num_blocks": 6},
     "one-by-one": {"max_num_seqs": 1},
     "priority": {"policy": "priority"},
-    "reference-attention": {"attention": "reference"},
+    "reference-attention": {"kernels": "reference"},
 }
 
 
@@ -194,7 +194,7 @@ def test_a_request_at_the_end_of_its_context_harms_no_other(family: str):
 
 def test_a_tree_deeper_than_the_heads_is_refused_and_beside_other_sources_chains_are_cut():
     medusa = {"method": "medusa", "model": str(checkpoint("qwen2", "medusa"))}
-    shared = models("qwen2", ("medusa", medusa["model"]), "float32", "cpu", None)
+    shared = models("qwen2", ("medusa", medusa["model"]), "float32", "cpu", "auto")
     deep = medusa | {"tree_levels": [1] * (NUM_HEADS + 1)}
     with pytest.raises(ConfigError, match="depth of the tree"):
         LLM.from_config(config("qwen2", {"sources": [{"method": "suffix"}, deep]}), shared)
@@ -214,12 +214,12 @@ def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
     method: str, dtype: str
 ):
     """Their levels run on for others, whose texts are shorter or who want more drafts."""
-    exact = {"dtype": dtype, "attention": "reference" if dtype == "float64" else None}
+    exact = {"dtype": dtype, "kernels": "reference" if dtype == "float64" else "auto"}
     exact |= {"num_blocks": 200}
     path = str(checkpoint("qwen2", "drafter" if method == "draft_model" else method))
     levels = [2, 2, 1, 1] if method == "medusa" else [2, 2, 1, 1, 1, 1]
     speculative = {"method": method, "model": path, "tree_levels": levels}
-    shared = models("qwen2", (method, path), dtype, "cpu", exact["attention"])
+    shared = models("qwen2", (method, path), dtype, "cpu", exact["kernels"])
     llm = LLM.from_config(config("qwen2", speculative, **exact), shared)
     prompts = prompts_of((85, 20, 30, 60))
     params = [

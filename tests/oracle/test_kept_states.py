@@ -33,7 +33,7 @@ from outdraft.verification.verify import Verdict
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
 
 LENGTHS, NUM_TOKENS, CLOSE = (3, 21, 12), 16, 1e-10
-EXACT = {"dtype": "float64", "attention": "reference", "num_blocks": 300}
+EXACT = {"dtype": "float64", "kernels": "reference", "num_blocks": 300}
 
 
 def cache_of(layers: ModelConfig, num_tokens: int) -> KVCache:

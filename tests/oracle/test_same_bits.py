@@ -32,7 +32,7 @@ WAYS = {
 
 
 def kind(dtype: str) -> dict[str, str | None]:
-    return {"dtype": dtype, "attention": "reference" if dtype == "float64" else None}
+    return {"dtype": dtype, "kernels": "reference" if dtype == "float64" else "auto"}
 
 
 def numbers(outputs: list[RequestOutput]) -> list[object]:

@@ -58,7 +58,7 @@ def test_no_operator_of_a_step_reads_a_value_and_one_copy_goes_back(
     method: str, temperature: float, monkeypatch
 ):
     """What can be seen without a GPU; test_gpu.py lets CUDA itself raise where `launch` waits."""
-    llm = engine("qwen2", method, attention="reference")
+    llm = engine("qwen2", method, kernels="reference")
     copies = []
     to_host = model_runner.to_host
     monkeypatch.setattr(

@@ -9,6 +9,7 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.verification.draft_batch import DraftBatch
@@ -48,7 +49,7 @@ def drafts_of(works: list[Work]) -> DraftBatch:
 
 
 def rows_of(works: list[Work], drafts: DraftBatch) -> StepRows:
-    return step_rows(works, drafts.width, BLOCK, ROW_LEN, CPU)
+    return step_rows(works, drafts.width, BLOCK, ROW_LEN, CPU, reference_kernels())
 
 
 @settings(deadline=None)  # the first example compiles
@@ -94,7 +95,7 @@ def test_compiled_and_tensor_code_read_the_same_tokens(works):
 def test_a_step_that_samples_nothing_reads_its_text():
     request = Request("r", [5, 6, 7, 8], SamplingParams(), seed=0, max_model_len=64)
     request.slot = 0
-    rows = step_rows([Work(request, 1, 2, [0], False)], 0, BLOCK, ROW_LEN, CPU)
+    rows = step_rows([Work(request, 1, 2, [0], False)], 0, BLOCK, ROW_LEN, CPU, reference_kernels())
     texts_SL = torch.arange(ROW_LEN)[None] + 100
     assert rows.token_ids(texts_SL, None).tolist() == [101, 102]
     assert rows.token_ids_on_any_device(texts_SL, drafts_of([])).tolist() == [101, 102]

@@ -10,41 +10,6 @@ from outdraft.core.jit import njit
 
 
 @njit(cache=True)
-def place_rows(
-    context_lens_B,
-    num_causal_B,
-    num_drafts_B,
-    parents_K,
-    block_table_BP,
-    block_size,
-    query_start_B1,
-    ancestors_T,
-    positions_T,
-    slots_T,
-):
-    """Fill the last four, as AttentionMetadata documents them."""
-    row, first_parent = 0, 0
-    for b in range(len(context_lens_B)):
-        query_start_B1[b] = row
-        num_causal, num_drafts = num_causal_B[b], num_drafts_B[b]
-        first_draft = row + num_causal
-        for k in range(num_causal + num_drafts):
-            index = context_lens_B[b] + k
-            block = index // block_size
-            slots_T[row + k] = block_table_BP[b, block] * block_size + index - block * block_size
-        for k in range(num_causal):
-            positions_T[row + k] = context_lens_B[b] + k
-            ancestors_T[row + k] = 0
-        for k in range(num_drafts):
-            up = first_draft - 1 + parents_K[first_parent + k]  # the root is the last causal row
-            positions_T[first_draft + k] = positions_T[up] + 1
-            ancestors_T[first_draft + k] = ancestors_T[up] | (1 << k)
-        row = first_draft + num_drafts
-        first_parent += num_drafts
-    query_start_B1[len(context_lens_B)] = row
-
-
-@njit(cache=True)
 def place_extensions(
     lengths_B2, block_table_BP, block_size, positions_KB, read_KB, context_lens_KB, slots_KB
 ):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.row_kernels import place_rows
+from outdraft.kernels.ops import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RowLayout:
     max_seq_len: int
 
 
-def lay_out(spans: Sequence[Span], block_size: int) -> RowLayout:
+def lay_out(spans: Sequence[Span], block_size: int, kernels: Kernels) -> RowLayout:
     """Rows in request order; within a request causal rows first, then the draft's."""
     sizes_B3 = np.array([(s.context_len, s.num_causal, len(s.parents)) for s in spans])
     context_lens_B, num_causal_B, num_drafts_B = sizes_B3.astype(np.int32).T.copy()
@@ -61,30 +61,16 @@ def lay_out(spans: Sequence[Span], block_size: int) -> RowLayout:
     for row_P, span in zip(block_table_BP, spans, strict=True):
         row_P[: len(span.block_ids)] = span.block_ids
     counts = [s.num_causal + len(s.parents) for s in spans]
-    total = sum(counts)
-    query_start_B1 = np.empty(len(spans) + 1, dtype=np.int32)
-    ancestors_T = np.empty(total, dtype=np.int64)
-    positions_T = np.empty(total, dtype=np.int64)
-    slots_T = np.empty(total, dtype=np.int64)
-    place_rows(
-        context_lens_B,
-        num_causal_B,
-        num_drafts_B,
-        parents,
-        block_table_BP,
-        block_size,
-        query_start_B1,
-        ancestors_T,
-        positions_T,
-        slots_T,
+    placed = kernels.place_rows(
+        context_lens_B, num_causal_B, num_drafts_B, parents, block_table_BP, block_size
     )
     return RowLayout(
-        query_start_B1=query_start_B1,
+        query_start_B1=placed.query_start_B1,
         context_lens_B=context_lens_B,
         num_causal_B=num_causal_B,
-        ancestors_T=ancestors_T,
-        positions_T=positions_T,
-        slots_T=slots_T,
+        ancestors_T=placed.ancestors_T,
+        positions_T=placed.positions_T,
+        slots_T=placed.slots_T,
         block_table_BP=block_table_BP,
         max_rows=max(counts),
         max_seq_len=max(s.context_len + s.num_rows for s in spans),

@@ -296,5 +296,5 @@ def _check_dtypes(*tensors: Tensor) -> None:
         if tensor.dtype not in GPU_DTYPES:
             raise ConfigError(
                 f"triton attention reads float32, bfloat16 and float16, not {tensor.dtype}: "
-                "set attention='reference' for other dtypes"
+                "use the reference kernels for other dtypes"
             )

@@ -133,8 +133,8 @@ def _libraries() -> Section:
 def _used(device: "torch.device") -> Section:
     import torch
 
-    from outdraft.attention.select import attention_backend
     from outdraft.engine.loading import choose_dtype
+    from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.models.layers import cpu_kernels
     from outdraft.models.layers.linear import Packing, best_packing
 
@@ -144,7 +144,8 @@ def _used(device: "torch.device") -> Section:
         chosen += " over bfloat16 weights"
     rows = {
         "dtype auto": f"{chosen} for a bfloat16 checkpoint",
-        "attention": attention_backend(None, device).name,
+        "kernels": choose_kernels("auto", device, automatic).name,
+        "--kernels may be": ", ".join(kernels_options()),
     }
     for dtype in (torch.float32, torch.bfloat16):
         fused = "numba kernels" if cpu_kernels.are_usable(dtype, device) else "torch"

@@ -70,8 +70,12 @@ class EngineOptions:
     enable_prefix_caching: Annotated[
         bool | None, typer.Option(help="Keep the KV blocks of earlier prompts.")
     ] = None
-    attention: Annotated[
-        str | None, typer.Option("--attention-backend", help="Default: the device's fastest.")
+    kernels: Annotated[
+        str | None,
+        typer.Option(
+            help="auto: the fastest; reference: the readable ones; or an instruction set of the "
+            "CPU, such as x86-64-v3."
+        ),
     ] = None
     enforce_eager: Annotated[
         bool | None,

@@ -80,7 +80,8 @@ class EngineConfig:
         enforce_eager: accepted for scripts that set it: no step is ever captured as a graph.
         max_model_len: longest prompt + output in tokens; None: what the model allows.
         seed: of requests that bring no seed of their own.
-        attention: backend name, None: the fastest one for the device.
+        kernels: "auto": the fastest for the machine; "reference": the readable ones; or an
+            instruction set of the CPU, such as "x86-64-v3".
     """
 
     model: str
@@ -93,7 +94,7 @@ class EngineConfig:
     device: str = "auto"
     max_model_len: int | None = None
     seed: int = 0
-    attention: str | None = None
+    kernels: str = "auto"
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

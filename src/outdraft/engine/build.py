@@ -209,7 +209,7 @@ def _step_memory(
         hidden_size = target.config.hidden_size
         states = state_bytes(shape, hidden_size, drafter.num_taps, drafter.feature_size)
     attention = 0
-    backend = models.attention
+    backend = models.kernels.attention
     if isinstance(backend, MeasuredAttention):
         attention = max(
             backend.temporary_bytes(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from outdraft.attention.base import AttentionBackend
 from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
@@ -15,6 +14,7 @@ from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.config import ModelConfig
@@ -78,7 +78,7 @@ def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 def load_drafter(
-    config: DraftNetworkConfig, target_path: Path, target: CausalLM, attention: AttentionBackend
+    config: DraftNetworkConfig, target_path: Path, target: CausalLM, kernels: Kernels
 ) -> LoadedDrafter:
     """The network that the configuration names, of the target's dtype and on its device.
 
@@ -88,7 +88,7 @@ def load_drafter(
     path = resolve_model_path(config.model)
     dtype, device = target.dtype, target.device
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, dtype, device, attention)
+        eagle = load_eagle(path, target, dtype, device, kernels)
         version = str(eagle.config.version)
         if version != str(config.source):
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
@@ -101,7 +101,7 @@ def load_drafter(
     if config.source is DraftSource.MLP:
         speculator = load_mlp_speculator(path, target, dtype, device)
         return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
-    model: LanguageModel = load_model(path, dtype, device, attention)
+    model: LanguageModel = load_model(path, dtype, device, kernels)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:

@@ -6,13 +6,12 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from outdraft.attention.base import AttentionBackend
-from outdraft.attention.cpu import CPU_DTYPES
-from outdraft.attention.select import attention_backend
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
@@ -28,7 +27,7 @@ class LoadedModels:
     tokenizer: Tokenizer | None
     path: Path
     device: torch.device
-    attention: AttentionBackend
+    kernels: Kernels
 
 
 def load_models(config: EngineConfig) -> LoadedModels:
@@ -38,26 +37,22 @@ def load_models(config: EngineConfig) -> LoadedModels:
         ConfigError: a model is missing, unknown or damaged, or the drafter shares too few tokens.
     """
     device = choose_device(config.device)
-    attention = attention_backend(config.attention, device)
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
     dtype = choose_dtype(config.dtype, own_dtype, device)
+    kernels = choose_kernels(config.kernels, device, dtype)
     load = random_model if is_dummy else load_model
-    target = load(path, dtype, device, attention, config.max_model_len)
-    if attention.name == "cpu" and target.dtype not in CPU_DTYPES:
-        raise ConfigError(
-            f"dtype {str(target.dtype).removeprefix('torch.')} needs attention='reference' on a CPU"
-        )
+    target = load(path, dtype, device, kernels, config.max_model_len)
     drafter = None
     if (network := config.speculation.network) is not None:
         if is_dummy:
             raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
-        drafter = load_drafter(network, path, target, attention)
+        drafter = load_drafter(network, path, target, kernels)
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
-    return LoadedModels(config, target, drafter, tokenizer, path, device, attention)
+    return LoadedModels(config, target, drafter, tokenizer, path, device, kernels)
 
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
@@ -75,13 +70,13 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     network = config.speculation.network
     drafter = None
     if network is not None:
-        drafter = load_drafter(network, models.path, models.target, models.attention)
+        drafter = load_drafter(network, models.path, models.target, models.kernels)
     return replace(models, config=config, drafter=drafter)
 
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
-    for name in ("model", "tokenizer", "revision", "load_format", "dtype", "device", "attention"):
+    for name in ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels"):
         if getattr(config, name) != getattr(loaded, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the models were loaded with "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import NO_WINDOW, address_of
-from outdraft.models import forward_kernels as kernels
+from outdraft.models import forward_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.entry_kernels import Entry
 from outdraft.models.layers.linear import Linear, Packing
@@ -34,8 +34,8 @@ _NO_STATES = np.empty((0, 0), dtype=np.float32)
 class CompiledChain:
     """What a compiled loop over the passes of a draft needs, besides states and tokens."""
 
-    shape: kernels.Shape
-    head: kernels.Head
+    shape: forward_kernels.Shape
+    head: forward_kernels.Head
     layers_LF: np.ndarray
     rows_KF: np.ndarray
 
@@ -61,13 +61,13 @@ class CompiledForward:
         self._team = team
         self._rotary = rotary
         self._embedding_VD, self._final_norm = embedding_VD, final_norm
-        self._layers_LF = np.zeros((len(layers), kernels.NUM_FIELDS), dtype=np.int64)
+        self._layers_LF = np.zeros((len(layers), forward_kernels.NUM_FIELDS), dtype=np.int64)
         for fields, layer, window in zip(self._layers_LF, layers, config.windows, strict=True):
             for place, norm in layer.norms:
                 fields[place] = norm.weight.data_ptr()
             for place, linear in layer.linears:
                 fields[place : place + 2] = linear.packed_addresses()
-            fields[kernels.WINDOW] = NO_WINDOW if window is None else window
+            fields[forward_kernels.WINDOW] = NO_WINDOW if window is None else window
         self._bound: dict[tuple[int, ...], _Bound] = {}  # by the caches' addresses
         self._shape = self._unbound_shape()
 
@@ -86,7 +86,9 @@ class CompiledForward:
         tapped_KTD = np.empty((len(taps), *hidden_TD.shape), dtype=np.float32)
         taps_K = np.array(taps, dtype=np.int64)
         states = _NO_STATES if states_TD is None else states_TD.contiguous().numpy()
-        kernels.forward(bound.shape, rows, bound.layers_LF, states, taps_K, tapped_KTD, hidden_TD)
+        forward_kernels.forward(
+            bound.shape, rows, bound.layers_LF, states, taps_K, tapped_KTD, hidden_TD
+        )
         return torch.from_numpy(hidden_TD), torch.from_numpy(tapped_KTD)
 
     def suits(self, batches: Sequence[AttentionMetadata]) -> bool:
@@ -96,19 +98,19 @@ class CompiledForward:
         longest = max((metadata.max_seq_len for metadata in batches), default=0)
         return num_rows <= MAX_ROWS and (self._team is None or longest <= _LONG_TEXT)
 
-    def best_tokens(self, states_RD: Tensor, head: kernels.Head) -> tuple[Tensor, Tensor]:
+    def best_tokens(self, states_RD: Tensor, head: forward_kernels.Head) -> tuple[Tensor, Tensor]:
         """int64 [R]: the best token behind each state; bool [R]: its logit is finite."""
         ids_R = np.empty(len(states_RD), dtype=np.int64)
         is_finite_R = np.empty(len(states_RD), dtype=np.bool_)
         states = states_RD.contiguous().numpy()
-        kernels.best_tokens(self._shape, head, states, ids_R, is_finite_R)
+        forward_kernels.best_tokens(self._shape, head, states, ids_R, is_finite_R)
         return torch.from_numpy(ids_R), torch.from_numpy(is_finite_R)
 
     def greedy_chain(
         self,
         first_ids_B: Tensor,
         states_BD: Tensor | None,
-        head: kernels.Head,
+        head: forward_kernels.Head,
         caches: Sequence[LayerCache],
         batches: Sequence[AttentionMetadata],
     ) -> Tensor:
@@ -122,21 +124,23 @@ class CompiledForward:
         states = np.empty((len(first_ids_B), self._config.hidden_size), dtype=np.float32)
         if states_BD is not None:
             states[:] = states_BD.numpy()
-        kernels.extend_chain(
+        forward_kernels.extend_chain(
             chain.shape, chain.rows_KF, chain.layers_LF, chain.head, states, ids_KB
         )
         return torch.from_numpy(ids_KB)
 
     def chain(
         self,
-        head: kernels.Head,
+        head: forward_kernels.Head,
         caches: Sequence[LayerCache],
         batches: Sequence[AttentionMetadata],
     ) -> CompiledChain:
         """For passes over these batches, which must outlive it."""
         bound = self._bind(caches)
         rows = [_fields(metadata) for metadata in batches]
-        rows_KF = np.array(rows, dtype=np.int64).reshape(len(rows), len(kernels.Rows._fields))
+        rows_KF = np.array(rows, dtype=np.int64).reshape(
+            len(rows), len(forward_kernels.Rows._fields)
+        )
         return CompiledChain(bound.shape, head, bound.layers_LF, rows_KF)
 
     def _bind(self, caches: Sequence[LayerCache]) -> "_Bound":
@@ -148,16 +152,16 @@ class CompiledForward:
             return bound
         layers_LF = self._layers_LF.copy()
         for fields, cache in zip(layers_LF, caches, strict=True):
-            fields[kernels.K_CACHE] = address_of(cache.k_PSGC, torch.float32)
-            fields[kernels.V_CACHE] = address_of(cache.v_PSGC, torch.float32)
+            fields[forward_kernels.K_CACHE] = address_of(cache.k_PSGC, torch.float32)
+            fields[forward_kernels.V_CACHE] = address_of(cache.v_PSGC, torch.float32)
         shape = self._shape._replace(block_size=block_size)
         bound = self._bound[key] = _Bound(shape, layers_LF)
         return bound
 
-    def _unbound_shape(self) -> kernels.Shape:
+    def _unbound_shape(self) -> forward_kernels.Shape:
         """All but the caches' part."""
         config, cos_sin_MC = self._config, self._rotary.cos_sin_MC
-        return kernels.Shape(
+        return forward_kernels.Shape(
             hidden=config.hidden_size,
             intermediate=config.intermediate_size,
             num_heads=config.num_heads,
@@ -179,7 +183,7 @@ class CompiledForward:
 class _Bound:
     """What the kernels need besides the rows."""
 
-    shape: kernels.Shape
+    shape: forward_kernels.Shape
     layers_LF: np.ndarray
 
 
@@ -200,11 +204,11 @@ def norm_address(norm: RMSNorm | None) -> int:
 
 def packed_head(
     linear: Linear, norm: RMSNorm | None = None, draft_ids_N: Tensor | None = None
-) -> kernels.Head | None:
+) -> forward_kernels.Head | None:
     """For the kernels; None if it is not packed as they read it."""
     if linear.packing is not Packing.BF16:
         return None
-    return kernels.Head(
+    return forward_kernels.Head(
         weights=linear.packed_addresses()[0],
         num_outputs=linear.num_outputs,
         norm=norm_address(norm),
@@ -212,10 +216,10 @@ def packed_head(
     )
 
 
-def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> kernels.Rows:
+def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> forward_kernels.Rows:
     token_ids, num_rows = address_of(token_ids_T, torch.int64), len(token_ids_T)
     assert num_rows == len(metadata.slots_T)
-    return kernels.Rows(token_ids, *_fields(metadata)[1:])
+    return forward_kernels.Rows(token_ids, *_fields(metadata)[1:])
 
 
 def _fields(metadata: AttentionMetadata) -> tuple[int, ...]:

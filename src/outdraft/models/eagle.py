@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.models import forward_kernels as kernels
+from outdraft.kernels.ops import Kernels
+from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import MAX_ROWS, CompiledChain, CompiledForward, packed_head
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
@@ -77,7 +78,7 @@ class EagleNetwork(nn.Module):
         config: EagleConfig,
         parts: EagleParts,
         target: CausalLM,
-        attention: AttentionBackend,
+        kernels: Kernels,
         draft_ids_N: Tensor | None,
     ) -> None:
         """In the dtype and on the device of the target.
@@ -105,20 +106,20 @@ class EagleNetwork(nn.Module):
             self.entry = PairEntry(config, kind)
         else:
             self.entry = FusedEntry(config, parts.fc_bias, parts.input_norm, kind)
-        self._build_layers(attention, kind)
+        self._build_layers(kernels, kind)
         self._build_outputs(parts, kind)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self.packing = Packing.PLAIN
-        self._attention = attention
+        self.kernels = kernels
         self._compiled: CompiledForward | None = None
 
-    def _build_layers(self, attention: AttentionBackend, kind: Kind) -> None:
+    def _build_layers(self, kernels: Kernels, kind: Kind) -> None:
         layer = self.config.layer
         self.rotary = Rotary(layer.rope, layer.head_size, layer.max_model_len, **kind)
-        self._first = FirstLayer(layer, self.entry.num_outputs, attention, self.rotary, kind)
+        self._first = FirstLayer(layer, self.entry.num_outputs, kernels, self.rotary, kind)
         self._further = [
-            DecoderLayer(layer, window, attention, self.rotary, **kind)
+            DecoderLayer(layer, window, kernels, self.rotary, **kind)
             for window in layer.windows[1:]
         ]
         self.layers = nn.ModuleList([self._first, *self._further])
@@ -300,7 +301,7 @@ class EagleNetwork(nn.Module):
             linear.pack(packing)
         self.packing = packing
         is_packed = packing is Packing.BF16 and self.dtype is torch.float32
-        if is_packed and isinstance(self._attention, CpuAttention):
+        if is_packed and isinstance(self.kernels.attention, CpuAttention):
             self._compiled = self._compile()
 
     def _compile(self) -> CompiledForward:
@@ -315,7 +316,7 @@ class EagleNetwork(nn.Module):
             shared_team(torch.get_num_threads()),
         )
 
-    def _packed_head(self) -> kernels.Head | None:
+    def _packed_head(self) -> forward_kernels.Head | None:
         """If it is the target's, it may be packed later, or in another layout."""
         norm = None if self.config.norm_output else self.norm
         head = self._target.lm_head if self.lm_head is None else self.lm_head

@@ -9,7 +9,7 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from outdraft.attention.base import AttentionBackend
+from outdraft.kernels.ops import Kernels
 from outdraft.models.compiled_forward import LayerParts, norm_address
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle_config import EagleConfig
@@ -139,13 +139,13 @@ class FirstLayer(nn.Module):
         self,
         config: ModelConfig,
         input_size: int,
-        attention: AttentionBackend,
+        kernels: Kernels,
         rotary: Rotary,
         kind: Kind,
     ) -> None:
         super().__init__()
         self.self_attn = SelfAttention(
-            config, config.windows[0], attention, rotary, **kind, input_size=input_size
+            config, config.windows[0], kernels, rotary, **kind, input_size=input_size
         )
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
         self.mlp = FeedForward(config, **kind)

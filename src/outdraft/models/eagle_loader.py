@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from outdraft.attention.base import AttentionBackend
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork, EagleParts
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.layers.linear import best_packing
@@ -40,7 +40,7 @@ def load_eagle(
     target: CausalLM,
     dtype: torch.dtype,
     device: torch.device | str,
-    attention: AttentionBackend,
+    kernels: Kernels,
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
@@ -65,7 +65,7 @@ def load_eagle(
     parts = _parts(config, found)
     _check_fit(config, parts, target)
     ids_N = _draft_ids(config, found)
-    network = EagleNetwork(config, parts, target, attention, ids_N)
+    network = EagleNetwork(config, parts, target, kernels, ids_N)
     weights_by_file = {
         file: {name: slot for name, slot in names.items() if slot not in _VOCABULARY}
         for file, names in names_by_file.items()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 
 
@@ -25,6 +26,9 @@ class LanguageModel(Protocol):
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
 
     @property
     def weight_bytes(self) -> int:

@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.models import forward_kernels as kernels
+from outdraft.kernels.ops import Kernels
+from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import (
     MAX_ROWS,
     CompiledChain,
@@ -41,7 +42,7 @@ class SelfAttention(nn.Module):
         self,
         config: ModelConfig,
         window: int | None,
-        attention: AttentionBackend,
+        kernels: Kernels,
         rotary: Rotary,
         *,
         dtype: torch.dtype,
@@ -53,7 +54,7 @@ class SelfAttention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.scale = config.head_size**-0.5
         self.window = window
-        self.attention = attention
+        self.attention = kernels.attention
         self.rotary = rotary
         q_size = config.num_heads * config.head_size
         kv_size = config.num_kv_heads * config.head_size
@@ -136,17 +137,17 @@ def layer_parts(
     input_norm: RMSNorm | None, attention: SelfAttention, post_norm: RMSNorm, mlp: FeedForward
 ) -> LayerParts:
     """A layer for the compiled pass; without an input norm where something else takes its place."""
-    norms = [(kernels.POST_NORM, post_norm)]
+    norms = [(forward_kernels.POST_NORM, post_norm)]
     if input_norm is not None:
-        norms.append((kernels.INPUT_NORM, input_norm))
+        norms.append((forward_kernels.INPUT_NORM, input_norm))
     if attention.norms is not None:
         q_norm, k_norm = attention.norms
-        norms += [(kernels.Q_NORM, q_norm), (kernels.K_NORM, k_norm)]
+        norms += [(forward_kernels.Q_NORM, q_norm), (forward_kernels.K_NORM, k_norm)]
     linears = [
-        (kernels.QKV, attention.qkv_proj),
-        (kernels.O, attention.o_proj),
-        (kernels.GATE_UP, mlp.gate_up_proj),
-        (kernels.DOWN, mlp.down_proj),
+        (forward_kernels.QKV, attention.qkv_proj),
+        (forward_kernels.O, attention.o_proj),
+        (forward_kernels.GATE_UP, mlp.gate_up_proj),
+        (forward_kernels.DOWN, mlp.down_proj),
     ]
     return LayerParts(norms, linears)
 
@@ -158,7 +159,7 @@ class DecoderLayer(nn.Module):
         self,
         config: ModelConfig,
         window: int | None,
-        attention: AttentionBackend,
+        kernels: Kernels,
         rotary: Rotary,
         *,
         dtype: torch.dtype,
@@ -167,9 +168,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
-        self.self_attn = SelfAttention(
-            config, window, attention, rotary, dtype=dtype, device=device
-        )
+        self.self_attn = SelfAttention(config, window, kernels, rotary, dtype=dtype, device=device)
         self.post_attention_layernorm = RMSNorm(size, eps, dtype=dtype, device=device)
         self.mlp = FeedForward(config, dtype=dtype, device=device)
 
@@ -194,7 +193,7 @@ class CausalLM(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        attention: AttentionBackend,
+        kernels: Kernels,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -209,7 +208,7 @@ class CausalLM(nn.Module):
             config.rope, config.head_size, config.max_model_len, dtype=dtype, device=device
         )
         self._layers = [
-            DecoderLayer(config, window, attention, self.rotary, dtype=dtype, device=device)
+            DecoderLayer(config, window, kernels, self.rotary, dtype=dtype, device=device)
             for window in config.windows
         ]
         self.layers = nn.ModuleList(self._layers)
@@ -225,9 +224,9 @@ class CausalLM(nn.Module):
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
         )
         self.packing = Packing.PLAIN
-        self._attention = attention
+        self.kernels = kernels
         self._compiled: CompiledForward | None = None
-        self._packed_head: kernels.Head | None = None
+        self._packed_head: forward_kernels.Head | None = None
 
     def forward(
         self,
@@ -386,7 +385,7 @@ class CausalLM(nn.Module):
 
     def _compile(self) -> CompiledForward | None:
         """The compiled pass, where the attention has a compiled kernel."""
-        if not isinstance(self._attention, CpuAttention):
+        if not isinstance(self.kernels.attention, CpuAttention):
             return None
         return CompiledForward(
             self.config,

@@ -13,8 +13,8 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from outdraft.attention.base import AttentionBackend
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import best_packing
 from outdraft.models.llama import CausalLM, SelfAttention
@@ -72,7 +72,7 @@ def load_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device | str,
-    attention: AttentionBackend,
+    kernels: Kernels,
     max_model_len: int | None = None,
 ) -> CausalLM:
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
@@ -85,7 +85,7 @@ def load_model(
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     files = weight_files(path)
-    model = CausalLM(config, attention, dtype, device)
+    model = CausalLM(config, kernels, dtype, device)
     load_weights(model, files)
     return _packed(model, dtype)
 
@@ -94,7 +94,7 @@ def random_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device | str,
-    attention: AttentionBackend,
+    kernels: Kernels,
     max_model_len: int | None = None,
 ) -> CausalLM:
     """As load_model, with small random weights: to try shapes and memory without a download.
@@ -102,7 +102,7 @@ def random_model(
     They are the same every time, and numbers that the checkpoint's own dtype can hold.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
-    model = CausalLM(config, attention, dtype, device)
+    model = CausalLM(config, kernels, dtype, device)
     own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():

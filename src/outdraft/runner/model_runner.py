@@ -151,7 +151,14 @@ class ModelRunner:
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:
         width = drafts.width if drafts is not None else 0
-        rows = step_rows(works, width, self.cache.block_size, self.state.row_len, self.device)
+        rows = step_rows(
+            works,
+            width,
+            self.cache.block_size,
+            self.state.row_len,
+            self.device,
+            self.model.kernels,
+        )
         if drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works):
             rows = rows.shaped_by(drafts)
         ids_T = rows.token_ids(self.state.token_ids_SL, drafts)

@@ -14,6 +14,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, send
 from outdraft.core.plan import Work
+from outdraft.kernels.ops import Kernels
 from outdraft.runner.device_state import state_row
 from outdraft.runner.step_kernels import index_rows, read_token_ids, shape_rows
 from outdraft.verification.draft_batch import DraftBatch, ancestors_BN1N, depths_BN1
@@ -137,7 +138,12 @@ class StepRows:
 
 
 def step_rows(
-    works: Sequence[Work], width: int, block_size: int, row_len: int, device: torch.device
+    works: Sequence[Work],
+    width: int,
+    block_size: int,
+    row_len: int,
+    device: torch.device,
+    kernels: Kernels,
 ) -> StepRows:
     """Lay the works out, and send all of it in one copy.
 
@@ -145,10 +151,8 @@ def step_rows(
         width: N.
         row_len: of the device state.
     """
-    layout = lay_out(
-        [Span(work.start, work.num_new, _parents(work), work.block_ids) for work in works],
-        block_size,
-    )
+    spans = [Span(work.start, work.num_new, _parents(work), work.block_ids) for work in works]
+    layout = lay_out(spans, block_size, kernels)
     samples_W = np.array([work.samples for work in works])
     state_rows_W = np.array([state_row(work.request) for work in works])
     num_rows, num_sampling = len(layout.positions_T), sum(work.samples for work in works)

@@ -14,8 +14,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.draft_network import LanguageModelNetwork
@@ -26,11 +24,13 @@ from outdraft.drafting.device.parallel_drafting import (
     mask_token_id,
 )
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
 from tests.reference.parallel import draft_logits
 
@@ -59,8 +59,8 @@ class Pair:
         self.theirs: PreTrainedModel = randomised(VARIANTS[variant]())
         path = save(self.theirs, folder)
         self.theirs = self.theirs.double()
-        attention = ReferenceAttention() if dtype is torch.float64 else CpuAttention(1)
-        self.model = load_model(path, dtype, "cpu", attention)
+        kernels = reference_kernels() if dtype is torch.float64 else cpu_kernels()
+        self.model = load_model(path, dtype, "cpu", kernels)
 
     def proposer(self, max_rows: int = 1000, **options: bool) -> ParallelDraftProposer:
         config = self.model.config
@@ -320,7 +320,7 @@ def test_a_checkpoint_without_a_mask_token_is_refused(
 @pytest.mark.gpu
 def test_drafts_on_a_gpu_are_those_of_a_dense_pass(tmp_path: Path):
     pair = Pair("llama", tmp_path, torch.float64)
-    pair.model = load_model(tmp_path, torch.float64, "cuda", ReferenceAttention())
+    pair.model = load_model(tmp_path, torch.float64, "cuda", reference_kernels())
     chosen, lengths, drafts = BATCHES["of different lengths"]
     asks = asks_for(chosen, lengths, drafts)
 

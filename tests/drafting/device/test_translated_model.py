@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from outdraft.attention.base import causal_metadata
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Packing
@@ -29,6 +28,7 @@ from outdraft.sampling.processors import Paths, process_logits
 from outdraft.sampling.sampler import sample_with_probs
 from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verifier import Verifier
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import llama, randomised, save
 from tests.reference.processors import probabilities, processed_logits
 
@@ -58,8 +58,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     oracle = randomised(llama(num_hidden_layers=2)).bfloat16().float()
     path = save(oracle, tmp_path_factory.mktemp("drafter"))
     if request.param is Packing.PLAIN:
-        return load_model(path, torch.float64, torch.device("cpu"), ReferenceAttention())
-    return load_model(path, torch.float32, torch.device("cpu"), CpuAttention(1))
+        return load_model(path, torch.float64, torch.device("cpu"), reference_kernels())
+    return load_model(path, torch.float32, torch.device("cpu"), cpu_kernels())
 
 
 def cache_of(model: CausalLM) -> KVCache:

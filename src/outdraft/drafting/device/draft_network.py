@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.compiled_forward import CompiledChain
 from outdraft.models.eagle import EagleNetwork
@@ -34,6 +35,7 @@ class DraftNetwork(Protocol):
 
     lag: int
     taps: tuple[int, ...]
+    kernels: Kernels
 
     def keep(self, states: TargetStates) -> None:
         """Store what will be needed of the target's pass."""
@@ -88,6 +90,7 @@ class LanguageModelNetwork:
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
+        self.kernels = model.kernels
 
     def keep(self, states: TargetStates) -> None:
         """It needs nothing of the target's."""
@@ -133,6 +136,7 @@ class EagleDraftNetwork:
     def __init__(self, network: EagleNetwork, features: FeatureCache) -> None:
         self._network = network
         self._features = features
+        self.kernels = network.kernels
         self.taps = network.taps
 
     def keep(self, states: TargetStates) -> None:

@@ -169,7 +169,7 @@ class NetworkProposer:
         self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
     ) -> DraftStart:
         """One pass over texts, and over what others drafted behind them."""
-        layout = lay_out(spans, self.cache.block_size)
+        layout = lay_out(spans, self.cache.block_size, self.network.kernels)
         flat_T, given_T = text_places(
             asks, spans, layout.positions_T, self.network.lag, token_ids_SL.shape[1]
         )

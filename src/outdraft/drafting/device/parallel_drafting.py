@@ -155,7 +155,7 @@ class ParallelDraftProposer:
         extra: Sequence[np.ndarray] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """The states of all rows, [T, D], and `extra` on the device."""
-        layout = lay_out(spans, self.cache.block_size)
+        layout = lay_out(spans, self.cache.block_size, self.network.kernels)
         flat_T, given_T = text_places(
             asks, spans, layout.positions_T, self.network.lag, token_ids_SL.shape[1]
         )

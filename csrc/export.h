@@ -1,0 +1,6 @@
+// What Python calls: plain C names, addresses and numbers. Everything else stays inside the library.
+#pragma once
+
+#include <cstdint>
+
+#define OUTDRAFT_EXPORT extern "C" __attribute__((visibility("default")))

@@ -1,0 +1,44 @@
+"""The one place that chooses how operations are computed."""
+
+from dataclasses import replace
+
+import torch
+
+from outdraft.attention.select import triton_attention
+from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+
+AUTO, REFERENCE = "auto", "reference"
+
+
+def kernels_options() -> tuple[str, ...]:
+    """What `choose_kernels` takes here."""
+    return (AUTO, REFERENCE, *usable_instruction_sets())
+
+
+def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The table for models of a dtype on a device.
+
+    Args:
+        option: "auto": the fastest for the machine; "reference": the readable operations only; or
+            an instruction set that the machine has, for its library.
+
+    Raises:
+        ConfigError: an unknown option.
+    """
+    if option not in kernels_options():
+        raise ConfigError(f"unknown kernels {option!r}: {did_you_mean(option, kernels_options())}")
+    is_cpu = device.type == "cpu"
+    reference = reference_kernels(in_order=is_cpu)
+    if option == REFERENCE:
+        return reference
+    library = open_library(None if option == AUTO else option)
+    if library is not None and is_cpu and dtype in DTYPES:
+        return native_kernels(library, torch.get_num_threads())
+    chosen = reference if library is None else native_host_kernels(library, reference)
+    if device.type == "cuda" and (attention := triton_attention()) is not None:
+        return replace(chosen, name=f"triton, {chosen.name}", attention=attention)
+    return chosen

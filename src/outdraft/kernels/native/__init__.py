@@ -1,0 +1,1 @@
+"""The compiled library: csrc/ behind plain C names. Addresses are passed, nothing is decided."""

@@ -1,0 +1,88 @@
+"""Finds and opens the compiled library for this processor.
+
+There is one for each instruction set, with the same functions; `make lib` compiles them. A small
+one for any processor of its kind says which of the others runs.
+"""
+
+import ctypes
+import functools
+import platform
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from outdraft.core.errors import ConfigError, did_you_mean
+
+FOLDER = Path(__file__).parent / "lib"
+
+# By architecture: from what every library needs to what the fastest one needs, as build_kernels.py
+# compiles them.
+INSTRUCTION_SETS = {
+    "x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"),
+    "aarch64": ("aarch64", "aarch64-bf16"),
+}
+
+
+class Library:
+    """One open library.
+
+    Attributes:
+        name: its instruction set.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        path = str(_path(name))
+        # Python waits for its own lock after a call that gave it away, perhaps for milliseconds:
+        # calls of microseconds keep it.
+        self._keeps_gil, self._releases_gil = ctypes.PyDLL(path), ctypes.CDLL(path)
+
+    def function(
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        result: Any = None,
+        *,
+        releases_gil: bool = False,
+    ) -> Callable[..., Any]:
+        """A function of the library, with the ctypes of its arguments and of its result.
+
+        `releases_gil`: for calls that take longer than some tens of microseconds.
+        """
+        function = (self._releases_gil if releases_gil else self._keeps_gil)[name]
+        function.argtypes, function.restype = list(arguments), result
+        return function
+
+
+def usable_instruction_sets() -> tuple[str, ...]:
+    """Those that this processor has and for which there is a library, the fastest one last."""
+    selector = _path("cpu")
+    if not selector.exists():
+        return ()
+    level = ctypes.CDLL(str(selector)).instruction_level()
+    names = INSTRUCTION_SETS.get(_architecture(), ())[:level]
+    return tuple(name for name in names if _path(name).exists())
+
+
+@functools.cache
+def open_library(name: str | None = None) -> Library | None:
+    """The library for an instruction set, or the fastest one; None: there is none.
+
+    Raises:
+        ConfigError: this processor or this installation does not have that instruction set.
+    """
+    usable = usable_instruction_sets()
+    if name is None:
+        return Library(usable[-1]) if usable else None
+    if name not in usable:
+        raise ConfigError(f"no kernels for {name!r} run here: {did_you_mean(name, usable)}")
+    return Library(name)
+
+
+def _path(name: str) -> Path:
+    return FOLDER / f"outdraft-{name}.so"
+
+
+def _architecture() -> str:
+    machine = platform.machine().lower()
+    return {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)

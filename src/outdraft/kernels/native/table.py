@@ -1,0 +1,24 @@
+"""The table of the compiled library."""
+
+from dataclasses import replace
+
+import torch
+
+from outdraft.attention.cpu import CpuAttention
+from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+
+DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
+
+
+def native_host_kernels(library: Library, others: Kernels) -> Kernels:
+    """What the host does for models on any device; the other operations as they are."""
+    return replace(others, place_rows=NativeRows(library).place_rows)
+
+
+def native_kernels(library: Library, num_threads: int) -> Kernels:
+    """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
+    kernels = native_host_kernels(library, reference_kernels(in_order=True))
+    return replace(kernels, name=library.name, attention=CpuAttention(num_threads))

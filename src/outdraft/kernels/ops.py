@@ -1,0 +1,66 @@
+"""Every operation once: what it is given, what it returns, what it promises.
+
+`Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
+whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
+operation is in `reference/`.
+
+Dimension key: B requests, T rows, P blocks, K drafted rows of all requests.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from outdraft.attention.base import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedRows:
+    """Where rows stand; fields as in AttentionMetadata, on the host.
+
+    Attributes:
+        query_start_B1: int32.
+        ancestors_T, positions_T, slots_T: int64.
+    """
+
+    query_start_B1: np.ndarray
+    ancestors_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
+
+
+class PlaceRows(Protocol):
+    """Lay out the rows of a step: for each request its causal rows, then its drafted ones."""
+
+    def __call__(
+        self,
+        context_lens_B: np.ndarray,
+        num_causal_B: np.ndarray,
+        num_drafts_B: np.ndarray,
+        parents_K: np.ndarray,
+        block_table_BP: np.ndarray,
+        block_size: int,
+    ) -> PlacedRows:
+        """New arrays.
+
+        Args:
+            context_lens_B, num_causal_B, num_drafts_B: int32.
+            parents_K: int64, of the drafted rows of all requests, as in Draft.
+            block_table_BP: int32, contiguous; it covers all rows.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """Which implementation runs for each operation.
+
+    Attributes:
+        name: for people.
+    """
+
+    name: str
+    attention: "AttentionBackend"
+    place_rows: PlaceRows

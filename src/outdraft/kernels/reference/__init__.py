@@ -1,0 +1,1 @@
+"""What the operations mean, in numpy and torch: any device, any dtype, no compiled code of ours."""

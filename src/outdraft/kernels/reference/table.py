@@ -1,0 +1,18 @@
+"""The table whose entries are all readable."""
+
+from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.rows import place_rows
+
+
+def reference_kernels(*, in_order: bool = False) -> Kernels:
+    """For any device and dtype.
+
+    Args:
+        in_order: a row's results do not depend on the rows beside it; slower.
+    """
+    return Kernels(
+        name="reference",
+        attention=ReferenceAttention(in_order=in_order),
+        place_rows=place_rows,
+    )
