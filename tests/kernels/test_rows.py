@@ -3,13 +3,9 @@
 from dataclasses import astuple
 
 import numpy as np
-import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.kernels.native.library import open_library, usable_instruction_sets
-from outdraft.kernels.native.rows import NativeRows
-from outdraft.kernels.reference import rows as reference
+from tests.kernels.comparisons import Case
 
 BLOCK_SIZE, MOST_BLOCKS = 4, 24
 
@@ -29,13 +25,12 @@ def steps(draw: st.DrawFn) -> tuple[np.ndarray, ...]:
     )
 
 
-@pytest.mark.parametrize("name", usable_instruction_sets())
-@given(step=steps())
-def test_rows_stand_where_the_reference_places_them(name, step):
-    library = open_library(name)
-    assert library is not None
-    got = NativeRows(library).place_rows(*step, BLOCK_SIZE)
-    want = reference.place_rows(*step, BLOCK_SIZE)
-    for one, other in zip(astuple(got), astuple(want), strict=True):
-        assert one.dtype == other.dtype
-        assert np.array_equal(one, other)
+def compare_place_rows(case: Case) -> None:
+    step = case.data.draw(steps(), "step")
+    got, want = (one.place_rows(*step, BLOCK_SIZE) for one in (case.kernels, case.reference))
+    for ours, theirs in zip(astuple(got), astuple(want), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(ours, theirs)
+
+
+COMPARISONS = {"place_rows": compare_place_rows}

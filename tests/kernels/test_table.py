@@ -1,0 +1,86 @@
+"""Through the whole table: each implementation of each operation against the reference.
+
+comparisons.py says how an operation gets its comparison.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.attention.select import triton_attention
+from outdraft.kernels.choose import REFERENCE, choose_kernels, kernels_options
+from outdraft.kernels.ops import Kernels
+from tests.kernels.comparisons import Case, Comparison
+
+CPU = torch.device("cpu")
+OPERATIONS = [field.name for field in fields(Kernels) if field.name != "name"]
+TABLES = [*kernels_options(), *(["triton"] if find_spec("triton") else [])]
+
+
+def comparisons() -> dict[str, Comparison]:
+    """Of all test modules of this folder."""
+    found: dict[str, Comparison] = {}
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        if path.name == Path(__file__).name:
+            continue
+        of_module = getattr(import_module(f"tests.kernels.{path.stem}"), "COMPARISONS", {})
+        assert not found.keys() & of_module.keys(), f"{path.name} compares what another one does"
+        found |= of_module
+    return found
+
+
+COMPARISONS = comparisons()
+
+
+def table(option: str, dtype: torch.dtype) -> Kernels:
+    """That of an option; "triton": what runs on a GPU, in Triton's interpreter where none is."""
+    if option != "triton":
+        return choose_kernels(option, CPU, dtype)
+    attention = triton_attention()
+    assert attention is not None
+    return replace(choose_kernels(REFERENCE, CPU, dtype), name="triton", attention=attention)
+
+
+def implementations() -> Iterator[object]:
+    """Operation, option, dtype: each implementation once, and the readable one too."""
+    seen: set[tuple[str, torch.dtype, str, str]] = set()
+    for operation in OPERATIONS:
+        for dtype in (torch.float32, torch.bfloat16):
+            for option in TABLES:
+                kernels = table(option, dtype)
+                implementation = getattr(kernels, operation)
+                instruction_set = "" if is_readable(implementation) else kernels.name
+                key = (operation, dtype, identity(implementation), instruction_set)
+                if key not in seen:
+                    seen.add(key)
+                    name = str(dtype).removeprefix("torch.")
+                    yield pytest.param(operation, option, dtype, id=f"{operation}-{option}-{name}")
+
+
+def identity(implementation: object) -> str:
+    """What in the sources computes an operation: a function, or the class of an object."""
+    named = implementation if hasattr(implementation, "__qualname__") else type(implementation)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
+def is_readable(implementation: object) -> bool:
+    return ".reference" in identity(implementation)
+
+
+def test_every_operation_is_compared():
+    assert set(OPERATIONS) == COMPARISONS.keys()
+
+
+@pytest.mark.parametrize(("operation", "option", "dtype"), list(implementations()))
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_each_implementation_computes_what_the_reference_does(operation, option, dtype, data):
+    kernels, reference = table(option, dtype), table(REFERENCE, dtype)
+    COMPARISONS[operation](Case(kernels, reference, dtype, data))
