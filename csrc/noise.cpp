@@ -1,0 +1,141 @@
+// Philox and Gumbel noise: integers, and float64 operations that IEEE 754 fixes.
+//
+// Eight (or four, or two) blocks of Philox run side by side, one in each 64-bit lane. A lane keeps
+// its word in the lower half; the product reads that half alone, so nothing is masked in between.
+
+#include "noise.h"
+
+#include <bit>
+#include <cstring>
+
+#include "export.h"
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace outdraft {
+namespace {
+
+constexpr uint64_t kLow = 0xFFFFFFFF;
+constexpr uint64_t kMultipliers[2] = {0xD2511F53, 0xCD9E8D57};
+constexpr uint32_t kWeyl[2] = {0x9E3779B9, 0xBB67AE85};
+constexpr int kRounds = 10;
+
+constexpr double kLn2 = 0.6931471805599453;
+constexpr double kSqrt2 = 1.4142135623730951;
+constexpr int kFractionBits = 52;
+constexpr uint64_t kFraction = (uint64_t{1} << kFractionBits) - 1;
+constexpr uint64_t kOneBits = uint64_t{1023} << kFractionBits;
+
+// The lower halves of the lanes times a number of 32 bits: whole products.
+#if defined(__AVX512F__)
+using Longs = uint64_t __attribute__((vector_size(64)));
+inline Longs product(Longs x, uint64_t number) {
+  const __m512i numbers = _mm512_set1_epi64(static_cast<int64_t>(number));
+  return (Longs)_mm512_maskz_mul_epu32(0xFF, (__m512i)x, numbers);  // unmasked: gcc 12 warns
+}
+#elif defined(__AVX2__)
+using Longs = uint64_t __attribute__((vector_size(32)));
+inline Longs product(Longs x, uint64_t number) {
+  return (Longs)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(static_cast<int64_t>(number)));
+}
+#else
+using Longs = uint64_t __attribute__((vector_size(16)));
+inline Longs product(Longs x, uint64_t number) { return (x & kLow) * number; }
+#endif
+constexpr int64_t kBlocks = sizeof(Longs) / sizeof(uint64_t);
+constexpr int64_t kWords = 4 * kBlocks;
+
+// The words of kBlocks blocks, in the order of their ids.
+void fill_blocks(const NoiseKey& key, int64_t block, uint32_t* words) {
+  Longs x0, x1 = Longs{} + static_cast<uint64_t>(key.position);
+  for (int64_t lane = 0; lane < kBlocks; ++lane) x0[lane] = static_cast<uint64_t>(block + lane);
+  Longs x2 = Longs{} + static_cast<uint64_t>(key.anchor);
+  Longs x3 = Longs{} + static_cast<uint64_t>(key.purpose);
+  auto k0 = static_cast<uint32_t>(key.seed);
+  auto k1 = static_cast<uint32_t>(static_cast<uint64_t>(key.seed) >> 32);
+  for (int round = 0; round < kRounds; ++round) {
+    const Longs product0 = product(x0, kMultipliers[0]), product1 = product(x2, kMultipliers[1]);
+    x0 = (product1 >> 32) ^ x1 ^ uint64_t{k0};
+    x2 = (product0 >> 32) ^ x3 ^ uint64_t{k1};
+    x1 = product1;
+    x3 = product0;
+    k0 += kWeyl[0];
+    k1 += kWeyl[1];
+  }
+  const Longs pairs[2] = {(x0 & kLow) | (x1 << 32), (x2 & kLow) | (x3 << 32)};
+  auto* out = reinterpret_cast<char*>(words);
+#if defined(__AVX512F__)
+  const Longs in_order[2] = {
+      __builtin_shufflevector(pairs[0], pairs[1], 0, 8, 1, 9, 2, 10, 3, 11),
+      __builtin_shufflevector(pairs[0], pairs[1], 4, 12, 5, 13, 6, 14, 7, 15)};
+#elif defined(__AVX2__)
+  const Longs in_order[2] = {__builtin_shufflevector(pairs[0], pairs[1], 0, 4, 1, 5),
+                             __builtin_shufflevector(pairs[0], pairs[1], 2, 6, 3, 7)};
+#else
+  const Longs in_order[2] = {__builtin_shufflevector(pairs[0], pairs[1], 0, 2),
+                             __builtin_shufflevector(pairs[0], pairs[1], 1, 3)};
+#endif
+  std::memcpy(out, in_order, sizeof in_order);
+}
+
+}  // namespace
+
+void fill_words(const NoiseKey& key, int64_t first, int64_t count, uint32_t* words) {
+  const int64_t block = first / 4;
+  int64_t at = 0;
+  for (; at + kWords <= count; at += kWords) fill_blocks(key, block + at / 4, words + at);
+  if (at == count) return;
+  uint32_t last[kWords];
+  fill_blocks(key, block + at / 4, last);
+  std::memcpy(words + at, last, static_cast<size_t>(count - at) * sizeof(uint32_t));
+}
+
+float uniform_scalar(const NoiseKey& key) {
+  uint32_t word;
+  fill_words(key, 0, 1, &word);
+  // 23 bits and a half fit into float32's 24, so that nothing rounds to 1.
+  return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
+}
+
+double log_of(double x) {
+  const auto bits = std::bit_cast<uint64_t>(x);
+  auto fraction = std::bit_cast<double>((bits & kFraction) | kOneBits);
+  auto exponent = static_cast<double>(static_cast<int64_t>(bits >> kFractionBits) - 1023);
+  const bool is_large = fraction > kSqrt2;
+  exponent = is_large ? exponent + 1.0 : exponent;
+  fraction = is_large ? fraction * 0.5 : fraction;
+  // log((1 + s) / (1 - s)) / s as a series in s * s, for |s| < 0.172.
+  const double s = (fraction - 1.0) / (fraction + 1.0);
+  const double square = s * s;
+  double series = 2.0 / 13;
+  for (int divisor = 11; divisor > 0; divisor -= 2) {
+    series = series * square;
+    series = series + 2.0 / divisor;
+  }
+  return exponent * kLn2 + s * series;
+}
+
+float gumbel(uint32_t word) {
+  // All 32 bits, in float64, so that even the rarest token of a large vocabulary gets its share.
+  const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
+  return static_cast<float>(-log_of(-log_of(u)));
+}
+
+}  // namespace outdraft
+
+// Gumbel noise of whole rows [num_rows, size]; the keys are those of kernels/reference/noise.py.
+OUTDRAFT_EXPORT void fill_gumbel(int64_t num_rows, int64_t size, const int64_t* seeds,
+                                 const int64_t* positions, const int64_t* anchors,
+                                 const int64_t* purposes, float* noise) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const outdraft::NoiseKey key{seeds[row], positions[row], anchors[row],
+                                 static_cast<outdraft::Purpose>(purposes[row])};
+    // The words are written where their noise will stand.
+    float* row_noise = noise + row * size;
+    outdraft::fill_words(key, 0, size, reinterpret_cast<uint32_t*>(row_noise));
+    for (int64_t id = 0; id < size; ++id) {
+      row_noise[id] = outdraft::gumbel(std::bit_cast<uint32_t>(row_noise[id]));
+    }
+  }
+}

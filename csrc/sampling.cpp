@@ -1,0 +1,278 @@
+// Rows of logits: one number after the other where order matters, else several side by side.
+//
+// Sums run in float64 over sixteen columns, which are added in order at the end. Nothing is sorted
+// but one bucket of a histogram: the one in which the k-th logit, or the border of the nucleus,
+// lies. A sample takes logarithms only where a bound on the noise leaves a chance to win, which is
+// a handful of tokens.
+
+#include "sampling.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "export.h"
+#include "lanes.h"
+
+namespace outdraft {
+namespace {
+
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
+constexpr int64_t kChunk = 1024;  // words of noise that stay in the nearest cache
+
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // their sum is log(2)
+constexpr float kRounder = 1.5f * (1 << 23);  // a float32 whose low bits count ones
+constexpr float kLeastExponent = -87.0f;      // below it exp would not be a normal number
+// exp(r) for |r| <= log(2) / 2: the polynomial of Cephes' expf.
+constexpr float kExp[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                          4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
+
+// exp(x) of numbers up to 0; 0 of NaN.
+inline Floats exp_of(Floats x) {
+  const Ints is_normal = x >= kLeastExponent;
+  x = is_normal ? x : Floats{} + kLeastExponent;
+  const Floats rounded = x * kLog2E + kRounder;
+  const Floats whole = rounded - kRounder;
+  const Floats r = (x - whole * kLn2High) - whole * kLn2Low;
+  Floats series = Floats{} + kExp[0];
+  for (int at = 1; at < 6; ++at) series = series * r + kExp[at];
+  const Floats power = (series * r) * r + r + 1.0f;
+  const auto scale = std::bit_cast<Floats>((std::bit_cast<Ints>(rounded) + 127) << 23);
+  return is_normal ? power * scale : Floats{};
+}
+
+// x * (number of ones in 2**-23) of a float32's bits is its base-2 logarithm, to 0.0861 from below.
+constexpr float kBitsToLog = kLn2 * 0x1p-23f;
+
+// No Gumbel noise of these words is larger. -log(-log(u)) < -log(1 - u).
+inline Floats noise_bound(Words words) {
+  const auto rest = __builtin_convertvector(std::bit_cast<Ints>(~words >> 1), Floats);
+  const auto log = __builtin_convertvector(std::bit_cast<Ints>(rest), Floats) * kBitsToLog;
+  constexpr float kSlack = 1e-3f;  // covers every rounding above
+  return (127 + 31) * kLn2 + kSlack - log;
+}
+
+struct Logits {
+  static float exact(float x) { return x; }
+  static Floats bound(Floats x) { return x; }
+};
+
+struct Weights {
+  static float exact(float x) {
+    return x > 0 ? static_cast<float>(log_of(static_cast<double>(x))) : kMasked;
+  }
+  static Floats bound(Floats x) {
+    constexpr float kHighest = (0.0861f - 127) * kLn2;
+    return __builtin_convertvector(std::bit_cast<Ints>(x), Floats) * kBitsToLog + kHighest;
+  }
+};
+
+template <class Kind>
+int64_t sample(const float* numbers, int64_t size, const NoiseKey& key) {
+  uint32_t words[kChunk];
+  int64_t best_id = argmax(numbers, size);
+  fill_words(key, best_id / 4 * 4, best_id % 4 + 1, words);
+  float best = Kind::exact(numbers[best_id]) + gumbel(words[best_id % 4]);
+  if (!(best > kMasked)) best = kMasked, best_id = 0;
+  for (int64_t first = 0; first < size; first += kChunk) {
+    const int64_t num = std::min(kChunk, size - first);
+    fill_words(key, first, num, words);
+    for (int64_t at = 0; at < num; at += kLanes) {
+      const int64_t count = std::min(kLanes, num - at);
+      const float* some = numbers + first + at;
+      const bool is_full = count == kLanes;
+      const auto x = is_full ? load<Floats>(some) : load_some<Floats>(some, count, 0.0f);
+      const Floats bound = Kind::bound(x) + noise_bound(load<Words>(words + at));
+      if (!any(bound >= best)) continue;
+      for (int64_t lane = 0; lane < count; ++lane) {
+        if (!(bound[lane] >= best)) continue;
+        const float total = Kind::exact(some[lane]) + gumbel(words[at + lane]);
+        const int64_t id = first + at + lane;
+        if (total > best || (total == best && id < best_id)) best = total, best_id = id;
+      }
+    }
+  }
+  return best_id;
+}
+
+// A scaled logit x <= 0 falls into a bucket by the leading bits of |x|: 32 buckets for every
+// doubling from 2**-8 to 2**16. Smaller ones share the first bucket, larger ones the last. Later
+// buckets hold smaller numbers.
+constexpr int32_t kBucketShift = 18, kFirstBucket = (127 - 8) << 5, kNumBuckets = 24 << 5;
+
+int32_t bucket_of(float x) {
+  const int32_t leading = (std::bit_cast<int32_t>(x) & 0x7FFFFFFF) >> kBucketShift;
+  return std::clamp(leading - kFirstBucket, 0, kNumBuckets - 1);
+}
+
+// The numbers of one bucket, ascending; -inf and NaN are in none.
+std::vector<float>& sorted_bucket(const float* x, int64_t size, int32_t bucket) {
+  thread_local std::vector<float> members;
+  members.clear();
+  for (int64_t at = 0; at < size; ++at) {
+    if (x[at] > kMasked && bucket_of(x[at]) == bucket) members.push_back(x[at]);
+  }
+  std::sort(members.begin(), members.end());
+  return members;
+}
+
+// The k-th largest number; -inf where fewer than k are left.
+float kth_largest(const float* x, int64_t size, int64_t k) {
+  int64_t counts[kNumBuckets] = {};
+  for (int64_t at = 0; at < size; ++at) {
+    if (x[at] > kMasked) ++counts[bucket_of(x[at])];
+  }
+  int64_t before = 0;
+  for (int32_t bucket = 0; bucket < kNumBuckets; ++bucket) {
+    if (before + counts[bucket] >= k) {
+      const auto& ascending = sorted_bucket(x, size, bucket);
+      return ascending[ascending.size() - static_cast<size_t>(k - before)];
+    }
+    before += counts[bucket];
+  }
+  return kMasked;
+}
+
+void mask_below(float* x, int64_t size, float border) {
+  for (int64_t at = 0; at < size; ++at) x[at] = x[at] < border ? kMasked : x[at];
+}
+
+// Mask what is below ascending[place], and of its ties the last as many as are before it.
+void mask_below_place(float* x, int64_t size, const std::vector<float>& ascending, int64_t place) {
+  const auto tied = std::equal_range(ascending.begin(), ascending.end(), ascending[place]);
+  const float border = ascending[place];
+  int64_t num_kept = tied.second - ascending.begin() - place;
+  mask_below(x, size, border);
+  if (tied.first - ascending.begin() == place) return;
+  for (int64_t at = 0; at < size; ++at) {
+    if (x[at] == border && --num_kept < 0) x[at] = kMasked;
+  }
+}
+
+// Mask the smallest logits whose mass together is at most 1 - top_p. Walks down from the best one,
+// which is 0, and stops where what is left is small enough. Masses are float32, their sums float64,
+// rounded before they are compared: as torch's cumsum does it.
+void mask_outside_nucleus(float* x, int64_t size, float top_p) {
+  thread_local std::vector<float> mass;
+  mass.resize(static_cast<size_t>(size));
+  exp_below(x, size, 0.0f, mass.data());
+  const auto whole = static_cast<float>(total(mass.data(), size));
+  double masses[kNumBuckets] = {};
+  for (int64_t at = 0; at < size; ++at) {
+    if (mass[at] > 0) masses[bucket_of(x[at])] += mass[at] / whole;
+  }
+  const float rest = 1.0f - top_p;
+  double left = 0;
+  for (const double one : masses) left += one;
+  int32_t bucket = 0;
+  while (bucket < kNumBuckets - 1 && static_cast<float>(left - masses[bucket]) > rest) {
+    left -= masses[bucket++];
+  }
+  const auto& ascending = sorted_bucket(x, size, bucket);
+  if (ascending.empty()) return;  // a row of NaN
+  exp_below(ascending.data(), static_cast<int64_t>(ascending.size()), 0.0f, mass.data());
+  auto place = static_cast<int64_t>(ascending.size()) - 1;
+  left -= mass[place] / whole;
+  while (place > 0 && static_cast<float>(left) > rest) left -= mass[--place] / whole;
+  mask_below_place(x, size, ascending, place);
+}
+
+}  // namespace
+
+void process_row(const float* logits, int64_t size, const Cuts& cuts, float* processed) {
+  const float best = maximum(logits, size);
+  for (int64_t at = 0; at < size; ++at) {
+    const float x = (logits[at] - best) / cuts.temperature;
+    processed[at] = x < cuts.least ? kMasked : x;
+  }
+  if (cuts.top_k < size) mask_below(processed, size, kth_largest(processed, size, cuts.top_k));
+  if (cuts.top_p < 1) mask_outside_nucleus(processed, size, cuts.top_p);
+}
+
+float maximum(const float* numbers, int64_t size) {
+  Floats best = Floats{} + kMasked;
+  int64_t at = 0;
+  for (; at + kLanes <= size; at += kLanes) {
+    const auto x = load<Floats>(numbers + at);
+    best = x > best ? x : best;
+  }
+  const auto last = load_some<Floats>(numbers + at, size - at, kMasked);
+  best = last > best ? last : best;
+  float largest = kMasked;
+  for (int64_t lane = 0; lane < kLanes; ++lane) largest = std::max(largest, best[lane]);
+  return largest;
+}
+
+int64_t argmax(const float* numbers, int64_t size) {
+  const float best = maximum(numbers, size);
+  int64_t at = 0;
+  while (at + kLanes <= size && !any(load<Floats>(numbers + at) == best)) at += kLanes;
+  while (at < size && numbers[at] != best) ++at;
+  return at < size ? at : 0;
+}
+
+double total(const float* numbers, int64_t size) {
+  constexpr int64_t kColumns = 16;
+  double sums[kColumns] = {};
+  int64_t at = 0;
+  for (; at + kColumns <= size; at += kColumns) {
+    for (int64_t column = 0; column < kColumns; ++column) sums[column] += numbers[at + column];
+  }
+  for (int64_t column = 0; at < size; ++at, ++column) sums[column] += numbers[at];
+  double sum = 0;
+  for (const double one : sums) sum += one;
+  return sum;
+}
+
+void exp_below(const float* numbers, int64_t size, float best, float* out) {
+  int64_t at = 0;
+  for (; at + kLanes <= size; at += kLanes) {
+    store(out + at, exp_of(load<Floats>(numbers + at) - best));
+  }
+  const Floats last = load_some<Floats>(numbers + at, size - at, kMasked);
+  store_some(out + at, exp_of(last - best), size - at);
+}
+
+void softmax(const float* logits, int64_t size, float* out) {
+  exp_below(logits, size, maximum(logits, size), out);
+  const auto whole = static_cast<float>(total(out, size));
+  for (int64_t at = 0; at < size; ++at) out[at] /= whole;
+}
+
+int64_t sample_logits(const float* logits, int64_t size, const NoiseKey& key) {
+  return sample<Logits>(logits, size, key);
+}
+
+int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key) {
+  return sample<Weights>(weights, size, key);
+}
+
+}  // namespace outdraft
+
+// `process_row` of rows [num_rows, size]; `requests`: whose each of them is.
+OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,
+                                  const int64_t* requests, const float* temperature,
+                                  const float* least, const int64_t* top_k, const float* top_p,
+                                  float* processed) {
+  const outdraft::CutColumns cuts{temperature, least, top_k, top_p};
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t start = row * size;
+    outdraft::process_row(logits + start, size, cuts.of(requests[row]), processed + start);
+  }
+}
+
+// `choose` of rows [num_rows, size]; their softmax too, unless `probs` is null.
+OUTDRAFT_EXPORT void choose_rows(int64_t num_rows, int64_t size, const float* logits,
+                                 const int64_t* seeds, const int64_t* positions,
+                                 const int64_t* anchors, const int64_t* purposes,
+                                 const bool* is_greedy, int64_t* ids, float* probs) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const float* row_logits = logits + row * size;
+    const outdraft::NoiseKey key{seeds[row], positions[row], anchors[row],
+                                 static_cast<outdraft::Purpose>(purposes[row])};
+    ids[row] = outdraft::choose(row_logits, size, key, is_greedy[row]);
+    if (probs != nullptr) outdraft::softmax(row_logits, size, probs + row * size);
+  }
+}
