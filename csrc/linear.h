@@ -1,0 +1,46 @@
+// y[T, E] = x[T, D] W[E, D]^T + b, for weights in tiles and any number of rows.
+//
+// A row's bits depend neither on the rows beside it nor on the number of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "team.h"
+
+namespace outdraft {
+
+enum class Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+// How weights lie in a tile of 32 outputs, see linear.cpp.
+enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// Weights of one product; made by `linear_pack`, freed by `linear_free`.
+struct LinearWeights {
+  Format format;
+  int64_t num_inputs, num_outputs;
+  int64_t tile_bytes;  // of one tile, all inputs
+  char* tiles;
+  float* bias;  // [E], or null
+  int64_t num_bytes;  // of the mapping that holds all
+};
+
+struct ConstRows {
+  const void* numbers;
+  Dtype dtype;
+  int64_t stride;  // elements from row to row
+};
+
+struct Rows {
+  void* numbers;
+  Dtype dtype;
+  int64_t stride;
+};
+
+// Products of all rows. bfloat16 rows and weights are multiplied by the machine's bfloat16 dot
+// products if it has them, all others in float32; sums are float32. Inputs are copied first, so x
+// may be freed when this returns; y may not overlap x. `team` is not of a turn: a product takes its
+// own, and one of few numbers none.
+void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
+
+}  // namespace outdraft

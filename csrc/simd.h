@@ -1,0 +1,112 @@
+// Vectors of the machine's width, and the few things that a compiler's vector types cannot say.
+//
+// `+`, `-`, `*`, comparisons and `?:` of these types are the compiler's. A product is fused with a
+// sum only where `fused` is written, so that every library has the same bits for the same formula.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace outdraft {
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;  // numbers of 32 bits in a vector
+#elif defined(__AVX2__)
+constexpr int kWidth = 8;
+#else
+constexpr int kWidth = 4;
+#endif
+
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+constexpr bool kHasBf16Dot = true;
+#else
+constexpr bool kHasBf16Dot = false;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kWidth)));
+typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
+typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(Vector));
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(Vector));
+}
+
+inline Floats broadcast(float number) { return Floats{} + number; }
+inline Words broadcast_word(uint32_t word) { return Words{} + word; }
+
+// a * b + c, rounded once.
+inline Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#endif
+}
+
+// sums + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of bfloat16 pairs, rounded as the machine does.
+inline Floats dot_pairs(Floats sums, Words a, Words b) {
+#if defined(__AVX512BF16__)
+  return _mm512_dpbf16_ps(sums, (__m512bh)a, (__m512bh)b);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return vbfdotq_f32(sums, (bfloat16x8_t)a, (bfloat16x8_t)b);
+#else
+  (void)a, (void)b;
+  return sums;
+#endif
+}
+
+// The two bfloat16 numbers of every word, as float32.
+inline Floats low_halves(Words pairs) { return (Floats)(pairs << 16); }
+inline Floats high_halves(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
+
+inline Floats widen(Halves bf16) { return (Floats)(__builtin_convertvector(bf16, Words) << 16); }
+inline float widen(uint16_t bf16) {
+  const uint32_t bits = uint32_t{bf16} << 16;
+  float number;
+  std::memcpy(&number, &bits, 4);
+  return number;
+}
+
+// To nearest, ties to even, as PyTorch does; every NaN becomes the same one.
+inline Halves to_bf16(Floats x) {
+  const Words bits = (Words)x;
+  const Words rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  const Words is_nan = (Words)(x != x);
+  return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7FC0u), Halves);
+}
+inline uint16_t to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if (x != x) return 0x7FC0;
+  return static_cast<uint16_t>((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+
+// Let some cycles go by while waiting for another thread.
+inline void pause_core() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ __volatile__("yield");
+#endif
+}
+
+}  // namespace outdraft

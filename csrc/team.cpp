@@ -1,0 +1,359 @@
+// Threads that share work of microseconds: see team.h.
+//
+// Who may touch what. A job is published as a sequence lock: its number is cleared, its fields are
+// written, its number is set. A helper that read the same number before and after the fields has
+// the fields of that job. The word of a unit is 4 * job + a state; a word of an older job is free.
+// Only the exchange of a whole word claims a unit, stores it or takes it back, so a thread that
+// comes late finds another word and gives up. All fields are atomic words: nothing is torn, and
+// nobody needs a lock to read them.
+
+#include "team.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+
+#include "export.h"
+#include "simd.h"
+
+namespace outdraft {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Word = std::atomic<uint64_t>;
+
+enum State : uint64_t { kClaimed = 1, kStoring = 2, kDone = 3 };
+constexpr uint64_t word_of(uint64_t job, State state) { return 4 * job + state; }
+
+constexpr uint64_t kStop = ~uint64_t{0};  // as a job
+constexpr auto kLooking = std::chrono::microseconds(100);  // what lies between two jobs of a step
+constexpr auto kPatience = std::chrono::microseconds(20);  // beside what the unit should take
+constexpr int kBackOff = 64;  // turns to work alone after a helper was late: the cores are busy
+constexpr int kSpins = 32;    // between two looks at the clock
+constexpr size_t kAlignment = 64;
+constexpr size_t kWorkWords = kMaxWorkBytes / 8;
+
+// Memory that only grows; what it held is lost.
+class Buffer {
+ public:
+  Buffer() = default;
+  ~Buffer() { std::free(memory_); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  bool holds(size_t bytes) const { return bytes <= size_; }
+  void* memory() const { return memory_; }
+  void grow(size_t bytes) {
+    std::free(memory_);
+    size_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    memory_ = std::aligned_alloc(kAlignment, size_);
+    if (memory_ == nullptr) std::abort();
+  }
+
+ private:
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
+
+void* buffer_of(Buffer& buffer, size_t bytes) {
+  if (!buffer.holds(bytes)) buffer.grow(bytes);
+  return buffer.memory();
+}
+
+struct alignas(kAlignment) Helper {
+  Team* team;
+  int64_t index;
+  pthread_t thread;
+  alignas(kAlignment) std::atomic<uint64_t> works_on{0};  // a job, 0: none
+  alignas(kAlignment) std::atomic<int> is_asleep{0};
+};
+
+}  // namespace
+
+class Team {
+ public:
+  // Words that threads wait for have a line of their own.
+  alignas(kAlignment) Word job{0};
+  Word calls{0}, num_units{0}, scratch_bytes{0};
+  Word work[kWorkWords] = {};
+  alignas(kAlignment) std::atomic<int> is_taken{0};
+  alignas(kAlignment) Word units[kMaxUnits] = {};
+
+  // Of who has the turn.
+  uint64_t last_job = 0;
+  int turns_alone = 0;
+  bool loses_next_unit = false;
+  Buffer inputs;
+  std::atomic<int64_t> num_shared{0}, num_late{0};
+
+  pid_t process = getpid();
+  int64_t num_helpers = 0;
+  Helper* helpers = nullptr;
+};
+
+namespace {
+
+// Whether a unit of a job was free, and is now the caller's.
+bool claim(Team& team, int64_t unit, uint64_t job) {
+  uint64_t word = team.units[unit].load(std::memory_order_relaxed);
+  return word < 4 * job && team.units[unit].compare_exchange_strong(
+                               word, word_of(job, kClaimed), std::memory_order_acq_rel,
+                               std::memory_order_relaxed);
+}
+
+bool exchange(Team& team, int64_t unit, uint64_t job, State from, State to) {
+  uint64_t word = word_of(job, from);
+  return team.units[unit].compare_exchange_strong(
+      word, word_of(job, to), std::memory_order_acq_rel, std::memory_order_relaxed);
+}
+
+// Units of one job, beginning far from where the others begin.
+void help(Team& team, const Helper& helper, uint64_t job, Buffer& scratch) {
+  alignas(kAlignment) uint64_t work[kWorkWords];
+  const auto calls = team.calls.load(std::memory_order_relaxed);
+  const auto num_units = static_cast<int64_t>(team.num_units.load(std::memory_order_relaxed));
+  const auto scratch_bytes = team.scratch_bytes.load(std::memory_order_relaxed);
+  for (size_t i = 0; i < kWorkWords; ++i) work[i] = team.work[i].load(std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_acquire);
+  if (team.job.load(std::memory_order_relaxed) != job) return;  // another job: these are no fields
+  const auto& call = *reinterpret_cast<const detail::Calls*>(calls);
+  const int64_t start = num_units * (helper.index + 1) / (team.num_helpers + 1);
+  for (int64_t i = 0; i < num_units; ++i) {
+    const int64_t unit = start + i < num_units ? start + i : start + i - num_units;
+    if (!claim(team, unit, job)) continue;
+    void* memory = buffer_of(scratch, scratch_bytes);
+    call.compute(work, unit, memory);
+    if (!exchange(team, unit, job, kClaimed, kStoring)) return;  // taken back: this job is over
+    call.store(work, unit, memory);
+    team.units[unit].store(word_of(job, kDone), std::memory_order_release);
+  }
+}
+
+void sleep_until_woken(Team& team, Helper& helper, uint64_t last) {
+  helper.is_asleep.store(1, std::memory_order_seq_cst);
+  while (team.job.load(std::memory_order_seq_cst) == last &&
+         helper.is_asleep.load(std::memory_order_seq_cst) == 1) {
+    helper.is_asleep.wait(1, std::memory_order_seq_cst);
+  }
+  helper.is_asleep.store(0, std::memory_order_seq_cst);
+}
+
+void* serve(void* argument) {
+  Helper& helper = *static_cast<Helper*>(argument);
+  Team& team = *helper.team;
+  Buffer scratch;
+  uint64_t last = 0;
+  auto since = Clock::now();
+  for (int spins = 0;; ++spins) {
+    const uint64_t job = team.job.load(std::memory_order_acquire);
+    if (job == kStop) return nullptr;
+    if (job != last && job != 0) {
+      // Set before any unit is claimed: who sees the job's end sees who still works on it.
+      helper.works_on.store(job, std::memory_order_seq_cst);
+      help(team, helper, job, scratch);
+      helper.works_on.store(0, std::memory_order_release);
+      last = job;
+      since = Clock::now();
+    } else if (spins % kSpins != 0 || Clock::now() - since < kLooking) {
+      pause_core();
+    } else {
+      sleep_until_woken(team, helper, job);
+      since = Clock::now();
+    }
+  }
+}
+
+void wake_helpers(Team& team) {
+  for (int64_t i = 0; i < team.num_helpers; ++i) {
+    std::atomic<int>& is_asleep = team.helpers[i].is_asleep;
+    if (is_asleep.load(std::memory_order_seq_cst) == 1 &&
+        is_asleep.exchange(0, std::memory_order_seq_cst) == 1) {
+      is_asleep.notify_one();
+    }
+  }
+}
+
+// Helpers get no signals: those are for the threads of the program.
+void start_helpers(Team& team, int64_t num_helpers) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  team.helpers = new (std::align_val_t{kAlignment}) Helper[num_helpers];
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    team.helpers[i].team = &team;
+    team.helpers[i].index = i;
+  }
+  team.num_helpers = num_helpers;
+  for (int64_t i = 0; i < num_helpers; ++i) {
+    // Where the system gives no more threads, the others have more to do.
+    if (pthread_create(&team.helpers[i].thread, nullptr, serve, &team.helpers[i]) != 0) {
+      team.helpers[i].team = nullptr;
+    }
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+}
+
+void publish(Team& team, uint64_t job, const detail::Calls& calls, const void* work,
+             size_t work_bytes, int64_t num_units, size_t scratch_bytes) {
+  team.job.store(0, std::memory_order_relaxed);
+  std::atomic_thread_fence(std::memory_order_release);
+  team.calls.store(reinterpret_cast<uint64_t>(&calls), std::memory_order_relaxed);
+  team.num_units.store(static_cast<uint64_t>(num_units), std::memory_order_relaxed);
+  team.scratch_bytes.store(scratch_bytes, std::memory_order_relaxed);
+  for (size_t at = 0; at < work_bytes; at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, static_cast<const char*>(work) + at,
+                work_bytes - at < 8 ? work_bytes - at : 8);
+    team.work[at / 8].store(word, std::memory_order_relaxed);
+  }
+  if (team.loses_next_unit) {
+    team.loses_next_unit = false;
+    team.units[num_units - 1].store(word_of(job, kClaimed), std::memory_order_relaxed);
+  }
+  team.job.store(job, std::memory_order_seq_cst);
+  wake_helpers(team);
+}
+
+// Wait for a unit until a moment; false: it was taken back from a late helper.
+bool is_done_in_time(Team& team, int64_t unit, uint64_t job, Clock::time_point until) {
+  for (int spins = 1;; ++spins) {
+    const uint64_t word = team.units[unit].load(std::memory_order_acquire);
+    if (word == word_of(job, kDone)) return true;
+    if (spins % kSpins == 0 && Clock::now() > until) {
+      if (exchange(team, unit, job, kClaimed, kDone)) return false;
+      sched_yield();  // it is storing, which is short
+    }
+    pause_core();
+  }
+}
+
+}  // namespace
+
+namespace detail {
+
+void run_shared(Team* shared, const Calls& calls, const void* work, size_t work_bytes,
+                int64_t num_units, size_t scratch_bytes) {
+  Team& team = *shared;
+  const uint64_t job = ++team.last_job;
+  const auto start = Clock::now();
+  publish(team, job, calls, work, work_bytes, num_units, scratch_bytes);
+  team.num_shared.fetch_add(1, std::memory_order_relaxed);
+  void* scratch = own_scratch(scratch_bytes);
+  int64_t num_own = 0;
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    if (!claim(team, unit, job)) continue;
+    calls.compute(work, unit, scratch);
+    calls.store(work, unit, scratch);
+    team.units[unit].store(word_of(job, kDone), std::memory_order_release);
+    ++num_own;
+  }
+  // A helper's unit takes about as long as one of ours.
+  const auto end = Clock::now();
+  const auto until = end + kPatience + 2 * (end - start) / (num_own + 1);
+  for (int64_t unit = 0; unit < num_units; ++unit) {
+    if (is_done_in_time(team, unit, job, until)) continue;
+    team.turns_alone = kBackOff;
+    team.num_late.fetch_add(1, std::memory_order_relaxed);
+    calls.compute(work, unit, scratch);
+    calls.store(work, unit, scratch);
+  }
+}
+
+}  // namespace detail
+
+Team* create_team(int64_t num_threads) {
+  Team* team = new (std::align_val_t{kAlignment}) Team;
+  if (num_threads > 1) start_helpers(*team, num_threads - 1);
+  return team;
+}
+
+void destroy_team(Team* team) {
+  if (getpid() == team->process && team->helpers != nullptr) {
+    team->job.store(kStop, std::memory_order_seq_cst);
+    wake_helpers(*team);
+    for (int64_t i = 0; i < team->num_helpers; ++i) {
+      if (team->helpers[i].team != nullptr) pthread_join(team->helpers[i].thread, nullptr);
+    }
+    ::operator delete[](team->helpers, std::align_val_t{kAlignment});
+  }
+  team->~Team();
+  ::operator delete(team, std::align_val_t{kAlignment});
+}
+
+void wait_until_idle(Team* team) {
+  if (team == nullptr || getpid() != team->process) return;  // forked: the helpers are not here
+  for (int64_t i = 0; i < team->num_helpers; ++i) {
+    const std::atomic<uint64_t>& works_on = team->helpers[i].works_on;
+    const uint64_t job = works_on.load(std::memory_order_seq_cst);
+    while (job != 0 && works_on.load(std::memory_order_acquire) == job) usleep(50);
+  }
+}
+
+int64_t num_threads(const Team* team) { return team == nullptr ? 1 : team->num_helpers + 1; }
+
+Turn::Turn(Team* team) : team_(nullptr) {
+  int is_taken = 0;
+  if (team == nullptr || team->num_helpers == 0 ||
+      !team->is_taken.compare_exchange_strong(is_taken, 1, std::memory_order_acquire)) {
+    return;
+  }
+  if (team->turns_alone > 0) {
+    --team->turns_alone;
+    team->is_taken.store(0, std::memory_order_release);
+    return;
+  }
+  team_ = team;
+}
+
+Turn::~Turn() {
+  if (team_ != nullptr) team_->is_taken.store(0, std::memory_order_release);
+}
+
+void* input_block(Team* team, size_t bytes) {
+  thread_local Buffer own;
+  if (team == nullptr) return buffer_of(own, bytes);
+  if (!team->inputs.holds(bytes)) {
+    wait_until_idle(team);
+    team->inputs.grow(bytes);
+  }
+  return team->inputs.memory();
+}
+
+void* own_scratch(size_t bytes) {
+  thread_local Buffer own;
+  return buffer_of(own, bytes);
+}
+
+}  // namespace outdraft
+
+OUTDRAFT_EXPORT outdraft::Team* team_create(int64_t num_threads) {
+  return outdraft::create_team(num_threads);
+}
+
+OUTDRAFT_EXPORT void team_destroy(outdraft::Team* team) { outdraft::destroy_team(team); }
+
+OUTDRAFT_EXPORT void team_wait_until_idle(outdraft::Team* team) {
+  outdraft::wait_until_idle(team);
+}
+
+// Jobs that were shared, and units that were taken back from late helpers, since the start.
+OUTDRAFT_EXPORT int64_t team_num_shared(const outdraft::Team* team) {
+  return team->num_shared.load(std::memory_order_relaxed);
+}
+OUTDRAFT_EXPORT int64_t team_num_late(const outdraft::Team* team) {
+  return team->num_late.load(std::memory_order_relaxed);
+}
+
+// For tests: the last unit of the next job is claimed by nobody, as by a helper without its core.
+OUTDRAFT_EXPORT void team_lose_next_unit(outdraft::Team* team) { team->loses_next_unit = true; }
+
+// For tests: whether a helper that has claimed the last unit of a job may still store it.
+OUTDRAFT_EXPORT int32_t team_may_store(outdraft::Team* team, int64_t unit) {
+  return exchange(*team, unit, team->last_job, outdraft::kClaimed, outdraft::kStoring);
+}
