@@ -24,10 +24,10 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.attention.rows import Span, lay_out, send
-from outdraft.attention.select import attention_backend
 from outdraft.bench.environment import compute, environment
+from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels
 
 NUM_KV_HEADS, HEADS_PER_KV, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
@@ -126,7 +126,7 @@ def flex(inputs: Inputs) -> Run:
 
 def candidates(inputs: Inputs, device: torch.device) -> dict[str, Run]:
     """By name; ours first."""
-    fast = attention_backend(None, device)
+    fast = choose_kernels("auto", device, inputs.q_THC.dtype).attention
     runs = {fast.name: paged(fast, inputs), "sdpa": sdpa(inputs)}
     if device.type == "cpu":
         return runs | {"reference": paged(ReferenceAttention(), inputs)}

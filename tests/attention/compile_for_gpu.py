@@ -9,8 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from outdraft.attention import triton_kernels as kernels
-from outdraft.attention.triton import _launches
+from outdraft.kernels.triton import attention_kernels as kernels
+from outdraft.kernels.triton.attention import _launches
 
 INT32 = ("query_start", "context_lens", "num_causal_B", "block_table")
 INT64 = ("ancestors", "positions", "slots")

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.attention.base import LayerCache, causal_metadata
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import MAX_ELEMENTS, ReferenceAttention
 from outdraft.core.draft import tree_depths
+from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
+from tests.kernels.tables import native_attention
 from tests.reference.dense_attention import DenseRequest, attend_row
 
 SMALL = shapes(max_context=9, max_causal=5, max_drafts=9)
@@ -68,7 +68,7 @@ def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_
     assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("attention", [ReferenceAttention(), CpuAttention(1)])
+@pytest.mark.parametrize("attention", [ReferenceAttention(), native_attention()])
 @pytest.mark.parametrize("window", [None, 3, 11])
 def test_a_tree_read_level_by_level_reads_what_it_reads_at_once(attention, window):
     parents = (0, 0, 1, 2, 2, 3, 5, 1)

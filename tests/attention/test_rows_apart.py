@@ -7,15 +7,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.attention.base import AttentionBackend, LayerCache, causal_metadata
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.draft import ancestor_masks
+from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, shapes
+from tests.kernels.tables import native_attention
 
 EXACT = ReferenceAttention(in_order=True)
 BACKENDS = [
-    pytest.param(CpuAttention(1), torch.float32, id="cpu-float32"),
-    pytest.param(CpuAttention(1), torch.bfloat16, id="cpu-bfloat16"),
+    pytest.param(native_attention(), torch.float32, id="cpu-float32"),
+    pytest.param(native_attention(), torch.bfloat16, id="cpu-bfloat16"),
     pytest.param(EXACT, torch.float32, id="reference-float32"),
     pytest.param(EXACT, torch.float64, id="reference-float64"),
 ]

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted
 
-triton_attention = pytest.importorskip("outdraft.attention.triton", reason="needs triton")
+triton_attention = pytest.importorskip("outdraft.kernels.triton.attention", reason="needs triton")
 TritonAttention = triton_attention.TritonAttention
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -209,7 +209,7 @@ def test_it_is_the_default_on_a_gpu():
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
-    monkeypatch.setattr("outdraft.attention.select.find_spec", lambda name: None)
+    monkeypatch.setattr("outdraft.kernels.triton.select.find_spec", lambda name: None)
     kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
     assert kernels.attention.name == "reference"
 

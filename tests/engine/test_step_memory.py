@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
@@ -19,6 +18,7 @@ from outdraft.engine.step_memory import (
     sampling_bytes,
     text_bytes,
 )
+from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM

@@ -1,12 +1,32 @@
 """Tables of kernels for tests."""
 
-from outdraft.kernels.native.library import open_library
+import functools
+
+import pytest
+
+from outdraft.kernels.native.attention import NativeAttention
+from outdraft.kernels.native.library import Library, open_library, usable_instruction_sets
 from outdraft.kernels.native.table import native_kernels
+from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels
 
+# A test with this mark has a parameter `name` and runs with each library of this machine.
+each_library = pytest.mark.parametrize("name", usable_instruction_sets())
 
-def cpu_kernels(num_threads: int = 1) -> Kernels:
-    """Of the fastest library."""
-    library = open_library()
-    assert library is not None, "run `make lib` first"
-    return native_kernels(library, num_threads)
+
+def library(name: str | None = None) -> Library:
+    """The library of an instruction set; None: the fastest one."""
+    found = open_library(name)
+    assert found is not None, "run `make lib` first"
+    return found
+
+
+def cpu_kernels(num_threads: int = 1, name: str | None = None) -> Kernels:
+    """Of a library."""
+    return native_kernels(library(name), num_threads)
+
+
+@functools.cache
+def native_attention(num_threads: int = 1, name: str | None = None) -> NativeAttention:
+    """Of a library."""
+    return NativeAttention(library(name), shared_team(library(name).name, num_threads))

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import build_batch, converted, models, shapes
 from tests.kernels.comparisons import Case
 

@@ -14,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.attention.select import triton_attention
 from outdraft.kernels.choose import REFERENCE, choose_kernels, kernels_options
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.triton.select import triton_attention
 from tests.kernels.comparisons import Case, Comparison
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kv.cache import KVCache
 from tests.attention.ragged import trees
 

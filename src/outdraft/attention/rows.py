@@ -7,13 +7,16 @@ Dimension key: B requests, T rows, P blocks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.kernels.ops import Kernels
+
+if TYPE_CHECKING:
+    from outdraft.kernels.ops import Kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class RowLayout:
     max_seq_len: int
 
 
-def lay_out(spans: Sequence[Span], block_size: int, kernels: Kernels) -> RowLayout:
+def lay_out(spans: Sequence[Span], block_size: int, kernels: "Kernels") -> RowLayout:
     """Rows in request order; within a request causal rows first, then the draft's."""
     sizes_B3 = np.array([(s.context_len, s.num_causal, len(s.parents)) for s in spans])
     context_lens_B, num_causal_B, num_drafts_B = sizes_B3.astype(np.int32).T.copy()

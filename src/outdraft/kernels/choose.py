@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import torch
 
-from outdraft.attention.select import triton_attention
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kernels.triton.select import triton_attention
 
 AUTO, REFERENCE = "auto", "reference"
 

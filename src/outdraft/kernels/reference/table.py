@@ -1,7 +1,7 @@
 """The table whose entries are all readable."""
 
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.rows import place_rows
 
 

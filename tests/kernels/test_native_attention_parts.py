@@ -1,7 +1,6 @@
-"""Contexts of the CPU attention that are so long that they have parts."""
+"""Contexts that are so long that the compiled library's attention has parts."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,25 +8,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.attention import cpu
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.cpu_tiles import PART
-from outdraft.attention.reference import ReferenceAttention
+from outdraft.attention.base import AttentionBackend
+from outdraft.kernels.native.attention import NativeAttention
+from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, trees
+from tests.kernels.tables import each_library, native_attention
 
-ONE, TWO, THREE = (CpuAttention(num_threads) for num_threads in (1, 2, 3))
+PART = 2048  # as in csrc/attention.cpp
 REFERENCE = ReferenceAttention()
 BUSH = (0, 0, 1, 1, 2, 3, 4)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_batches_are_shared() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_WORK_PER_SHARE", 1)
-        yield
+def native(name: str, num_threads: int = 1) -> NativeAttention:
+    return native_attention(num_threads, name)
 
 
-def attend(attention: CpuAttention, batch: Batch, window: int | None = None) -> Tensor:
+def attend(attention: AttentionBackend, batch: Batch, window: int | None = None) -> Tensor:
     return attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.3, window)
 
 
@@ -51,7 +47,8 @@ def long_shapes(draw: st.DrawFn) -> Shape:
     return Shape(context_len, num_causal, parents, tuple(draw(drafts)))
 
 
-@settings(max_examples=60, deadline=None)
+@each_library
+@settings(max_examples=25, deadline=None)
 @given(
     requests=st.lists(long_shapes(), min_size=1, max_size=3),
     model=models(),
@@ -60,17 +57,18 @@ def long_shapes(draw: st.DrawFn) -> Shape:
     seed=st.integers(0, 999),
 )
 def test_parts_equal_the_reference_and_threads_change_no_bit(
-    requests, model, window, cache_dtype, seed
+    name, requests, model, window, cache_dtype, seed
 ):
     batch = build_batch(requests, model, cache_dtype, seed)
     batch = dataclasses.replace(batch, q_THC=batch.q_THC.float())
-    got = attend(ONE, batch, window)
+    got = attend(native(name), batch, window)
     torch.testing.assert_close(got.double(), exact(batch, window), rtol=1e-5, atol=1e-5)
-    assert torch.equal(attend(TWO, batch, window), got)
-    assert torch.equal(attend(THREE, batch, window), got)
+    assert torch.equal(attend(native(name, 2), batch, window), got)
+    assert torch.equal(attend(native(name, 3), batch, window), got)
 
 
-@pytest.mark.parametrize("attention", [ONE, THREE])
+@each_library
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(
     ("shape", "window"),
     [
@@ -81,15 +79,18 @@ def test_parts_equal_the_reference_and_threads_change_no_bit(
         (Shape(3 * PART, 1, BUSH), 5),  # only the last part is seen
     ],
 )
-def test_parts_that_some_rows_do_not_see_change_nothing(attention, shape, window):
+def test_parts_that_some_rows_do_not_see_change_nothing(name, num_threads, shape, window):
+    attention = native(name, num_threads)
     batch = build_batch([shape], Model(4, 2, 16, 16), torch.float32, seed=5)
     got = attend(attention, batch, window)
     torch.testing.assert_close(got.double(), exact(batch, window), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("attention", [ONE, THREE])
+@each_library
+@pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("window", [None, 100, 2500])
-def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(attention, window):
+def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(name, num_threads, window):
+    attention = native(name, num_threads)
     batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16), torch.float32, seed=6)
     together = attend(attention, batch, window)
     for row in range(70):
@@ -110,53 +111,34 @@ def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(attention, 
         assert torch.equal(alone, together[row : row + 1])
 
 
-def test_a_long_request_reads_the_same_bits_alone_and_in_a_batch():
+@each_library
+def test_a_long_request_reads_the_same_bits_alone_and_in_a_batch(name):
     model, requests = Model(2, 1, 8, 16), [Shape(2 * PART + 9, 1, BUSH), Shape(PART, 300, ())]
     both = build_batch(requests, model, torch.float32, seed=3)
     alone = build_batch(requests[:1], model, torch.float32, seed=3)
     alone = dataclasses.replace(alone, q_THC=both.q_THC[:8])
-    assert torch.equal(attend(ONE, alone), attend(THREE, both)[:8])
+    assert torch.equal(attend(native(name), alone), attend(native(name, 3), both)[:8])
 
 
-@pytest.mark.parametrize("attention", [ONE, THREE])
-def test_scores_of_other_parts_may_be_far_higher(attention):
+@each_library
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_scores_of_other_parts_may_be_far_higher(name, num_threads):
+    attention = native(name, num_threads)
     batch = build_batch([Shape(3 * PART, 2, (0, 0))], Model(2, 1, 8, 4), torch.float32, seed=4)
     batch = dataclasses.replace(batch, q_THC=3e4 * batch.q_THC)
     got = attend(attention, batch)
     torch.testing.assert_close(got.double(), exact(batch), rtol=1e-2, atol=1e-2)
 
 
+@each_library
 @pytest.mark.parametrize("bad", ["k_PSGC", "v_PSGC"])
 @pytest.mark.parametrize("key", [0, PART, 2 * PART + 5])
-def test_a_nan_in_any_part_is_not_lost_and_stays_in_its_request(bad, key):
+def test_a_nan_in_any_part_is_not_lost_and_stays_in_its_request(name, bad, key):
     requests = [Shape(2 * PART + 9, 1, ()), Shape(PART + 9, 1, ())]
     batch = build_batch(requests, Model(2, 1, 8, 4), torch.float32, seed=4)
     block = batch.metadata.block_table_BP[0, key // 4]
     getattr(batch.cache, bad)[block, key % 4] = torch.nan
-    for attention in (ONE, THREE):
+    for attention in (native(name), native(name, 3)):
         got = attend(attention, batch)
         assert got[0].isnan().all()
         assert not got[1].isnan().any()
-
-
-@pytest.mark.parametrize(
-    ("shape", "is_split"),
-    [
-        (Shape(3 * PART, 1, ()), True),
-        (Shape(3 * PART, 1, BUSH), True),
-        (Shape(PART - 1, 1, ()), False),  # one part
-        (Shape(3 * PART, 4000, ()), False),  # tiles enough
-    ],
-)
-def test_long_contexts_of_few_rows_are_split(shape, is_split, monkeypatch):
-    sizes: list[int] = []
-
-    def partial_bytes(*arguments):
-        sizes.append(partial_bytes_itself(*arguments))
-        return sizes[-1]
-
-    partial_bytes_itself = cpu.partial_bytes
-    monkeypatch.setattr(cpu, "partial_bytes", partial_bytes)
-    attend(TWO, build_batch([shape], Model(4, 1, 4, 16), torch.float32, seed=1))
-    assert len(sizes) == 1
-    assert (sizes[0] > 0) == is_split

@@ -15,10 +15,10 @@ import torch
 import triton
 from torch import Tensor
 
-from outdraft.attention import triton_kernels as kernels
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.triton import attention_kernels as kernels
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32 for the parts of split contexts

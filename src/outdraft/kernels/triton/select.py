@@ -9,6 +9,6 @@ def triton_attention() -> AttentionBackend | None:
     """A new backend; None: triton, an extra, is not installed."""
     if find_spec("triton") is None:
         return None
-    from outdraft.attention.triton import TritonAttention
+    from outdraft.kernels.triton.attention import TritonAttention
 
     return TritonAttention()

@@ -1,4 +1,4 @@
-"""The compiled CPU attention against the reference."""
+"""Attention of the compiled library against the reference, and bit for bit against itself."""
 
 import pytest
 import torch
@@ -6,17 +6,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.attention.base import LayerCache
-from outdraft.attention.cpu import CpuAttention
-from outdraft.attention.reference import ReferenceAttention
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.native.attention import NativeAttention
+from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Model, Shape, build_batch, converted, models, shapes
+from tests.kernels.tables import each_library, native_attention
 
-CPU, REFERENCE = CpuAttention(num_threads=1), ReferenceAttention()
+REFERENCE = ReferenceAttention()
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the result's dtype
 
 
-@settings(max_examples=120, deadline=None)
+def native(name: str, num_threads: int = 1) -> NativeAttention:
+    return native_attention(num_threads, name)
+
+
+@each_library
+@settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(shapes(), min_size=1, max_size=4),
     model=models(),
@@ -25,10 +31,10 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the result's dtype
     cache_dtype=DTYPES,
     seed=st.integers(0, 999),
 )
-def test_cpu_equals_reference(requests, model, window, query_dtype, cache_dtype, seed):
+def test_it_equals_the_reference(name, requests, model, window, query_dtype, cache_dtype, seed):
     batch = build_batch(requests, model, cache_dtype, seed)
     q_THC, scale = batch.q_THC.to(query_dtype), model.head_size**-0.5
-    got = CPU.attend(q_THC, batch.cache, batch.metadata, scale, window)
+    got = native(name).attend(q_THC, batch.cache, batch.metadata, scale, window)
     exact = converted(batch.cache, torch.float64)
     want = REFERENCE.attend(q_THC.double(), exact, batch.metadata, scale, window)
     assert got.dtype == query_dtype
@@ -36,76 +42,88 @@ def test_cpu_equals_reference(requests, model, window, query_dtype, cache_dtype,
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
 
 
+@each_library
 @settings(max_examples=25, deadline=None)
 @given(context_len=st.integers(0, 200), size=st.integers(0, 63), seed=st.integers(0, 99))
-def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_len, size, seed):
+def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(
+    name, context_len, size, seed
+):
     model = Model(8, 4, 16, 16)
     chain, causal = Shape(context_len, 1, tuple(range(size))), Shape(context_len, 1 + size, ())
     drafted, plain = (build_batch([s], model, torch.float32, seed) for s in (chain, causal))
-    got = CPU.attend(drafted.q_THC, drafted.cache, drafted.metadata, 0.25, None)
-    want = CPU.attend(plain.q_THC, plain.cache, plain.metadata, 0.25, None)
+    got = native(name).attend(drafted.q_THC, drafted.cache, drafted.metadata, 0.25, None)
+    want = native(name).attend(plain.q_THC, plain.cache, plain.metadata, 0.25, None)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_a_request_reads_the_same_alone_and_in_a_batch():
+@each_library
+def test_a_request_reads_the_same_alone_and_in_a_batch(name):
     model, requests = Model(8, 4, 16, 16), [Shape(100, 3, (0, 0, 1)), Shape(0, 50, ())]
     both = build_batch(requests, model, torch.float32, seed=3)
     alone = build_batch(requests[:1], model, torch.float32, seed=3)
     num_rows = requests[0].num_rows
     alone_q = both.q_THC[:num_rows]
-    got = CPU.attend(both.q_THC, both.cache, both.metadata, 0.25, None)[:num_rows]
-    assert torch.equal(CPU.attend(alone_q, alone.cache, alone.metadata, 0.25, None), got)
+    got = native(name).attend(both.q_THC, both.cache, both.metadata, 0.25, None)[:num_rows]
+    assert torch.equal(native(name).attend(alone_q, alone.cache, alone.metadata, 0.25, None), got)
 
 
-def test_threads_change_no_bit():
+@each_library
+def test_threads_change_no_bit(name):
     requests = [Shape(700, 300, ()), Shape(30, 200, tuple(range(40)))]
     batch = build_batch(requests, Model(8, 4, 32, 16), torch.float32, seed=2)
     arguments = (batch.q_THC, batch.cache, batch.metadata, 0.2, None)
-    assert torch.equal(CpuAttention(num_threads=3).attend(*arguments), CPU.attend(*arguments))
+    assert torch.equal(native(name, 3).attend(*arguments), native(name).attend(*arguments))
 
 
-def test_very_high_scores_do_not_overflow():
+@each_library
+def test_very_high_scores_do_not_overflow(name):
     batch = build_batch([Shape(200, 2, (0, 0))], Model(2, 1, 8, 4), torch.float32, seed=4)
-    got = CPU.attend(batch.q_THC, batch.cache, batch.metadata, 1e4, 50)
+    got = native(name).attend(batch.q_THC, batch.cache, batch.metadata, 1e4, 50)
     want = REFERENCE.attend(
         batch.q_THC.double(), converted(batch.cache, torch.float64), batch.metadata, 1e4, 50
     )
     torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)
 
 
+@each_library
 @pytest.mark.parametrize("bad", ["k_PSGC", "v_PSGC"])
-def test_a_nan_in_one_request_stays_there(bad):
+def test_a_nan_in_one_request_stays_there(name, bad):
     requests = [Shape(60, 2, ()), Shape(20, 2, ())]
     batch = build_batch(requests, Model(2, 1, 8, 4), torch.float32, seed=4)
     blocks = batch.metadata.block_table_BP[0, :16]
     getattr(batch.cache, bad)[blocks] = torch.nan
-    for attention in (CPU, REFERENCE):
+    for attention in (native(name), REFERENCE):
         got = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.5, None)
         assert got[:2].isnan().all()
         assert not got[2:].isnan().any()
 
 
-def test_rows_behind_the_last_request_are_zero():
+@each_library
+def test_rows_behind_the_last_request_are_zero(name):
     batch = build_batch([Shape(3, 2, (0, 0))], Model(2, 1, 4, 4), torch.float32, seed=1)
     q_THC = torch.cat([batch.q_THC, torch.ones(2, 2, 4)])
-    assert not CPU.attend(q_THC, batch.cache, batch.metadata, 1.0, None)[4:].any()
+    assert not native(name).attend(q_THC, batch.cache, batch.metadata, 1.0, None)[4:].any()
 
 
-def test_a_slice_of_a_fused_projection_is_read_in_place_and_right():
+@each_library
+def test_a_slice_of_a_fused_projection_is_read_in_place_and_right(name):
     batch = build_batch([Shape(40, 5, (0, 1, 0))], Model(4, 2, 8, 4), torch.float32, seed=1)
     fused = torch.randn(len(batch.q_THC), 4 * 8 + 2 * 2 * 8)
     q_THC = fused[:, : 4 * 8].unflatten(1, (4, 8))
-    got = CPU.attend(q_THC, batch.cache, batch.metadata, 1.0, None)
-    assert torch.equal(got, CPU.attend(q_THC.clone(), batch.cache, batch.metadata, 1.0, None))
+    got = native(name).attend(q_THC, batch.cache, batch.metadata, 1.0, None)
+    assert torch.equal(
+        got, native(name).attend(q_THC.clone(), batch.cache, batch.metadata, 1.0, None)
+    )
     every_second = torch.randn(len(batch.q_THC), 4, 16)[:, :, ::2]
-    got = CPU.attend(every_second, batch.cache, batch.metadata, 1.0, None)
-    want = CPU.attend(every_second.clone(), batch.cache, batch.metadata, 1.0, None)
+    got = native(name).attend(every_second, batch.cache, batch.metadata, 1.0, None)
+    want = native(name).attend(every_second.clone(), batch.cache, batch.metadata, 1.0, None)
     assert torch.equal(got, want)
 
 
+@each_library
 @settings(max_examples=60, deadline=None)
 @given(new_dtype=DTYPES, cache_dtype=DTYPES, data=st.data())
-def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_dtype, data):
+def test_write_equals_reference_and_drops_rows_without_a_slot(name, new_dtype, cache_dtype, data):
     free = data.draw(st.permutations(range(12)))
     slots_T = torch.tensor([s if data.draw(st.booleans()) else -1 for s in free[:7]])
     fused = torch.randn(7, 3 * 2 * 5).to(new_dtype)
@@ -113,7 +131,7 @@ def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_d
     before = LayerCache(*(torch.randn(3, 4, 2, 5).to(cache_dtype) for _ in range(2)))
     got, want = converted(before, torch.float64), converted(before, torch.float64)
     got, want = converted(got, cache_dtype), converted(want, cache_dtype)
-    CPU.write(k_TGC, v_TGC, got, slots_T)
+    native(name).write(k_TGC, v_TGC, got, slots_T)
     REFERENCE.write(k_TGC, v_TGC, want, slots_T)
     assert torch.equal(got.k_PSGC, want.k_PSGC)
     assert torch.equal(got.v_PSGC, want.v_PSGC)
@@ -122,18 +140,20 @@ def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_d
     assert torch.equal(got.k_PSGC.flatten(0, 1)[kept], before.k_PSGC.flatten(0, 1)[kept])
 
 
-def test_rounding_to_bfloat16_is_that_of_pytorch():
+@each_library
+def test_rounding_to_bfloat16_is_that_of_pytorch(name):
     bits = torch.randint(-(2**31), 2**31 - 1, (1, 1, 4096), dtype=torch.int32)
     bits[0, 0, :4] = torch.tensor([0x3F808000, 0x3F818000, 0x7F800000, 0x7FFFFFFF])
     new_TGC = bits.view(torch.float32)
     cache = LayerCache(*(torch.zeros(1, 1, 1, 4096, dtype=torch.bfloat16) for _ in range(2)))
-    CPU.write(new_TGC, new_TGC, cache, torch.tensor([0]))
+    native(name).write(new_TGC, new_TGC, cache, torch.tensor([0]))
     want = new_TGC.bfloat16().flatten()
     torch.testing.assert_close(cache.k_PSGC.flatten(), want, rtol=0, atol=0, equal_nan=True)
 
 
+@each_library
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_other_dtypes_are_refused_by_name(dtype):
+def test_other_dtypes_are_refused_by_name(name, dtype):
     batch = build_batch([Shape(3, 1, ())], Model(2, 1, 4, 4), dtype, seed=1)
     with pytest.raises(ConfigError, match=str(dtype)):
-        CPU.attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+        native(name).attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)

@@ -1,0 +1,51 @@
+// Paged tree attention: what src/outdraft/attention/base.py states, for float32 and bfloat16.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "kept_memory.h"
+#include "team.h"
+
+namespace outdraft {
+
+// Addresses of the tensors of attention/base.py, then numbers. Python has it too
+// (kernels/native/attention.py).
+struct AttentionBatch {
+  const void* q;  // [T, H, C], rows q_stride numbers apart
+  void* out;      // [T, H, C] contiguous, of q's dtype
+  const void* k;  // [P, S, G, C] contiguous
+  const void* v;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int32_t* num_causal;
+  const int64_t* ancestors;
+  const int64_t* positions;
+  const int32_t* block_table;  // [B, P], rows table_stride numbers apart
+  int64_t num_requests, num_rows, num_heads, num_kv_heads, head_size, block_size;
+  int64_t q_stride, table_stride;
+  int64_t window;  // kNoWindow: none
+  float scale;
+  int32_t is_bf16_query, is_bf16_cache;
+};
+
+constexpr int64_t kNoWindow = int64_t{1} << 40;  // longer than any text
+
+// What `attend` needs between calls. A late helper may read it after a call, and so it may what a
+// batch points to: when that changes, `version` has to rise before.
+struct AttentionMemory {
+  explicit AttentionMemory(Team* team) : tiles(team), partial(team) {}
+
+  KeptMemory tiles, partial;
+  std::atomic<int64_t> version = 0;
+};
+
+// out = softmax(scale * q k^T) v over what each row sees; 0 for rows behind the last request.
+// `team` is not of a turn. With a team, what `batch` points to must be kept memory.
+void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory);
+
+// cached[slots[t]] = rows[t] for slots that are not negative, converted where the dtypes differ.
+void write_rows(const void* rows, int64_t row_stride, bool is_bf16_rows, void* cached,
+                bool is_bf16_cached, const int64_t* slots, int64_t num_rows, int64_t row_size);
+
+}  // namespace outdraft

@@ -1,0 +1,83 @@
+// Functions and sums of whole vectors, in one order for each width.
+#pragma once
+
+#include <utility>
+
+#include "simd.h"
+
+namespace outdraft {
+
+// Numbers as float32, from where they lie.
+inline Floats numbers(const float* from) { return load<Floats>(from); }
+inline Floats numbers(const uint16_t* from) { return widen(load<Halves>(from)); }
+
+// 2 ** x to about 1e-7 for x <= 127, exactly 0 below -126; a NaN stays one (Cephes' exp2f).
+inline Floats exp2_of(Floats x) {
+  const Floats lowest = broadcast(-126.0f);
+  const auto is_tiny = x < lowest;
+  const Floats bounded = is_tiny ? lowest : x;
+  const Ints whole = __builtin_convertvector(bounded - 0.5f, Ints);
+  const Floats fraction = bounded - __builtin_convertvector(whole, Floats);
+  Floats power = broadcast(1.535336188319500e-4f);
+  for (const float factor : {1.339887440266574e-3f, 9.618437357674640e-3f, 5.550332471162809e-2f,
+                             2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f}) {
+    power = fused(power, fraction, broadcast(factor));
+  }
+  return is_tiny ? Floats{} : power * (Floats)((whole + 127) << 23);
+}
+
+namespace detail {
+
+// Number i of the result comes from the one or the other, as bit `kDistance` of i says.
+template <int kDistance, int... kPlaces>
+Floats pair_sum(Floats a, Floats b, std::integer_sequence<int, kPlaces...>) {
+  const Floats own =
+      __builtin_shufflevector(a, b, (kPlaces + (kPlaces & kDistance ? kWidth : 0))...);
+  const Floats other = __builtin_shufflevector(
+      a, b, ((kPlaces ^ kDistance) + (kPlaces & kDistance ? kWidth : 0))...);
+  return own + other;
+}
+
+template <int kDistance, int... kPlaces>
+Floats turned(Floats a, std::integer_sequence<int, kPlaces...>) {
+  return __builtin_shufflevector(a, a, (kPlaces ^ kDistance)...);
+}
+
+using Places = std::make_integer_sequence<int, kWidth>;
+
+}  // namespace detail
+
+// A vector whose number i is the sum of vectors[i], which are overwritten.
+template <int kDistance = 1>
+inline Floats sums_of(Floats* vectors) {
+  if constexpr (kDistance == kWidth) {
+    return vectors[0];
+  } else {
+    for (int i = 0; i < kWidth / kDistance; i += 2) {
+      vectors[i / 2] = detail::pair_sum<kDistance>(vectors[i], vectors[i + 1], detail::Places{});
+    }
+    return sums_of<2 * kDistance>(vectors);
+  }
+}
+
+template <int kDistance = 1>
+inline float sum_of(Floats vector) {
+  if constexpr (kDistance == kWidth) {
+    return vector[0];
+  } else {
+    return sum_of<2 * kDistance>(vector + detail::turned<kDistance>(vector, detail::Places{}));
+  }
+}
+
+// The highest number; of a NaN and a number one of them.
+template <int kDistance = 1>
+inline float max_of(Floats vector) {
+  if constexpr (kDistance == kWidth) {
+    return vector[0];
+  } else {
+    const Floats other = detail::turned<kDistance>(vector, detail::Places{});
+    return max_of<2 * kDistance>(vector > other ? vector : other);
+  }
+}
+
+}  // namespace outdraft

@@ -1,0 +1,141 @@
+"""Paged tree attention by the compiled library."""
+
+import ctypes
+import weakref
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.errors import ConfigError
+from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.team import Team
+
+NO_WINDOW = 1 << 40
+
+
+class Batch(ctypes.Structure):
+    """As in csrc/attention.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("q", "out", "k", "v")),
+        *((name, c_void_p) for name in ("query_start", "context_lens", "num_causal")),
+        *((name, c_void_p) for name in ("ancestors", "positions", "block_table")),
+        *((name, c_int64) for name in ("num_requests", "num_rows", "num_heads", "num_kv_heads")),
+        *((name, c_int64) for name in ("head_size", "block_size", "q_stride", "table_stride")),
+        ("window", c_int64),
+        ("scale", c_float),
+        *((name, c_int32) for name in ("is_bf16_query", "is_bf16_cache")),
+    )
+
+
+class NativeAttention:
+    """The operations of csrc/attention.cpp, for float32 and bfloat16 tensors on the CPU.
+
+    Queries and cache may differ in dtype; scores, softmax and sums are float32. Rows behind the
+    last request are padding: their result is zero.
+    """
+
+    name = "native"
+
+    def __init__(self, library: Library, team: Team) -> None:
+        create = library.function("attention_create", [c_void_p], c_void_p)
+        destroy = library.function("attention_destroy", [c_void_p], releases_gil=True)
+        arguments = [c_void_p, POINTER(Batch), c_void_p]
+        self._attend = library.function("attention_attend", arguments, releases_gil=True)
+        rows, cached = [c_void_p, c_int64, c_int64], [c_void_p, c_int64]
+        self._write = library.function(
+            "attention_write", [*rows, *cached, c_void_p, c_int64, c_int64]
+        )
+        self._team = team
+        self._memory = create(team.address)
+        weakref.finalize(self, destroy, self._memory)
+
+    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+        """As `AttentionBackend`.
+
+        Raises:
+            ConfigError: a dtype that the library does not read.
+        """
+        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+            new_TGC = _with_dense_rows(new_TGC)
+            self._write(
+                new_TGC.data_ptr(),
+                new_TGC.stride(0),
+                _is_bf16(new_TGC),
+                address_of(cached_PSGC, cached_PSGC.dtype),
+                _is_bf16(cached_PSGC),
+                address_of(slots_T, torch.int64),
+                new_TGC.shape[0],
+                new_TGC.shape[1] * new_TGC.shape[2],
+            )
+
+    def attend(
+        self,
+        q_THC: Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """As `AttentionBackend`.
+
+        Raises:
+            ConfigError: a dtype that the library does not read.
+        """
+        q_THC = _with_dense_rows(q_THC)
+        num_rows, num_heads, head_size = q_THC.shape
+        out_THC = torch.empty((num_rows, num_heads, head_size), dtype=q_THC.dtype)
+        _, block_size, num_kv_heads, _ = cache.k_PSGC.shape
+        table_BP = metadata.block_table_BP.contiguous()  # the runner's may be a slice
+        batch = Batch(
+            q=q_THC.data_ptr(),
+            out=out_THC.data_ptr(),
+            k=address_of(cache.k_PSGC, cache.k_PSGC.dtype),
+            v=address_of(cache.v_PSGC, cache.k_PSGC.dtype),
+            query_start=address_of(metadata.query_start_B1, torch.int32),
+            context_lens=address_of(metadata.context_lens_B, torch.int32),
+            num_causal=address_of(metadata.num_causal_B, torch.int32),
+            ancestors=address_of(metadata.ancestors_T, torch.int64),
+            positions=address_of(metadata.positions_T, torch.int64),
+            block_table=address_of(table_BP, torch.int32),
+            num_requests=metadata.context_lens_B.shape[0],
+            num_rows=num_rows,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            block_size=block_size,
+            q_stride=q_THC.stride(0),
+            table_stride=table_BP.shape[1],
+            window=NO_WINDOW if window is None else window,
+            scale=scale,
+            is_bf16_query=_is_bf16(q_THC),
+            is_bf16_cache=_is_bf16(cache.k_PSGC),
+        )
+        self._attend(self._team.address, ctypes.byref(batch), self._memory)
+        return out_THC
+
+
+def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
+    """The address of the numbers; the caller must keep the tensor alive."""
+    assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
+    assert tensor.is_cpu
+    assert tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+def _with_dense_rows(rows_THC: Tensor) -> Tensor:
+    """The same values with contiguous rows; a slice of a fused projection has them already."""
+    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
+        return rows_THC
+    return rows_THC.contiguous()
+
+
+def _is_bf16(tensor: Tensor) -> bool:
+    if tensor.dtype not in (torch.float32, torch.bfloat16):
+        raise ConfigError(
+            f"native attention reads float32 and bfloat16, not {tensor.dtype}: "
+            "use the reference attention for other dtypes"
+        )
+    return tensor.dtype is torch.bfloat16
