@@ -1,138 +1,259 @@
 """Compile csrc/ into one shared library for each instruction set: `python build_kernels.py`.
 
-The libraries have the same symbols. Python opens the one for the processor it runs on. A library
-that is newer than all sources is left as it is. Only the standard library is imported here: the
-build of a wheel runs it too (hatch_build.py).
+The libraries have the same symbols. Python opens the one for the processor it runs on. Each carries
+a digest of the sources and flags that it was made from: one that carries another digest is made
+anew, of it only the sources that changed. Only the standard library is imported here: the build of
+a wheel runs it too (hatch_build.py).
 """
 
 import argparse
 import concurrent.futures
+import contextlib
+import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent
 SOURCES = ROOT / "csrc"
 LIBRARIES = ROOT / "src" / "outdraft" / "kernels" / "native" / "lib"
+CACHE = ROOT / "build" / "kernels"  # object files
 
-# By architecture: the name of an instruction set, and what the compiler may use of it. The first
-# one has nothing that an old processor lacks; it only says which of the others runs.
-FLAGS = {
+
+@dataclass(frozen=True)
+class Target:
+    """An instruction set, in the words of gcc and clang, and in those of zig."""
+
+    flags: tuple[str, ...]
+    zig_cpu: str
+
+
+# By architecture. The first one has nothing that an old processor lacks; its library only says
+# which of the others runs.
+SELECTOR = "cpu"
+TARGETS = {
     "x86_64": {
-        "cpu": ["-march=x86-64"],
-        "x86-64-v3": ["-march=x86-64-v3"],
-        "x86-64-v4": ["-march=x86-64-v4"],
-        "x86-64-v4-bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"],
+        SELECTOR: Target(("-march=x86-64",), "x86_64"),
+        "x86-64-v3": Target(("-march=x86-64-v3",), "x86_64_v3"),
+        "x86-64-v4": Target(("-march=x86-64-v4",), "x86_64_v4"),
+        "x86-64-v4-bf16": Target(
+            ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), "x86_64_v4+avx512bf16+avx512vnni"
+        ),
     },
     "aarch64": {
-        "cpu": ["-march=armv8-a"],
-        "aarch64": ["-march=armv8.2-a+dotprod"],
-        "aarch64-bf16": ["-march=armv8.2-a+dotprod+bf16"],
+        SELECTOR: Target(("-march=armv8-a",), "generic"),
+        "aarch64": Target(("-march=armv8.2-a+dotprod",), "generic+v8_2a+dotprod"),
+        "aarch64-bf16": Target(("-march=armv8.2-a+dotprod+bf16",), "generic+v8_2a+dotprod+bf16"),
     },
 }
 # No -ffast-math and no fused products but where they are written: every sum has its order.
-COMMON = [
-    *("-std=c++20", "-O3", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-exceptions"),
-    *(
-        "-fno-rtti",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-Wno-psabi",
-    ),
-]
-SELECTOR = "cpu"
-_OLD_GLIBC = "2.17"
+COMMON = (
+    *("-std=c++20", "-O3", "-fPIC", "-pthread", "-fvisibility=hidden", "-fno-exceptions"),
+    *("-fno-rtti", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi"),
+)
+OLDEST_GLIBC, OLDEST_MACOS = (2, 17), (11, 0)  # of what zig compiles, and of what a Mac does
 
 
 def architecture() -> str | None:
-    """A key of FLAGS; None: nothing is built for this machine."""
-    name = {"amd64": "x86_64", "arm64": "aarch64"}.get(
-        platform.machine().lower(), platform.machine()
-    )
-    return name if name in FLAGS and os.name == "posix" else None
+    """A key of TARGETS; None: nothing is built for this machine."""
+    machine = platform.machine().lower()
+    name = {"amd64": "x86_64", "arm64": "aarch64"}.get(machine, machine)
+    return name if name in TARGETS and sys.platform in ("linux", "darwin") else None
 
 
-def find_compiler() -> list[str] | None:
-    """The command of a C++20 compiler, zig's if there is no other; None: there is none at all."""
-    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (path := shutil.which(name)) and _compiles([path]):
-            return [path]
-    zig = [sys.executable, "-m", "ziglang", "c++"]
-    if sys.platform == "linux":
-        zig += ["-target", f"{platform.machine()}-linux-gnu.{_OLD_GLIBC}"]
-    return zig if _compiles(zig) else None
+def installed_compiler() -> list[str] | None:
+    """The command of a compiler outside of Python that does what is needed; None: there is none.
 
-
-def build(folder: Path, compiler: list[str] | None = None, *, force: bool = False) -> list[Path]:
-    """Compile what is missing or older than a source.
+    CXX names one, as for other builds; `CXX=zig` means the one of the package ziglang.
 
     Raises:
-        SystemExit: no compiler, or an error of the compiler, which it has printed.
+        SystemExit: CXX names one that does not compile this.
     """
-    arch = architecture()
-    if arch is None:
-        return []
-    targets = {folder / f"outdraft-{name}.so": flags for name, flags in FLAGS[arch].items()}
-    newest = max(path.stat().st_mtime for path in [*SOURCES.iterdir(), Path(__file__)])
-    stale = [
-        path for path in targets if force or not path.exists() or path.stat().st_mtime < newest
-    ]
+    if named := shlex.split(os.environ.get("CXX", "")):
+        if named == ["zig"]:
+            return None
+        if not _does(named):
+            raise SystemExit(f"CXX={os.environ['CXX']} makes no libraries from C++20")
+        return named
+    found = (shutil.which(name) for name in ("c++", "g++", "clang++"))
+    return next(([path] for path in found if path and _does([path])), None)
+
+
+def zig_compiler() -> list[str]:
+    """The command of the compiler in the package ziglang."""
+    command = [sys.executable, "-m", "ziglang", "c++"]
+    if sys.platform == "linux":  # else it compiles for this machine's own glibc
+        version = ".".join(map(str, OLDEST_GLIBC))
+        command += ["-target", f"{architecture()}-linux-gnu.{version}"]
+    return command
+
+
+def is_zig(compiler: Sequence[str]) -> bool:
+    return "ziglang" in compiler
+
+
+def build(
+    folder: Path,
+    compiler: Sequence[str] | None = None,
+    *,
+    only: Collection[str] = (),
+    force: bool = False,
+    flags: Sequence[str] = (),
+) -> list[Path]:
+    """Make the libraries that are missing or stale; all of them are returned.
+
+    Args:
+        compiler: None: an installed one, else that of ziglang.
+        only: instruction sets; all if empty. The library that selects one is always made.
+        force: also what is not stale.
+        flags: more of them, that change no code.
+
+    Raises:
+        SystemExit: no compiler, or an error of the compiler.
+    """
+    targets = TARGETS.get(architecture() or "", {})
+    if unknown := {*only} - targets.keys():
+        raise SystemExit(f"this machine has no {', '.join(sorted(unknown))}: {', '.join(targets)}")
+    targets = {
+        name: target for name, target in targets.items() if not only or name in {*only, SELECTOR}
+    }
+    paths = {name: folder / f"outdraft-{name}.so" for name in targets}
+    stale = [name for name in targets if force or is_stale(paths[name], name)]
     if stale:
-        compiler = compiler or find_compiler()
-        if compiler is None:
+        compiler = compiler or installed_compiler() or zig_compiler()
+        if not _does(compiler):
             raise SystemExit("no C++20 compiler: install g++ or clang++, or the package ziglang")
         folder.mkdir(parents=True, exist_ok=True)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            list(pool.map(lambda path: _compile(compiler, targets[path], path), stale))
-    return list(targets)
+            linkers = [
+                _library(paths[name], name, [*compiler], [*flags], pool.submit) for name in stale
+            ]
+            for link in linkers:
+                link()
+    return list(paths.values())
 
 
-def _compile(compiler: list[str], flags: list[str], library: Path) -> None:
-    is_selector = library.stem == f"outdraft-{SELECTOR}"
-    selector = SOURCES / "cpu_features.cpp"
-    sources = [selector] if is_selector else sorted({*SOURCES.glob("*.cpp")} - {selector})
+def is_stale(library: Path, name: str) -> bool:
+    """Whether it is missing, or made from other sources or with other flags."""
+    return not library.exists() or source_digest(name).encode() not in library.read_bytes()
+
+
+def source_digest(name: str) -> str:
+    """Of all that the library of an instruction set is made from; it carries it.
+
+    The name of the compiler is not part of it.
+    """
+    target = TARGETS[architecture() or ""][name]
+    texts = [(path.name.encode(), path.read_bytes()) for path in [*_sources(name), *_headers()]]
+    return hashlib.sha256(repr((COMMON, target, texts)).encode()).hexdigest()
+
+
+def _sources(name: str) -> list[Path]:
+    selector, digest = SOURCES / "cpu_features.cpp", SOURCES / "digest.cpp"
+    return [selector, digest] if name == SELECTOR else sorted({*SOURCES.glob("*.cpp")} - {selector})
+
+
+def _headers() -> list[Path]:
+    return sorted(SOURCES.glob("*.h"))
+
+
+def _library(
+    library: Path,
+    name: str,
+    compiler: list[str],
+    more_flags: list[str],
+    submit: Callable[..., "concurrent.futures.Future[Path]"],
+) -> Callable[[], None]:
+    """Start to compile the objects of a library; the call returned waits for them and links."""
+    target = TARGETS[architecture() or ""][name]
+    flags = [f"-mcpu={target.zig_cpu}"] if is_zig(compiler) else [*target.flags]
+    digest = f'-DOUTDRAFT_DIGEST="{source_digest(name)}"'
+    headers = [path.read_bytes() for path in _headers()]
+    cache = CACHE / name
+    cache.mkdir(parents=True, exist_ok=True)
+    objects: list[concurrent.futures.Future[Path]] = []
+    for source in _sources(name):
+        own = [digest] if source.name == "digest.cpp" else []
+        command = [*compiler, *COMMON, *flags, *own, "-c", str(source)]
+        made_from = repr((command, source.read_bytes(), headers)).encode()
+        key = hashlib.sha256(made_from).hexdigest()[:16]
+        path = cache / f"{source.stem}-{key}.o"
+        objects.append(submit(_object, path, [*command, *more_flags]))
+
+    def link() -> None:
+        paths = [one.result() for one in objects]
+        # The parts of zig's C++ library are the same in all: they are compiled once.
+        base = TARGETS[architecture() or ""][SELECTOR].zig_cpu
+        cpu = [f"-mcpu={base}"] if is_zig(compiler) else []
+        _make(library, [*compiler, *cpu, *map(str, paths), *_link_flags(compiler)])
+        for old in {*cache.glob("*.o")} - {*paths}:
+            old.unlink(missing_ok=True)
+
+    return link
+
+
+def _object(path: Path, command: list[str]) -> Path:
+    if not path.exists():
+        _make(path, command)
+    return path
+
+
+def _make(path: Path, command: list[str]) -> None:
+    """Run the command, which writes the file; it appears when it is whole."""
     # Another process may have the old file open: it is replaced, never written into.
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        out = Path(folder) / library.name
-        done = subprocess.run(
-            [*compiler, *COMMON, *flags, "-o", out, *sources, *_libraries(compiler)],
-            capture_output=True,
-            text=True,
-        )
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        out = Path(folder) / path.name
+        done = _run([*command, "-o", str(out)])
         if done.returncode:
-            raise SystemExit(f"{library.name} does not compile:\n{done.stderr}")
-        os.replace(out, library)
+            raise SystemExit(f"{path.name} is not made:\n{done.stderr}")
+        os.replace(out, path)
 
 
-def _libraries(compiler: list[str]) -> list[str]:
-    is_zig = "ziglang" in compiler
-    return (
-        ["-pthread"]
-        if is_zig or sys.platform == "darwin"
-        else ["-pthread", "-static-libstdc++", "-static-libgcc"]
-    )
+def _link_flags(compiler: Sequence[str]) -> list[str]:
+    flags = ["-shared", "-pthread"]
+    if sys.platform == "darwin":
+        return [*flags, "-mmacosx-version-min=" + ".".join(map(str, OLDEST_MACOS))]
+    flags += ["-s", "-Wl,-z,defs"]
+    return flags if is_zig(compiler) else [*flags, "-static-libstdc++", "-static-libgcc"]
 
 
-def _compiles(compiler: list[str]) -> bool:
+def _does(compiler: Sequence[str]) -> bool:
+    """Whether it knows the language and all flags."""
+    target = [*TARGETS[architecture() or ""].values()][-1]
+    cpu = [f"-mcpu={target.zig_cpu}"] if is_zig(compiler) else [*target.flags]
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text("#include <bit>\nint f(float x) { return std::bit_cast<int>(x); }\n")
-        command = [*compiler, "-std=c++20", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        command = [*compiler, *COMMON, *cpu, str(source), "-o", str(Path(folder) / "probe.o")]
+        # zig compiles its C++ library before it links the first time, which takes a minute.
+        link = ["-c"] if is_zig(compiler) else _link_flags(compiler)
         try:
-            return subprocess.run(command, capture_output=True).returncode == 0
+            return _run([*command, *link]).returncode == 0
         except OSError:
             return False
 
 
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    caches = {f"ZIG_{name}_CACHE_DIR": str(CACHE / "zig") for name in ("GLOBAL", "LOCAL")}
+    return subprocess.run(command, capture_output=True, text=True, env=caches | {**os.environ})
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Compile csrc/ for every instruction set.")
-    parser.add_argument("--force", action="store_true", help="also what is newer than its sources")
-    for built in build(LIBRARIES, force=parser.parse_args().force):
-        print(built.relative_to(ROOT))
+    parser.add_argument("--folder", type=Path, default=LIBRARIES, help="where libraries are put")
+    parser.add_argument("--only", action="append", default=[], help="an instruction set")
+    parser.add_argument("--force", action="store_true", help="also what is not stale")
+    given = parser.parse_args()
+    # A warning stops whoever changes the sources, not whoever installs them.
+    made = build(given.folder, only=given.only, force=given.force, flags=["-Werror"])
+    for built in made:
+        with contextlib.suppress(ValueError):
+            built = built.relative_to(ROOT)
+        print(built)

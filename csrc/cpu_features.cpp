@@ -1,30 +1,79 @@
 // Which of the libraries this processor runs. Compiled for the oldest processor of its kind.
+//
+// The processor is asked itself: the `__builtin_cpu_supports` of some compilers (zig's) finds
+// nothing in a shared library. Bits as in Intel's manual, volume 2A, CPUID, and in Linux' and
+// Apple's names for those of Arm.
 
 #include "export.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
 namespace {
 
-enum Level { kNone = 0, kBasic = 1, kWide = 2, kWideBf16 = 3 };
-
 #if defined(__x86_64__)
-Level level() {
-  __builtin_cpu_init();
-  const bool v3 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                  __builtin_cpu_supports("bmi2");
-  if (!v3) return kNone;
-  const bool v4 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                  __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                  __builtin_cpu_supports("avx512vl");
-  if (!v4) return kBasic;
-  const bool bf16 =
-      __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-  return bf16 ? kWideBf16 : kWide;
+
+struct Registers {
+  uint32_t a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(uint32_t leaf, uint32_t subleaf) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d);
+  return r;
 }
+
+// Registers that the operating system saves when it switches threads.
+uint32_t saved_registers() {
+  uint32_t low, high;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return low;
+}
+
+bool has(uint32_t bits, uint32_t wanted) { return (bits & wanted) == wanted; }
+
+int32_t level() {
+  constexpr uint32_t kFma = 1u << 12, kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
+  constexpr uint32_t kBmi1 = 1u << 3, kAvx2 = 1u << 5, kBmi2 = 1u << 8;
+  constexpr uint32_t kF = 1u << 16, kDq = 1u << 17, kCd = 1u << 28, kBw = 1u << 30, kVl = 1u << 31;
+  constexpr uint32_t kVnni = 1u << 11, kBf16 = 1u << 5;
+  constexpr uint32_t kWideState = 0xe6, kState = 0x6;  // of zmm, and of ymm only
+
+  const Registers basic = cpuid(1, 0), more = cpuid(7, 0);
+  if (!has(basic.c, kFma | kXsave | kAvx | kF16c) || !has(more.b, kBmi1 | kAvx2 | kBmi2)) return 0;
+  const uint32_t saved = saved_registers();
+  if (!has(saved, kState)) return 0;
+  if (!has(saved, kWideState) || !has(more.b, kF | kDq | kCd | kBw | kVl)) return 1;
+  return has(more.c, kVnni) && has(cpuid(7, 1).a, kBf16) ? 3 : 2;
+}
+
+#elif defined(__APPLE__)
+
+bool has(const char* name) {
+  int32_t value = 0;
+  size_t size = sizeof(value);
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+}
+
+int32_t level() { return has("hw.optional.arm.FEAT_BF16") ? 2 : 1; }
+
 #else
-Level level() { return kBasic; }
+
+int32_t level() {
+  constexpr unsigned long kDotProducts = 1ul << 20, kAtomics = 1ul << 8, kBf16 = 1ul << 14;
+  const unsigned long basic = getauxval(AT_HWCAP);
+  if ((basic & kDotProducts) == 0 || (basic & kAtomics) == 0) return 0;
+  return (getauxval(AT_HWCAP2) & kBf16) != 0 ? 2 : 1;
+}
+
 #endif
 
 }  // namespace
 
-// The last instruction set of `INSTRUCTION_SETS` (kernels/native/library.py) that it has; 0: none.
+// How many of `INSTRUCTION_SETS` (kernels/native/library.py) it has, from the first one on.
 OUTDRAFT_EXPORT int32_t instruction_level() { return level(); }

@@ -30,9 +30,9 @@ class Library:
         name: its instruction set.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path = FOLDER) -> None:
         self.name = name
-        path = str(_path(name))
+        path = str(folder / f"outdraft-{name}.so")
         # Python waits for its own lock after a call that gave it away, perhaps for milliseconds:
         # calls of microseconds keep it.
         self._keeps_gil, self._releases_gil = ctypes.PyDLL(path), ctypes.CDLL(path)

@@ -1,0 +1,137 @@
+"""How libraries are built, packed into wheels, found and opened."""
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import build_kernels
+from outdraft.core.errors import ConfigError
+from outdraft.kernels.native.library import (
+    INSTRUCTION_SETS,
+    Library,
+    open_library,
+    usable_instruction_sets,
+)
+from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.reference.rows import place_rows
+
+ARCHITECTURE = build_kernels.architecture()
+NAMES = list(build_kernels.TARGETS.get(ARCHITECTURE or "", ()))
+pytestmark = pytest.mark.skipif(ARCHITECTURE is None, reason="no library for this machine")
+
+
+def assert_computes(library: Library) -> None:
+    """It lays out the rows of one step as the reference does."""
+    counts = (np.array(one, dtype=np.int32) for one in ([5, 0], [1, 3], [3, 0]))
+    step = (*counts, np.array([0, 1, 1]), np.array([[4, 2, 7], [1, 0, 0]], dtype=np.int32), 4)
+    got, want = NativeRows(library).place_rows(*step), place_rows(*step)
+    for name in ("query_start_B1", "ancestors_T", "positions_T", "slots_T"):
+        assert np.array_equal(getattr(got, name), getattr(want, name))
+
+
+def run(*command: str, **environ: str) -> None:
+    done = subprocess.run(
+        command, cwd=build_kernels.ROOT, env=environ, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_libraries_are_made_from_the_sources_beside_them(name):
+    path = build_kernels.LIBRARIES / f"outdraft-{name}.so"
+    function = ctypes.CDLL(str(path)).source_digest
+    function.restype = ctypes.c_char_p
+    assert function().decode() == build_kernels.source_digest(name), "run `make lib` first"
+
+
+def test_there_is_a_target_for_each_instruction_set():
+    assert INSTRUCTION_SETS.keys() == build_kernels.TARGETS.keys()
+    for architecture, targets in build_kernels.TARGETS.items():
+        assert [build_kernels.SELECTOR, *INSTRUCTION_SETS[architecture]] == list(targets)
+
+
+def test_a_library_is_stale_as_soon_as_one_byte_of_it_is_from_other_sources(tmp_path):
+    library = tmp_path / "outdraft-cpu.so"
+    assert build_kernels.is_stale(library, "cpu")
+    digest = build_kernels.source_digest("cpu")
+    library.write_bytes(b"before" + digest.encode() + b"behind")
+    assert not build_kernels.is_stale(library, "cpu")
+    other = digest[:-1] + ("0" if digest[-1] != "0" else "1")
+    library.write_bytes(b"before" + other.encode() + b"behind")
+    assert build_kernels.is_stale(library, "cpu")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
+def test_linux_says_that_it_has_what_the_chosen_library_needs():
+    flags = set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text()))
+    needed = {
+        "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c"},
+        "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+        "x86-64-v4-bf16": {"avx512_bf16", "avx512_vnni"},
+        "aarch64": {"asimddp", "atomics"},
+        "aarch64-bf16": {"bf16"},
+    }
+    has: list[str] = []
+    for name in INSTRUCTION_SETS[ARCHITECTURE or ""]:
+        if not needed[name] <= flags:
+            break
+        has.append(name)
+    assert list(usable_instruction_sets()) == has
+
+
+@pytest.mark.parametrize("name", usable_instruction_sets())
+def test_each_library_that_this_processor_runs_can_be_asked_for(name):
+    library = open_library(name)
+    assert library is not None
+    assert library.name == name
+    assert_computes(library)
+
+
+def test_an_unknown_library_is_refused_by_name():
+    with pytest.raises(ConfigError, match="'x86-64-v9'"):
+        open_library("x86-64-v9")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["installed", "of ziglang"])
+def test_a_wheel_holds_libraries_for_its_platform(compiler, tmp_path):
+    """Without a compiler on the PATH, the one of ziglang makes libraries for old systems too."""
+    environ = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
+    if compiler == "installed":
+        if build_kernels.installed_compiler() is None:
+            pytest.skip("there is none")
+        environ["PATH"] = os.environ["PATH"]
+    run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), **environ)
+    (wheel,) = tmp_path.glob("*.whl")
+    machine = platform.machine()
+    if sys.platform == "linux":
+        want = f"linux_{machine}" if compiler == "installed" else f"manylinux_2_17_{machine}"
+        assert wheel.name.endswith(f"-py3-none-{want}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {Path(name).name: name for name in archive.namelist()}
+        built = {f"outdraft-{name}.so" for name in NAMES}
+        assert {name for name in files if name.endswith(".so")} == built
+        assert not {name for name in files if name.endswith((".cpp", ".h"))}
+        for name in built:
+            assert files[name] == f"outdraft/kernels/native/lib/{name}"
+            (tmp_path / name).write_bytes(archive.read(files[name]))
+    if compiler == "of ziglang":
+        asked = [(tmp_path / name).read_bytes() for name in built]
+        versions = [int(one) for text in asked for one in re.findall(rb"GLIBC_2\.(\d+)", text)]
+        assert max(versions, default=0) <= build_kernels.OLDEST_GLIBC[1]
+    assert_computes(Library(usable_instruction_sets()[-1], tmp_path))
+
+
+def test_without_any_compiler_the_build_says_what_to_install(tmp_path):
+    folder = tmp_path / "lib"
+    with pytest.raises(SystemExit, match="install g\\+\\+ or clang"):
+        build_kernels.build(folder, [str(tmp_path / "missing")])
+    assert not folder.exists()
