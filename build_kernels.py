@@ -132,9 +132,7 @@ def build(
             raise SystemExit("no C++20 compiler: install g++ or clang++, or the package ziglang")
         folder.mkdir(parents=True, exist_ok=True)
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            linkers = [
-                _library(paths[name], name, [*compiler], [*flags], pool.submit) for name in stale
-            ]
+            linkers = [_library(paths[name], name, [*compiler], [*flags], pool) for name in stale]
             for link in linkers:
                 link()
     return list(paths.values())
@@ -169,7 +167,7 @@ def _library(
     name: str,
     compiler: list[str],
     more_flags: list[str],
-    submit: Callable[..., "concurrent.futures.Future[Path]"],
+    pool: concurrent.futures.Executor,
 ) -> Callable[[], None]:
     """Start to compile the objects of a library; the call returned waits for them and links."""
     target = TARGETS[architecture() or ""][name]
@@ -185,7 +183,7 @@ def _library(
         made_from = repr((command, source.read_bytes(), headers)).encode()
         key = hashlib.sha256(made_from).hexdigest()[:16]
         path = cache / f"{source.stem}-{key}.o"
-        objects.append(submit(_object, path, [*command, *more_flags]))
+        objects.append(pool.submit(_object, path, [*command, *more_flags]))
 
     def link() -> None:
         paths = [one.result() for one in objects]

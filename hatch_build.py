@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # pip runs this file from anywhe
 import build_kernels as kernels
 
 
-class KernelsHook(BuildHookInterface):
+class KernelsHook(BuildHookInterface[Any]):
     """Named in pyproject.toml."""
 
     def dependencies(self) -> list[str]:
