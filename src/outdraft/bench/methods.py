@@ -53,10 +53,7 @@ def measure_methods(
     for temperature in TEMPERATURES:
         engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
         one = SamplingParams(
-            temperature=float(temperature),
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            detokenize=False,
+            temperature=float(temperature), max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
         params = [one] * len(prompts)  # without seeds: verified as the configuration says
         samples = complete_in_turn(engines, warm_up, prompts, params, on_done)

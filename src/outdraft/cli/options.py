@@ -105,8 +105,7 @@ class SchedulerOptions:
         int | None, typer.Option(help="Requests that may queue; more are refused with 429.")
     ] = None
     policy: Annotated[
-        str | None,
-        typer.Option("--scheduling-policy", help=f"One of {', '.join(POLICIES)}."),
+        str | None, typer.Option("--scheduling-policy", help=f"One of {', '.join(POLICIES)}.")
     ] = None
     speculative_disable_queue_size: Annotated[
         int | None, typer.Option(help="No drafts while more requests than this run.")

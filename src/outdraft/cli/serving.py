@@ -176,11 +176,7 @@ def allowed_hosts(chosen: tuple[str, ...], host: str, listens_on: str) -> tuple[
 
 
 def settings_of(
-    config: EngineConfig,
-    options: ServerOptions,
-    environ: Mapping[str, str],
-    *,
-    is_embedded: bool,
+    config: EngineConfig, options: ServerOptions, environ: Mapping[str, str], *, is_embedded: bool
 ) -> ApiSettings:
     """What the API is started with. Raises ConfigError if a value is wrong."""
     parsers = (

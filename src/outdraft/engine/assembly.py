@@ -30,11 +30,7 @@ class RequestAssembly:
     """
 
     def __init__(
-        self,
-        request_id: str,
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-        inputs: InputProcessor,
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, inputs: InputProcessor
     ) -> None:
         self._num_prompt_top = params.prompt_logprobs
         self._tokenizer = inputs.tokenizer if params.detokenize else None

@@ -61,11 +61,7 @@ class AsyncEngine:
         await asyncio.to_thread(self._thread.join)
 
     async def generate(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> AsyncIterator[RequestOutput]:
         """Snapshots of the request while it grows; the last one is finished.
 

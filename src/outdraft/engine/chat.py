@@ -61,9 +61,7 @@ class ChatTemplate:
         content_format: ContentFormat = ContentFormat.AUTO,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols"],
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
         environment.filters["tojson"] = _to_json

@@ -99,11 +99,7 @@ class Engine:
         return encoded
 
     def add_request(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int = 0,
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> None:
         """Queue a request of n sequences.
 

@@ -44,11 +44,7 @@ class LLM:
     """
 
     def __init__(
-        self,
-        model: str,
-        *,
-        speculative_config: Mapping[str, Any] | None = None,
-        **options: Any,
+        self, model: str, *, speculative_config: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
         config = EngineConfig.from_options(
             model=model, speculative_config=speculative_config, **options

@@ -82,8 +82,7 @@ def _from_mapping(prompt: Mapping[str, Any]) -> GivenPrompt:
     for key in given:
         if key not in _KEYS:
             raise RequestError(
-                f"a prompt with {key!r} is not supported: {did_you_mean(str(key), _KEYS)}",
-                "prompt",
+                f"a prompt with {key!r} is not supported: {did_you_mean(str(key), _KEYS)}", "prompt"
             )
     text, ids, salt = (given.get(key) for key in _KEYS)
     if text is None and ids is None:

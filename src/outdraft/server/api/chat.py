@@ -15,12 +15,7 @@ from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.logprobs import Row, chat_logprobs, prompt_logprobs
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_options
-from outdraft.server.api.reasoning import (
-    Stage,
-    Thought,
-    first_stage,
-    with_form_behind_thoughts,
-)
+from outdraft.server.api.reasoning import Stage, Thought, first_stage, with_form_behind_thoughts
 from outdraft.server.api.reports import trace
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.api.tool_choice import active_tools, call_format
@@ -73,11 +68,7 @@ class ChatShape:
     chunk_kind = "chat.completion.chunk"
 
     def __init__(
-        self,
-        context: ApiContext,
-        body: ChatRequest,
-        stage: Stage | None,
-        calls: CallFormat | None,
+        self, context: ApiContext, body: ChatRequest, stage: Stage | None, calls: CallFormat | None
     ) -> None:
         self._tokenizer = context.inputs.tokenizer
         self._body = body

@@ -89,10 +89,7 @@ async def updates(
         streams: list[AsyncIterator[Update]] = []
         for number, prompt in enumerate(generation.prompts):
             stream = context.client.generate(
-                f"{generation.request_id}-{number}",
-                prompt,
-                generation.params,
-                generation.priority,
+                f"{generation.request_id}-{number}", prompt, generation.params, generation.priority
             )
             streams.append(await stack.enter_async_context(_closing(stream)))
         try:

@@ -8,13 +8,7 @@ from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.api.chat_types import (
-    ChatMessage,
-    ChatRequest,
-    TemplateFields,
-    Tool,
-    ToolCall,
-)
+from outdraft.server.api.chat_types import ChatMessage, ChatRequest, TemplateFields, Tool, ToolCall
 from outdraft.server.api.errors import unknown_model
 from outdraft.server.api.fields import ChoiceFields, SamplingFields, TextPart
 from outdraft.server.api.responses_types import InputMessage, InputPart
