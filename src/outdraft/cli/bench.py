@@ -15,6 +15,7 @@ from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_options import (
     DatasetOptions,
     ResultOptions,
+    RunOptions,
     ServerOptions,
     TrafficOptions,
     dataset_of,
@@ -25,7 +26,7 @@ from outdraft.cli.bench_options import (
 from outdraft.cli.command import Command
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
-from outdraft.config.engine import EngineConfig, SchedulerConfig
+from outdraft.config.engine import SchedulerConfig
 
 if TYPE_CHECKING:
     from outdraft.bench.in_process import Generation
@@ -38,8 +39,8 @@ bench = typer.Typer(
 )
 bench.command(cls=Command)(methods)
 
-MaxSeconds = Annotated[
-    float, typer.Option(min=1, help="For the whole measurement; what is not done then has failed.")
+ModelFlag = Annotated[
+    str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
 ]
 
 
@@ -54,7 +55,6 @@ def serve(
     tokenizer: Annotated[
         str | None, typer.Option(help="The served model's; random and sharegpt need it.")
     ] = None,
-    max_seconds: MaxSeconds = 600,
 ) -> None:
     """Load test of any OpenAI-compatible server.
 
@@ -77,7 +77,7 @@ def serve(
     each = traffic.num_warmups + traffic.num_prompts
     vocabulary = load_tokenizer(tokenizer) if tokenizer is not None else None
     requests = load_requests(dataset_of(dataset), each * len(runs), traffic.seed, vocabulary)
-    deadline_s = time.monotonic() + max_seconds
+    deadline_s = time.monotonic() + traffic.max_seconds
     endpoint = asyncio.run(with_model(endpoint))
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
@@ -102,22 +102,15 @@ def serve(
 @bench.command(cls=Command)
 @takes_options
 def latency(
-    model: Annotated[
-        str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
-    ] = None,
+    model: ModelFlag = None,
     *,
     batch_size: Annotated[int, typer.Option(min=1)] = 1,
     num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2,
     num_iters: Annotated[int, typer.Option(min=1)] = 10,
-    temperature: Annotated[float, typer.Option()] = 0.0,
-    disable_detokenize: Annotated[
-        bool, typer.Option("--disable-detokenize", help="Make no text of the tokens.")
-    ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace one more batch with torch's profiler.")
     ] = False,
-    output_json: Annotated[Path | None, typer.Option(help="File for the result.")] = None,
-    max_seconds: MaxSeconds = 600,
+    run: RunOptions,
     dataset: DatasetOptions,
     engine: EngineOptions,
 ) -> None:
@@ -135,21 +128,21 @@ def latency(
     llm = _llm(model, engine, SchedulerConfig(max_num_seqs=batch_size))
     count = plan.num_requests + batch_size * profile
     requests = load_requests(source, count, engine.seed or 0, llm.models.tokenizer)
-    generation = _generation(temperature, not disable_detokenize)
+    generation = _generation(run)
     measured = requests[: plan.num_requests]
-    deadline_s = time.monotonic() + max_seconds
+    deadline_s = time.monotonic() + run.max_seconds
     with tqdm(total=num_iters, desc="iterations", leave=False, disable=None) as bar:
         result = measure_latency(
             llm.engine, measured, plan, generation, deadline_s, lambda _: bar.update()
         )
-    _show_in_process("Latency Benchmark Result", result, llm, dataset, output_json)
+    _show_in_process("Latency Benchmark Result", result, llm, dataset, run.output_json)
     if profile:
         from outdraft.bench.in_process import run_batch
         from outdraft.engine.profiler import traced
 
-        trace = (output_json or Path("outdraft-latency.json")).with_suffix(".trace.json")
+        trace = (run.output_json or Path("outdraft-latency.json")).with_suffix(".trace.json")
         with traced(llm.engine, trace):
-            until_s = time.monotonic() + max_seconds
+            until_s = time.monotonic() + run.max_seconds
             run_batch(llm.engine, requests[plan.num_requests :], generation, until_s)
         typer.echo(f"trace of one batch, for chrome://tracing or ui.perfetto.dev: {trace}")
 
@@ -157,18 +150,11 @@ def latency(
 @bench.command(cls=Command)
 @takes_options
 def throughput(
-    model: Annotated[
-        str | None, typer.Option(help="Directory or hub name; default: the embedded model.")
-    ] = None,
+    model: ModelFlag = None,
     *,
     num_prompts: Annotated[int, typer.Option(min=1)] = 24,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Running requests.")] = None,
-    temperature: Annotated[float, typer.Option()] = 0.0,
-    disable_detokenize: Annotated[
-        bool, typer.Option("--disable-detokenize", help="Make no text of the tokens.")
-    ] = False,
-    output_json: Annotated[Path | None, typer.Option(help="File for the result.")] = None,
-    max_seconds: MaxSeconds = 600,
+    run: RunOptions,
     dataset: DatasetOptions,
     engine: EngineOptions,
 ) -> None:
@@ -180,27 +166,29 @@ def throughput(
     from outdraft.bench.workloads import load_requests
 
     source = dataset_of(dataset)
-    scheduler = (
-        SchedulerConfig() if max_num_seqs is None else SchedulerConfig(max_num_seqs=max_num_seqs)
-    )
+    scheduler = SchedulerConfig()
+    if max_num_seqs is not None:
+        scheduler = replace(scheduler, max_num_seqs=max_num_seqs)
     llm = _llm(model, engine, scheduler)
     requests = load_requests(source, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
+    deadline_s = time.monotonic() + run.max_seconds
     with tqdm(total=num_prompts, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_throughput(
             llm.engine,
             requests[0],
             requests[1:],
-            _generation(temperature, not disable_detokenize),
-            time.monotonic() + max_seconds,
+            _generation(run),
+            deadline_s,
             lambda _: bar.update(),
         )
-    _show_in_process("Throughput Benchmark Result", result, llm, dataset, output_json)
+    _show_in_process("Throughput Benchmark Result", result, llm, dataset, run.output_json)
 
 
-def _generation(temperature: float, detokenize: bool) -> "Generation":
+def _generation(run: RunOptions) -> "Generation":
     from outdraft.bench.in_process import Generation
 
-    return Generation(temperature=temperature, ignore_eos=True, detokenize=detokenize)
+    detokenize = not run.disable_detokenize
+    return Generation(temperature=run.temperature, ignore_eos=True, detokenize=detokenize)
 
 
 def _keep(
@@ -234,20 +222,13 @@ def _keep(
 
 def _llm(model: str | None, options: EngineOptions, scheduler: SchedulerConfig) -> "LLM":
     """An engine for batches; as in vLLM's benchmarks, prompts are not cached unless asked for."""
-    config = _batched(engine_config(model, options), options, scheduler)
+    config = engine_config(model, options)
+    if options.enable_prefix_caching is None:
+        config = replace(config, cache=replace(config.cache, enable_prefix_caching=False))
     use_physical_cores(os.environ)
     from outdraft.engine.llm import LLM
 
-    return LLM.from_config(config)
-
-
-def _batched(
-    config: EngineConfig, options: EngineOptions, scheduler: SchedulerConfig
-) -> EngineConfig:
-    cache = config.cache
-    if options.enable_prefix_caching is None:
-        cache = replace(cache, enable_prefix_caching=False)
-    return replace(config, scheduler=scheduler, cache=cache)
+    return LLM.from_config(replace(config, scheduler=scheduler))
 
 
 def _show_in_process(

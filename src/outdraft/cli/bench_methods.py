@@ -10,6 +10,7 @@ import typer
 from tqdm import tqdm
 
 from outdraft import assets
+from outdraft.cli.command import Model
 from outdraft.cli.embedded import with_embedded_network
 from outdraft.cli.options import EngineOptions, engine_config, parse_json_object
 from outdraft.cli.threads import use_physical_cores
@@ -36,9 +37,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 
 
 def methods(
-    model: Annotated[
-        str | None, typer.Argument(help="Directory or hub name; default: the embedded model.")
-    ] = None,
+    model: Model = None,
     *,
     json_: Annotated[
         bool, typer.Option("--json", help="Print one JSON object and nothing else.")

@@ -1,14 +1,12 @@
 """Flags of the load benchmarks, and what they mean."""
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
+from outdraft.cli.options import flag, json_object
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +14,7 @@ if TYPE_CHECKING:
     from outdraft.bench.serve import Traffic
     from outdraft.bench.workloads import Dataset
 
+MAX_SECONDS = "For the whole measurement; what is not done then has failed."
 _Number = TypeVar("_Number", int, float)
 
 
@@ -23,85 +22,80 @@ _Number = TypeVar("_Number", int, float)
 class DatasetOptions:
     """What is asked; names as in vLLM."""
 
-    dataset_name: Annotated[
-        str, typer.Option(help="embedded (held-out code), custom (JSONL), sharegpt or random.")
-    ] = "embedded"
-    dataset_path: Annotated[
-        Path | None,
-        typer.Option(help="custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON."),
-    ] = None
-    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a random prompt.")] = 1024
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Tokens to generate; default: the data's, else 128.")
-    ] = None
-    random_range_ratio: Annotated[
-        float, typer.Option(help="Random lengths are even over len * (1 - r) to len * (1 + r).")
-    ] = 0.0
+    dataset_name: str = flag(
+        "embedded (held-out code), custom (JSONL), sharegpt or random.", default="embedded"
+    )
+    dataset_path: Path | None = flag(
+        "custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON."
+    )
+    input_len: int = flag("Tokens of a random prompt.", default=1024, min=1)
+    output_len: int | None = flag("Tokens to generate; default: the data's, else 128.", min=1)
+    random_range_ratio: float = flag(
+        "Random lengths are even over len * (1 - r) to len * (1 + r).", default=0.0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
     """Who is asked; names as in vLLM."""
 
-    base_url: Annotated[str | None, typer.Option(help="Default: http://HOST:PORT.")] = None
-    host: Annotated[str, typer.Option()] = "127.0.0.1"
-    port: Annotated[int, typer.Option()] = 8000
-    endpoint: Annotated[str, typer.Option(help="/v1/completions or /v1/chat/completions.")] = (
-        "/v1/completions"
+    base_url: str | None = flag("Default: http://HOST:PORT.")
+    host: str = flag(default="127.0.0.1")
+    port: int = flag(default=8000)
+    endpoint: str = flag("/v1/completions or /v1/chat/completions.", default="/v1/completions")
+    model: str | None = flag("Default: the server's first one.")
+    header: list[str] | None = flag("Sent along; repeatable.", metavar="KEY=VALUE")
+    temperature: float | None = flag("0 is greedy; default: the server's own.")
+    ignore_eos: bool = flag(
+        "Go on behind the end; random prompts always do.", "--ignore-eos", default=False
     )
-    model: Annotated[str | None, typer.Option(help="Default: the server's first one.")] = None
-    header: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Sent along; repeatable.")
-    ] = None
-    temperature: Annotated[
-        float | None, typer.Option(help="0 is greedy; default: the server's own.")
-    ] = None
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on behind the end; random prompts always do.")
-    ] = False
-    extra_body: Annotated[
-        str | None,
-        typer.Option(help='JSON object of more fields: \'{"speculation": {"enabled": false}}\'.'),
-    ] = None
+    extra_body: str | None = flag(
+        'JSON object of more fields: \'{"speculation": {"enabled": false}}\'.'
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficOptions:
     """How requests arrive; names as in vLLM."""
 
-    num_prompts: Annotated[int, typer.Option(min=1, help="Prompts of each run.")] = 100
-    request_rate: Annotated[float, typer.Option(help="Requests a second; inf: all at once.")] = (
-        math.inf
+    num_prompts: int = flag("Prompts of each run.", default=100, min=1)
+    request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)
+    burstiness: float = flag(
+        "Shape of the gamma distributed gaps; 1 is a Poisson process.", default=1.0
     )
-    burstiness: Annotated[
-        float, typer.Option(help="Shape of the gamma distributed gaps; 1 is a Poisson process.")
-    ] = 1.0
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Most requests under way.")] = (
-        None
-    )
-    sweep: Annotated[
-        str | None, typer.Option(metavar="1,2,4", help="A run for each concurrency, and a plot.")
-    ] = None
-    num_warmups: Annotated[int, typer.Option(min=0, help="Sent first, not measured.")] = 0
-    seed: Annotated[int, typer.Option(min=0, help="For prompts and arrivals.")] = 0
+    max_concurrency: int | None = flag("Most requests under way.", min=1)
+    sweep: str | None = flag("A run for each concurrency, and a plot.", metavar="1,2,4")
+    num_warmups: int = flag("Sent first, not measured.", default=0, min=0)
+    seed: int = flag("For prompts and arrivals.", default=0, min=0)
+    max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultOptions:
     """What is kept; names as in vLLM."""
 
-    percentile_metrics: Annotated[
-        str, typer.Option(help="Some of ttft, tpot, itl, e2el, client_queue_time.")
-    ] = "ttft,tpot,itl,e2el"
-    metric_percentiles: Annotated[str, typer.Option(help="As in 50,90,99.")] = "99"
-    save_result: Annotated[bool, typer.Option("--save-result", help="As JSON.")] = False
-    save_detailed: Annotated[
-        bool, typer.Option("--save-detailed", help="With every request's times and text.")
-    ] = False
-    result_dir: Annotated[Path, typer.Option()] = Path()
-    result_filename: Annotated[
-        str | None, typer.Option(help="Default: made of rate, model and date.")
-    ] = None
+    percentile_metrics: str = flag(
+        "Some of ttft, tpot, itl, e2el, client_queue_time.", default="ttft,tpot,itl,e2el"
+    )
+    metric_percentiles: str = flag("As in 50,90,99.", default="99")
+    save_result: bool = flag("As JSON.", "--save-result", default=False)
+    save_detailed: bool = flag(
+        "With every request's times and text.", "--save-detailed", default=False
+    )
+    result_dir: Path = flag(default=Path())
+    result_filename: str | None = flag("Default: made of rate, model and date.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """How an engine of this process is measured; names as in vLLM."""
+
+    temperature: float = flag(default=0.0)
+    disable_detokenize: bool = flag(
+        "Make no text of the tokens.", "--disable-detokenize", default=False
+    )
+    output_json: Path | None = flag("File for the result.")
+    max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
 def dataset_of(options: DatasetOptions) -> "Dataset":
@@ -127,7 +121,7 @@ def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     if options.ignore_eos or ignores_eos:
         body["ignore_eos"] = True
     if options.extra_body is not None:
-        body |= _json_object(options.extra_body)
+        body |= json_object(options.extra_body, "--extra-body")
     pairs = [text.partition("=") for text in options.header or ()]
     if any(not separator for _, separator, _ in pairs):
         raise ConfigError("--header must be KEY=VALUE")
@@ -165,13 +159,3 @@ def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Numbe
         return [kind(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{flag} must be numbers between commas, got {text!r}") from None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--extra-body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"--extra-body must be a JSON object, got {text}")
-    return value

@@ -14,6 +14,10 @@ CONTEXT: dict[str, Any] = {
     "max_content_width": 100,
 }
 
+Model = Annotated[
+    str | None,
+    typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show what takes how much memory, too.")
 ]

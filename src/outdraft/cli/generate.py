@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outdraft.cli.command import Verbose
+from outdraft.cli.command import Model, Verbose
 from outdraft.cli.options import (
     EngineOptions,
     SamplingOptions,
@@ -20,10 +20,7 @@ from outdraft.core.errors import RequestError
 
 @takes_options
 def generate(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
-    ] = None,
+    model: Model = None,
     *,
     prompt: Annotated[
         str | None,

@@ -8,7 +8,7 @@ import inspect
 import json
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -22,111 +22,86 @@ from outdraft.core.sampling import SamplingParams
 DEFAULT_MAX_TOKENS = 256
 
 
+def flag(text: str | None = None, *spellings: str, default: Any = None, **settings: Any) -> Any:
+    """A field of a group of options. `text`: its help; `settings`: more of typer.Option."""
+    option = typer.Option(*spellings, help=text, **settings)
+    return field(default=default, metadata={"option": option})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """What an engine is started with; names as in vLLM."""
 
-    tokenizer: Annotated[
-        str | None, typer.Option(help="Directory or hub name; default: the model's own.")
-    ] = None
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a model of the hub.")
-    ] = None
-    load_format: Annotated[
-        str | None,
-        typer.Option(
-            help=f"One of {', '.join(LOAD_FORMATS)}; dummy: random weights, without a download."
-        ),
-    ] = None
-    generation_config: Annotated[
-        str | None,
-        typer.Option(
-            help="Where sampling parameters come from that nobody gives: auto (the model's "
-            "generation_config.json, the default), vllm (nowhere), or a directory."
-        ),
-    ] = None
-    dtype: Annotated[str | None, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = None
-    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.")] = None
-    max_model_len: Annotated[
-        int | None, typer.Option(help="Longest prompt + output, in tokens.")
-    ] = None
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            help="Share of the device's memory for weights, buffers and the KV cache; on a CPU of "
-            "the RAM that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and no more "
-            "than that share of what is free."
-        ),
-    ] = None
-    kv_cache_memory_bytes: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-cache-memory-bytes",
-            "--kv-cache-memory",
-            help="For the KV cache of target and drafter: 268435456, 256Mi, 1G.",
-        ),
-    ] = None
-    block_size: Annotated[int | None, typer.Option(help="Tokens of a KV block.")] = None
-    enable_prefix_caching: Annotated[
-        bool | None, typer.Option(help="Keep the KV blocks of earlier prompts.")
-    ] = None
-    kernels: Annotated[
-        str | None,
-        typer.Option(
-            help="auto: the fastest; reference: the readable ones; or an instruction set of the "
-            "CPU, such as x86-64-v3."
-        ),
-    ] = None
-    enforce_eager: Annotated[
-        bool | None,
-        typer.Option("--enforce-eager", help="Accepted: steps are never captured as graphs."),
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="For everything random.")] = None
-    speculative_config: Annotated[
-        str | None,
-        typer.Option(
-            help="JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "
-            "networks of draft_model, eagle3, medusa and mlp_speculator. Default: with it, its "
-            "drafter combined with suffix and n-gram lookup; else plain decoding, or suffix lookup "
-            "in a server."
-        ),
-    ] = None
+    tokenizer: str | None = flag("Directory or hub name; default: the model's own.")
+    revision: str | None = flag("Branch, tag or commit of a model of the hub.")
+    load_format: str | None = flag(
+        f"One of {', '.join(LOAD_FORMATS)}; dummy: random weights, without a download."
+    )
+    generation_config: str | None = flag(
+        "Where sampling parameters come from that nobody gives: auto (the model's "
+        "generation_config.json, the default), vllm (nowhere), or a directory."
+    )
+    dtype: str | None = flag(f"One of {', '.join(DTYPES)}.")
+    device: str | None = flag("auto, cpu or cuda.")
+    max_model_len: int | None = flag("Longest prompt + output, in tokens.")
+    gpu_memory_utilization: float | None = flag(
+        "Share of the device's memory for weights, buffers and the KV cache; on a CPU of the RAM "
+        "that a container may have. Default: 0.9 on a GPU, 0.5 on a CPU, and no more than that "
+        "share of what is free."
+    )
+    kv_cache_memory_bytes: str | None = flag(
+        "For the KV cache of target and drafter: 268435456, 256Mi, 1G.",
+        "--kv-cache-memory-bytes",
+        "--kv-cache-memory",
+    )
+    block_size: int | None = flag("Tokens of a KV block.")
+    enable_prefix_caching: bool | None = flag("Keep the KV blocks of earlier prompts.")
+    kernels: str | None = flag(
+        "auto: the fastest; reference: the readable ones; or an instruction set of the CPU, such "
+        "as x86-64-v3."
+    )
+    enforce_eager: bool | None = flag(
+        "Accepted: steps are never captured as graphs.", "--enforce-eager"
+    )
+    seed: int | None = flag("For everything random.")
+    speculative_config: str | None = flag(
+        "JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "
+        "networks of draft_model, eagle3, medusa and mlp_speculator. Default: with it, its "
+        "drafter combined with suffix and n-gram lookup; else plain decoding, or suffix lookup "
+        "in a server."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
     """How requests share the engine; names as in vLLM where it has one."""
 
-    max_num_seqs: Annotated[int | None, typer.Option(help="Requests that run together.")] = None
-    max_num_batched_tokens: Annotated[
-        int | None, typer.Option(help="Rows of one step: prompts, newest tokens and drafts.")
-    ] = None
-    max_waiting: Annotated[
-        int | None, typer.Option(help="Requests that may queue; more are refused with 429.")
-    ] = None
-    policy: Annotated[
-        str | None, typer.Option("--scheduling-policy", help=f"One of {', '.join(POLICIES)}.")
-    ] = None
-    speculative_disable_queue_size: Annotated[
-        int | None, typer.Option(help="No drafts while more requests than this run.")
-    ] = None
+    max_num_seqs: int | None = flag("Requests that run together.")
+    max_num_batched_tokens: int | None = flag(
+        "Rows of one step: prompts, newest tokens and drafts."
+    )
+    max_waiting: int | None = flag("Requests that may queue; more are refused with 429.")
+    policy: str | None = flag(f"One of {', '.join(POLICIES)}.", "--scheduling-policy")
+    speculative_disable_queue_size: int | None = flag(
+        "No drafts while more requests than this run."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
     """How tokens are chosen; names as in vLLM."""
 
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = DEFAULT_MAX_TOKENS
-    min_tokens: Annotated[int | None, typer.Option(help="Tokens before it may end.")] = None
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None
-    top_p: Annotated[float | None, typer.Option()] = None
-    top_k: Annotated[int | None, typer.Option()] = None
-    min_p: Annotated[float | None, typer.Option()] = None
-    presence_penalty: Annotated[float | None, typer.Option()] = None
-    frequency_penalty: Annotated[float | None, typer.Option()] = None
-    repetition_penalty: Annotated[float | None, typer.Option()] = None
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeatable.")] = None
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end.")] = False
+    max_tokens: int = flag("Most tokens to generate.", default=DEFAULT_MAX_TOKENS)
+    min_tokens: int | None = flag("Tokens before it may end.")
+    temperature: float | None = flag("0 is greedy.")
+    top_p: float | None = flag()
+    top_k: int | None = flag()
+    min_p: float | None = flag()
+    presence_penalty: float | None = flag()
+    frequency_penalty: float | None = flag()
+    repetition_penalty: float | None = flag()
+    stop: list[str] | None = flag("End before this text; repeatable.")
+    ignore_eos: bool = flag("Go on behind the end.", "--ignore-eos", default=False)
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -145,7 +120,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
                 f.name,
                 inspect.Parameter.KEYWORD_ONLY,
                 default=f.default,
-                annotation=_in_panel(f.type, group),
+                annotation=_in_panel(f, group),
             )
             for f in fields(group)
         )
@@ -200,15 +175,25 @@ def sampling_params(
     return replace(defaults or SamplingParams(), **_given(options))
 
 
-def parse_json_object(text: str) -> dict[str, Any] | None:
-    """The value of --speculative-config."""
+def json_object(text: str, name: str, *, or_null: bool = False) -> dict[str, Any]:
+    """The value of a flag; with `or_null` it may be None, too.
+
+    Raises:
+        ConfigError: it is none.
+    """
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--speculative-config is not valid JSON: {error}") from None
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"--speculative-config must be a JSON object or null, got {text}")
+        raise ConfigError(f"{name} is not valid JSON: {error}") from None
+    if not isinstance(value, dict) and not (or_null and value is None):
+        or_else = " or null" if or_null else ""
+        raise ConfigError(f"{name} must be a JSON object{or_else}, got {text}")
     return value
+
+
+def parse_json_object(text: str) -> dict[str, Any] | None:
+    """The value of --speculative-config."""
+    return json_object(text, "--speculative-config", or_null=True)
 
 
 def _speculative_config(
@@ -238,11 +223,11 @@ def _config(
     )
 
 
-def _in_panel(annotation: Any, group: type) -> Any:
+def _in_panel(one: Field[Any], group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group."""
-    option = copy(annotation.__metadata__[0])
+    option = copy(one.metadata["option"])
     option.rich_help_panel = group.__name__.removesuffix("Options")
-    return Annotated[annotation.__origin__, option]
+    return Annotated[one.type, option]
 
 
 def _given(options: EngineOptions | SchedulerOptions | SamplingOptions) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from outdraft.cli.command import Model
 from outdraft.cli.config_file import read_config_file
 from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
 from outdraft.cli.server_options import ServerOptions
@@ -14,10 +15,7 @@ from outdraft.cli.threads import engine_environment
 
 @takes_options
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
-    ] = None,
+    model: Model = None,
     *,
     config: Annotated[  # the callback has done what there is to do
         Path | None,

@@ -4,13 +4,13 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any
 
-import typer
-
+from outdraft.cli.options import flag, json_object
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 
+FILE = {"exists": True, "dir_okay": False}
 API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
 
 
@@ -18,104 +18,63 @@ API_KEY_VARIABLE = "OUTDRAFT_API_KEY"
 class ServerOptions:
     """What the server is called, who may use it, and how it ends; names as in vLLM."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            help=f"What clients must send. Default: what {API_KEY_VARIABLE} holds, or nothing."
-        ),
-    ] = None
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="File that holds the key, and nothing else."
-        ),
-    ] = None
-    ssl_certfile: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="PEM; serves HTTPS instead of HTTP."),
-    ] = None
-    ssl_keyfile: Annotated[
-        Path | None,
-        typer.Option(exists=True, dir_okay=False, help="PEM; default: it is in --ssl-certfile."),
-    ] = None
-    root_path: Annotated[
-        str, typer.Option(help="Prefix of all paths that a proxy takes off, such as /llm.")
-    ] = ""
-    allowed_origins: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Web pages of other hosts that may ask (CORS): an origin, * for all, or a JSON "
-            "list; repeatable. Default: none."
-        ),
-    ] = None
-    allowed_hosts: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Names that requests may be for; repeatable, * for any. Default: any, but on a "
-            "loopback address only loopback names."
-        ),
-    ] = None
-    enable_log_requests: Annotated[
-        bool, typer.Option(help="Log each request: path, status, time, id; never its text.")
-    ] = False
-    profiler_config: Annotated[
-        str | None,
-        typer.Option(
-            help='{"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and '
-            "/stop_profile trace the engine's steps into DIR."
-        ),
-    ] = None
-    header_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that a client has to send a request's headers.")
-    ] = HEADER_TIMEOUT_S
-    body_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds that it then has for the body.")
-    ] = BODY_TIMEOUT_S
-    served_model_name: Annotated[
-        list[str] | None,
-        typer.Option(help="What requests may call the model; repeatable. Default: its name."),
-    ] = None
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="File with Jinja; default: the model's own."
-        ),
-    ] = None
-    chat_template_content_format: Annotated[
-        str,
-        typer.Option(
-            help="Form of a message's content in the template: string, openai (a list of parts), "
-            "or auto: what the template can read."
-        ),
-    ] = "auto"
-    tool_call_parser: Annotated[
-        str | None,
-        typer.Option(help="How the model writes its calls, hermes or llama3_json; default: none."),
-    ] = None
-    enable_auto_tool_choice: Annotated[
-        bool | None,
-        typer.Option(
-            help="Whether the model may decide to call a function. Default: yes, with "
-            "--tool-call-parser."
-        ),
-    ] = None
-    reasoning_parser: Annotated[
-        str | None,
-        typer.Option(
-            help="How the model writes what it thinks before it answers, qwen3 or deepseek_r1; "
-            "default: that is part of the answer."
-        ),
-    ] = None
-    drain_timeout: Annotated[
-        float, typer.Option(min=0, help="Seconds that running requests have to finish at the end.")
-    ] = 30.0
-    restart_engine: Annotated[
-        bool, typer.Option("--restart-engine", help="Start another engine when it dies.")
-    ] = False
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info"
-    log_json: Annotated[bool, typer.Option("--log-json", help="Log lines as JSON.")] = False
+    host: str = flag("Address to listen on; 0.0.0.0: all.", default="127.0.0.1")
+    port: int = flag("0: any that is free.", default=8000, min=0, max=65535)
+    api_key: str | None = flag(
+        f"What clients must send. Default: what {API_KEY_VARIABLE} holds, or nothing."
+    )
+    api_key_file: Path | None = flag("File that holds the key, and nothing else.", **FILE)
+    ssl_certfile: Path | None = flag("PEM; serves HTTPS instead of HTTP.", **FILE)
+    ssl_keyfile: Path | None = flag("PEM; default: it is in --ssl-certfile.", **FILE)
+    root_path: str = flag("Prefix of all paths that a proxy takes off, such as /llm.", default="")
+    allowed_origins: list[str] | None = flag(
+        "Web pages of other hosts that may ask (CORS): an origin, * for all, or a JSON list; "
+        "repeatable. Default: none."
+    )
+    allowed_hosts: list[str] | None = flag(
+        "Names that requests may be for; repeatable, * for any. Default: any, but on a loopback "
+        "address only loopback names."
+    )
+    enable_log_requests: bool = flag(
+        "Log each request: path, status, time, id; never its text.", default=False
+    )
+    profiler_config: str | None = flag(
+        '{"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and '
+        "/stop_profile trace the engine's steps into DIR."
+    )
+    header_timeout: float = flag(
+        "Seconds that a client has to send a request's headers.", default=HEADER_TIMEOUT_S, min=0.1
+    )
+    body_timeout: float = flag(
+        "Seconds that it then has for the body.", default=BODY_TIMEOUT_S, min=0.1
+    )
+    served_model_name: list[str] | None = flag(
+        "What requests may call the model; repeatable. Default: its name."
+    )
+    chat_template: Path | None = flag("File with Jinja; default: the model's own.", **FILE)
+    chat_template_content_format: str = flag(
+        "Form of a message's content in the template: string, openai (a list of parts), or auto: "
+        "what the template can read.",
+        default="auto",
+    )
+    tool_call_parser: str | None = flag(
+        "How the model writes its calls, hermes or llama3_json; default: none."
+    )
+    enable_auto_tool_choice: bool | None = flag(
+        "Whether the model may decide to call a function. Default: yes, with --tool-call-parser."
+    )
+    reasoning_parser: str | None = flag(
+        "How the model writes what it thinks before it answers, qwen3 or deepseek_r1; default: "
+        "that is part of the answer."
+    )
+    drain_timeout: float = flag(
+        "Seconds that running requests have to finish at the end.", default=30.0, min=0
+    )
+    restart_engine: bool = flag(
+        "Start another engine when it dies.", "--restart-engine", default=False
+    )
+    log_level: str = flag("debug, info, warning or error.", default="info")
+    log_json: bool = flag("Log lines as JSON.", "--log-json", default=False)
 
 
 def api_key(options: ServerOptions, environ: Mapping[str, str]) -> str | None:
@@ -166,13 +125,7 @@ def profiler_dir(text: str | None) -> Path | None:
     """
     if text is None:
         return None
-    try:
-        values: Any = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"--profiler-config is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"--profiler-config must be a JSON object, got {text}")
-    given = cast(dict[str, object], values)
+    given: dict[str, object] = json_object(text, "--profiler-config")
     known = ("profiler", "torch_profiler_dir")
     for name in given:
         if name not in known:

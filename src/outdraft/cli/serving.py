@@ -24,7 +24,7 @@ from outdraft.dashboard.router import dashboard_router
 from outdraft.engine.chat import ChatTemplate, as_content_format, special_tokens
 from outdraft.engine.generation_config import default_sampling
 from outdraft.server.api.app import create_app
-from outdraft.server.api.hosts import is_loopback
+from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat, ToolCallFormat
 from outdraft.server.engine_process import EngineProcess
@@ -32,7 +32,6 @@ from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
-from outdraft.server.observed import ObservedClient
 from outdraft.server.supervisor import Supervisor
 
 _logger = logging.getLogger(__name__)
@@ -111,11 +110,11 @@ async def _serve(
     template: ChatTemplate | None,
 ) -> int:
     metrics = Metrics(supervisor.info, settings.served_model_names[0])
-    client = ObservedClient(supervisor, metrics)
+    supervisor.observe(metrics)
     metrics.watch(feed)
-    client.watch(lambda _: feed.without_speculation(metrics.plain_tokens_per_s))
+    supervisor.watch(lambda _: feed.without_speculation(metrics.plain_tokens_per_s))
     app = create_app(
-        client,
+        supervisor,
         supervisor.inputs,
         template,
         settings,

@@ -1,31 +1,14 @@
 """What the routes know of the engine: a client that streams requests. See process_client.py."""
 
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
-from outdraft.core.outputs import DraftTrace, Logprob, RequestOutput, TokenOrigin
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.messages import EngineInfo, Steps
 
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """What one sequence gained.
-
-    `text` may lag behind `token_ids`: it is held back while a character is incomplete or a stop
-    string may begin in it. The last delta of a sequence has its finish_reason.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    origins: list[TokenOrigin]
-    logprobs: list[dict[int, Logprob]] | None
-    finish_reason: str | None
-    stop_reason: int | str | None
-    steps: list[DraftTrace] | None
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +17,50 @@ class Update:
 
     Attributes:
         output: the whole of it so far: the same object each time, not to be kept or changed.
-        deltas: of the sequences that grew.
+        deltas: what each of the sequences that grew gained. `text` may lag behind `token_ids`: it
+            is held back while a character is incomplete or a stop string may begin in it. The last
+            delta of a sequence has its finish_reason.
     """
 
     output: RequestOutput
-    deltas: list[TextDelta]
+    deltas: list[CompletionOutput]
+
+
+class Unread:
+    """Between an output that grows and its reader, however seldom that one comes for it."""
+
+    def __init__(self, output: RequestOutput) -> None:
+        self._output = output
+        self._seen = [(0, 0, 0, False)] * len(output.outputs)
+
+    def take(self) -> Update:
+        """All that came since it was asked last."""
+        deltas: list[CompletionOutput] = []
+        for place, one in enumerate(self._output.outputs):
+            tokens, characters, steps, has_end = self._seen[place]
+            if tokens == len(one.token_ids) and has_end == (one.finish_reason is not None):
+                continue
+            delta = replace(
+                one,
+                text=one.text[characters:],
+                token_ids=one.token_ids[tokens:],
+                origins=one.origins[tokens:],
+                logprobs=_behind(tokens, one.logprobs),
+                trace=_behind(steps, one.trace),
+            )
+            deltas.append(delta)
+            steps = len(one.trace or ())
+            is_over = one.finish_reason is not None
+            self._seen[place] = len(one.token_ids), len(one.text), steps, is_over
+        return Update(self._output, deltas)
+
+
+def _behind(count: int, items: list[Item] | None) -> list[Item] | None:
+    return None if items is None else items[count:]
 
 
 class EngineClient(Protocol):
     """An engine somewhere else."""
-
-    @property
-    def info(self) -> EngineInfo: ...
 
     @property
     def is_alive(self) -> bool:
@@ -64,10 +79,10 @@ class EngineClient(Protocol):
 
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update]:
         """Stream a request. The last update's output is finished.
 
-        Closing the iterator early aborts the request.
+        Closing the generator early aborts the request.
 
         Raises:
             RequestError, CapacityError: it was not accepted.
@@ -84,8 +99,4 @@ class EngineClient(Protocol):
         Raises:
             EngineDeadError: the engine is dead, or died meanwhile.
         """
-        ...
-
-    def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        """Have a function called with the engine's statistics, several times a second at most."""
         ...

@@ -17,9 +17,8 @@ import zmq
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.server.assignment import Assignment
 from outdraft.server.engine_loop import EngineLoop, send_reports
-from outdraft.server.messages import EngineInfo, Failed, Loading
+from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 
 
 def main() -> int:

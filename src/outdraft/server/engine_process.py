@@ -15,8 +15,7 @@ import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, EngineDeadError
-from outdraft.server.assignment import Assignment
-from outdraft.server.messages import Command, EngineInfo, Failed, Loading, Report
+from outdraft.server.messages import Assignment, Command, EngineInfo, Failed, Loading, Report
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended

@@ -1,14 +1,34 @@
 """What the front end and the engine process tell each other; msgpack on the wire.
 
-Front end to engine: one of COMMANDS. Engine to front end: one of REPORTS. Times are seconds of the
+Front end to engine: one of COMMANDS. Engine to front end: one of REPORTS; only the Assignment, with
+which the process is started, is pickled. Times are seconds of the
 monotonic clock, which all processes of a machine share.
 """
 
+from dataclasses import dataclass
+
 from msgspec import Struct
 
+from outdraft.config.engine import EngineConfig
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What the launcher gives to the engine process it starts.
+
+    Attributes:
+        commands, reports: addresses of ZeroMQ; the process binds the first and connects to the
+            second.
+        log_level: of the logging module, in letters.
+    """
+
+    config: EngineConfig
+    commands: str
+    reports: str
+    log_level: str
 
 
 class Add(Struct, tag=True, frozen=True):

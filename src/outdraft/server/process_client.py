@@ -21,7 +21,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.client import Update
+from outdraft.server.client import Unread, Update
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import (
     Abort,
@@ -36,7 +36,6 @@ from outdraft.server.messages import (
     Report,
     Steps,
 )
-from outdraft.server.unread import Unread
 
 
 class ProcessClient:
@@ -66,6 +65,7 @@ class ProcessClient:
         return len(self._streams)
 
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
+        """As Supervisor.watch."""
         self._watchers.append(on_steps)
 
     async def run(self) -> None:
@@ -107,7 +107,7 @@ class ProcessClient:
 
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncGenerator[Update, None]:
+    ) -> AsyncGenerator[Update]:
         self._inputs.check_params(params)
         prediction = params.prediction
         if isinstance(prediction, str):

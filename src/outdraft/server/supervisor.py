@@ -1,7 +1,7 @@
 """One EngineClient for the whole life of a server, whatever becomes of its engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from outdraft.core.errors import EngineDeadError
@@ -12,6 +12,7 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server.client import Update
 from outdraft.server.engine_process import EngineProcess, OnLoading
 from outdraft.server.messages import EngineInfo, Steps
+from outdraft.server.metrics import Metrics
 from outdraft.server.process_client import ProcessClient
 
 
@@ -30,6 +31,7 @@ class Supervisor:
         self._client: ProcessClient | None = None
         self._inputs: InputProcessor | None = None
         self._watchers: list[Callable[[Steps], None]] = []
+        self._metrics: Metrics | None = None
         self._is_closed = False
 
     @property
@@ -56,13 +58,20 @@ class Supervisor:
 
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[Update]:
-        return self._started.generate(request_id, prompt, params, priority)
+    ) -> AsyncGenerator[Update]:
+        stream = self._started.generate(request_id, prompt, params, priority)
+        return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
         return await self._started.profile(path)
 
+    def observe(self, metrics: Metrics) -> None:
+        """Have all steps and requests counted from now on."""
+        self._metrics = metrics
+        self.watch(metrics.observe_steps)
+
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
+        """Have a function called with the engine's statistics, several times a second at most."""
         self._watchers.append(on_steps)
         self._started.watch(on_steps)
 

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
@@ -15,9 +15,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.client import Update
-from outdraft.server.messages import EngineInfo, Steps
-from outdraft.server.unread import Unread
+from outdraft.server.client import Unread, Update
 from tests.engine.byte_level import tokenizer
 
 MAX_MODEL_LEN = 4096
@@ -67,10 +65,6 @@ class FakeEngine:
     profiled: str | None = None  # where its trace will be written
 
     @property
-    def info(self) -> EngineInfo:
-        raise NotImplementedError
-
-    @property
     def num_unfinished(self) -> int:
         return self.num_running
 
@@ -80,12 +74,9 @@ class FakeEngine:
         self.profiled = path
         return None
 
-    def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        raise NotImplementedError
-
     async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[Update]:
+    ) -> AsyncGenerator[Update]:
         if not self.is_alive:
             raise EngineDeadError("the engine process has died", self.ended_by)
         self.inputs.check_params(params)

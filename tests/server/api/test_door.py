@@ -216,7 +216,7 @@ def test_requests_are_logged_when_asked_for_and_never_their_texts(caplog, logs):
     with caplog.at_level(logging.INFO, "outdraft"), serve(FakeEngine(), log_requests=logs) as one:
         one.post("/v1/completions", json={"prompt": "secret"}, headers={"X-Request-Id": "r1"})
         one.post("/v1/completions", json={"prompt": "secret", "n": 0})
-    lines = [r for r in caplog.records if r.name == "outdraft.server.api.request_ids"]
+    lines = [r for r in caplog.records if r.name == "outdraft.server.api.middleware"]
     if not logs:
         assert lines == []
         return

@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from outdraft.core.errors import CapacityError, EngineDeadError, GenerationError, RequestError
-from outdraft.server.api.completion_types import CompletionRequest
+from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.fields import MAX_ERRORS
 from tests.server.api.fake_engine import FakeEngine
 from tests.server.api.serving import MODEL, serve

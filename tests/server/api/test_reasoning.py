@@ -11,8 +11,7 @@ from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.structured_outputs import StructuredOutput, Thoughts
-from outdraft.server.api.answer_parser import AnswerParser
-from outdraft.server.api.reasoning import Stage, Thought, check_marks, stage_behind
+from outdraft.server.api.reasoning import AnswerParser, Stage, Thought, check_marks, stage_behind
 from outdraft.server.api.tools import ParsedCall
 from tests.engine.byte_level import tokenizer
 from tests.server.api.fake_engine import FakeEngine
@@ -245,9 +244,9 @@ def test_however_an_output_is_cut_its_parts_are_the_same(text, data, stage):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     places = [0, *cuts, len(text)]
     whole, cut = AnswerParser(stage, "hermes"), AnswerParser(stage, "hermes")
-    expected = [*whole.push(text), *whole.finish()]
-    found = [part for a, b in pairwise(places) for part in cut.push(text[a:b])]
-    assert joined([*found, *cut.finish()]) == joined(expected)
+    expected = whole.push(text, is_last=True)
+    found = [part for a, b in pairwise(places) for part in cut.push(text[a:b], is_last=False)]
+    assert joined([*found, *cut.push("", is_last=True)]) == joined(expected)
 
 
 def joined(parts) -> tuple[str, str, list[ParsedCall]]:

@@ -3,10 +3,9 @@
 import pytest
 
 from outdraft.core.errors import RequestError
-from outdraft.server.api.chat_types import ChatRequest, Tool
+from outdraft.server.api.bodies import ChatRequest, Tool
 from outdraft.server.api.settings import ApiSettings
-from outdraft.server.api.tool_choice import active_tools, call_format, call_schema
-from outdraft.server.api.tools import ForcedCall
+from outdraft.server.api.tools import ForcedCall, active_tools, call_format, call_schema
 
 
 def tool(name: str, parameters: dict | None) -> Tool:

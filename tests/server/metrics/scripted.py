@@ -1,6 +1,6 @@
 """Steps and updates written by hand, a client that replays them, and a reader of the exposition."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,7 +17,7 @@ from outdraft.core.outputs import (
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.client import TextDelta, Update
+from outdraft.server.client import Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 
@@ -114,7 +114,7 @@ class Script:
         if output.finished:
             times.finished_s = now_s
         deltas = [
-            TextDelta(i, " hidden answer" * n, [5] * n, [], None, reason, None, None)
+            CompletionOutput(i, " hidden answer" * n, [5] * n, finish_reason=reason)
             for i, (n, reason) in enumerate(zip(counts, reasons, strict=True))
         ]
         return Update(output, deltas)
@@ -122,18 +122,18 @@ class Script:
 
 @dataclass
 class ScriptedClient:
-    """An EngineClient that replays a script; an exception in it is raised."""
+    """Replays a script, and has it counted; an exception in it is raised."""
 
     script: Callable[[], list[Callable[[], Update] | Exception]]
-    info: EngineInfo = INFO
-    is_alive: bool = True
-    num_unfinished: int = 0
-    watchers: list[Callable[[Steps], None]] = field(default_factory=list)
+    counted: Metrics
     closed: list[str] = field(default_factory=list)
 
-    async def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncIterator[Update]:
+    def generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams
+    ) -> AsyncGenerator[Update]:
+        return self.counted.observed(self.replayed(request_id), params.n)
+
+    async def replayed(self, request_id: str) -> AsyncGenerator[Update]:
         try:
             for entry in self.script():
                 if isinstance(entry, Exception):
@@ -141,9 +141,6 @@ class ScriptedClient:
                 yield entry()
         finally:
             self.closed.append(request_id)
-
-    def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        self.watchers.append(on_steps)
 
 
 class Exposed:

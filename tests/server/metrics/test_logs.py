@@ -13,7 +13,6 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.logs import LOGGERS, LogLevel, TrafficLog, set_up_logging
-from outdraft.server.observed import ObservedClient
 from tests.server.metrics.scripted import (
     PROMPT,
     Exposed,
@@ -48,9 +47,10 @@ def serve_one(counted) -> None:
         lambda: [
             lambda: script.update(12.0, (1,)),
             lambda: script.update(12.5, (4,), ("stop",)),
-        ]
+        ],
+        counted,
     )
-    asyncio.run(_read(ObservedClient(client, counted)))
+    asyncio.run(_read(client))
 
 
 def test_a_line_has_the_rates_since_the_line_before(stream):
@@ -178,9 +178,11 @@ def test_nothing_of_a_request_is_logged_or_exposed(stream, as_json):
     log = TrafficLog(counted)
     serve_one(counted)
     script = Script()
-    dying = ScriptedClient(lambda: [lambda: script.update(11.0, (1,)), EngineDeadError("gone")])
+    dying = ScriptedClient(
+        lambda: [lambda: script.update(11.0, (1,)), EngineDeadError("gone")], counted
+    )
     with pytest.raises(EngineDeadError):
-        asyncio.run(_read(ObservedClient(dying, counted)))
+        asyncio.run(_read(dying))
     log.log(elapsed_s=1.0)
     exposed = repr(Exposed(counted).samples)
     assert "tok/s" in stream.getvalue()

@@ -1,4 +1,4 @@
-"""What a stream that is read through ObservedClient adds to the metrics."""
+"""What a stream that is read through Metrics.observed adds to the metrics."""
 
 import asyncio
 from contextlib import aclosing
@@ -7,23 +7,18 @@ import pytest
 
 from outdraft.core.errors import CapacityError, EngineDeadError
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.observed import ObservedClient
 from tests.server.metrics.scripted import (
-    INFO,
     PROMPT,
     Exposed,
     Script,
     ScriptedClient,
     metrics,
-    report,
-    step,
 )
 
 
 def observed(*entries):
     counted = metrics()
-    client = ScriptedClient(lambda: list(entries))
-    return counted, client, ObservedClient(client, counted)
+    return counted, ScriptedClient(lambda: list(entries), counted)
 
 
 async def read(client, params=None, updates: int | None = None) -> list[int]:
@@ -46,7 +41,7 @@ def ended(counted) -> dict[str, float]:
 
 def test_a_request_is_timed_from_arrival_to_end():
     script = Script(num_cached=3)
-    counted, _, client = observed(
+    counted, client = observed(
         lambda: script.update(12.0, (1,)),
         lambda: script.update(12.5, (4,)),
         lambda: script.update(14.0, (2,), ("length",)),
@@ -79,7 +74,7 @@ def test_a_watcher_hears_every_latency_that_the_histograms_count():
             self.heard.append(("more", gap_s))
 
     script = Script()
-    counted, _, client = observed(
+    counted, client = observed(
         lambda: script.update(12.0, (1,)),
         lambda: script.update(12.5, (4,)),
         lambda: script.update(14.0, (2,), ("length",)),
@@ -92,7 +87,7 @@ def test_a_watcher_hears_every_latency_that_the_histograms_count():
 
 def test_sequences_end_each_for_its_reason():
     script = Script(num_sequences=2)
-    counted, _, client = observed(
+    counted, client = observed(
         lambda: script.update(11.0, (1, 1), (None, None)),
         lambda: script.update(12.0, (1, 3), ("stop", None)),
         lambda: script.update(13.0, (0, 1), (None, "length")),
@@ -107,7 +102,7 @@ def test_sequences_end_each_for_its_reason():
 
 def test_one_token_has_no_time_per_token():
     script = Script()
-    counted, _, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
+    counted, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
     asyncio.run(read(client))
     exposed = Exposed(counted)
     assert exposed.histogram("request_time_per_output_token_seconds") == (0, 0)
@@ -116,7 +111,7 @@ def test_one_token_has_no_time_per_token():
 
 def test_an_update_without_tokens_is_no_arrival():
     script = Script()
-    counted, _, client = observed(
+    counted, client = observed(
         lambda: script.update(11.0, (0,)),
         lambda: script.update(12.0, (1,)),
         lambda: script.update(13.0, (0,)),
@@ -130,7 +125,7 @@ def test_an_update_without_tokens_is_no_arrival():
 
 def test_preemptions_are_counted_once():
     script = Script()
-    counted, _, client = observed(
+    counted, client = observed(
         lambda: script.update(11.0, (1,), preemptions=1),
         lambda: script.update(12.0, (1,), preemptions=1),
         lambda: script.update(13.0, (1,), ("stop",), preemptions=3),
@@ -141,19 +136,19 @@ def test_preemptions_are_counted_once():
 
 def test_a_reader_that_leaves_aborts_what_still_runs():
     script = Script(num_sequences=3)
-    counted, inner, client = observed(
+    counted, client = observed(
         lambda: script.update(11.0, (1, 1, 1), ("stop", None, None)),
         lambda: script.update(12.0, (0, 1, 1), (None, "stop", "stop")),
     )
     asyncio.run(read(client, SamplingParams(n=3), updates=1))
     assert ended(counted) == {"stop": 1, "abort": 2}
-    assert inner.closed == ["r"]
+    assert client.closed == ["r"]
     assert Exposed(counted).histogram("e2e_request_latency_seconds") == (0, 0)
 
 
 def test_leaving_at_the_last_update_is_no_abort():
     script = Script()
-    counted, _, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
+    counted, client = observed(lambda: script.update(11.0, (1,), ("stop",)))
     asyncio.run(read(client, updates=1))
     assert ended(counted) == {"stop": 1}
 
@@ -162,48 +157,36 @@ def test_a_cancelled_reader_aborts_its_request():
     counted = metrics()
 
     class Silent(ScriptedClient):
-        async def generate(self, *_):
+        async def replayed(self, _):
             try:
                 await asyncio.Event().wait()
                 yield
             finally:
                 self.closed.append("r")
 
-    inner = Silent(list)
+    client = Silent(list, counted)
 
     async def main() -> None:
-        task = asyncio.create_task(read(ObservedClient(inner, counted)))
+        task = asyncio.create_task(read(client))
         await asyncio.sleep(0)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(main())
     assert ended(counted) == {"abort": 1}
-    assert inner.closed == ["r"]
+    assert client.closed == ["r"]
 
 
 def test_a_dead_engine_is_an_error_and_is_passed_on():
     script = Script()
-    counted, _, client = observed(lambda: script.update(11.0, (1,)), EngineDeadError("gone"))
+    counted, client = observed(lambda: script.update(11.0, (1,)), EngineDeadError("gone"))
     with pytest.raises(EngineDeadError, match="gone"):
         asyncio.run(read(client))
     assert ended(counted) == {"error": 1}
 
 
 def test_a_request_that_was_not_accepted_did_not_end():
-    counted, _, client = observed(CapacityError("full"))
+    counted, client = observed(CapacityError("full"))
     with pytest.raises(CapacityError):
         asyncio.run(read(client))
     assert ended(counted) == {}
-
-
-def test_the_rest_of_the_client_shows_through():
-    counted, inner, client = observed()
-    seen = []
-    client.watch(seen.append)
-    inner.is_alive, inner.num_unfinished = False, 4
-    assert (client.info, client.is_alive, client.num_unfinished) == (INFO, False, 4)
-    for watcher in inner.watchers:
-        watcher(report(step((0,))))
-    assert len(seen) == 1
-    assert Exposed(counted).value("generation_tokens_total") == 1

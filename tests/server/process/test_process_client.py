@@ -250,7 +250,7 @@ def test_a_full_queue_is_a_capacity_error_and_a_trace_has_times():
             assert {type(r) for r in results} == {list, CapacityError}
             params = replace(SamplingParams(), speculation={"trace": True})
             updates = await stream(client, "0", PROMPTS[0], params)
-            steps = [step for u in updates for d in u.deltas for step in d.steps or ()]
+            steps = [step for u in updates for d in u.deltas for step in d.trace or ()]
             assert sum(step.num_emitted for step in steps) == 16
             assert all(step.seconds > 0 for step in steps)
 

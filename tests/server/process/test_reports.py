@@ -11,9 +11,8 @@ from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.llm import LLM
-from outdraft.server.client import TextDelta
+from outdraft.server.client import Unread
 from outdraft.server.messages import Add, Command, Progress, Report
-from outdraft.server.unread import Unread
 from tests.server.process.engines import PROMPTS, config, offline
 
 # fmt: off
@@ -38,7 +37,7 @@ def fresh() -> LLM:
 
 def reported(
     llm: LLM, prompt: str, params: SamplingParams
-) -> tuple[RequestOutput, list[TextDelta]]:
+) -> tuple[RequestOutput, list[CompletionOutput]]:
     """A request whose every delta goes over the wire."""
     core = llm.engine
     encoded = core.inputs.encoded(prompt)
@@ -87,7 +86,7 @@ def agree(params: SamplingParams) -> RequestOutput:
         if completion.logprobs is not None:
             assert [row for delta in own for row in delta.logprobs or ()] == completion.logprobs
         if completion.trace is not None:
-            assert sum(s.num_emitted for d in own for s in d.steps or ()) == len(
+            assert sum(s.num_emitted for d in own for s in d.trace or ()) == len(
                 completion.token_ids
             )
     return got

@@ -9,14 +9,13 @@ from typing import Any, Protocol
 from starlette.responses import Response
 
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.server.api.fields import ChoiceFields, StreamOptions
 from outdraft.server.api.generation import Generation, outputs, updates
 from outdraft.server.api.params import wants_metrics
 from outdraft.server.api.replies import DONE, EventStream, JsonLater, event
 from outdraft.server.api.reports import metrics, usage
 from outdraft.server.api.settings import ApiContext
-from outdraft.server.client import TextDelta
 
 Json = dict[str, Any]
 
@@ -41,7 +40,7 @@ class Shape(Protocol):
         """Choices of the chunks that come before any delta of the prompt."""
         ...
 
-    def pieces(self, number: int, delta: TextDelta) -> list[Json]:
+    def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         """Choices of the chunks that tell a delta."""
         ...
 

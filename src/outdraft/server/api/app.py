@@ -12,9 +12,8 @@ from outdraft.engine.inputs import InputProcessor
 from outdraft.server.api.chat import chat_router
 from outdraft.server.api.completions import completions_router
 from outdraft.server.api.docs_page import docs_router
-from outdraft.server.api.early_errors import EarlyErrors
 from outdraft.server.api.errors import install_error_handlers
-from outdraft.server.api.hosts import HostGuard
+from outdraft.server.api.middleware import HEADER, EarlyErrors, HostGuard, RequestIds
 from outdraft.server.api.plain_routes import (
     health_router,
     models_router,
@@ -22,7 +21,6 @@ from outdraft.server.api.plain_routes import (
     stored_responses_router,
     tokens_router,
 )
-from outdraft.server.api.request_ids import HEADER, RequestIds
 from outdraft.server.api.responses import responses_router
 from outdraft.server.api.settings import ApiContext, ApiSettings
 from outdraft.server.client import EngineClient

@@ -7,20 +7,25 @@ from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
-from outdraft.server.api.answer_parser import AnswerParser, Part
 from outdraft.server.api.answers import Answer, Json, check_stream_options
-from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.bodies import ChatRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.logprobs import Row, chat_logprobs, prompt_logprobs
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_options
-from outdraft.server.api.reasoning import Stage, Thought, first_stage, with_form_behind_thoughts
+from outdraft.server.api.reasoning import (
+    AnswerParser,
+    Part,
+    Stage,
+    Thought,
+    first_stage,
+    whole_answer,
+    with_form_behind_thoughts,
+)
 from outdraft.server.api.reports import trace
 from outdraft.server.api.settings import ApiContext
-from outdraft.server.api.tool_choice import active_tools, call_format
-from outdraft.server.api.tools import CallFormat, ParsedCall
-from outdraft.server.client import TextDelta
+from outdraft.server.api.tools import CallFormat, ParsedCall, active_tools, call_format
 
 
 def chat_router(context: ApiContext) -> APIRouter:
@@ -95,7 +100,7 @@ class ChatShape:
             for one in output.outputs
         ]
 
-    def pieces(self, number: int, delta: TextDelta) -> list[Json]:
+    def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         messages = [self._message_delta(delta.index, part) for part in self._parts(delta)]
         details: Json = {}
         if self._body.return_token_ids:
@@ -118,13 +123,10 @@ class ChatShape:
         return choices
 
     def _choice(self, one: CompletionOutput) -> Json:
-        parser = AnswerParser(self._stage, self._format)
-        parts = [*parser.push(one.text), *parser.finish()]
-        calls = [_tool_call(part) for part in parts if isinstance(part, ParsedCall)]
-        text = "".join(part for part in parts if isinstance(part, str))
+        thoughts, text, parsed = whole_answer(one.text, self._stage, self._format)
+        calls = [_tool_call(call) for call in parsed]
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self._stage is not None:
-            thoughts = "".join(part.text for part in parts if isinstance(part, Thought))
             message |= _reasoning(thoughts or None)
             if thoughts:
                 message["content"] = text or None
@@ -139,12 +141,11 @@ class ChatShape:
             result["token_ids"] = one.token_ids
         return result | _finish(one.finish_reason, one.stop_reason, bool(calls))
 
-    def _parts(self, delta: TextDelta) -> list[Part]:
+    def _parts(self, delta: CompletionOutput) -> list[Part]:
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = AnswerParser(self._stage, self._format)
-        parts = parser.push(delta.text)
-        return parts if delta.finish_reason is None else [*parts, *parser.finish()]
+        return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
     def _message_delta(self, index: int, part: Part) -> Json:
         if isinstance(part, str):

@@ -3,11 +3,11 @@
 from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.prompts import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
-from outdraft.server.api.completion_types import CompletionRequest
+from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.logprobs import CompletionLogprobs, Row, prompt_logprobs
@@ -15,7 +15,6 @@ from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_options
 from outdraft.server.api.reports import trace
 from outdraft.server.api.settings import ApiContext
-from outdraft.server.client import TextDelta
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -104,7 +103,7 @@ class CompletionShape:
             for one in output.outputs
         ]
 
-    def pieces(self, number: int, delta: TextDelta) -> list[Json]:
+    def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         index = self._index(number, delta.index)
         result = _choice(index)
         if delta.finish_reason is not None:

@@ -51,18 +51,20 @@ class ApiError(OutdraftError):
         self.headers = headers
 
 
+def api_error(
+    status: int, kind: str, code: str, message: str, retry_after_s: int | None = None
+) -> ApiError:
+    """An error whose cause is the server, or how busy it is."""
+    headers = {"Retry-After": str(retry_after_s)} if retry_after_s is not None else None
+    return ApiError(status, ErrorBody(message=message, type=kind, code=code), headers)
+
+
 def invalid_request(
     message: str, param: str | None = None, code: str | None = None, status: int = 400
 ) -> ApiError:
     """An error whose cause is the request."""
     kind = "invalid_request_error"
     return ApiError(status, ErrorBody(message=message, type=kind, param=param, code=code))
-
-
-def wrong_key() -> ApiError:
-    error = invalid_request("the API key is missing or wrong", None, "invalid_api_key", 401)
-    error.headers = {"WWW-Authenticate": "Bearer"}
-    return error
 
 
 def unknown_model(name: str) -> ApiError:
@@ -72,40 +74,35 @@ def unknown_model(name: str) -> ApiError:
 
 
 def draining(retry_after_s: int) -> ApiError:
-    body = ErrorBody(
-        message="the server is shutting down and takes no more requests",
-        type="service_unavailable_error",
-        code="draining",
-    )
-    return ApiError(503, body, {"Retry-After": str(retry_after_s)})
+    message = "the server is shutting down and takes no more requests"
+    return api_error(503, "service_unavailable_error", "draining", message, retry_after_s)
 
 
 def engine_dead(status: int = 500, ended_by: str | None = None) -> ApiError:
     """`ended_by`: the signal or exit code of the engine's process, where it is known."""
     message = "the engine has stopped" + (f": {ended_by}" if ended_by else "")
-    return ApiError(status, ErrorBody(message=message, type="server_error", code="engine_dead"))
+    return api_error(status, "server_error", "engine_dead", message)
 
 
 def as_api_error(error: Exception, retry_after_s: int) -> ApiError:
     """The reply to any exception; one that nobody expected says nothing about itself."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestError):
-        return invalid_request(str(error), error.field)
-    if isinstance(error, CapacityError):
-        body = ErrorBody(message=str(error), type="rate_limit_error", code="rate_limit_exceeded")
-        return ApiError(429, body, {"Retry-After": str(retry_after_s)})
-    if isinstance(error, GenerationError):
-        body = ErrorBody(message=str(error), type="server_error", code="generation_failed")
-        return ApiError(500, body)
-    if isinstance(error, EngineDeadError):
-        return engine_dead(ended_by=error.ended_by)
-    return ApiError(
-        500,
-        ErrorBody(message="internal error", type="server_error", code="internal_error"),
-        # uvicorn closes the connection behind such a reply: a client must not use it again.
-        headers={"connection": "close"},
-    )
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return invalid_request(str(error), error.field)
+        case CapacityError():
+            kind, code = "rate_limit_error", "rate_limit_exceeded"
+            return api_error(429, kind, code, str(error), retry_after_s)
+        case GenerationError():
+            return api_error(500, "server_error", "generation_failed", str(error))
+        case EngineDeadError():
+            return engine_dead(ended_by=error.ended_by)
+        case _:
+            result = api_error(500, "server_error", "internal_error", "internal error")
+            # uvicorn closes the connection behind such a reply: a client must not use it again.
+            result.headers = {"connection": "close"}
+            return result
 
 
 def error_json(error: ApiError) -> bytes:

@@ -1,8 +1,8 @@
 """One HTTP request's generation: as many engine requests as it has prompts, streamed as one."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from uuid import uuid4
 
@@ -78,7 +78,7 @@ def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields
 
 async def updates(
     context: ApiContext, generation: Generation
-) -> AsyncGenerator[tuple[int, Update], None]:
+) -> AsyncGenerator[tuple[int, Update]]:
     """Every update with the number of its prompt. Closing it early aborts all that runs.
 
     Raises:
@@ -86,12 +86,12 @@ async def updates(
             EngineClient.generate.
     """
     async with AsyncExitStack() as stack:
-        streams: list[AsyncIterator[Update]] = []
+        streams: list[AsyncGenerator[Update]] = []
         for number, prompt in enumerate(generation.prompts):
             stream = context.client.generate(
                 f"{generation.request_id}-{number}", prompt, generation.params, generation.priority
             )
-            streams.append(await stack.enter_async_context(_closing(stream)))
+            streams.append(await stack.enter_async_context(aclosing(stream)))
         try:
             if len(streams) == 1:
                 async for update in streams[0]:
@@ -121,8 +121,8 @@ async def outputs(context: ApiContext, generation: Generation) -> list[RequestOu
 
 
 async def _merged(
-    streams: Sequence[AsyncIterator[Update]],
-) -> AsyncGenerator[tuple[int, Update], None]:
+    streams: Sequence[AsyncGenerator[Update]],
+) -> AsyncGenerator[tuple[int, Update]]:
     waiting = {_next(stream): number for number, stream in enumerate(streams)}
     try:
         while waiting:
@@ -139,17 +139,8 @@ async def _merged(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-def _next(stream: AsyncIterator[Update]) -> asyncio.Task[Update | None]:
+def _next(stream: AsyncGenerator[Update]) -> asyncio.Task[Update | None]:
     async def advance() -> Update | None:
         return await anext(stream, None)
 
     return asyncio.ensure_future(advance())
-
-
-@asynccontextmanager
-async def _closing(stream: AsyncIterator[Update]) -> AsyncGenerator[AsyncIterator[Update]]:
-    try:
-        yield stream
-    finally:
-        if isinstance(stream, AsyncGenerator):
-            await stream.aclose()

@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.types import Message
 
-from outdraft.server.api.errors import ErrorReply, draining, wrong_key
+from outdraft.server.api.errors import ErrorReply, draining, invalid_request
 from outdraft.server.api.settings import ApiContext
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -52,7 +52,9 @@ def check_key(request: Request, api_key: str | None) -> None:
     scheme, _, key = given.partition(" ")
     same = hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
     if scheme.lower() != "bearer" or not same:
-        raise wrong_key()
+        error = invalid_request("the API key is missing or wrong", None, "invalid_api_key", 401)
+        error.headers = {"WWW-Authenticate": "Bearer"}
+        raise error
 
 
 class BoundedRequest(Request):

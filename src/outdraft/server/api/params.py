@@ -2,13 +2,14 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.core.structured_outputs import StructuredKind, StructuredOutput, choice_text
-from outdraft.server.api.chat_types import ChatRequest
+from outdraft.server.api.bodies import ChatRequest, ResponsesRequest
 from outdraft.server.api.fields import (
     ChoiceFields,
     JsonObjectFormat,
@@ -16,39 +17,21 @@ from outdraft.server.api.fields import (
     JsonSchemaSpec,
     SamplingFields,
 )
-from outdraft.server.api.responses_types import ResponsesRequest
 from outdraft.server.api.settings import ApiSettings
-from outdraft.server.api.tool_choice import call_schema, forced_functions
+from outdraft.server.api.tools import call_schema, forced_functions
 
 _logger = logging.getLogger(__name__)
 # Fields that have the same name and meaning on both sides.
-_SAME = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "seed",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "min_tokens",
-    "skip_special_tokens",
-    "n",
-    "prompt_logprobs",
-)
-# vLLM's names of before, and what they are called now in structured_outputs.
-_OLD_NAMES = {
-    "guided_json": "json",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
+_SAME = {field.name for field in fields(SamplingParams)} - {
+    *("max_tokens", "logprobs", "detokenize"),
+    *("prediction", "speculation", "structured", "structured_outputs"),
+}
+_KINDS: dict[str, StructuredKind] = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "grammar": "grammar",
+    "choice": "choice",
 }
 
 
@@ -118,8 +101,9 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
         names = ", ".join(field for field, _, _ in asked)
         raise RequestError(f"the output cannot follow several of {names} at once", asked[1][0])
     [(field, kind, text)] = asked
-    if field in _OLD_NAMES:
-        _logger.warning("%s is deprecated: use structured_outputs.%s", field, _OLD_NAMES[field])
+    if field.startswith("guided_"):  # vLLM's name of before
+        now = field.removeprefix("guided_")
+        _logger.warning("%s is deprecated: use structured_outputs.%s", field, now)
     if len(text.encode()) > settings.max_schema_bytes:
         raise RequestError(f"{field} has more than {settings.max_schema_bytes:,} bytes", field)
     try:
@@ -144,29 +128,14 @@ def _is_spaced(body: SamplingFields, field: str, kind: StructuredKind) -> bool:
 def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str]]:
     """Field, kind and text of everything that the output is asked to match."""
     asked = body.structured_outputs
-    if asked is not None:
-        if asked.json_ is not None:
-            yield "structured_outputs.json", "json_schema", _schema_text(asked.json_)
-        if asked.json_object:
-            yield "structured_outputs.json_object", "json_object", ""
-        if asked.regex is not None:
-            yield "structured_outputs.regex", "regex", asked.regex
-        if asked.grammar is not None:
-            yield "structured_outputs.grammar", "grammar", asked.grammar
-        if asked.choice is not None:
-            yield "structured_outputs.choice", "choice", choice_text(asked.choice)
-    if body.regex is not None:
-        yield "regex", "regex", body.regex
-    if body.grammar is not None:
-        yield "grammar", "grammar", body.grammar
-    if body.guided_json is not None:
-        yield "guided_json", "json_schema", _schema_text(body.guided_json)
-    if body.guided_regex is not None:
-        yield "guided_regex", "regex", body.guided_regex
-    if body.guided_choice is not None:
-        yield "guided_choice", "choice", choice_text(body.guided_choice)
-    if body.guided_grammar is not None:
-        yield "guided_grammar", "grammar", body.guided_grammar
+    named = asked.model_dump(by_alias=True) if asked is not None else {}
+    values = {f"structured_outputs.{name}": named.get(name) for name in _KINDS}
+    old = [f"guided_{name}" for name in _KINDS]
+    values |= {name: getattr(body, name, None) for name in ("regex", "grammar", *old)}
+    for field, value in values.items():
+        name = field.removeprefix("structured_outputs.").removeprefix("guided_")
+        if value is not None and value is not False:
+            yield field, _KINDS[name], _text(name, value)
     if isinstance(body, ChoiceFields):
         yield from _response_format("response_format", body.response_format)
     if isinstance(body, ResponsesRequest) and body.text is not None:
@@ -177,8 +146,13 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
             yield "tool_choice", "json_schema", json.dumps(call_schema(body.tools, names))
 
 
-def _schema_text(schema: str | dict[str, Any]) -> str:
-    return schema if isinstance(schema, str) else json.dumps(schema)
+def _text(name: str, value: Any) -> str:
+    """What StructuredOutput takes for a value of a field of StructuredOutputs."""
+    if name == "json_object":
+        return ""
+    if name == "choice":
+        return choice_text(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:
@@ -197,23 +171,18 @@ def _check_limits(params: SamplingParams, settings: ApiSettings) -> None:
     for name in ("logprobs", "prompt_logprobs"):
         if (getattr(params, name) or 0) > settings.max_logprobs:
             raise RequestError(f"{name} must be at most {settings.max_logprobs}", name)
-    if len(params.stop_strings) > settings.max_stop_strings:
-        raise RequestError(
-            f"stop holds {len(params.stop_strings)} strings, at most {settings.max_stop_strings} "
-            "are allowed",
-            "stop",
-        )
-    if any(len(text) > settings.max_stop_length for text in params.stop_strings):
-        raise RequestError(
-            f"a stop string may have at most {settings.max_stop_length} characters", "stop"
-        )
-    bad_words = params.bad_words or ()  # the engine encodes them between two steps
-    if len(bad_words) > settings.max_bad_words:
-        raise RequestError(
-            f"bad_words holds {len(bad_words)} texts, at most {settings.max_bad_words} are allowed",
-            "bad_words",
-        )
-    if any(len(text) > settings.max_bad_word_length for text in bad_words):
-        raise RequestError(
-            f"a bad word may have at most {settings.max_bad_word_length} characters", "bad_words"
-        )
+    most, longest = settings.max_stop_strings, settings.max_stop_length
+    _check_texts("stop", "strings", "stop string", params.stop_strings, most, longest)
+    most, longest = settings.max_bad_words, settings.max_bad_word_length
+    # The engine encodes them between two steps.
+    _check_texts("bad_words", "texts", "bad word", params.bad_words or (), most, longest)
+
+
+def _check_texts(
+    field: str, what: str, one: str, texts: Sequence[str], most: int, longest: int
+) -> None:
+    if len(texts) > most:
+        message = f"{field} holds {len(texts)} {what}, at most {most} are allowed"
+        raise RequestError(message, field)
+    if any(len(text) > longest for text in texts):
+        raise RequestError(f"a {one} may have at most {longest} characters", field)

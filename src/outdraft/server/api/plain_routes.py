@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
-from outdraft.server.api.completion_types import (
+from outdraft.server.api.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,

@@ -8,10 +8,17 @@ from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.api.chat_types import ChatMessage, ChatRequest, TemplateFields, Tool, ToolCall
+from outdraft.server.api.bodies import (
+    ChatMessage,
+    ChatRequest,
+    InputMessage,
+    InputPart,
+    TemplateFields,
+    Tool,
+    ToolCall,
+)
 from outdraft.server.api.errors import unknown_model
 from outdraft.server.api.fields import ChoiceFields, SamplingFields, TextPart
-from outdraft.server.api.responses_types import InputMessage, InputPart
 from outdraft.server.api.settings import ApiContext
 
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
@@ -28,14 +35,14 @@ class PromptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """What a template writes; see ChatTemplate.render. `field`: the parameter that it came as."""
+    """What a template writes. `field`: the parameter that it came as.
+
+    `options`: of ChatTemplate.render.
+    """
 
     messages: list[dict[str, Any]]
     field: str
-    tools: list[Tool] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool = False
-    variables: Mapping[str, Any] | None = None
+    options: Mapping[str, Any]
 
 
 def model_name(context: ApiContext, asked: str | None) -> str:
@@ -140,14 +147,7 @@ def chat_text(context: ApiContext, chat: Conversation) -> str:
     """
     if context.chat_template is None:
         raise RequestError("the model has no chat template: use /v1/completions", chat.field)
-    tools = chat.tools
-    return context.chat_template.render(
-        chat.messages,
-        tools=[tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
-        add_generation_prompt=chat.add_generation_prompt,
-        continue_final_message=chat.continue_final_message,
-        variables=chat.variables,
-    )
+    return context.chat_template.render(chat.messages, **chat.options)
 
 
 def conversation(body: TemplateFields, tools: list[Tool] | None) -> Conversation:
@@ -159,14 +159,13 @@ def conversation(body: TemplateFields, tools: list[Tool] | None) -> Conversation
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    return Conversation(
-        messages=chat_messages(body.messages),
-        field="messages",
-        tools=tools,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=bool(body.continue_final_message),
-        variables=variables,
-    )
+    options = {
+        "tools": [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
+        "add_generation_prompt": body.add_generation_prompt,
+        "continue_final_message": bool(body.continue_final_message),
+        "variables": variables,
+    }
+    return Conversation(messages=chat_messages(body.messages), field="messages", options=options)
 
 
 def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

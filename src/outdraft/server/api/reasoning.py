@@ -13,9 +13,9 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
 from outdraft.engine.prompts import EncodedPrompt
-from outdraft.server.api.chat_types import ChatMessage
+from outdraft.server.api.bodies import ChatMessage
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
-from outdraft.server.api.tools import overlap
+from outdraft.server.api.tools import CallFormat, ParsedCall, overlap, tool_call_parser
 
 START, END = "<think>", "</think>"
 
@@ -151,3 +151,41 @@ class ReasoningParser:
         if self._held:
             pieces.append(self._held)
             self._held = ""
+
+
+Part = Thought | str | ParsedCall
+
+
+class AnswerParser:
+    """Takes an answer apart as it streams: thoughts, text and calls, in this order of precedence.
+
+    Without parsers all of it is text.
+    """
+
+    def __init__(self, stage: Stage | None, calls: CallFormat | None) -> None:
+        """`stage`: where the model begins; None: thoughts are part of the text."""
+        self._thoughts = ReasoningParser(stage or Stage.ANSWERING)
+        self._calls = tool_call_parser(calls) if calls is not None else None
+
+    def push(self, text: str, *, is_last: bool) -> list[Part]:
+        """What is certain now that the answer goes on, or ends, with `text`."""
+        pieces = self._thoughts.push(text)
+        pieces += self._thoughts.finish() if is_last else []
+        if self._calls is None:
+            return [*pieces]
+        parts: list[Part] = []
+        for piece in pieces:
+            parts += [piece] if isinstance(piece, Thought) else self._calls.push(piece)
+        return [*parts, *self._calls.finish()] if is_last else parts
+
+
+def whole_answer(
+    text: str, stage: Stage | None, calls: CallFormat | None
+) -> tuple[str, str, list[ParsedCall]]:
+    """Thoughts, text and calls of an answer that has ended; arguments as of AnswerParser."""
+    parts = AnswerParser(stage, calls).push(text, is_last=True)
+    return (
+        "".join(part.text for part in parts if isinstance(part, Thought)),
+        "".join(part for part in parts if isinstance(part, str)),
+        [part for part in parts if isinstance(part, ParsedCall)],
+    )

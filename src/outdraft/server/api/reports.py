@@ -5,9 +5,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from outdraft.core.outputs import DraftTrace, RequestOutput, SpeculationMetrics, TokenOrigin
+from outdraft.core.outputs import (
+    CompletionOutput,
+    DraftTrace,
+    RequestOutput,
+    SpeculationMetrics,
+    TokenOrigin,
+)
 from outdraft.server.api.logprobs import finite
-from outdraft.server.client import TextDelta
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -64,14 +69,14 @@ def _speculation(metrics: SpeculationMetrics) -> dict[str, Any]:
     }
 
 
-def trace(delta: TextDelta, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
+def trace(delta: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any] | None:
     """Every new token with how it came, and what was drafted; None if nobody asked."""
-    if delta.steps is None:
+    if delta.trace is None:
         return None
     pairs = zip(delta.token_ids, delta.origins, strict=True)
     return {
         "tokens": [_token(token_id, tokenizer) | {"origin": str(o)} for token_id, o in pairs],
-        "steps": [_step(step, tokenizer) for step in delta.steps],
+        "steps": [_step(step, tokenizer) for step in delta.trace],
     }
 
 

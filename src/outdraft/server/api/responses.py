@@ -1,7 +1,7 @@
 """/v1/responses: text in, text out. Nothing is stored."""
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ from fastapi import APIRouter, Response
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
-from outdraft.server.api.answer_parser import AnswerParser, Part
+from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
 from outdraft.server.api.generation import Generation, new_generation, outputs, updates
 from outdraft.server.api.guard import guarded_router
@@ -24,10 +24,17 @@ from outdraft.server.api.prompts import (
     model_name,
     prompt_options,
 )
-from outdraft.server.api.reasoning import Stage, Thought, first_stage, with_form_behind_thoughts
+from outdraft.server.api.reasoning import (
+    AnswerParser,
+    Part,
+    Stage,
+    Thought,
+    first_stage,
+    whole_answer,
+    with_form_behind_thoughts,
+)
 from outdraft.server.api.replies import EventStream, JsonLater, event
 from outdraft.server.api.reports import metrics, usage
-from outdraft.server.api.responses_types import ResponsesRequest
 from outdraft.server.api.settings import ApiContext
 
 Json = dict[str, Any]
@@ -48,7 +55,7 @@ def responses_router(context: ApiContext) -> APIRouter:
         )
         messages = input_messages(body.input, body.instructions)
         options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
-        chat = Conversation(messages=messages, field="input")
+        chat = Conversation(messages=messages, field="input", options={})
         prompt = await encode_chat(context, chat, options)
         stage = first_stage(context.settings, prompt)
         if stage is not None:
@@ -90,10 +97,10 @@ class ResponseAnswer:
         [output] = await outputs(self.context, self.generation)
         return self._finished(output)
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """In the order that OpenAI documents; the last one holds the whole response."""
         output = None
-        parser = AnswerParser(self.stage, None) if self.stage is not None else None
+        parser = AnswerParser(self.stage, None)
         async with aclosing(updates(self.context, self.generation)) as stream:
             async for _, update in stream:
                 if output is None:
@@ -101,10 +108,10 @@ class ResponseAnswer:
                         yield each
                 output = update.output
                 for delta in update.deltas:
-                    parts: list[Part] = [delta.text] if parser is None else parser.push(delta.text)
-                    if parser is not None and delta.finish_reason is not None:
-                        parts += parser.finish()
                     rows = content(delta.logprobs or [], self.body.top_logprobs or 0)
+                    parts: list[Part] = [delta.text]
+                    if self.stage is not None:
+                        parts = parser.push(delta.text, is_last=delta.finish_reason is not None)
                     for each in self._told(parts, rows):
                         yield each
         if output is not None:
@@ -116,127 +123,90 @@ class ResponseAnswer:
         body = error.body
         return self._event("error", code=body.code, message=body.message, param=body.param)
 
-    def _opening(self) -> list[bytes]:
+    def _opening(self) -> Iterator[bytes]:
         response = self._response("in_progress")
-        opening = [
-            self._event("response.created", response=response),
-            self._event("response.in_progress", response=response),
-        ]
-        return opening + self._message_opening() if self.stage is None else opening
+        yield self._event("response.created", response=response)
+        yield self._event("response.in_progress", response=response)
+        if self.stage is None:
+            yield from self._message_opening()
 
-    def _told(self, parts: list[Part], rows: list[Json]) -> list[bytes]:
+    def _told(self, parts: list[Part], rows: list[Json]) -> Iterator[bytes]:
         """Events of new thoughts and new text; `rows` are the text's."""
-        events: list[bytes] = []
         for part in parts:
             if isinstance(part, Thought):
-                events += self._thinking(part.text)
+                if not self.thoughts:
+                    empty = {"type": "reasoning_text", "text": ""}
+                    yield from self._added(self._thoughts_item("in_progress", []), empty)
+                self.thoughts += part.text
+                place = self._place(self.thoughts_id)
+                yield self._event("response.reasoning_text.delta", **place, delta=part.text)
             elif isinstance(part, str) and (part or rows):
-                events += [] if self.is_message_open else self._message_opening()
+                if not self.is_message_open:
+                    yield from self._message_opening()
+                place = self._place(self.message_id)
                 kind = "response.output_text.delta"
-                events.append(self._event(kind, **self._place(), delta=part, logprobs=rows))
-        return events
+                yield self._event(kind, **place, delta=part, logprobs=rows)
 
-    def _thinking(self, text: str) -> list[bytes]:
-        place = self._thoughts_place()
-        events: list[bytes] = []
-        if not self.thoughts:
-            item, part = self._thoughts_item(None), {"type": "reasoning_text", "text": ""}
-            added = "response.content_part.added"
-            events = [
-                self._event("response.output_item.added", output_index=0, item=item),
-                self._event(added, **place, part=part),
-            ]
-        self.thoughts += text
-        return [*events, self._event("response.reasoning_text.delta", **place, delta=text)]
-
-    def _message_opening(self) -> list[bytes]:
+    def _message_opening(self) -> Iterator[bytes]:
         """Events of the message's beginning, and of the thoughts' end before it."""
         self.is_message_open = True
-        events: list[bytes] = []
         if self.thoughts:
-            place, item = self._thoughts_place(), self._thoughts_item(self.thoughts)
-            [part] = item["content"]
-            events = [
-                self._event("response.reasoning_text.done", **place, text=self.thoughts),
-                self._event("response.content_part.done", **place, part=part),
-                self._event("response.output_item.done", output_index=0, item=item),
-            ]
-        place = self._place()
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        item, index = self._message("in_progress", []), place["output_index"]
-        return [
-            *events,
-            self._event("response.output_item.added", output_index=index, item=item),
-            self._event("response.content_part.added", **place, part=part),
-        ]
+            yield from self._done(self._finished_thoughts(self.thoughts), text=self.thoughts)
+        yield from self._added(self._message("in_progress", []), _text_part("", []))
 
-    def _closing(self, output: RequestOutput) -> list[bytes]:
-        opening = [] if self.is_message_open else self._message_opening()
+    def _closing(self, output: RequestOutput) -> Iterator[bytes]:
+        if not self.is_message_open:
+            yield from self._message_opening()
         response = self._finished(output)
-        item, place = response["output"][-1], self._place()
+        item = response["output"][-1]
         [part] = item["content"]
-        text, rows = part["text"], part["logprobs"]
-        done = "response.output_text.done"
+        yield from self._done(item, text=part["text"], logprobs=part["logprobs"])
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _added(self, item: Json, part: Json) -> Iterator[bytes]:
+        """Events of the beginning of an item, and of its only part."""
+        place = self._place(item["id"])
         index = place["output_index"]
-        return [
-            *opening,
-            self._event(done, **place, text=text, logprobs=rows),
-            self._event("response.content_part.done", **place, part=part),
-            self._event("response.output_item.done", output_index=index, item=item),
-            self._event(f"response.{response['status']}", response=response),
-        ]
+        yield self._event("response.output_item.added", output_index=index, item=item)
+        yield self._event("response.content_part.added", **place, part=part)
+
+    def _done(self, item: Json, **whole: Any) -> Iterator[bytes]:
+        """Events of the end of an item; `whole`: what its part's deltas add up to."""
+        place = self._place(item["id"])
+        [part] = item["content"]
+        index = place["output_index"]
+        yield self._event(f"response.{part['type']}.done", **place, **whole)
+        yield self._event("response.content_part.done", **place, part=part)
+        yield self._event("response.output_item.done", output_index=index, item=item)
 
     def _event(self, kind: str, **values: Any) -> bytes:
         number = self.num_events
         self.num_events += 1
         return event({"type": kind, "sequence_number": number} | values, kind)
 
-    def _place(self) -> Json:
-        index = 1 if self.thoughts else 0
-        return {"item_id": self.message_id, "output_index": index, "content_index": 0}
+    def _place(self, item_id: str) -> Json:
+        """Of an item's part: the message stands behind the thoughts, if there are some."""
+        index = 1 if self.thoughts and item_id == self.message_id else 0
+        return {"item_id": item_id, "output_index": index, "content_index": 0}
 
-    def _thoughts_place(self) -> Json:
-        return {"item_id": self.thoughts_id, "output_index": 0, "content_index": 0}
+    def _thoughts_item(self, status: str, parts: list[Json]) -> Json:
+        item = {"id": self.thoughts_id, "type": "reasoning", "summary": list[Json]()}
+        return item | {"content": parts, "status": status}
 
-    def _thoughts_item(self, text: str | None) -> Json:
-        """None: they have only begun."""
-        parts = [] if text is None else [{"type": "reasoning_text", "text": text}]
-        status = "in_progress" if text is None else "completed"
-        summary: list[Json] = []
-        return {
-            "id": self.thoughts_id,
-            "type": "reasoning",
-            "summary": summary,
-            "content": parts,
-            "status": status,
-        }
+    def _finished_thoughts(self, text: str) -> Json:
+        return self._thoughts_item("completed", [{"type": "reasoning_text", "text": text}])
 
     def _message(self, status: str, parts: list[Json]) -> Json:
-        return {
-            "id": self.message_id,
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": parts,
-        }
+        item = {"id": self.message_id, "type": "message", "role": "assistant"}
+        return item | {"status": status, "content": parts}
 
     def _finished(self, output: RequestOutput) -> Json:
         [one] = output.outputs
-        thoughts, text = "", one.text
-        if self.stage is not None:
-            parser = AnswerParser(self.stage, None)
-            parsed = [*parser.push(one.text), *parser.finish()]
-            thoughts = "".join(each.text for each in parsed if isinstance(each, Thought))
-            text = "".join(each for each in parsed if isinstance(each, str))
-        before = [self._thoughts_item(thoughts)] if thoughts else []
+        thoughts, text, _ = whole_answer(one.text, self.stage, None)
+        before = [self._finished_thoughts(thoughts)] if thoughts else []
         is_whole = one.finish_reason == "stop"
         status = "completed" if is_whole else "incomplete"
-        part = {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": content(one.logprobs or [], self.body.top_logprobs or 0),
-        }
+        part = _text_part(text, content(one.logprobs or [], self.body.top_logprobs or 0))
         result = self._response(status) | {
             "output": [*before, self._message(status, [part])],
             "usage": _usage(output),
@@ -277,6 +247,10 @@ class ResponseAnswer:
             "usage": None,
             "metadata": {},
         }
+
+
+def _text_part(text: str, rows: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": rows}
 
 
 def _usage(output: RequestOutput) -> Json:

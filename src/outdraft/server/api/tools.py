@@ -1,7 +1,8 @@
-"""Tool calls in a model's text, as it streams: how Hermes and Qwen, and how Llama 3 write them.
+"""Tools: which functions the model may call, how it is made to, and its calls as its text streams.
 
-A parser gives back text and whole calls. However its input is cut into pieces, the text adds up to
-the same, and the calls are the same. What looks like a call and is none remains text.
+Hermes and Qwen write calls in one way, Llama 3 in another. A parser gives back text and whole
+calls. However its input is cut into pieces, the text adds up to the same, and the calls are the
+same. What looks like a call and is none remains text.
 """
 
 import json
@@ -9,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outdraft.server.api.settings import ToolCallFormat
+from outdraft.core.errors import RequestError
+from outdraft.server.api.bodies import ChatRequest, NamedToolChoice, Tool
+from outdraft.server.api.settings import ApiSettings, ToolCallFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,3 +224,91 @@ def overlap(text: str, tag: str) -> int:
     """Length of the longest end of `text` that `tag` begins with."""
     longest = min(len(text), len(tag) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
+
+
+_DEFINITIONS = ("$defs", "definitions")
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def active_tools(body: ChatRequest) -> list[Tool] | None:
+    """The functions that the model is told of.
+
+    Raises:
+        RequestError: it would have to call one, and there is none.
+    """
+    if not body.tools:
+        if body.tool_choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice needs tools", "tool_choice")
+        return None
+    return None if body.tool_choice == "none" else body.tools
+
+
+def call_format(
+    body: ChatRequest, tools: list[Tool] | None, settings: ApiSettings
+) -> CallFormat | None:
+    """How calls will be written.
+
+    Raises:
+        RequestError: a call could not be understood.
+    """
+    if tools is None:
+        return None
+    names = forced_functions(body)
+    if names:
+        return ForcedCall(tuple(names))
+    if settings.tool_call_parser is None:
+        raise RequestError("tools need a server that was started with --tool-call-parser", "tools")
+    if not settings.auto_tool_choice:
+        raise RequestError(
+            "the model may not choose its calls: start the server with --enable-auto-tool-choice, "
+            "or ask for a call with tool_choice",
+            "tools",
+        )
+    return settings.tool_call_parser
+
+
+def forced_functions(body: ChatRequest) -> list[str]:
+    """Names of the functions one of which must be called; none if the model is free.
+
+    Raises:
+        RequestError: tool_choice names an unknown function.
+    """
+    names = [tool.function.name for tool in body.tools or ()]
+    if body.tool_choice == "required":
+        return names
+    if not isinstance(body.tool_choice, NamedToolChoice):
+        return []
+    name = body.tool_choice.function.name
+    if name not in names:
+        raise RequestError("tool_choice names a function that tools does not", "tool_choice")
+    return [name]
+
+
+def call_schema(tools: Sequence[Tool], names: Sequence[str]) -> dict[str, Any]:
+    """JSON schema of a call of one of the named functions.
+
+    Raises:
+        RequestError: two functions define a part of their schemas differently under one name.
+    """
+    definitions: dict[str, dict[str, Any]] = {}
+    calls: list[dict[str, Any]] = []
+    for function in (tool.function for tool in tools if tool.function.name in names):
+        parameters = dict(function.parameters or _NO_PARAMETERS)
+        for key in _DEFINITIONS:  # references count from the root, so these have to move there
+            found: object = parameters.pop(key, {})
+            if not isinstance(found, dict):
+                raise RequestError(f"{key} of a tool's parameters must be an object", "tools")
+            moved = definitions.setdefault(key, {})
+            for name, value in found.items():
+                if moved.setdefault(name, value) != value:
+                    raise RequestError(f"{key} of two tools differ in {name!r}", "tools")
+        properties = {"name": {"const": function.name}, "arguments": parameters}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls} | {key: value for key, value in definitions.items() if value}

@@ -1,0 +1,220 @@
+"""The bodies of requests, and of the plain routes' replies. What they share is in fields.py."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from outdraft.server.api.fields import (
+    Body,
+    ChoiceFields,
+    Int64,
+    JsonObjectFormat,
+    JsonSchemaSpec,
+    SamplingFields,
+    TextFormat,
+    TextPart,
+    Texts,
+    TokenIds,
+)
+
+
+def refuse_other_parts(parts: object) -> object:
+    """Say by name which kind of content the model cannot read."""
+    if isinstance(parts, list):
+        for part in parts:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if isinstance(kind, str) and kind not in ("text", "input_text", "output_text"):
+                raise PydanticCustomError(
+                    "content_part",
+                    "content of type {kind} is not supported: the model reads text only",
+                    {"kind": ascii(kind)},
+                )
+    return parts
+
+
+class FunctionCall(Body):
+    """A call of a function that the model wrote."""
+
+    name: str
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(Body):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(Body):
+    """One turn of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # What clients send back with the answers that they were given.
+    refusal: None = None
+    reasoning: str | None = Field(None, description="What the model thought before it answered.")
+    reasoning_content: str | None = Field(None, description="The same, under its older name.")
+    audio: None = None
+    function_call: None = None
+    annotations: Any = Field(None, description="Ignored: notes on an earlier answer.")
+
+    _parts = field_validator("content", mode="before")(refuse_other_parts)
+
+
+class Function(Body):
+    """A function that the model may call."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Body):
+    name: str
+
+
+class NamedToolChoice(Body):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TemplateFields(Body):
+    """A conversation, and how the model's template writes it."""
+
+    messages: list[ChatMessage]
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = Field(
+        None, description="End with the beginning of an answer; default: true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="End within the last message, which the model goes on with."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Variables of the template, such as enable_thinking."
+    )
+
+
+class ChatRequest(ChoiceFields, TemplateFields):
+    """A conversation to continue."""
+
+    max_tokens: Int64 | None = None
+    max_completion_tokens: Int64 | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int64 | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="A variable of the template, if it reads it."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class CompletionRequest(ChoiceFields):
+    """A text, or several, to continue."""
+
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(fail_fast=True)]
+    max_tokens: Int64 | None = Field(None, description="Absent: 16.")
+    logprobs: Int64 | None = None
+    echo: bool | None = None
+
+
+class TokenizeTextRequest(Body):
+    """A text to make token ids of."""
+
+    prompt: str
+    model: str | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class TokenizeChatRequest(TemplateFields):
+    """A conversation to make token ids of."""
+
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool | None = None
+
+
+class TokenizeResponse(Body):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Body):
+    """Token ids to make a text of."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class DetokenizeResponse(Body):
+    prompt: str
+
+
+class InputPart(Body):
+    """A piece of text: the user's, or of an earlier answer."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Any = Field(None, description="Ignored: notes on an earlier answer.")
+    logprobs: Any = Field(None, description="Ignored: of an earlier answer.")
+
+
+class InputMessage(Body):
+    """One turn of a conversation."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+    id: Any = Field(None, description="Ignored: of an earlier answer.")
+    status: Any = Field(None, description="Ignored: of an earlier answer.")
+    phase: Any = Field(None, description="Ignored: of an earlier answer.")
+
+    _parts = field_validator("content", mode="before")(refuse_other_parts)
+
+
+class JsonSchemaTextFormat(JsonSchemaSpec):
+    type: Literal["json_schema"]
+
+
+class TextConfig(Body):
+    """What the output must be."""
+
+    format: (
+        Annotated[TextFormat | JsonObjectFormat | JsonSchemaTextFormat, Field(discriminator="type")]
+        | None
+    ) = None
+
+
+class ResponsesStreamOptions(Body):
+    include_obfuscation: Any = Field(
+        None, description="Ignored: padding of OpenAI's own service against eavesdroppers."
+    )
+
+
+class ResponsesRequest(SamplingFields):
+    """A text or a conversation to answer."""
+
+    input: str | list[InputMessage]
+    instructions: str | None = None
+    max_output_tokens: Int64 | None = None
+    top_logprobs: Int64 | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    text: TextConfig | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    # What clients send although it is the only way here.
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
