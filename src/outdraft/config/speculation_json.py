@@ -1,6 +1,7 @@
 """A SpeculationConfig in JSON: with vLLM's keys, so that a configuration can be carried over."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from outdraft.config.checks import check_choice
@@ -19,25 +20,20 @@ from outdraft.core.tree_template import TreeTemplate
 
 METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
 
+
+def _options(kind: type) -> tuple[str, ...]:
+    return tuple(
+        f.name for f in fields(kind) if f.init and f.name not in ("sources", "source", "tree")
+    )
+
+
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
-_NGRAM_KEYS = (*_NGRAM_BOUNDS, "branching")
-_SUFFIX_KEYS = (
-    "suffix_decoding_max_tree_depth",
-    "suffix_decoding_max_cached_requests",
-    "suffix_decoding_max_spec_factor",
-    "suffix_decoding_min_token_prob",
-    "branching",
-)
+_NGRAM_KEYS = _options(NgramConfig)
+_SUFFIX_KEYS = _options(SuffixConfig)
 _NETWORK_KEYS = ("model", "max_model_len", "draft_sample_method")
 _TREE_KEYS = ("tree_levels", "speculative_token_tree")
-_MODEL_KEYS = (*_NETWORK_KEYS, *_TREE_KEYS, "parallel_drafting", "min_vocabulary_overlap")
-_COMMON_KEYS = (
-    "num_speculative_tokens",
-    "rejection_sample_method",
-    "posterior_threshold",
-    "posterior_alpha",
-    "disable_by_batch_size",
-)
+_MODEL_KEYS = (*_options(DraftNetworkConfig), *_TREE_KEYS)
+_COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = {
     "ngram": _NGRAM_KEYS,
     "suffix": _SUFFIX_KEYS,
@@ -153,10 +149,7 @@ def _tree(given: Mapping[str, Any]) -> TreeShape | TreeTemplate | None:
         return None
     if named == ["tree_levels"]:
         return TreeShape.of_levels(given["tree_levels"])
-    template = given["speculative_token_tree"]
-    if isinstance(template, str):  # as vLLM has it
-        return TreeTemplate.parse(template)
-    return TreeTemplate.of_paths(template)
+    return TreeTemplate.parse(given["speculative_token_tree"])
 
 
 def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

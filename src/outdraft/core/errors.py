@@ -9,6 +9,7 @@ OutdraftError
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,20 @@ class EngineDeadError(OutdraftError):
     def __init__(self, message: str, ended_by: str | None = None) -> None:
         super().__init__(message)
         self.ended_by = ended_by
+
+
+def check_names(kind: type, values: Iterable[str], unknown: str, field: str | None = None) -> None:
+    """Raise RequestError at the first of `values` that is no field of the dataclass `kind`.
+
+    Args:
+        unknown: the message's beginning, with {} where the name is to stand.
+        field: of the error; None: the name itself.
+    """
+    known = {one.name for one in fields(kind)}
+    for name in values:
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise RequestError(f"{unknown.format(repr(name))}: {hint}", field or name)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

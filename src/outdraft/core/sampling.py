@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
-from outdraft.core.errors import RequestError, did_you_mean
+from outdraft.core.errors import RequestError, check_names
 from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
@@ -29,22 +29,21 @@ class SpeculationParams:
     trace: bool = False
 
     def __post_init__(self) -> None:
+        if (wrong := self._what_is_wrong()) is not None:
+            raise RequestError(wrong, "speculation")
+
+    def _what_is_wrong(self) -> str | None:
         for name in ("enabled", "trace"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} of speculation must be true or false", "speculation")
+                return f"{name} of speculation must be true or false"
         if self.method is not None and not isinstance(self.method, str):
-            raise RequestError(
-                f"method of speculation must be a text, got {self.method!r}", "speculation"
-            )
+            return f"method of speculation must be a text, got {self.method!r}"
         number = self.num_speculative_tokens
-        if number is None:
-            return
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise RequestError(
-                "num_speculative_tokens of speculation must be a whole number of at least 0, got "
-                f"{number!r}",
-                "speculation",
-            )
+        is_whole = isinstance(number, int) and not isinstance(number, bool)
+        if number is not None and (not is_whole or number < 0):
+            must = "must be a whole number of at least 0"
+            return f"num_speculative_tokens of speculation {must}, got {number!r}"
+        return None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SpeculationParams":
@@ -53,13 +52,7 @@ class SpeculationParams:
         Raises:
             RequestError: an unknown name, or a value out of range.
         """
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(
-                    f"unknown speculation parameter {name!r}: {did_you_mean(name, known)}",
-                    "speculation",
-                )
+        check_names(cls, values, "unknown speculation parameter {}", "speculation")
         return cls(**values)
 
 
@@ -107,22 +100,15 @@ class SamplingParams:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
-        if isinstance(self.speculation, Mapping):
-            speculation = SpeculationParams.from_mapping(self.speculation)
-            object.__setattr__(self, "speculation", speculation)
-        if isinstance(self.structured, Mapping):
-            structured = StructuredOutput.from_mapping(self.structured)
-            object.__setattr__(self, "structured", structured)
+        for name, kind in (("speculation", SpeculationParams), ("structured", StructuredOutput)):
+            if isinstance(values := getattr(self, name), Mapping):
+                object.__setattr__(self, name, kind.from_mapping(values))
         if self.structured_outputs is not None:
             self._take_structured_outputs(self.structured_outputs)
         self._check_types()
-        if self.repetition_penalty <= 0:
-            raise RequestError(
-                f"repetition_penalty must be above 0, got {self.repetition_penalty}",
-                "repetition_penalty",
-            )
-        if self.top_p <= 0:
-            raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}", "top_p")
+        for name, bound in (("repetition_penalty", "above 0"), ("top_p", "above 0 and at most 1")):
+            if getattr(self, name) <= 0:
+                raise RequestError(f"{name} must be {bound}, got {getattr(self, name)}", name)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})",
@@ -142,12 +128,7 @@ class SamplingParams:
         Raises:
             RequestError: an unknown name, or a value out of range.
         """
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise RequestError(
-                    f"unknown sampling parameter {name!r}: {did_you_mean(name, known)}", name
-                )
+        check_names(cls, values, "unknown sampling parameter {}")
         return cls(**values)
 
     @property
@@ -156,19 +137,12 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        if isinstance(self.stop, str):
-            return (self.stop,)
-        return tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
     def has_penalties(self) -> bool:
-        return (
-            self.presence_penalty != 0.0
-            or self.frequency_penalty != 0.0
-            or self.repetition_penalty != 1.0
-        )
+        added = self.presence_penalty, self.frequency_penalty
+        return any(added) or self.repetition_penalty != 1.0
 
     def _take_structured_outputs(self, asked: object) -> None:
         """Make `structured` of vLLM's form."""

@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from outdraft.core.errors import RequestError, did_you_mean
+from outdraft.core.errors import RequestError, check_names
 
 MAX_STRUCTURED_CHARS = 2**18
 
@@ -47,40 +47,30 @@ class StructuredOutput:
     disable_any_whitespace: bool = True
 
     def __post_init__(self) -> None:
+        if (wrong := self._what_is_wrong()) is not None:
+            raise RequestError(wrong, "structured")
+
+    def _what_is_wrong(self) -> str | None:
         if self.behind is not None and not isinstance(self.behind, Thoughts):
-            raise RequestError(
-                f"behind of structured must be Thoughts, got {self.behind!r:.80}", "structured"
-            )
+            return f"behind of structured must be Thoughts, got {self.behind!r:.80}"
         kinds = get_args(StructuredKind)
         if self.kind not in kinds:
-            raise RequestError(
-                f"kind of structured must be one of {', '.join(kinds)}, got {self.kind!r}",
-                "structured",
-            )
+            return f"kind of structured must be one of {', '.join(kinds)}, got {self.kind!r}"
         if not isinstance(self.text, str):
-            raise RequestError(
-                f"text of structured must be a text, got {type(self.text).__name__}", "structured"
-            )
+            return f"text of structured must be a text, got {type(self.text).__name__}"
         if (self.kind == "json_object") == bool(self.text):
             word = "no" if self.kind == "json_object" else "a"
-            raise RequestError(f"structured of kind {self.kind} takes {word} text", "structured")
+            return f"structured of kind {self.kind} takes {word} text"
         if not isinstance(self.disable_any_whitespace, bool):
-            raise RequestError(
-                "disable_any_whitespace of structured must be true or false", "structured"
-            )
+            return "disable_any_whitespace of structured must be true or false"
         if not self.disable_any_whitespace and not self.kind.startswith("json"):
-            raise RequestError(
-                f"disable_any_whitespace is of JSON, not of structured of kind {self.kind}",
-                "structured",
-            )
+            return f"disable_any_whitespace is of JSON, not of structured of kind {self.kind}"
         if len(self.text) > MAX_STRUCTURED_CHARS:
-            raise RequestError(
-                f"text of structured has {len(self.text):,} characters, more than "
-                f"{MAX_STRUCTURED_CHARS:,}",
-                "structured",
-            )
+            most = f"{MAX_STRUCTURED_CHARS:,}"
+            return f"text of structured has {len(self.text):,} characters, more than {most}"
         if not self.text.isascii() and any("\ud800" <= char <= "\udfff" for char in self.text):
-            raise RequestError("text of structured is not valid Unicode text", "structured")
+            return "text of structured is not valid Unicode text"
+        return None
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutput":
@@ -89,7 +79,7 @@ class StructuredOutput:
         Raises:
             RequestError: an unknown name or a wrong value.
         """
-        _check_names(cls, values, "structured")
+        check_names(cls, values, "unknown name {} in structured", "structured")
         if "kind" not in values:
             raise RequestError("structured needs a kind", "structured")
         return cls(**values)
@@ -127,39 +117,45 @@ class StructuredOutputsParams:
         Raises:
             RequestError: an unknown name or a wrong value.
         """
-        _check_names(cls, values, "structured_outputs")
+        field = "structured_outputs"
+        check_names(cls, values, f"unknown name {{}} in {field}", field)
         return cls(**values)
 
     def structured_output(self) -> StructuredOutput:
         """The same as the engine takes it."""
-        names = ("json", "regex", "choice", "grammar")
-        asked = [name for name in names if getattr(self, name) is not None]
-        if self.json_object:
-            asked.append("json_object")
+        asked = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(asked) != 1:
             found = f"got {', '.join(asked)}" if asked else "got none"
+            names = ", ".join(_KINDS)
             raise RequestError(
-                f"structured_outputs takes exactly one of {', '.join(names)}, json_object: {found}",
-                "structured_outputs",
+                f"structured_outputs takes exactly one of {names}: {found}", "structured_outputs"
             )
-        flag = self.disable_any_whitespace
-        is_compact = True if flag is None else flag
+        kind, value = _KINDS[asked[0]], getattr(self, asked[0])
+        # What is said of white space in JSON means nothing elsewhere.
+        is_said = self.disable_any_whitespace is not None and kind.startswith("json")
         try:
-            return self._structured_output(asked[0], is_compact)
+            if kind == "json_object":
+                value = ""
+            elif kind == "json_schema" and not isinstance(value, str):
+                value = schema_text(value)
+            elif kind == "choice":
+                value = choice_text(value)
+            if is_said:
+                compact = self.disable_any_whitespace
+                return StructuredOutput(kind, value, disable_any_whitespace=compact)
+            return StructuredOutput(kind, value)
         except RequestError as error:  # it speaks of `structured`
             field = f"structured_outputs.{asked[0]}"
             raise RequestError(f"{field}: {error}", field) from error
 
-    def _structured_output(self, name: str, is_compact: bool) -> StructuredOutput:
-        if name == "json_object":
-            return StructuredOutput("json_object", disable_any_whitespace=is_compact)
-        if name == "json":
-            text = self.json if isinstance(self.json, str) else schema_text(self.json)
-            return StructuredOutput("json_schema", text, disable_any_whitespace=is_compact)
-        # What is said of white space in JSON means nothing here.
-        if name == "choice":
-            return StructuredOutput("choice", choice_text(self.choice))
-        return StructuredOutput("regex" if name == "regex" else "grammar", getattr(self, name))
+
+_KINDS: dict[str, StructuredKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
 
 
 def schema_text(schema: object) -> str:
@@ -186,17 +182,3 @@ def choice_text(choices: object) -> str:
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(f"a choice must be a list of texts, got {choices!r:.100}", "structured")
     return json.dumps(texts)
-
-
-def _check_names(
-    cls: type[StructuredOutput] | type[StructuredOutputsParams],
-    values: Mapping[str, Any],
-    field: str,
-) -> None:
-    """Raises RequestError at the first of `values` that is no attribute."""
-    known = {f.name for f in fields(cls)}
-    for name in values:
-        if name not in known:
-            raise RequestError(
-                f"unknown name {name!r} in {field}: {did_you_mean(name, known)}", field
-            )

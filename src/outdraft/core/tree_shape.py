@@ -1,8 +1,7 @@
 """How many drafts stand at each level of a tree."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any
 
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
@@ -37,16 +36,13 @@ class TreeShape:
         return self if depth == self.depth else TreeShape(self.levels[:depth])
 
     @classmethod
-    def of_levels(cls, levels: object) -> "TreeShape":
+    def of_levels(cls, levels: Any) -> "TreeShape":
         """From configuration.
 
         Raises:
             ConfigError: it is no list of whole numbers.
         """
-        if not isinstance(levels, list | tuple):
+        is_list = isinstance(levels, list | tuple)
+        if not is_list or any(type(number) is not int for number in levels):
             raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")
-        listed = cast(Sequence[object], levels)
-        rows = tuple(number for number in listed if type(number) is int)
-        if len(rows) < len(listed):
-            raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")
-        return cls(rows)
+        return cls(tuple(levels))

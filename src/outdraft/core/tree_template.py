@@ -8,8 +8,9 @@ likeliest: "[(0,), (1,), (0, 0), (0, 1)]".
 import ast
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeGuard
 
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
@@ -55,32 +56,22 @@ class TreeTemplate:
         return TreeTemplate(tuple(path for path in self.paths if len(path) <= depth))
 
     @classmethod
-    def parse(cls, text: str) -> "TreeTemplate":
-        """From the notation of configuration files.
+    def parse(cls, given: object) -> "TreeTemplate":
+        """From configuration: a list of paths, or that as text.
 
         Raises:
-            ConfigError: it is no list of tuples of whole numbers, or no tree.
+            ConfigError: it is no list of lists of whole numbers, or no tree.
         """
-        try:
-            paths: object = ast.literal_eval(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-            paths = None
-        return cls.of_paths(paths, text)
-
-    @classmethod
-    def of_paths(cls, paths: object, shown: object = None) -> "TreeTemplate":
-        """From values of configuration; `shown` stands for them in messages.
-
-        Raises:
-            ConfigError: as for `parse`.
-        """
-        rows = [_ranks(path) for path in _items(paths) or ()]
-        if _items(paths) is None or None in rows:
+        paths = given
+        if isinstance(given, str):
+            with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+                paths = ast.literal_eval(given)
+        if not _is_list(paths) or not all(map(_is_path, paths)):
             raise ConfigError(
                 "speculative_token_tree must be a list of paths like "
-                f"'[(0,), (1,), (0, 0)]', got {paths if shown is None else shown!r}"
+                f"'[(0,), (1,), (0, 0)]', got {given!r}"
             )
-        return cls(tuple(path for path in rows if path is not None))
+        return cls(tuple(tuple(path) for path in paths))
 
     @property
     def num_rows(self) -> int:
@@ -116,16 +107,12 @@ class TreeTemplate:
         )
 
 
-def _items(value: object) -> Sequence[object] | None:
-    is_list = isinstance(value, list | tuple)
-    return cast(Sequence[object], value) if is_list else None
+def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
 
 
-def _ranks(value: object) -> Path | None:
-    ranks = _items(value)
-    if ranks is None or any(type(rank) is not int for rank in ranks):
-        return None
-    return cast(Path, tuple(ranks))
+def _is_path(value: object) -> bool:
+    return _is_list(value) and all(type(rank) is int for rank in value)
 
 
 def _check_path(path: Path, known: set[Path]) -> None:

@@ -489,7 +489,7 @@ def test_a_template_lists_its_rows_level_by_level():
     assert (template.num_rows, template.depth, template.levels) == (5, 2, (2, 3))
     assert template.origins == ((0, 0), (0, 0, 1))
     assert template.ranks == ((0, 1), (0, 1, 0))
-    assert TreeTemplate.of_paths([[0], [0, 0]]).paths == ((0,), (0, 0))
+    assert TreeTemplate.parse([[0], [0, 0]]).paths == ((0,), (0, 0))
 
 
 @pytest.mark.parametrize(
