@@ -312,6 +312,24 @@ void pack_output(const LinearWeights& weights, ConstRows from, int64_t output) {
 using outdraft::Dtype;
 using outdraft::LinearWeights;
 
+// Whether every number is the same in bfloat16; a NaN is not.
+OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* weight, int64_t dtype, int64_t stride,
+                                         int64_t num_outputs, int64_t num_inputs) {
+  if (Dtype{dtype} == Dtype::kBfloat16) return 1;
+  for (int64_t output = 0; output < num_outputs; ++output) {
+    const auto* numbers = static_cast<const float*>(weight) + output * stride;
+    uint32_t lost = 0, is_nan = 0;
+    for (int64_t k = 0; k < num_inputs; ++k) {
+      uint32_t bits;
+      std::memcpy(&bits, numbers + k, 4);
+      lost |= bits & 0xFFFF;
+      is_nan |= (bits & 0x7FFFFFFF) > 0x7F800000;
+    }
+    if (lost != 0 || is_nan != 0) return 0;
+  }
+  return 1;
+}
+
 // Weights [E, D] with rows `stride` elements apart, and a bias [E] of float32 or null, in tiles;
 // null: no memory. bfloat16 tiles round what bfloat16 does not hold.
 OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, const void* weight, int64_t dtype,
@@ -344,7 +362,14 @@ OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
   munmap(weights->tiles, weights->num_bytes);
 }
 
-OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) { return weights->num_bytes; }
+// Of the tiles.
+OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
+  const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
+  return num_tiles * weights->tile_bytes;
+}
+
+OUTDRAFT_EXPORT const void* linear_tiles(const LinearWeights* weights) { return weights->tiles; }
+OUTDRAFT_EXPORT const void* linear_bias(const LinearWeights* weights) { return weights->bias; }
 
 OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const LinearWeights* weights,
                                      const void* x, int64_t x_dtype, int64_t x_stride, void* y,

@@ -12,7 +12,6 @@ from outdraft.drafting.device.draft_network import (
 from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.layers.linear import Packing
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, random_target
 
@@ -25,7 +24,7 @@ def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwor
     """One of KINDS; the target's states are random. `folder`: for its checkpoint."""
     kernels = cpu_kernels()
     target = random_target(kernels, torch.float32)
-    target.pack(Packing.BF16)
+    target.pack()
     if kind == "language model":
         shape, drafting = target.config, LanguageModelNetwork(target)
     else:

@@ -13,7 +13,6 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.compiled_forward import MAX_ROWS
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.layers.linear import Packing
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import LAYOUTS, VOCABULARY, random_target
 
@@ -29,7 +28,7 @@ def network(
     """Its target is packed, in float32, with weights that bfloat16 holds exactly."""
     kernels = cpu_kernels()
     target = random_target(kernels, torch.float32)
-    target.pack(Packing.BF16)
+    target.pack()
     path: Path = LAYOUTS[request.param].save(tmp_path_factory.mktemp("checkpoint"))
     return load_eagle(path, target, torch.float32, "cpu", kernels)
 

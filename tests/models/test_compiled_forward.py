@@ -9,7 +9,7 @@ import torch
 from outdraft.attention.rows import Span, lay_out, send
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.layers.linear import Packing
+from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
@@ -53,7 +53,7 @@ def hidden_of(model: CausalLM, compiled: bool) -> tuple[torch.Tensor, KVCache]:
 
 
 def test_it_agrees_with_the_layers(model: CausalLM):
-    assert model.packing is Packing.BF16
+    assert are_bfloat16(model)
     fast, fast_cache = hidden_of(model, compiled=True)
     slow, slow_cache = hidden_of(model, compiled=False)
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)

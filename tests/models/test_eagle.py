@@ -20,7 +20,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.layers.linear import Packing
+from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.llama import CausalLM
 from tests.kernels.tables import cpu_kernels
 from tests.models.eagle_checkpoints import (
@@ -129,7 +129,7 @@ def test_a_packed_drafter_on_the_cpu_computes_the_same(name: str, tmp_path: Path
 
     network = load(layout.save(tmp_path), target, kernels)
 
-    assert network.packing is Packing.BF16
+    assert are_bfloat16(network)
     check_against_reference(layout, network, target, 1e-4)
 
 
@@ -137,7 +137,7 @@ def test_the_head_of_a_packed_target_serves(tmp_path: Path):
     layout, kernels = LAYOUTS["eagle3-nothing-own"], cpu_kernels()
     target = random_target(kernels, torch.float32)
     plain = random_target(kernels, torch.float32)
-    target.pack(Packing.BF16)
+    target.pack()
 
     network = load(layout.save(tmp_path), target, kernels)
 

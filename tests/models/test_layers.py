@@ -9,7 +9,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
-from outdraft.models.layers.linear import Linear, Packing, best_packing
 from outdraft.models.layers.norm import RMSNorm, add_rms_norm, rms_norm
 from outdraft.models.layers.rotary import (
     Rotary,
@@ -20,64 +19,8 @@ from outdraft.models.layers.rotary import (
 )
 from outdraft.models.rope_config import RopeConfig
 from tests.models.checkpoints import LINEAR, LLAMA3, TINY, YARN
-from tests.rounding import assert_float32_products
 
 CPU = torch.device("cpu")
-NUM_ROWS = [0, *range(1, 41), 64, 65, 200]
-needs_onednn = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
-)
-PACKINGS = [Packing.PLAIN, pytest.param(Packing.ONEDNN, marks=needs_onednn)]
-
-
-def random_linear(num_inputs: int, num_outputs: int, *, bias: bool, dtype: torch.dtype) -> Linear:
-    linear = Linear(num_inputs, num_outputs, bias=bias, dtype=dtype, device=CPU)
-    for weight in linear.parameters():
-        weight.normal_()
-    return linear
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize(("shape", "bias"), [((96, 160), False), ((33, 7), True), ((64, 1), True)])
-def test_a_packed_linear_is_the_same_function_for_any_number_of_rows(packing, shape, bias):
-    torch.manual_seed(0)
-    linear = random_linear(*shape, bias=bias, dtype=torch.float32)
-    weight_ED, bias_E = linear.weight, linear.bias
-    assert weight_ED is not None
-    linear.pack(packing)
-
-    for num_rows in NUM_ROWS:
-        x_TD = torch.randn(num_rows, shape[0])
-        assert_float32_products(linear(x_TD), x_TD, weight_ED, bias_E)
-
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_a_packed_linear_takes_rows_that_are_not_contiguous(packing):
-    torch.manual_seed(0)
-    linear = random_linear(48, 20, bias=False, dtype=torch.float32)
-    x_TD = torch.randn(5, 96)[:, 48:]
-    weight_ED = linear.weight
-    assert weight_ED is not None
-    linear.pack(packing)
-
-    assert_float32_products(linear(x_TD), x_TD, weight_ED)
-
-
-def test_a_bfloat16_weight_keeps_its_function_when_packed():
-    torch.manual_seed(0)
-    linear = random_linear(64, 48, bias=True, dtype=torch.bfloat16)
-    x_TD = torch.randn(6, 64, dtype=torch.bfloat16)
-    want_TE = linear(x_TD)
-    linear.pack(best_packing(torch.bfloat16, CPU))
-
-    torch.testing.assert_close(linear(x_TD), want_TE, rtol=2e-2, atol=0.1)
-
-
-@needs_onednn
-def test_packing_is_chosen_by_dtype_and_device():
-    assert best_packing(torch.float32, CPU) is Packing.ONEDNN
-    assert best_packing(torch.float64, CPU) is Packing.PLAIN
-    assert best_packing(torch.float32, torch.device("cuda")) is Packing.PLAIN
 
 
 def random_norm(size: int, dtype: torch.dtype = torch.float32) -> RMSNorm:

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from outdraft.kernels.ops import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.layers.linear import Packing, best_packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files
+from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
 from tests.rounding import MODEL_ROUNDING
 
@@ -104,13 +105,13 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path):
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen3-window"])
 def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()), tmp_path)
-    packed = load_model(path, torch.float32, "cpu", reference_kernels())
+    packed = load_model(path, torch.float32, "cpu", cpu_kernels())
     plain = CausalLM(packed.config, reference_kernels())
     load_weights(plain, weight_files(path))
     token_ids_T = random_tokens(NUM_TOKENS)
 
-    assert packed.lm_head.packing is best_packing(torch.float32, packed.device)
-    assert plain.lm_head.packing is Packing.PLAIN
+    assert packed.lm_head.format is WeightFormat.FLOAT32
+    assert plain.lm_head.format is WeightFormat.PLAIN
     torch.testing.assert_close(
         chunked_logits(packed, token_ids_T, CHUNKS),
         chunked_logits(plain, token_ids_T, CHUNKS),
@@ -126,11 +127,13 @@ def test_packed_weights_are_counted_and_a_tied_head_twice(
     path = save(randomised(VARIANTS[name]()), tmp_path)
     tensors = load_file(path / "model.safetensors")
 
-    packed = load_model(path, torch.float32, "cpu", reference_kernels())
+    packed = load_model(path, torch.float32, "cpu", cpu_kernels())
 
-    copy_bytes = num_copies * tensors["model.embed_tokens.weight"].nbytes
-    assert packed.lm_head.packing is not Packing.PLAIN
-    assert packed.memory_bytes == sum(t.nbytes for t in tensors.values()) + copy_bytes
+    table_VD = tensors["model.embed_tokens.weight"]
+    copy_bytes = num_copies * table_VD.nbytes
+    padding = -len(table_VD) % 32 * table_VD[0].nbytes  # outputs of a head, in tiles of 32
+    assert packed.lm_head.format is not WeightFormat.PLAIN
+    assert packed.memory_bytes == sum(t.nbytes for t in tensors.values()) + copy_bytes + padding
 
 
 def test_inference_mode_changes_nothing(tmp_path: Path):

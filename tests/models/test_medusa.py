@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.layers.linear import Packing, best_packing
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.llama import CausalLM
 from outdraft.models.medusa import MedusaHeads, load_medusa
+from tests.kernels.tables import cpu_kernels
 from tests.models.head_checkpoints import (
     HIDDEN,
     VOCAB,
@@ -33,8 +36,13 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     return tiny_target(tmp_path_factory.mktemp("target"))
 
 
-def load(path: Path, target: CausalLM, dtype: torch.dtype = torch.float64) -> MedusaHeads:
-    return load_medusa(path, target, dtype, "cpu")
+def load(
+    path: Path,
+    target: CausalLM,
+    dtype: torch.dtype = torch.float64,
+    kernels: Kernels | None = None,
+) -> MedusaHeads:
+    return load_medusa(path, target, dtype, "cpu", kernels or reference_kernels())
 
 
 def expected(
@@ -187,12 +195,9 @@ def test_packed_weights_give_the_same_and_are_counted(target: CausalLM, tmp_path
     path = write(tmp_path, medusa_config(), tensors)
     hidden_BD = random_hidden(3, torch.float32)
 
-    heads = load(path, target, torch.float32)
+    heads = load(path, target, torch.float32, cpu_kernels())
 
-    fits = best_packing(torch.float32, torch.device("cpu"), weights_fit_bfloat16=True)
-    linears = [module for module in heads.modules() if hasattr(module, "packing")]
-    assert {linear.packing for linear in linears} == {fits}
-    assert fits is Packing.BF16
+    assert are_bfloat16(heads)
     want_BJV = torch.tensor(np.array(expected(tensors, hidden_BD, 3))).float()
     torch.testing.assert_close(heads.logits(hidden_BD), want_BJV, rtol=1e-4, atol=1e-4)
     weights = sum(t.nbytes // (2 if t.dim() == 2 else 1) for t in tensors.values())
@@ -268,7 +273,7 @@ def test_logits_on_a_gpu_equal_those_on_a_cpu(target: CausalLM, tmp_path: Path):
     tensors = medusa_tensors(known=len(TOKEN_MAP)) | {"token_map": TOKEN_MAP}
     path, hidden_BD = write(tmp_path, config, tensors), random_hidden(4)
 
-    on_gpu = load_medusa(path, target, torch.float64, "cuda")
+    on_gpu = load_medusa(path, target, torch.float64, "cuda", reference_kernels())
 
     want_BJV = load(path, target).logits(hidden_BD)
     torch.testing.assert_close(on_gpu.logits(hidden_BD.cuda()).cpu(), want_BJV)

@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import Packing
+from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.layers.rotary import attention_factor, frequencies
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import arrange_for_rotary, load_model
@@ -173,7 +173,7 @@ def checkpoint(kind: str, path: Path) -> CausalLM:
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "partial"])
 def test_the_compiled_pass_agrees_with_the_layers(kind, tmp_path):
     model = checkpoint(kind, tmp_path)
-    assert model.packing is Packing.BF16
+    assert are_bfloat16(model)
     fast, _ = hidden_of(model, compiled=True)
     slow, _ = hidden_of(model, compiled=False)
     torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)

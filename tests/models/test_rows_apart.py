@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from outdraft.kernels.choose import choose_kernels
 from outdraft.models.layers.activation import silu_mul_cpu
-from outdraft.models.layers.linear import Linear, Packing, cpu_multiplies_bfloat16
+from outdraft.models.layers.linear import Linear
 from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
@@ -24,22 +25,13 @@ from tests.models.checkpoints import (
 CPU = torch.device("cpu")
 NUM_ROWS = 100
 CHUNKS = (1, 2, 3, 4, 5, 8, 63, 65, 100)
-needs_onednn = pytest.mark.skipif(
-    not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN"
-)
-multiplies_bfloat16 = pytest.mark.skipif(
-    not (cpu_multiplies_bfloat16() and torch.backends.mkldnn.is_available()),
-    reason="no bfloat16 instructions: the engine does not choose this packing",
-)
 KINDS = [
-    pytest.param(Packing.ONEDNN, torch.bfloat16, marks=multiplies_bfloat16),
-    pytest.param(Packing.ONEDNN, torch.float32, marks=needs_onednn),
-    (Packing.BF16, torch.float32),
-    (Packing.BF16, torch.bfloat16),
-    (Packing.PLAIN, torch.float32),
-    (Packing.PLAIN, torch.float64),
-    (Packing.PLAIN, torch.float16),
-]
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32),
+    (torch.float64, torch.float64),
+    (torch.float16, torch.float16),
+]  # dtype of the rows, and one that holds the weights
 # Libraries choose their code by the shape: one row is multiplied otherwise in the last three.
 SHAPES = [(32, 61), (64, 64), (257, 131), (384, 1024), (1025, 1000), (1536, 512), (2048, 640)]
 
@@ -57,15 +49,15 @@ def in_chunks(compute: Callable[[Tensor], Tensor], x_TD: Tensor, size: int) -> T
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("packing", "dtype"), KINDS)
+@pytest.mark.parametrize(("dtype", "holding"), KINDS)
 def test_a_product_gives_a_row_the_same_bits_in_chunks_of_any_size(
-    packing: Packing, dtype: torch.dtype, shape: tuple[int, int], num_threads: int
+    dtype: torch.dtype, holding: torch.dtype, shape: tuple[int, int], num_threads: int
 ):
     torch.manual_seed(0)
     linear = Linear(*shape, bias=True, dtype=dtype, device=CPU)
     for weight in linear.parameters():
-        weight.copy_(torch.randn(weight.shape).bfloat16() * shape[0] ** -0.5)
-    linear.pack(packing)
+        weight.copy_((torch.randn(weight.shape) * shape[0] ** -0.5).to(holding))
+    linear.pack(choose_kernels("auto", CPU, dtype))
     x_TD = torch.randn(NUM_ROWS, shape[0]).to(dtype)
 
     whole_TE = linear(x_TD)

@@ -136,23 +136,19 @@ def _used(device: "torch.device") -> Section:
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
     from outdraft.models.layers import cpu_kernels
-    from outdraft.models.layers.linear import Packing, best_packing
 
     automatic = choose_dtype("auto", "bfloat16", device)
     chosen = str(automatic).removeprefix("torch.")
-    if best_packing(automatic, device, weights_fit_bfloat16=True) is Packing.BF16:
-        chosen += " over bfloat16 weights"
+    kernels = choose_kernels("auto", device, automatic)
+    kept = kernels.pack_linear(torch.zeros(1, 1, dtype=automatic), None).format
     rows = {
-        "dtype auto": f"{chosen} for a bfloat16 checkpoint",
-        "kernels": choose_kernels("auto", device, automatic).name,
+        "dtype auto": f"{chosen} for a bfloat16 checkpoint, whose weights are kept {kept}",
+        "kernels": kernels.name,
         "--kernels may be": ", ".join(kernels_options()),
     }
     for dtype in (torch.float32, torch.bfloat16):
         fused = "numba kernels" if cpu_kernels.are_usable(dtype, device) else "torch"
-        packing = best_packing(dtype, device, weights_fit_bfloat16=True)
-        rows[str(dtype).removeprefix("torch.")] = (
-            f"weights of a bfloat16 checkpoint packed as {packing}, pointwise work by {fused}"
-        )
+        rows[str(dtype).removeprefix("torch.")] = f"pointwise work by {fused}"
     return rows
 
 

@@ -96,10 +96,10 @@ def load_drafter(
         layers, size = eagle.config.layer, eagle.feature_size
         return LoadedDrafter(eagle, dtype, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source is DraftSource.MEDUSA:
-        heads = load_medusa(path, target, dtype, device)
+        heads = load_medusa(path, target, dtype, device, kernels)
         return LoadedDrafter(heads, dtype, None, max_drafts=heads.num_heads)
     if config.source is DraftSource.MLP:
-        speculator = load_mlp_speculator(path, target, dtype, device)
+        speculator = load_mlp_speculator(path, target, dtype, device, kernels)
         return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
     model: LanguageModel = load_model(path, dtype, device, kernels)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)

@@ -4,15 +4,18 @@
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
 operation is in `reference/`.
 
-Dimension key: B requests, T rows, P blocks, K drafted rows of all requests.
+Dimension key: B requests, T rows, P blocks, K drafted rows of all requests, D inputs, E outputs.
 """
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from outdraft.attention.base import AttentionBackend
 
 
@@ -53,6 +56,44 @@ class PlaceRows(Protocol):
         ...
 
 
+class WeightFormat(StrEnum):
+    """How the weight of a product is kept."""
+
+    PLAIN = "plain"  # as it came
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
+class Product(Protocol):
+    """x W^T + b, with a weight that is kept as it is read fastest.
+
+    A row's bits depend neither on the rows beside it nor on the number of threads.
+
+    Attributes:
+        nbytes: of its own copy of the weight; 0: it reads the one that it was made from.
+    """
+
+    format: WeightFormat
+    nbytes: int
+
+    def __call__(self, x_TD: "Tensor") -> "Tensor":
+        """[T, E], of x's dtype, which is the weight's. float32 sums or better; rounded once."""
+        ...
+
+
+class PackLinear(Protocol):
+    """Make the product with a weight. Neither is changed or written later."""
+
+    def __call__(
+        self,
+        weight_ED: "Tensor",
+        bias_E: "Tensor | None",
+        quantization: WeightFormat | None = None,
+    ) -> Product:
+        """Its numbers are those of `weight_ED`, or those that `quantization` rounds them to."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Which implementation runs for each operation.
@@ -64,3 +105,4 @@ class Kernels:
     name: str
     attention: "AttentionBackend"
     place_rows: PlaceRows
+    pack_linear: PackLinear

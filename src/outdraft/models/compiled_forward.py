@@ -17,11 +17,13 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import NO_WINDOW, address_of
+from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.ops import WeightFormat
 from outdraft.models import forward_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.entry_kernels import Entry
-from outdraft.models.layers.linear import Linear, Packing
-from outdraft.models.layers.linear_team import Team
+from outdraft.models.layers.linear import Linear
+from outdraft.models.layers.linear_team import Team, shared_team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
 
@@ -66,7 +68,7 @@ class CompiledForward:
             for place, norm in layer.norms:
                 fields[place] = norm.weight.data_ptr()
             for place, linear in layer.linears:
-                fields[place : place + 2] = linear.packed_addresses()
+                fields[place : place + 2] = packed_addresses(linear)
             fields[forward_kernels.WINDOW] = NO_WINDOW if window is None else window
         self._bound: dict[tuple[int, ...], _Bound] = {}  # by the caches' addresses
         self._shape = self._unbound_shape()
@@ -206,14 +208,23 @@ def packed_head(
     linear: Linear, norm: RMSNorm | None = None, draft_ids_N: Tensor | None = None
 ) -> forward_kernels.Head | None:
     """For the kernels; None if it is not packed as they read it."""
-    if linear.packing is not Packing.BF16:
+    if linear.format is not WeightFormat.BFLOAT16:
         return None
     return forward_kernels.Head(
-        weights=linear.packed_addresses()[0],
+        weights=packed_addresses(linear)[0],
         num_outputs=linear.num_outputs,
         norm=norm_address(norm),
         draft_ids=0 if draft_ids_N is None else address_of(draft_ids_N, torch.int64),
     )
+
+
+def packed_addresses(linear: Linear) -> tuple[int, int]:
+    """Of tiles and bias; they outlive late helpers of this pass."""
+    product = linear.product
+    assert isinstance(product, NativeProduct)
+    if (team := shared_team(torch.get_num_threads())) is not None:
+        team.lend(product, torch.empty(0))
+    return product.addresses()
 
 
 def _rows(token_ids_T: Tensor, metadata: AttentionMetadata) -> forward_kernels.Rows:

@@ -18,14 +18,13 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, WeightFormat
 from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import MAX_ROWS, CompiledChain, CompiledForward, packed_head
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, Packing
-from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.linear import Linear, are_bfloat16, memory_bytes, pack_linears
 from outdraft.models.layers.linear_team import shared_team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
@@ -110,7 +109,6 @@ class EagleNetwork(nn.Module):
         self._build_outputs(parts, kind)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
-        self.packing = Packing.PLAIN
         self.kernels = kernels
         self._compiled: CompiledForward | None = None
 
@@ -264,7 +262,7 @@ class EagleNetwork(nn.Module):
     @property
     def memory_bytes(self) -> int:
         """What its own weights take, packed ones included."""
-        return _bytes(self)
+        return memory_bytes(self)
 
     @property
     def weight_bytes(self) -> int:
@@ -273,10 +271,12 @@ class EagleNetwork(nn.Module):
         A step reads a few rows of the embedding table only; taps are fused once a draft.
         """
         unread = [self.embed_tokens, self.fusion]
-        bytes_read = self.memory_bytes - sum(_bytes(part) for part in unread if part is not None)
+        bytes_read = self.memory_bytes - sum(
+            memory_bytes(part) for part in unread if part is not None
+        )
         if self.mask_hidden is not None:
             bytes_read -= self.mask_hidden.nbytes
-        return bytes_read + (_bytes(self._target.lm_head) if self.lm_head is None else 0)
+        return bytes_read + (memory_bytes(self._target.lm_head) if self.lm_head is None else 0)
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint belongs: a view into this network; before packing.
@@ -295,12 +295,10 @@ class EagleNetwork(nn.Module):
         slots["mask_hidden"] = self.mask_hidden
         return {name: slot.data for name, slot in slots.items() if slot is not None}
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weights of its own products into a layout, once and for good."""
-        for linear in self._linears():
-            linear.pack(packing)
-        self.packing = packing
-        is_packed = packing is Packing.BF16 and self.dtype is torch.float32
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make its own products, once and for good."""
+        pack_linears(self, self.kernels, quantization)
+        is_packed = self.dtype is torch.float32 and are_bfloat16(self)
         if is_packed and isinstance(self.kernels.attention, CpuAttention):
             self._compiled = self._compile()
 
@@ -321,18 +319,3 @@ class EagleNetwork(nn.Module):
         norm = None if self.config.norm_output else self.norm
         head = self._target.lm_head if self.lm_head is None else self.lm_head
         return packed_head(head, norm, self.draft_ids_N)
-
-    def weights_fit_bfloat16(self) -> bool:
-        """Whether the weights of all products are the same numbers in bfloat16; before packing."""
-        assert self.packing is Packing.PLAIN
-        weights = [linear.weight for linear in self._linears()]
-        return all(fits_bfloat16(weight) for weight in weights if weight is not None)
-
-    def _linears(self) -> list[Linear]:
-        return [module for module in self.modules() if isinstance(module, Linear)]
-
-
-def _bytes(module: nn.Module) -> int:
-    """The size of a module's weights, in the layout that they have."""
-    packed = [part.packed_bytes for part in module.modules() if isinstance(part, Linear)]
-    return sum(weight.nbytes for weight in module.parameters()) + sum(packed)

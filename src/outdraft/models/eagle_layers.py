@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.kernels.ops import Kernels
-from outdraft.models.compiled_forward import LayerParts, norm_address
+from outdraft.models.compiled_forward import LayerParts, norm_address, packed_addresses
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.entry_kernels import Entry
@@ -115,7 +115,7 @@ class FusedEntry(nn.Module):
 
     def compiled(self) -> Entry:
         """For the compiled pass."""
-        weights, bias = self.fc.packed_addresses()
+        weights, bias = packed_addresses(self.fc)
         return Entry(
             reads_states=True,
             token_norm=norm_address(self.embedding_layernorm),

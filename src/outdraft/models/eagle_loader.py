@@ -18,7 +18,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork, EagleParts
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
-from outdraft.models.layers.linear import best_packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import arrange_for_rotary, fill_slots, tensor_names, weight_files
 
@@ -72,9 +71,7 @@ def load_eagle(
     }
     fill_slots(network.checkpoint_slots(), weights_by_file)
     arrange_for_rotary(network)
-    is_cpu_float32 = dtype is torch.float32 and network.device.type == "cpu"
-    fits = is_cpu_float32 and network.weights_fit_bfloat16()
-    network.pack(best_packing(dtype, network.device, weights_fit_bfloat16=fits))
+    network.pack()
     return network.eval()
 
 

@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.layers.linear import Linear, Packing, best_packing
-from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.linear import Linear
 from outdraft.models.llama import CausalLM
 
 
@@ -56,29 +54,7 @@ def check_target(
             )
 
 
-def pack_linears(module: nn.Module, packing: Packing) -> None:
-    """Bring the weights of all products of a module into a layout, once and for good."""
-    for part in module.modules():
-        if isinstance(part, Linear):
-            part.pack(packing)
-
-
-def packing_for(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Packing:
-    """The fastest layout that this machine has for the products of a module."""
-    weights = [part.weight for part in module.modules() if isinstance(part, Linear)]
-    fits = dtype is torch.float32 and device.type == "cpu"
-    fits = fits and all(weight is not None and fits_bfloat16(weight) for weight in weights)
-    return best_packing(dtype, device, weights_fit_bfloat16=fits)
-
-
 def linear_bytes(linear: Linear) -> int:
     """What one product reads: its weight as it lies in memory, and its bias."""
     weight = linear.packed_bytes if linear.weight is None else linear.weight.nbytes
     return weight + (0 if linear.bias is None else linear.bias.nbytes)
-
-
-def memory_bytes(module: nn.Module) -> int:
-    """What the weights of a module take, packed ones included."""
-    plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())
-    linears = [part for part in module.modules() if isinstance(part, Linear)]
-    return plain + sum(linear.packed_bytes for linear in linears)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, WeightFormat
 from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import (
     MAX_ROWS,
@@ -28,8 +28,13 @@ from outdraft.models.config import ModelConfig
 from outdraft.models.entry_kernels import Entry
 from outdraft.models.layers.activation import silu_mul, silu_mul_cpu
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, Packing
-from outdraft.models.layers.linear_bf16 import fits_bfloat16
+from outdraft.models.layers.linear import (
+    Linear,
+    are_bfloat16,
+    linears_of,
+    memory_bytes,
+    pack_linears,
+)
 from outdraft.models.layers.linear_team import shared_team
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rotary import Rotary
@@ -223,7 +228,6 @@ class CausalLM(nn.Module):
             device=device,
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
         )
-        self.packing = Packing.PLAIN
         self.kernels = kernels
         self._compiled: CompiledForward | None = None
         self._packed_head: forward_kernels.Head | None = None
@@ -345,15 +349,13 @@ class CausalLM(nn.Module):
     def numbers(self) -> str:
         """What is computed, over which weights if they are kept otherwise: for people."""
         name = str(self.dtype).removeprefix("torch.")
-        is_mixed = self.packing is Packing.BF16 and self.dtype is not torch.bfloat16
-        return f"{name} over bfloat16 weights" if is_mixed else name
+        kept = {linear.format for linear in linears_of(self)} - {WeightFormat.PLAIN, name}
+        return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
 
     @property
     def memory_bytes(self) -> int:
         """What the weights take, packed ones included; a packed tied head is a copy."""
-        plain = sum(weight.numel() * weight.element_size() for weight in self.parameters())
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        return plain + sum(linear.packed_bytes for linear in linears)
+        return memory_bytes(self)
 
     def checkpoint_slots(self) -> dict[str, Tensor]:
         """Where each tensor of a Hugging Face checkpoint belongs: a view into this model.
@@ -370,16 +372,13 @@ class CausalLM(nn.Module):
             slots["lm_head.weight"] = self.lm_head.weight
         return {name: slot.data for name, slot in slots.items() if slot is not None}
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weights of all products into a layout, once and for good.
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make all products, once and for good.
 
         A packed head is a copy: the table of a tied model stays plain, as the embedding needs it.
         """
-        for module in self.modules():
-            if isinstance(module, Linear):
-                module.pack(packing)
-        self.packing = packing
-        if packing is Packing.BF16 and self.dtype is torch.float32:
+        pack_linears(self, self.kernels, quantization)
+        if self.dtype is torch.float32 and are_bfloat16(self):
             self._compiled = self._compile()
             self._packed_head = packed_head(self.lm_head)
 
@@ -396,12 +395,6 @@ class CausalLM(nn.Module):
             self.norm,
             shared_team(torch.get_num_threads()),
         )
-
-    def weights_fit_bfloat16(self) -> bool:
-        """Whether the weights of all products are the same numbers in bfloat16; before packing."""
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        assert self.packing is Packing.PLAIN
-        return all(fits_bfloat16(linear.weight) for linear in linears if linear.weight is not None)
 
 
 def _fused(

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
-from outdraft.models.layers.linear import best_packing
 from outdraft.models.llama import CausalLM, SelfAttention
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -87,7 +86,8 @@ def load_model(
     files = weight_files(path)
     model = CausalLM(config, kernels, dtype, device)
     load_weights(model, files)
-    return _packed(model, dtype)
+    model.pack()
+    return model.eval()
 
 
 def random_model(
@@ -108,12 +108,7 @@ def random_model(
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
         slot.copy_(values.to(own_dtype))
-    return _packed(model, dtype)
-
-
-def _packed(model: CausalLM, dtype: torch.dtype) -> CausalLM:
-    fits = dtype is torch.float32 and model.device.type == "cpu" and model.weights_fit_bfloat16()
-    model.pack(best_packing(dtype, model.device, weights_fit_bfloat16=fits))
+    model.pack()
     return model.eval()
 
 

@@ -21,17 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.head_checkpoint import (
     check_target,
     head_count,
     linear_bytes,
-    memory_bytes,
-    pack_linears,
-    packing_for,
     read_tensor,
 )
-from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import fill_slots, tensor_names, weight_files
 
@@ -202,10 +200,6 @@ class MedusaHeads(nn.Module):
         each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
         return blocks + sum(linear_bytes(lm_head) for lm_head in each)
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weights of all products into a layout, once and for good."""
-        pack_linears(self, packing)
-
     def slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
         slots: dict[str, Tensor] = {}
@@ -220,7 +214,11 @@ class MedusaHeads(nn.Module):
 
 
 def load_medusa(
-    path: Path, target: CausalLM, dtype: torch.dtype, device: torch.device | str
+    path: Path,
+    target: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels: Kernels,
 ) -> MedusaHeads:
     """The heads of a checkpoint directory, ready to run, their weights packed for the device.
 
@@ -246,7 +244,7 @@ def load_medusa(
     config = MedusaConfig.from_checkpoint(raw, slots, target)
     heads = MedusaHeads(config, target, dtype, torch.device(device))
     _load(heads, names_by_file)
-    heads.pack(packing_for(heads, dtype, heads.device))
+    pack_linears(heads, kernels)
     return heads.eval()
 
 

@@ -27,18 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.head_checkpoint import (
     check_target,
     head_count,
     linear_bytes,
-    memory_bytes,
-    pack_linears,
-    packing_for,
     read_tensor,
 )
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, Packing
+from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import fill_slots, tensor_names, weight_files
 
@@ -189,10 +187,6 @@ class MLPSpeculator(nn.Module):
         products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
         return sum(linear_bytes(product) for product in products)
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weights of all products into a layout, once and for good."""
-        pack_linears(self, packing)
-
     def slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
         parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln, "head": self._head}
@@ -205,7 +199,11 @@ class MLPSpeculator(nn.Module):
 
 
 def load_mlp_speculator(
-    path: Path, target: CausalLM, dtype: torch.dtype, device: torch.device | str
+    path: Path,
+    target: CausalLM,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels: Kernels,
 ) -> MLPSpeculator:
     """The speculator of a checkpoint directory, ready to run, its weights packed for the device.
 
@@ -222,7 +220,7 @@ def load_mlp_speculator(
         _leave_out_copies(names_by_file, config)
     speculator = MLPSpeculator(config, dtype, torch.device(device))
     fill_slots(speculator.slots(), names_by_file)
-    speculator.pack(packing_for(speculator, dtype, speculator.device))
+    pack_linears(speculator, kernels)
     return speculator.eval()
 
 

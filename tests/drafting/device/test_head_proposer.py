@@ -16,6 +16,7 @@ from outdraft.drafting.device.draft_tree import Frontier
 from outdraft.drafting.device.head_proposer import MedusaProposer, MLPSpeculatorProposer
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
 from tests.drafting.drafting import NUM_STATE_ROWS, SEEDED, check_drafts, sampling_batch, texts
@@ -53,12 +54,14 @@ class Drafter:
             config = medusa_config(NUM_HEADS, truncated_vocab_size=KNOWN)
             tensors = self.tensors | {"token_map": TOKEN_MAP}
             self.heads: Any = load_medusa(
-                write(folder, config, tensors), target, torch.float32, "cpu"
+                write(folder, config, tensors), target, torch.float32, "cpu", reference_kernels()
             )
         else:
             self.tensors = mlp_tensors(NUM_HEADS)
             path = write(folder, mlp_config(NUM_HEADS, scale_input=True), self.tensors)
-            self.heads = load_mlp_speculator(path, target, torch.float32, "cpu")
+            self.heads = load_mlp_speculator(
+                path, target, torch.float32, "cpu", reference_kernels()
+            )
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
     def proposer(self, *, samples: bool = True) -> Proposer:

@@ -19,7 +19,6 @@ from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import Packing
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from outdraft.sampling.batch import SamplingBatch
@@ -52,12 +51,12 @@ def pairs(vocabulary: VocabularyMap) -> dict[int, int]:
     return {v: u for u, v in enumerate(vocabulary.draft_to_target_U.tolist()) if v >= 0}
 
 
-@pytest.fixture(scope="module", params=[Packing.PLAIN, Packing.BF16])
+@pytest.fixture(scope="module", params=[torch.float64, torch.float32])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
     """61 ids; packed as bfloat16 a few rows take the compiled pass."""
     oracle = randomised(llama(num_hidden_layers=2)).bfloat16().float()
     path = save(oracle, tmp_path_factory.mktemp("drafter"))
-    if request.param is Packing.PLAIN:
+    if request.param is torch.float64:
         return load_model(path, torch.float64, torch.device("cpu"), reference_kernels())
     return load_model(path, torch.float32, torch.device("cpu"), cpu_kernels())
 

@@ -6,7 +6,9 @@ import torch
 
 from outdraft.attention.cpu import CpuAttention
 from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 
@@ -21,4 +23,9 @@ def native_host_kernels(library: Library, others: Kernels) -> Kernels:
 def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
     kernels = native_host_kernels(library, reference_kernels(in_order=True))
-    return replace(kernels, name=library.name, attention=CpuAttention(num_threads))
+    return replace(
+        kernels,
+        name=library.name,
+        attention=CpuAttention(num_threads),
+        pack_linear=NativeLinear(shared_team(library.name, num_threads)).pack_linear,
+    )

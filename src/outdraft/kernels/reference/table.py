@@ -2,6 +2,7 @@
 
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.rows import place_rows
 
 
@@ -15,4 +16,5 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         name="reference",
         attention=ReferenceAttention(in_order=in_order),
         place_rows=place_rows,
+        pack_linear=pack_linear,
     )

@@ -1,62 +1,15 @@
-"""A linear layer whose weight can be packed for the CPU.
-
-From about four rows on, an unpacked product copies the whole weight into the layout that its kernel
-needs. Speculation works with just as many rows: five would cost twice as much as one. Packing makes
-that copy once, so that a handful of rows costs little more than one.
-
-On a CPU a row's result does not depend on the rows beside it, bit for bit: a text does not change
-with what is computed together. Libraries choose other code, with another order of the sums, for
-one row (oneDNN), or for as few rows as each thread happens to get (MKL). So one row of oneDNN is
-computed as two, and what is not packed is multiplied row by row.
+"""A linear layer. Its weight is packed once, when it is loaded, as its kernel reads it fastest.
 
 Dimension key: T rows, D inputs, E outputs.
 """
 
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outdraft.models.layers.linear_bf16 import Bf16Product
-from outdraft.models.layers.linear_team import shared_team
-
-_PACK_ROWS = 64  # oneDNN lays a weight out for this many rows; any other number computes the same
-
-
-class Packing(StrEnum):
-    """How a weight lies in memory."""
-
-    PLAIN = "plain"  # row major, for any device and dtype
-    BF16 = "bf16"  # weights of bfloat16, sums of float32; on any CPU
-    ONEDNN = "onednn"  # float32, and bfloat16 on a CPU that multiplies bfloat16
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions for it; without them libraries emulate bfloat16."""
-    capabilities = torch.cpu.get_capabilities()
-    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
-
-
-def best_packing(
-    dtype: torch.dtype, device: torch.device, *, weights_fit_bfloat16: bool = False
-) -> Packing:
-    """The fastest layout that this machine has for a dtype.
-
-    Args:
-        weights_fit_bfloat16: whether all weights of a float32 model are the same in bfloat16.
-    """
-    if device.type != "cpu":
-        return Packing.PLAIN
-    if dtype is torch.float32 and weights_fit_bfloat16:
-        return Packing.BF16
-    if dtype is torch.float32 and torch.backends.mkldnn.is_available():
-        return Packing.ONEDNN
-    if dtype is torch.bfloat16:
-        has_packing = cpu_multiplies_bfloat16() and torch.backends.mkldnn.is_available()
-        return Packing.ONEDNN if has_packing else Packing.BF16
-    return Packing.PLAIN
+from outdraft.kernels.ops import Kernels, Product, WeightFormat
+from outdraft.kernels.reference.linear import linear
 
 
 class Linear(nn.Module):
@@ -75,69 +28,60 @@ class Linear(nn.Module):
         """`weight`: of another module, to be shared; if packed, that module keeps the plain one."""
         super().__init__()
         self.num_outputs = num_outputs
-        self.packed_bytes = 0  # of the layout that replaced or copied the plain weight
         if weight is None:
             weight = _parameter((num_outputs, num_inputs), dtype, device)
         self.weight: nn.Parameter | None = weight
         self.bias = _parameter((num_outputs,), dtype, device) if bias else None
-        self.packing = Packing.PLAIN
-        self._packed_product: Callable[[Tensor], Tensor] | None = None
+        self.product: Product | None = None
 
-    def pack(self, packing: Packing) -> None:
-        """Bring the weight into a layout, once and for good; the plain weight is freed.
-
-        Raises:
-            RuntimeError: this build of torch does not have the layout for the weight's dtype.
-
-        NOTE: BF16 rounds a float32 weight that bfloat16 does not hold: see best_packing.
-        """
+    def pack(self, kernels: Kernels, quantization: WeightFormat | None = None) -> None:
+        """Make the product, once and for good; a plain weight that it does not read is freed."""
         assert self.weight is not None, "packed twice"
-        if packing is Packing.PLAIN:
-            return
-        if packing is Packing.BF16:
-            team = shared_team(torch.get_num_threads())
-            product = Bf16Product(self.weight.data, self.bias, team)
-            self.packed_bytes = product.nbytes
-        else:
-            product = _bind_onednn(self.weight.data, self.bias)
-            self.packed_bytes = self.weight.nbytes
-        self._packed_product = product
-        self.packing = packing
-        self.weight = None
+        bias_E = None if self.bias is None else self.bias.data
+        self.product = kernels.pack_linear(self.weight.data, bias_E, quantization)
+        if self.product.nbytes > 0:
+            self.weight = None
 
-    def packed_addresses(self) -> tuple[int, int]:
-        """Where weights and bias are, for linear_kernels; only if packed as bf16."""
-        assert isinstance(self._packed_product, Bf16Product)
-        return self._packed_product.addresses()
+    @property
+    def format(self) -> WeightFormat:
+        """How the weight is kept."""
+        return WeightFormat.PLAIN if self.product is None else self.product.format
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of the layout that replaced the plain weight, or that copied a shared one."""
+        return 0 if self.product is None else self.product.nbytes
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, E] of x's dtype."""
-        if self._packed_product is not None:
-            return self._packed_product(x_TD)
+        if self.product is not None:
+            return self.product(x_TD)
         assert self.weight is not None
-        if x_TD.device.type == "cpu":
-            return _row_by_row(x_TD, self.weight, self.bias)
-        return F.linear(x_TD, self.weight, self.bias)
+        return linear(x_TD, self.weight, self.bias)
 
 
-def _bind_onednn(weight_ED: Tensor, bias_E: Tensor | None) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_ED, _PACK_ROWS)
-    multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def product(x_TD: Tensor) -> Tensor:
-        num_rows = x_TD.shape[0]
-        if num_rows == 1:  # computed by other code, which sums in another order
-            x_TD = x_TD.repeat(2, 1)
-        return multiply(x_TD, packed, bias_E, "none", [], "")[:num_rows]
-
-    return product
+def linears_of(module: nn.Module) -> Iterator[Linear]:
+    """All products of a module."""
+    return (part for part in module.modules() if isinstance(part, Linear))
 
 
-def _row_by_row(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None) -> Tensor:
-    """Every row is copied to an address of its own: where a row begins may change its sums too."""
-    if x_TD.shape[0] == 0:
-        return F.linear(x_TD, weight_ED, bias_E)
-    return torch.cat([F.linear(x_1D.clone(), weight_ED, bias_E) for x_1D in x_TD.split(1)])
+def pack_linears(
+    module: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+) -> None:
+    """Make all products of a module, once and for good."""
+    for part in linears_of(module):
+        part.pack(kernels, quantization)
+
+
+def are_bfloat16(module: nn.Module) -> bool:
+    """Whether all products of a module keep their weights as bfloat16."""
+    return all(part.format is WeightFormat.BFLOAT16 for part in linears_of(module))
+
+
+def memory_bytes(module: nn.Module) -> int:
+    """What the weights of a module take, packed ones included."""
+    plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())
+    return plain + sum(part.packed_bytes for part in linears_of(module))
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

@@ -1,0 +1,118 @@
+"""Products by the compiled library, see csrc/linear.cpp.
+
+Dimension key: T rows, D inputs, E outputs.
+"""
+
+import weakref
+from ctypes import c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from outdraft.kernels.native.team import Team
+from outdraft.kernels.ops import WeightFormat
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
+_FORMATS = {WeightFormat.FLOAT32: 0, WeightFormat.BFLOAT16: 1}  # Format of csrc/linear.h
+_SHORT_BYTES = 1 << 20  # of weights; for a product of so few Python keeps its lock
+
+
+class NativeLinear:
+    """The operations of csrc/linear.cpp."""
+
+    def __init__(self, team: Team) -> None:
+        function = team.library.function
+        self.team = team
+        of_weights = [c_void_p, c_int64, c_int64, c_int64, c_int64]
+        self.fits = function("linear_fits_bf16", of_weights, c_int64, releases_gil=True)
+        self.pack = function(
+            "linear_pack", [c_int64, *of_weights, c_void_p], c_void_p, releases_gil=True
+        )
+        self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
+        self.bytes = function("linear_bytes", [c_void_p], c_int64)
+        self.tiles = function("linear_tiles", [c_void_p], c_void_p)
+        self.bias = function("linear_bias", [c_void_p], c_void_p)
+        of_product = [*[c_void_p] * 3, c_int64, c_int64, c_void_p, *[c_int64] * 3]
+        self.multiply = function("linear_multiply", of_product)
+        self.multiply_long = function("linear_multiply", of_product, releases_gil=True)
+
+    def pack_linear(
+        self, weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None = None
+    ) -> "NativeProduct":
+        """As `ops.PackLinear`, for float32 and bfloat16 on the CPU."""
+        return NativeProduct(self, weight_ED, bias_E, quantization)
+
+
+class NativeProduct:
+    """As `ops.Product`.
+
+    Attributes:
+        handle: address of the `LinearWeights`, for the functions of the library.
+    """
+
+    def __init__(
+        self,
+        functions: NativeLinear,
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
+        quantization: WeightFormat | None,
+    ) -> None:
+        if weight_ED.stride(1) != 1:
+            weight_ED = weight_ED.contiguous()
+        bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
+        self._functions = functions
+        self._dtype = weight_ED.dtype
+        self._num_outputs, self._num_inputs = weight_ED.shape
+        weight = (
+            weight_ED.data_ptr(),
+            _DTYPES[self._dtype],
+            weight_ED.stride(0),
+            self._num_outputs,
+            self._num_inputs,
+        )
+        fitting = WeightFormat.BFLOAT16 if functions.fits(*weight) else WeightFormat.FLOAT32
+        self.format = quantization or fitting
+        handle = functions.pack(
+            _FORMATS[self.format], *weight, 0 if bias_E is None else bias_E.data_ptr()
+        )
+        if not handle:
+            raise MemoryError(f"no memory for weights of shape {tuple(weight_ED.shape)}")
+        self.handle: int = handle
+        self._team_address = functions.team.address
+        # Not at the end of the process: a late helper may still read them.
+        end = weakref.finalize(self, _free, functions, self.handle)
+        end.atexit = False
+        self.nbytes: int = functions.bytes(self.handle)
+        is_short = self.nbytes < _SHORT_BYTES
+        self._multiply = functions.multiply if is_short else functions.multiply_long
+
+    def addresses(self) -> tuple[int, int]:
+        """Of tiles and of the bias; 0: none."""
+        return self._functions.tiles(self.handle), self._functions.bias(self.handle) or 0
+
+    def __call__(self, x_TD: Tensor) -> Tensor:
+        """[T, E]."""
+        num_rows, num_inputs = x_TD.shape
+        assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
+        assert num_inputs == self._num_inputs, f"expected {self._num_inputs}, got {num_inputs}"
+        if x_TD.stride(1) != 1:
+            x_TD = x_TD.contiguous()
+        out_TE = torch.empty((num_rows, self._num_outputs), dtype=self._dtype)
+        dtype = _DTYPES[self._dtype]
+        self._multiply(
+            self._team_address,
+            self.handle,
+            x_TD.data_ptr(),
+            dtype,
+            x_TD.stride(0),
+            out_TE.data_ptr(),
+            dtype,
+            self._num_outputs,
+            num_rows,
+        )
+        return out_TE
+
+
+def _free(functions: NativeLinear, handle: int) -> None:
+    """It has the team, which so outlives all weights that it reads."""
+    functions.free(functions.team.address, handle)

@@ -1,0 +1,132 @@
+"""Products by every library: any number of rows and threads, against float64."""
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.linear import NativeLinear, NativeProduct
+from outdraft.kernels.native.team import Team
+from outdraft.kernels.ops import WeightFormat
+from tests.kernels.comparisons import Case
+from tests.rounding import assert_float32_products
+
+NUM_ROWS = [0, *range(1, 41), 63, 64, 65, 200, 300]
+SHAPES = [(512, 160), (33, 61), (1, 1), (16, 1000), (200, 33), (1281, 64)]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def compare_pack_linear(case: Case) -> None:
+    draw = case.data.draw
+    num_inputs, num_outputs = draw(st.integers(1, 300), "D"), draw(st.integers(1, 150), "E")
+    num_rows = draw(st.integers(1, 200), "T")
+    torch.manual_seed(draw(st.integers(0, 2**31), "seed"))
+    weight_ED = torch.randn(num_outputs, num_inputs).to(case.dtype)
+    if draw(st.booleans(), "bfloat16 holds the weights"):
+        weight_ED = weight_ED.bfloat16().to(case.dtype)
+    bias_E = torch.randn(num_outputs).to(case.dtype) if draw(st.booleans(), "bias") else None
+    x_TD = torch.randn(num_rows, num_inputs).to(case.dtype)
+
+    got_TE = case.kernels.pack_linear(weight_ED, bias_E)(x_TD)
+
+    assert got_TE.dtype is case.dtype
+    assert_float32_products(got_TE, x_TD, weight_ED, bias_E)
+
+
+COMPARISONS = {"pack_linear": compare_pack_linear}
+
+
+@pytest.fixture(scope="module", params=usable_instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4], ids=lambda number: f"{number}-threads")
+def linear(request: pytest.FixtureRequest, instruction_set: str) -> NativeLinear:
+    library = open_library(instruction_set)
+    assert library is not None
+    return NativeLinear(Team(library, request.param))
+
+
+def random_product(
+    linear: NativeLinear, shape: tuple[int, int], dtype: torch.dtype, holding: torch.dtype
+) -> tuple[NativeProduct, Tensor, Tensor]:
+    """The product, its weight and its bias; `holding`: of the weight's numbers."""
+    weight_ED = torch.randn(shape[1], shape[0]).to(holding).to(dtype)
+    bias_E = torch.randn(shape[1]).to(dtype)
+    return linear.pack_linear(weight_ED, bias_E), weight_ED, bias_E
+
+
+@pytest.mark.parametrize("holding", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_any_number_of_rows_gets_float32_sums_that_depend_on_no_other_row(
+    linear, shape, dtype, holding
+):
+    torch.manual_seed(0)
+    product, weight_ED, bias_E = random_product(linear, shape, dtype, holding)
+    x_TD = torch.randn(max(NUM_ROWS), shape[0]).to(dtype)
+
+    alone_TE = torch.cat([product(x_D[None]) for x_D in x_TD])
+
+    assert_float32_products(alone_TE, x_TD, weight_ED, bias_E)
+    for num_rows in NUM_ROWS:
+        assert torch.equal(product(x_TD[:num_rows]), alone_TE[:num_rows])
+
+
+def test_a_weight_is_kept_as_bfloat16_only_if_that_holds_every_number(linear):
+    weight_ED = torch.randn(40, 8).bfloat16().float()
+    assert linear.pack_linear(weight_ED, None).format is WeightFormat.BFLOAT16
+    for number in (1.0 + 2.0**-9, torch.nan):
+        weight_ED[39, 7] = number
+        assert linear.pack_linear(weight_ED, None).format is WeightFormat.FLOAT32
+
+
+def test_a_long_weight_takes_as_many_bytes_as_its_numbers(linear):
+    weight_ED = torch.randn(96, 64)
+    assert linear.pack_linear(weight_ED, None).nbytes == 4 * weight_ED.numel()
+    assert linear.pack_linear(weight_ED.bfloat16(), None).nbytes == 2 * weight_ED.numel()
+
+
+def test_more_tiles_than_units_are_all_computed(linear):
+    product, weight_ED, bias_E = random_product(
+        linear, (4, 1024 * 32 * 2 + 40), torch.float32, torch.bfloat16
+    )
+    x_TD = torch.randn(2, 4)
+    assert_float32_products(product(x_TD), x_TD, weight_ED, bias_E)
+
+
+def test_rows_and_weights_may_lie_apart_or_across(linear):
+    torch.manual_seed(0)
+    for weight_ED in (torch.randn(20, 96)[:, 48:], torch.randn(48, 20).T):
+        product = linear.pack_linear(weight_ED, None)
+        for x_TD in (torch.randn(5, 96)[:, 48:], torch.randn(48, 5).T):
+            assert_float32_products(product(x_TD), x_TD, weight_ED)
+
+
+@pytest.mark.parametrize("holding", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nan_and_infinity_reach_the_outputs_they_belong_to(linear, dtype, holding):
+    product, weight_ED, bias_E = random_product(linear, (10, 40), dtype, holding)
+    x_TD = torch.zeros(3, 10, dtype=dtype)
+    x_TD[1, 4], x_TD[2, 9] = torch.nan, torch.inf
+
+    got_TE = product(x_TD)
+
+    assert torch.equal(got_TE[0], bias_E)
+    assert got_TE[1].isnan().all()
+    assert torch.equal(got_TE[2], torch.inf * weight_ED[:, 9].sign())
+
+
+def test_float32_becomes_bfloat16_as_in_torch(linear):
+    values = torch.randn(2000) * 10.0 ** torch.randint(-38, 38, (2000,))
+    ties = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 1], dtype=torch.int32)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0])
+    bias_E = torch.cat((values, ties.view(torch.float32), special))
+    product = linear.pack_linear(torch.zeros(len(bias_E), 1, dtype=torch.bfloat16), bias_E)
+
+    got_TE = product(torch.zeros(3, 1, dtype=torch.bfloat16))
+
+    for got_E in got_TE:
+        torch.testing.assert_close(got_E, bias_E.bfloat16(), rtol=0, atol=0, equal_nan=True)
