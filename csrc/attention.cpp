@@ -249,7 +249,7 @@ class TileWork {
       const float total = sums.total[lane];
       const float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
       const float* from = sums.out + lane * sizes_.head_size;
-      if (batch_.is_bf16_query) {
+      if (batch_.is_bf16_out) {
         uint16_t* out = static_cast<uint16_t*>(batch_.out) + at;
         for (int64_t c = 0; c < batch_.head_size; ++c) out[c] = to_bf16(from[c] * inverse);
       } else {
@@ -572,7 +572,7 @@ void merge(const AttentionWork& all) {
 }
 
 void clear_padding(const AttentionBatch& batch) {
-  const int64_t row_bytes = batch.num_heads * batch.head_size * (batch.is_bf16_query ? 2 : 4);
+  const int64_t row_bytes = batch.num_heads * batch.head_size * (batch.is_bf16_out ? 2 : 4);
   const int64_t first = batch.query_start[batch.num_requests];
   std::memset(static_cast<char*>(batch.out) + first * row_bytes, 0,
               (batch.num_rows - first) * row_bytes);

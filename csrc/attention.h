@@ -13,7 +13,7 @@ namespace outdraft {
 // (kernels/native/attention.py).
 struct AttentionBatch {
   const void* q;  // [T, H, C], rows q_stride numbers apart
-  void* out;      // [T, H, C] contiguous, of q's dtype
+  void* out;      // [T, H, C] contiguous
   const void* k;  // [P, S, G, C] contiguous
   const void* v;
   const int32_t* query_start;
@@ -26,7 +26,7 @@ struct AttentionBatch {
   int64_t q_stride, table_stride;
   int64_t window;  // kNoWindow: none
   float scale;
-  int32_t is_bf16_query, is_bf16_cache;
+  int32_t is_bf16_query, is_bf16_out, is_bf16_cache;
 };
 
 constexpr int64_t kNoWindow = int64_t{1} << 40;  // longer than any text

@@ -26,6 +26,25 @@ inline Floats exp2_of(Floats x) {
   return is_tiny ? Floats{} : power * (Floats)((whole + 127) << 23);
 }
 
+// e ** x within 2e-7 of relative error, for x from -87 to 88, which others become; a NaN stays one
+// (Cephes' expf). x = n ln(2) + r with |r| <= ln(2) / 2; the small multiples of the first part of
+// ln(2), which has few bits, are exact.
+inline Floats exp_of(Floats x) {
+  constexpr float kRounding = 12582912.0f;  // 1.5 * 2 ** 23: what is added to it loses its fraction
+  const Floats lowest = broadcast(-87.0f), highest = broadcast(88.0f);
+  x = x < lowest ? lowest : x;
+  x = x > highest ? highest : x;
+  const Floats whole = (x * 1.44269504f + kRounding) - kRounding;
+  const Floats r = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats series = broadcast(1.9875691500e-4f);
+  for (const float factor : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                             5.0000001201e-1f}) {
+    series = fused(series, r, broadcast(factor));
+  }
+  series = fused(series * r, r, r) + 1.0f;
+  return series * (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
+}
+
 namespace detail {
 
 // Number i of the result comes from the one or the other, as bit `kDistance` of i says.

@@ -26,7 +26,7 @@ class Batch(ctypes.Structure):
         *((name, c_int64) for name in ("head_size", "block_size", "q_stride", "table_stride")),
         ("window", c_int64),
         ("scale", c_float),
-        *((name, c_int32) for name in ("is_bf16_query", "is_bf16_cache")),
+        *((name, c_int32) for name in ("is_bf16_query", "is_bf16_out", "is_bf16_cache")),
     )
 
 
@@ -111,6 +111,7 @@ class NativeAttention:
             window=NO_WINDOW if window is None else window,
             scale=scale,
             is_bf16_query=_is_bf16(q_THC),
+            is_bf16_out=_is_bf16(q_THC),
             is_bf16_cache=_is_bf16(cache.k_PSGC),
         )
         self._attend(self._team.address, ctypes.byref(batch), self._memory)

@@ -1,0 +1,101 @@
+// A whole pass of a decoder over rows, and what follows from its states: logits, best tokens, a
+// greedy chain. Its readable twin is src/outdraft/kernels/reference/decoder.py.
+//
+// Dimension key: T rows, R rows whose logits are wanted, B requests of one row, D hidden, X inputs
+// of layer 0, K tapped layers, or tokens of a chain, N the head's own vocabulary, M positions.
+#pragma once
+
+#include <cstdint>
+
+#include "attention.h"
+#include "linear.h"
+
+namespace outdraft {
+
+// Weights of norms are float32; null where there is no norm. Python fills these three
+// (kernels/native/decoder.py) and keeps alive what they point to.
+struct DecoderLayer {
+  const float *input_norm, *post_norm, *q_norm, *k_norm;
+  const LinearWeights *qkv, *o, *gate_up, *down;
+  int64_t window;
+};
+
+struct DecoderSpec {
+  Team* team;
+  int64_t hidden, intermediate, num_heads, num_kv_heads, head_size, num_layers;
+  int64_t num_positions, num_tokens;  // in the tables
+  Dtype dtype;                        // of the embedding, states, caches, and inputs of products
+  float eps, scale;
+  const void* embedding;   // [tokens, D]
+  const float* cos_sin;    // [M, C]: cos of all frequencies, then sin
+  const float* final_norm;
+  const DecoderLayer* layers;
+  // Of a network that reads states beside tokens; without an `fc` layer 0 reads both side by side.
+  int32_t reads_states, adds_to_normed;
+  const float *token_norm, *state_norm;
+  const LinearWeights* fc;
+  // From states to logits.
+  const LinearWeights* head;
+  const float* head_norm;
+  const int64_t* draft_ids;  // [N], the target's ids of the outputs; null: the same ids
+};
+
+// One layer's cache, [P, S, G, C] each.
+struct DecoderCache {
+  void *k, *v;
+};
+
+// The rows of a pass: addresses as in AttentionMetadata, then numbers.
+struct DecoderRows {
+  const int64_t* token_ids;
+  const int64_t* positions;
+  const int64_t* slots;
+  const int32_t* query_start;
+  const int32_t* context_lens;
+  const int32_t* num_causal;
+  const int64_t* ancestors;
+  const int32_t* block_table;
+  int64_t num_rows, num_requests, table_stride;
+};
+
+// A decoder with one engine's caches, and the memory that its passes reuse. One thread at a time.
+// States and residual streams are of the spec's dtype.
+class Decoder {
+ public:
+  explicit Decoder(const DecoderSpec& spec) : spec_(spec), logits_(spec.team) {}
+  virtual ~Decoder() = default;
+  Decoder(const Decoder&) = delete;
+  Decoder& operator=(const Decoder&) = delete;
+
+  // out [T, D] = the states of the rows; their keys and values go to the caches. `states` [T, D],
+  // null for a network that does not read them, may be `out`. tapped[k] [T, D] = the residual
+  // stream behind the first taps[k] layers. False, and nothing is done: a token or a position is
+  // not in its table.
+  virtual bool forward(const DecoderRows& rows, const void* states, const int64_t* taps,
+                       int64_t num_taps, void* tapped, void* out) = 0;
+
+  // float32 [R, N] behind states [R, D].
+  virtual void logits(const void* states, int64_t num_rows, float* out) = 0;
+
+  // The tokens with the highest logits, as the target numbers them; whether that logit is finite.
+  // A NaN counts as the highest; of equal ones the first wins.
+  void best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
+
+  // ids [1 + K, B]: the best tokens behind the ones before, of which the first are given. `states`
+  // [B, D], behind which those were chosen, are overwritten. False as of `forward`.
+  bool greedy_chain(const DecoderRows* passes, int64_t num_passes, void* states, int64_t* ids);
+
+  const DecoderSpec& spec() const { return spec_; }
+  int64_t vocabulary() const { return spec_.head->num_outputs; }
+
+ protected:
+  const DecoderSpec spec_;
+
+ private:
+  KeptMemory logits_;
+};
+
+// `spec.layers` and `caches` are copied.
+Decoder* create_decoder(const DecoderSpec& spec, const DecoderCache* caches, int64_t block_size);
+
+}  // namespace outdraft
