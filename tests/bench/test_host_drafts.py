@@ -15,6 +15,7 @@ from outdraft.bench.host_drafts import (
 )
 from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SuffixConfig
 from outdraft.core.draft import Draft
+from tests.kernels.tables import cpu_kernels
 
 
 def test_a_text_is_made_of_its_phrases():
@@ -49,8 +50,8 @@ def test_only_sources_of_the_host_have_a_price_there(monkeypatch):
     monkeypatch.setattr(host_drafts, "LONG_CONTEXT", 500)
     monkeypatch.setattr(host_drafts, "NUM_STEPS", 3)
     network = DraftNetworkConfig(model="m")
-    assert draft_us_per_request_32k([SuffixConfig(), network]) is None
+    assert draft_us_per_request_32k([SuffixConfig(), network], cpu_kernels()) is None
     for sources in ([NgramConfig()], [SuffixConfig()], [NgramConfig(), SuffixConfig()]):
-        us = draft_us_per_request_32k(sources)
+        us = draft_us_per_request_32k(sources, cpu_kernels())
         assert us == pytest.approx(us)
         assert us > 0

@@ -1,6 +1,4 @@
-"""Suffix decoding by scanning lists: the slow twin of `outdraft.drafting.host.suffix`."""
-
-from tests.reference.brute_tree import Path, Tree, grow
+"""Suffix decoding without branches, by scanning lists."""
 
 
 def occurrences(text: list[int], string: list[int]) -> list[int]:
@@ -64,41 +62,4 @@ def speculate(
         draft, score = follow(texts, match, limit, min_prob, seen)
         if score > best[1]:
             best = (draft, score)
-    return best
-
-
-def speculate_tree(
-    context: list[int],
-    texts: list[list[int]],
-    max_tokens: int,
-    depth: int,
-    factor: float,
-    min_prob: float,
-    branching: int,
-) -> Tree:
-    """The same with branches: every string may be followed by its most frequent continuations.
-
-    If several matches occur at the same places, the one that may draft deepest counts.
-    """
-    best: Tree = ([], [], 0.0)
-    best_seen, best_limit = 0, 0
-    is_own = any(text is context for text in texts)
-    for match_len in range(min(len(context), depth - 1), 0, -1):
-        match = context[len(context) - match_len :]
-
-        def children(path: Path, match: list[int] = match) -> list[tuple[int, float]]:
-            string = [*match, *path]
-            found = continuations(texts, string)
-            most_first = sorted(found, key=lambda t: found[t], reverse=True)[:branching]
-            seen = sum(len(occurrences(text, string)) for text in texts)
-            if not path and not is_own:
-                seen += 1
-            return [(token, found[token][0] / seen) for token in most_first]
-
-        seen = sum(len(occurrences(text, match)) for text in texts)
-        limit = min(int(factor * match_len), depth - match_len)
-        tree = grow(children, max_tokens, limit, min_prob)
-        is_deeper = seen == best_seen and limit > best_limit
-        if tree[2] > best[2] or (tree[2] == best[2] and is_deeper):
-            best, best_seen, best_limit = tree, seen, limit
     return best

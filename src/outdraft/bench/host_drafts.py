@@ -14,6 +14,7 @@ from outdraft.core.jit import working_seconds
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.kernels.ops import Kernels
 
 MAX_TOKENS = 8
 VOCABULARY = 32_000
@@ -61,14 +62,14 @@ def measure(
     return {"times_us": times_us, "drafted": drafted}
 
 
-def draft_us_per_request_32k(sources: Sequence[SourceConfig]) -> float | None:
+def draft_us_per_request_32k(sources: Sequence[SourceConfig], kernels: Kernels) -> float | None:
     """Median time of a step's draft for one request of 32k tokens; None if a network drafts too."""
     proposers: list[HostProposer] = []
     for source in sources:
         if isinstance(source, NgramConfig):
-            proposers.append(NgramProposer(source))
+            proposers.append(NgramProposer(source, kernels))
         elif isinstance(source, SuffixConfig):
-            proposers.append(SuffixProposer(source))
+            proposers.append(SuffixProposer(source, kernels))
         else:
             return None
 

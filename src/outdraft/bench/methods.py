@@ -90,7 +90,7 @@ def _kept(config: EngineConfig, models: LoadedModels) -> dict[str, Any]:
         kept["weight_bytes"] = models.drafter.memory_bytes
         kept["kv_bytes_per_1k_tokens"] = _per_1k_tokens(config, models.drafter.bytes_per_block)
     if config.speculation.sources:
-        host_us = draft_us_per_request_32k(config.speculation.sources)
+        host_us = draft_us_per_request_32k(config.speculation.sources, models.kernels)
         kept |= {} if host_us is None else {"draft_us_per_request_32k": host_us}
     return kept
 

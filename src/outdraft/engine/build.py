@@ -30,6 +30,7 @@ from outdraft.engine.step_memory import (
     state_bytes,
     text_bytes,
 )
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
@@ -73,7 +74,7 @@ def build_engine(
     )
     policy = DraftPolicy(
         speculation,
-        _host_proposers(speculation.sources),
+        _host_proposers(speculation.sources, models.kernels),
         _drafter_limits(speculation.network, target, drafter, proposer),
         config.scheduler.max_num_seqs,
     )
@@ -232,11 +233,11 @@ def _step_memory(
     )
 
 
-def _host_proposers(sources: tuple[SourceConfig, ...]) -> list[HostProposer]:
+def _host_proposers(sources: tuple[SourceConfig, ...], kernels: Kernels) -> list[HostProposer]:
     proposers: list[HostProposer] = []
     for source in sources:
         if isinstance(source, NgramConfig):
-            proposers.append(NgramProposer(source))
+            proposers.append(NgramProposer(source, kernels))
         elif isinstance(source, SuffixConfig):
-            proposers.append(SuffixProposer(source))
+            proposers.append(SuffixProposer(source, kernels))
     return proposers

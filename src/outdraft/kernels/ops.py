@@ -2,7 +2,7 @@
 
 `Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
-operation is in `reference/`.
+operation is in `reference/`. Those on texts are described in text_ops.py.
 
 Dimension key: B requests, T rows, P blocks, K drafted rows of all requests, D inputs, E outputs.
 """
@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+
+from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -106,3 +108,5 @@ class Kernels:
     attention: "AttentionBackend"
     place_rows: PlaceRows
     pack_linear: PackLinear
+    ngram_texts: NgramTextsMaker
+    suffix_texts: SuffixTextsMaker

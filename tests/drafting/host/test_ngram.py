@@ -9,11 +9,16 @@ from outdraft.config.speculation import NgramConfig
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+from tests.kernels.tables import cpu_kernels
 from tests.reference.brute_ngram import BruteNgram, lookup
 
+KERNELS = cpu_kernels()
 
-def proposer(min_n: int = 1, max_n: int = 3) -> NgramProposer:
-    return NgramProposer(NgramConfig(prompt_lookup_min=min_n, prompt_lookup_max=max_n))
+
+def proposer(min_n: int = 1, max_n: int = 3, kernels: Kernels = KERNELS) -> NgramProposer:
+    return NgramProposer(NgramConfig(prompt_lookup_min=min_n, prompt_lookup_max=max_n), kernels)
 
 
 def ask(tokens: list[int], max_tokens: int = 4, request_id: str = "r") -> DraftAsk:
@@ -26,12 +31,18 @@ def chunks(max_token: int):
     return st.lists(st.lists(tokens, min_size=0, max_size=7), min_size=1, max_size=12)
 
 
-@settings(deadline=None)  # the first call compiles
-@given(chunks(2), st.integers(1, 3), st.integers(0, 3), st.integers(1, 6))
+@pytest.mark.parametrize("kernels", [KERNELS, reference_kernels()], ids=["native", "reference"])
+@settings(deadline=None)
+@given(
+    pieces=chunks(2),
+    min_n=st.integers(1, 3),
+    more_n=st.integers(0, 3),
+    max_tokens=st.integers(1, 6),
+)
 def test_every_step_of_a_growing_text_drafts_and_scores_like_a_scan(
-    pieces: list[list[int]], min_n: int, more_n: int, max_tokens: int
+    kernels: Kernels, pieces: list[list[int]], min_n: int, more_n: int, max_tokens: int
 ) -> None:
-    ours = proposer(min_n, min_n + more_n)
+    ours = proposer(min_n, min_n + more_n, kernels)
     brute = BruteNgram(min_n, min_n + more_n)
     text: list[int] = []
     for piece in pieces:
@@ -43,7 +54,7 @@ def test_every_step_of_a_growing_text_drafts_and_scores_like_a_scan(
         assert draft.score == pytest.approx(score, abs=1e-12)
 
 
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)
 @given(chunks(3), chunks(3))
 def test_requests_in_one_batch_do_not_see_each_other(
     first: list[list[int]], second: list[list[int]]
@@ -59,9 +70,9 @@ def test_requests_in_one_batch_do_not_see_each_other(
         assert ours.propose(asks) == want
 
 
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)
 @given(chunks(2), st.lists(st.integers(0, 2), max_size=20))
-def test_a_text_that_is_no_continuation_starts_a_new_index(
+def test_a_text_that_is_no_continuation_is_looked_up_from_its_start(
     pieces: list[list[int]], other: list[int]
 ) -> None:
     ours = proposer()

@@ -1,4 +1,4 @@
-"""Prompt lookup with branches against merged scans, and the rows that all requests share."""
+"""Prompt lookup with branches against merged scans."""
 
 import numpy as np
 import pytest
@@ -6,15 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.config.speculation import NgramConfig
-from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
+from outdraft.core.draft import MAX_DRAFTS, DraftAsk
 from outdraft.drafting.host.ngram import NgramProposer
-from tests.reference.brute_ngram import BruteNgram, BruteNgramTree
+from outdraft.kernels.native.texts import NativeTexts
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+from tests.kernels.tables import cpu_kernels
+
+KERNELS, REFERENCE = cpu_kernels(), reference_kernels()
 
 
-def proposer(branching: int, min_n: int = 1, max_n: int = 3) -> NgramProposer:
-    return NgramProposer(
-        NgramConfig(prompt_lookup_min=min_n, prompt_lookup_max=max_n, branching=branching)
-    )
+def proposer(
+    branching: int, min_n: int = 1, max_n: int = 3, kernels: Kernels = KERNELS
+) -> NgramProposer:
+    config = NgramConfig(prompt_lookup_min=min_n, prompt_lookup_max=max_n, branching=branching)
+    return NgramProposer(config, kernels)
 
 
 def ask(tokens: list[int], max_tokens: int = 4, request_id: str = "r") -> DraftAsk:
@@ -27,37 +33,17 @@ def chunks(max_token: int):
     return st.lists(st.lists(tokens, min_size=0, max_size=7), min_size=1, max_size=12)
 
 
-def as_tuple(draft: Draft) -> tuple[list[int], list[int], float]:
-    return list(draft.token_ids), list(draft.parents), draft.score
-
-
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)
 @given(chunks(2), st.integers(1, 3), st.integers(0, 3), st.integers(1, 7), st.integers(1, 6))
 def test_every_step_of_a_growing_text_drafts_the_merged_scans(
     pieces: list[list[int]], min_n: int, more_n: int, branching: int, max_tokens: int
 ) -> None:
     ours = proposer(branching, min_n, min_n + more_n)
-    brute = BruteNgramTree(min_n, min_n + more_n, branching)
+    scan = proposer(branching, min_n, min_n + more_n, REFERENCE)
     text: list[int] = []
     for piece in pieces:
         text += piece
-        [draft] = ours.propose([ask(text, max_tokens)])
-        assert as_tuple(draft) == brute.propose(text, max_tokens)
-
-
-@settings(deadline=None)
-@given(chunks(2), st.integers(1, 6))
-def test_one_branch_is_the_copy_of_the_newest_place(
-    pieces: list[list[int]], max_tokens: int
-) -> None:
-    tree, chain = BruteNgramTree(1, 3, 1), BruteNgram(1, 3)
-    text: list[int] = []
-    for piece in pieces:
-        text += piece
-        tokens, parents, score = tree.propose(text, max_tokens)
-        want, want_score = chain.propose(text, max_tokens)
-        assert (tokens, parents) == (want, list(range(len(want))))
-        assert score == pytest.approx(want_score, abs=1e-12)
+        assert ours.propose([ask(text, max_tokens)]) == scan.propose([ask(text, max_tokens)])
 
 
 @settings(deadline=None)
@@ -136,11 +122,11 @@ def test_a_long_text_of_many_tokens_drafts_the_merged_scans() -> None:
     rng = np.random.default_rng(0)
     phrases = [rng.integers(0, 50_000, 12).tolist() for _ in range(20)]
     text = [token for i in rng.integers(0, 20, 300) for token in phrases[i][: rng.integers(3, 12)]]
-    ours, brute = proposer(4, 2, 5), BruteNgramTree(2, 5, 4)
+    ours, scan = proposer(4, 2, 5), proposer(4, 2, 5, REFERENCE)
     branched = 0
     for length in range(500, len(text), 31):
         [draft] = ours.propose([ask(text[:length], 8)])
-        assert as_tuple(draft) == brute.propose(text[:length], 8)
+        assert [draft] == scan.propose([ask(text[:length], 8)])
         branched += not draft.is_chain
     assert branched > 5
 
@@ -152,28 +138,27 @@ def test_a_request_that_is_named_twice_in_a_batch_is_served_twice() -> None:
     assert [draft.token_ids for draft in drafts] == [(5, 6), (2, 1), (2, 1)]
 
 
-def test_rows_of_finished_requests_are_used_again() -> None:
-    ours = proposer(2)
+def test_a_finished_request_gives_its_memory_back() -> None:
+    texts = KERNELS.ngram_texts(2, 5, 1)
+    assert isinstance(texts, NativeTexts)
     for i in range(50):
-        [draft] = ours.propose([ask([i, i + 1, i], request_id=str(i))])
-        assert draft.token_ids == (i + 1, i)
-        ours.finish(str(i), None)
-    assert len(ours._texts._places_RA3) == 1
-    assert len(ours._texts) == 0
-    assert ours.propose([]) == []
+        texts.draft([ask(list(range(1000)), request_id=str(i))])
+        assert 1000 * 40 < texts.num_bytes < 1000 * 150
+        texts.forget(str(i))
+        assert texts.num_bytes == 0
+    assert texts.draft([]) == []
 
 
 @pytest.mark.parametrize("branching", [1, 3])
 @pytest.mark.parametrize("pieces", [[13], [300, 7], [900, 1]])
-def test_a_text_that_outgrows_its_tables_drafts_the_merged_scans(
+def test_a_text_that_grows_by_leaps_drafts_the_merged_scans(
     branching: int, pieces: list[int]
 ) -> None:
     text = np.random.default_rng(0).integers(0, 40, 3000).tolist()
-    ours, brute = proposer(branching, 2, 3), BruteNgramTree(2, 3, branching)
+    ours, scan = proposer(branching, 2, 3), proposer(branching, 2, 3, REFERENCE)
     length = 0
     for piece in pieces * 300:
         length += piece
-        [draft] = ours.propose([ask(text[:length])])
-        assert as_tuple(draft) == brute.propose(text[:length], 4)
+        assert ours.propose([ask(text[:length])]) == scan.propose([ask(text[:length])])
         if length >= len(text):
             break

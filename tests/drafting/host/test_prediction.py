@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
-from outdraft.drafting.host.prediction import PredictionProposer
-from outdraft.drafting.host.prediction_kernels import find_end, num_equal
+from outdraft.drafting.host.prediction import PredictionProposer, find_end, num_equal
 
 PROMPT = [900, 901, 902]
 
@@ -192,7 +191,7 @@ def brute_end(prediction, output, expected, max_match):
     st.lists(st.integers(0, 2), min_size=1, max_size=30),
     st.integers(0, 30),
 )
-def test_compiled_loops_equal_plain_ones(prediction, output, expected):
+def test_searches_equal_plain_loops(prediction, output, expected):
     got = find_end(array(prediction), array(output), expected, 5)
     assert got == brute_end(prediction, output, expected, 5)
     place = expected % (len(prediction) + 1)

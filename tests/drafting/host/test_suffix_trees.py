@@ -6,20 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.config.speculation import SuffixConfig
-from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
+from outdraft.core.draft import MAX_DRAFTS, DraftAsk
 from outdraft.drafting.host.suffix import SuffixProposer
-from outdraft.drafting.host.suffix_tree import SuffixTree
-from outdraft.drafting.host.suffix_tree_update import (
-    BEST_CHILD,
-    COUNT,
-    FIRST_CHILD,
-    NEXT,
-    NONE,
-    NUM_ROWS,
-    PARENT,
-    find_best_children,
-)
-from tests.reference.brute_suffix import speculate, speculate_tree
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+from tests.kernels.tables import cpu_kernels
+
+KERNELS, REFERENCE = cpu_kernels(), reference_kernels()
 
 Rule = tuple[int, float, float, int]  # depth, factor, least probability, branching
 
@@ -31,17 +24,16 @@ rules = st.tuples(
 )
 
 
-def proposer(rule: Rule, requests: int = 3) -> SuffixProposer:
+def proposer(rule: Rule, requests: int = 3, kernels: Kernels = KERNELS) -> SuffixProposer:
     depth, factor, min_prob, branching = rule
-    return SuffixProposer(
-        SuffixConfig(
-            suffix_decoding_max_tree_depth=depth,
-            suffix_decoding_max_cached_requests=requests,
-            suffix_decoding_max_spec_factor=factor,
-            suffix_decoding_min_token_prob=min_prob,
-            branching=branching,
-        )
+    config = SuffixConfig(
+        suffix_decoding_max_tree_depth=depth,
+        suffix_decoding_max_cached_requests=requests,
+        suffix_decoding_max_spec_factor=factor,
+        suffix_decoding_min_token_prob=min_prob,
+        branching=branching,
     )
+    return SuffixProposer(config, kernels)
 
 
 def ask(tokens: list[int], max_tokens: int = 8, request_id: str = "r") -> DraftAsk:
@@ -57,33 +49,17 @@ def texts(max_token: int, min_size: int = 0, max_size: int = 40):
     return st.lists(st.integers(0, max_token), min_size=min_size, max_size=max_size)
 
 
-def as_tuple(draft: Draft) -> tuple[list[int], list[int], float]:
-    return list(draft.token_ids), list(draft.parents), draft.score
-
-
-@settings(deadline=None)  # the first call compiles
+@settings(deadline=None)
 @given(texts(2), st.lists(st.integers(1, 9), max_size=8), rules, st.integers(1, 8))
 def test_every_step_of_a_growing_text_drafts_the_counted_tree(
     text: list[int], steps: list[int], rule: Rule, max_tokens: int
 ) -> None:
-    ours = proposer(rule)
+    ours, counted = proposer(rule), proposer(rule, kernels=REFERENCE)
     length = 0
     for step in [*steps, *[1] * 5]:
         length += step
-        context = text[:length]
-        [draft] = ours.propose([ask(context, max_tokens)])
-        assert as_tuple(draft) == speculate_tree(context, [context], max_tokens, *rule)
-
-
-@settings(deadline=None)
-@given(texts(2), rules, st.integers(1, 8))
-def test_one_branch_is_the_greedy_chain(text: list[int], rule: Rule, max_tokens: int) -> None:
-    depth, factor, min_prob, _ = rule
-    tokens, parents, score = speculate_tree(
-        text, [text], max_tokens, depth, factor, min_prob, branching=1
-    )
-    assert (tokens, score) == speculate(text, [text], max_tokens, depth, factor, min_prob)
-    assert parents == list(range(len(tokens)))
+        asks = [ask(text[:length], max_tokens)]
+        assert ours.propose(asks) == counted.propose(asks)
 
 
 @settings(deadline=None)
@@ -94,57 +70,17 @@ def test_one_branch_is_the_greedy_chain(text: list[int], rule: Rule, max_tokens:
 def test_a_batch_drafts_the_better_tree_of_own_and_finished_texts(
     events: list[tuple[int, list[int], bool]], rule: Rule
 ) -> None:
-    ours = proposer(rule, requests=2)
+    ours, counted = proposer(rule, 2), proposer(rule, 2, REFERENCE)
     live: dict[str, list[int]] = {}
-    finished: list[list[int]] = []
     for request, piece, ends in events:
         name = str(request)
         live[name] = live.get(name, []) + piece
-        drafts = ours.propose([ask(text, 5, other) for other, text in live.items()])
-        for draft, text in zip(drafts, live.values(), strict=True):
-            own = speculate_tree(text, [text], 5, *rule)
-            other = speculate_tree(list(text), finished, 5, *rule)
-            assert as_tuple(draft) == (other if other[2] > own[2] else own)
+        asks = [ask(text, 5, other) for other, text in live.items()]
+        assert ours.propose(asks) == counted.propose(asks)
         if ends:
-            text = live.pop(name)
-            ours.finish(name, np.array(text, np.int32))
-            finished = ([*finished, text] if text else finished)[-2:]
-
-
-def children_of(tree: SuffixTree) -> dict[int, list[int]]:
-    """Node -> its children, the most frequent and then the latest first."""
-    nodes, starts = tree._nodes, tree._label_starts
-    found: dict[int, list[int]] = {}
-    for node in range(tree._fields_M[NUM_ROWS]):
-        if node > 0 and nodes[node, PARENT] == NONE:
-            continue
-        children = []
-        child = nodes[node, FIRST_CHILD]
-        while child != NONE:
-            children.append(int(child))
-            child = nodes[child, NEXT]
-        found[node] = sorted(children, key=lambda c: (nodes[c, COUNT], starts[c]), reverse=True)
-    return found
-
-
-@settings(deadline=None)
-@given(st.lists(texts(4, 1, 25), min_size=1, max_size=8), st.integers(1, 3), st.booleans())
-def test_the_best_children_are_known_while_texts_come_and_go(
-    added: list[list[int]], capacity: int, look: bool
-) -> None:
-    tree = SuffixTree(5, branching=3)
-    for text in added:
-        if len(tree) == capacity:
-            tree.remove_oldest(10**9)
-        tree.add(np.array(text, np.int32))
-        tree.count(len(text))
-        if look:  # what is found again after a removal has to last, too
-            for node in children_of(tree):
-                find_best_children(node, tree._nodes, tree._label_starts)
-    for node, children in children_of(tree).items():
-        find_best_children(node, tree._nodes, tree._label_starts)
-        best = [int(child) for child in tree._nodes[node, BEST_CHILD:]]
-        assert best == (children + [NONE] * 3)[:3]
+            text = np.array(live.pop(name), np.int32)
+            for one in (ours, counted):
+                one.finish(name, text)
 
 
 @settings(deadline=None)
@@ -201,11 +137,10 @@ def test_a_long_text_of_many_tokens_drafts_the_counted_trees() -> None:
     phrases = [rng.integers(0, 50_000, 12).tolist() for _ in range(8)]
     text = [token for i in rng.integers(0, 8, 60) for token in phrases[i][: rng.integers(3, 12)]]
     rule = (24, 1.0, 0.1, 4)
-    ours = proposer(rule)
+    ours, counted = proposer(rule), proposer(rule, kernels=REFERENCE)
     branched = 0
     for length in range(100, len(text), 29):
-        context = text[:length]
-        [draft] = ours.propose([ask(context, 8)])
-        assert as_tuple(draft) == speculate_tree(context, [context], 8, *rule)
+        [draft] = ours.propose([ask(text[:length], 8)])
+        assert [draft] == counted.propose([ask(text[:length], 8)])
         branched += not draft.is_chain
     assert branched > 2

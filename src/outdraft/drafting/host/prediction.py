@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
-from outdraft.drafting.host.prediction_kernels import find_end, num_equal
 
 FIRST_RATE = 0.95  # chance that a token of an untried prediction is right
 FOUND_RATE = 0.8  # the same where the output has come back to the prediction
@@ -154,3 +153,31 @@ def _reach(rate: float) -> int:
     if rate >= 1:
         return MAX_DRAFTS
     return max(1, int(np.log(MIN_REACH) / np.log(rate)))
+
+
+def num_equal(token_ids: np.ndarray, prediction: np.ndarray, place: int) -> int:
+    """How many tokens in a row are those of the prediction from a place on."""
+    count = min(len(token_ids), len(prediction) - place)
+    differs = token_ids[:count] != prediction[place : place + count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+def find_end(
+    prediction: np.ndarray, output: np.ndarray, expected: int, max_match: int
+) -> tuple[int, int]:
+    """The place behind the longest match of the output's end, and the length of the match.
+
+    Only places that something follows count. Matches are compared up to `max_match` tokens; if
+    several are the longest, the one nearest to the expected place wins, the first of two as near.
+    The result is (-1, 0) if the newest token does not occur in the prediction.
+    """
+    places, length = np.arange(1, len(prediction)), 0
+    while length < min(max_match, len(output)):
+        more = places[places > length]
+        more = more[prediction[more - 1 - length] == output[-1 - length]]
+        if len(more) == 0:
+            break
+        places, length = more, length + 1
+    if length == 0:
+        return -1, 0
+    return int(places[np.abs(places - expected).argmin()]), length

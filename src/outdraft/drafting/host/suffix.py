@@ -15,13 +15,9 @@ import numpy as np
 
 from outdraft.config.speculation import SuffixConfig
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
-from outdraft.drafting.host.best_first import DraftRoom
-from outdraft.drafting.host.live_texts import LiveTexts
-from outdraft.drafting.host.suffix_automaton import SuffixAutomaton
-from outdraft.drafting.host.suffix_draft import Rule, draft_all
-from outdraft.drafting.host.suffix_tree import SuffixTree, compile_kernels
+from outdraft.kernels.ops import Kernels
 
-MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 200 MB
+MAX_CACHED_TOKENS = 2_000_000  # of finished requests: at most some 300 MB
 
 # A finished text is learned a few tokens at a time, some microseconds each: a long text at once
 # would delay every request. When many tokens wait, more of them are learned at each call.
@@ -30,67 +26,60 @@ LEARNED_SHARE = 64
 
 
 class SuffixProposer:
-    """Drafts from one automaton per live request and one tree of finished ones.
-
-    The draft with the better score is taken; if both are equal, the request's own. A score is the
-    sum of the probabilities of all rows: the expected number of accepted tokens. A draft holds
-    the most probable rows, with at most `branching` children each. A branch replaces less probable
-    rows, so a draft branches only where that pays.
+    """Drafts from own and finished texts; see `SuffixTexts` of kernels/text_ops.py.
 
     Finished texts are learned in order, some tokens at each call of `propose`. Drafts use what has
-    been counted so far. The texts that wait, and those that are learned, are at most
-    suffix_decoding_max_cached_requests texts and max_cached_tokens tokens each; the oldest are
-    dropped first.
+    been learned. At most suffix_decoding_max_cached_requests texts and max_cached_tokens tokens
+    wait, and at most as many are learned; the oldest are dropped first.
     """
 
     source = DraftSource.SUFFIX
 
-    def __init__(self, config: SuffixConfig, max_cached_tokens: int = MAX_CACHED_TOKENS) -> None:
-        self._config = config
+    def __init__(
+        self, config: SuffixConfig, kernels: Kernels, max_cached_tokens: int = MAX_CACHED_TOKENS
+    ) -> None:
+        self._max_requests = config.suffix_decoding_max_cached_requests
         self._max_cached_tokens = max_cached_tokens
-        self._rule = Rule(
+        self._texts = kernels.suffix_texts(
             config.suffix_decoding_max_tree_depth,
             float(config.suffix_decoding_max_spec_factor),
             float(config.suffix_decoding_min_token_prob),
+            config.branching,
         )
-        self._room = DraftRoom()
-        self._texts = LiveTexts(lambda: SuffixAutomaton(config.branching))
-        self._finished = SuffixTree(config.suffix_decoding_max_tree_depth, config.branching)
-        self._waiting: deque[np.ndarray] = deque()  # finished, not in the tree yet
+        self._waiting: deque[np.ndarray] = deque()  # finished, nothing of them is learned yet
         self._num_waiting = 0  # their tokens
-        compile_kernels()
+        self._learned: deque[int] = deque()  # tokens of each text that is learned, the oldest first
+        self._num_coming = 0  # tokens of the newest of them that are still to be learned
+        self._num_removed = 0  # tokens of the oldest of them that are taken back
 
     @property
     def num_to_learn(self) -> int:
         """Tokens of finished requests that are still to be learned."""
-        return self._num_waiting + self._finished.num_coming
+        return self._num_waiting + self._num_coming
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the finished requests that are learned, wholly or in part."""
+        return sum(self._learned)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask; see HostProposer."""
         num_to_learn = self.num_to_learn
         if num_to_learn > 0:
             self._learn(max(LEARNED_PER_CALL, num_to_learn // LEARNED_SHARE))
-        if len(asks) == 0:
-            return []
-        room = self._room
-        room.reserve(len(asks))
-        texts = self._texts.batch(asks)
-        arrays = self._finished.arrays
-        num_places = draft_all(*texts, *self._rule, *arrays, room.drafts_F, room.scores_B)
-        return room.to_drafts(len(asks), num_places)
+        return self._texts.draft(asks)
 
     def finish(self, request_id: str, token_ids: np.ndarray | None) -> None:
         """Forget the request; its text is learned during later calls.
 
         A text of more than max_cached_tokens is not learned.
         """
-        self._texts.finish(request_id)
-        max_requests = self._config.suffix_decoding_max_cached_requests
-        if token_ids is None or max_requests == 0:
+        self._texts.forget(request_id)
+        if token_ids is None or self._max_requests == 0:
             return
         if not 0 < len(token_ids) <= self._max_cached_tokens:
             return
-        while len(self._waiting) >= max_requests or (
+        while len(self._waiting) >= self._max_requests or (
             self._num_waiting + len(token_ids) > self._max_cached_tokens
         ):
             self._num_waiting -= len(self._waiting.popleft())  # newer ones would drive it out
@@ -99,17 +88,27 @@ class SuffixProposer:
 
     def _learn(self, budget: int) -> None:
         """Learn more of the oldest waiting text; removing a token takes as long as adding one."""
-        max_requests = self._config.suffix_decoding_max_cached_requests
         while budget > 0 and self.num_to_learn > 0:
-            if self._finished.num_coming > 0:
-                budget -= self._finished.count(budget)
-                continue
-            is_full = len(self._finished) >= max_requests or (
-                self._finished.num_tokens + len(self._waiting[0]) > self._max_cached_tokens
-            )
-            if is_full:
-                budget -= self._finished.remove_oldest(budget)
-            else:
+            if self._num_coming > 0:
+                counted = self._texts.count_finished(budget)
+                self._num_coming -= counted
+                budget -= counted
+            elif self._has_room(len(self._waiting[0])):
                 text = self._waiting.popleft()
                 self._num_waiting -= len(text)
-                self._finished.add(text)
+                self._num_coming = len(text)
+                self._learned.append(len(text))
+                self._texts.add_finished(text)
+            else:
+                removed = self._texts.remove_finished(budget)
+                self._num_removed += removed
+                budget -= removed
+                if self._num_removed == self._learned[0]:
+                    self._learned.popleft()
+                    self._num_removed = 0
+
+    def _has_room(self, num_tokens: int) -> bool:
+        return (
+            len(self._learned) < self._max_requests
+            and self.num_cached_tokens + num_tokens <= self._max_cached_tokens
+        )

@@ -9,6 +9,7 @@ from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
 from outdraft.kernels.native.team import shared_team
+from outdraft.kernels.native.texts import TextsOf
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 
@@ -17,7 +18,13 @@ DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
 
 def native_host_kernels(library: Library, others: Kernels) -> Kernels:
     """What the host does for models on any device; the other operations as they are."""
-    return replace(others, place_rows=NativeRows(library).place_rows)
+    texts = TextsOf(library)
+    return replace(
+        others,
+        place_rows=NativeRows(library).place_rows,
+        ngram_texts=texts.ngram_texts,
+        suffix_texts=texts.suffix_texts,
+    )
 
 
 def native_kernels(library: Library, num_threads: int) -> Kernels:

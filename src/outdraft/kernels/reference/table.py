@@ -3,7 +3,9 @@
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.linear import pack_linear
+from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.rows import place_rows
+from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
 
 
 def reference_kernels(*, in_order: bool = False) -> Kernels:
@@ -17,4 +19,6 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         attention=ReferenceAttention(in_order=in_order),
         place_rows=place_rows,
         pack_linear=pack_linear,
+        ngram_texts=ReferenceNgramTexts,
+        suffix_texts=ReferenceSuffixTexts,
     )

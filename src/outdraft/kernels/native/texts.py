@@ -1,0 +1,146 @@
+"""Texts by the compiled library: an object there remembers them, and one call serves a step."""
+
+import struct
+from collections.abc import Sequence
+from ctypes import addressof, c_char, c_double, c_int64, c_void_p
+from dataclasses import dataclass
+
+import numpy as np
+
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
+from outdraft.kernels.native.library import Library
+
+_INT32 = np.dtype(np.int32)  # to compare with this is cheap, with np.int32 it is not
+_NO_BYTES = c_char * 0
+_ASK = struct.Struct("=4q")  # TextAsk of csrc/text_drafts.h
+_PLACES = 1 + 2 * MAX_DRAFTS  # of a draft
+
+
+class NativeTexts:
+    """The operations of csrc/text_drafts.cpp; see `text_ops.NgramTexts`."""
+
+    def __init__(self, library: Library, handle: int) -> None:
+        self._handle = handle
+        self._free = library.function("free_texts", [c_void_p])
+        self._forget = library.function("forget_text", [c_void_p, c_int64])
+        self._num_bytes = library.function("texts_bytes", [c_void_p], c_int64)
+        self._draft = library.function("draft_texts", [c_void_p, c_int64, *[c_void_p] * 3], c_int64)
+        self._numbers: dict[str, int] = {}  # of the texts
+        self._next_number = 0
+        self._room = _Room(1)
+
+    def __del__(self) -> None:
+        self._free(self._handle)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of everything that is remembered."""
+        return self._num_bytes(self._handle)
+
+    def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        """One draft per ask."""
+        room = self._room
+        if len(asks) > room.num_asks:
+            room = self._room = _Room(2 * len(asks))
+        start = 0
+        for ask in asks:
+            number = self._numbers.get(ask.request_id)
+            if number is None:
+                number = self._numbers[ask.request_id] = self._next_number
+                self._next_number += 1
+            token_ids = ask.token_ids
+            max_tokens = min(ask.max_tokens, MAX_DRAFTS)
+            _ASK.pack_into(
+                room.asks, start, number, _address(token_ids), len(token_ids), max_tokens
+            )
+            start += _ASK.size
+        num_places = self._draft(self._handle, len(asks), *room.addresses)
+        return room.to_drafts(len(asks), num_places)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is remembered of a text."""
+        number = self._numbers.pop(request_id, None)
+        if number is not None:
+            self._forget(self._handle, number)
+
+
+class NativeSuffixTexts(NativeTexts):
+    """The same with finished texts; see `text_ops.SuffixTexts`."""
+
+    def __init__(self, library: Library, handle: int) -> None:
+        super().__init__(library, handle)
+        self._add = library.function("add_finished", [c_void_p, c_void_p, c_int64])
+        self._count = library.function("count_finished", [c_void_p, c_int64], c_int64)
+        self._remove = library.function("remove_finished", [c_void_p, c_int64], c_int64)
+
+    def add_finished(self, token_ids_T: np.ndarray) -> None:
+        """Keep a text."""
+        self._add(self._handle, _address(token_ids_T), len(token_ids_T))
+
+    def count_finished(self, max_tokens: int) -> int:
+        """Count more strings of the newest text."""
+        return self._count(self._handle, max_tokens)
+
+    def remove_finished(self, max_tokens: int) -> int:
+        """Take back strings of the oldest text."""
+        return self._remove(self._handle, max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class TextsOf:
+    """Makes the objects of a library."""
+
+    library: Library
+
+    def ngram_texts(self, min_n: int, max_n: int, branching: int) -> NativeTexts:
+        """As `text_ops.NgramTextsMaker`."""
+        new = self.library.function("new_ngram_texts", [c_int64] * 3, c_void_p)
+        return NativeTexts(self.library, new(min_n, max_n, branching))
+
+    def suffix_texts(
+        self, max_depth: int, max_spec_factor: float, min_token_prob: float, branching: int
+    ) -> NativeSuffixTexts:
+        """As `text_ops.SuffixTextsMaker`."""
+        types = [c_int64, c_double, c_double, c_int64]
+        new = self.library.function("new_suffix_texts", types, c_void_p)
+        handle = new(max_depth, max_spec_factor, min_token_prob, branching)
+        return NativeSuffixTexts(self.library, handle)
+
+
+class _Room:
+    """What is asked and what is drafted, with their addresses; kept from step to step."""
+
+    def __init__(self, num_asks: int) -> None:
+        self.num_asks = num_asks
+        self.asks = bytearray(num_asks * _ASK.size)
+        self._drafts = np.empty(num_asks * _PLACES, np.int32)
+        self._scores = np.empty(num_asks)
+        self.addresses = (
+            addressof(c_char.from_buffer(self.asks)),
+            self._drafts.ctypes.data,
+            self._scores.ctypes.data,
+        )
+
+    def to_drafts(self, num_asks: int, num_places: int) -> list[Draft]:
+        numbers: tuple[int, ...] = tuple(self._drafts[:num_places].tolist())
+        scores: list[float] = self._scores[:num_asks].tolist()
+        drafts: list[Draft] = []
+        start = 1
+        for score in scores:
+            middle = start + numbers[start - 1]
+            stop = 2 * middle - start
+            if stop > start:
+                drafts.append(Draft(numbers[start:middle], numbers[middle:stop], score))
+            else:
+                drafts.append(Draft())
+            start = stop + 1
+        return drafts
+
+
+def _address(token_ids: np.ndarray) -> int:
+    """Where contiguous int32 token ids begin; their owner keeps them during the call."""
+    assert token_ids.dtype == _INT32
+    if token_ids.flags.writeable:  # numpy's own answer takes five times as long
+        return addressof(_NO_BYTES.from_buffer(token_ids.data))
+    assert token_ids.flags.c_contiguous
+    return token_ids.ctypes.data
