@@ -43,7 +43,7 @@ class Case:
     data: st.DataObject
 
     def rng(self) -> np.random.Generator:
-        """Of a drawn seed."""
+        """Numbers of a drawn seed."""
         return np.random.default_rng(self.data.draw(st.integers(0, 2**32 - 1), "seed"))
 
 

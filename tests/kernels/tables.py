@@ -22,11 +22,11 @@ def library(name: str | None = None) -> Library:
 
 
 def cpu_kernels(num_threads: int = 1, name: str | None = None) -> Kernels:
-    """Of a library."""
+    """The table, or the operation, of a library."""
     return native_kernels(library(name), num_threads)
 
 
 @functools.cache
 def native_attention(num_threads: int = 1, name: str | None = None) -> NativeAttention:
-    """Of a library."""
+    """The table, or the operation, of a library."""
     return NativeAttention(library(name), shared_team(library(name).name, num_threads))

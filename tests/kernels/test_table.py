@@ -25,7 +25,7 @@ TABLES = [*kernels_options(), *(["triton"] if find_spec("triton") else [])]
 
 
 def comparisons() -> dict[str, Comparison]:
-    """Of all test modules of this folder."""
+    """What all test modules of this folder name."""
     found: dict[str, Comparison] = {}
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         if path.name == Path(__file__).name:

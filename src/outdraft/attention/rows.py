@@ -16,7 +16,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 
 if TYPE_CHECKING:
-    from outdraft.kernels.ops import Kernels
+    from outdraft.kernels.ops import Kernels, PlacedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +44,9 @@ class Span:
 class RowLayout:
     """The numpy side of AttentionMetadata; fields as documented there."""
 
-    query_start_B1: np.ndarray
+    placed: "PlacedRows"
     context_lens_B: np.ndarray
     num_causal_B: np.ndarray
-    ancestors_T: np.ndarray
-    positions_T: np.ndarray
-    slots_T: np.ndarray
     block_table_BP: np.ndarray
     max_rows: int
     max_seq_len: int
@@ -57,23 +54,17 @@ class RowLayout:
 
 def lay_out(spans: Sequence[Span], block_size: int, kernels: "Kernels") -> RowLayout:
     """Rows in request order; within a request causal rows first, then the draft's."""
-    sizes_B3 = np.array([(s.context_len, s.num_causal, len(s.parents)) for s in spans])
-    context_lens_B, num_causal_B, num_drafts_B = sizes_B3.astype(np.int32).T.copy()
+    sizes = [(s.context_len, s.num_causal, len(s.parents)) for s in spans]
+    sizes_3B = np.array(list(zip(*sizes, strict=True)), dtype=np.int32)
     parents = np.array([up for s in spans for up in s.parents], dtype=np.int64)
     block_table_BP = np.zeros((len(spans), max(len(s.block_ids) for s in spans)), dtype=np.int32)
     for row_P, span in zip(block_table_BP, spans, strict=True):
         row_P[: len(span.block_ids)] = span.block_ids
     counts = [s.num_causal + len(s.parents) for s in spans]
-    placed = kernels.place_rows(
-        context_lens_B, num_causal_B, num_drafts_B, parents, block_table_BP, block_size
-    )
     return RowLayout(
-        query_start_B1=placed.query_start_B1,
-        context_lens_B=context_lens_B,
-        num_causal_B=num_causal_B,
-        ancestors_T=placed.ancestors_T,
-        positions_T=placed.positions_T,
-        slots_T=placed.slots_T,
+        placed=kernels.place_rows(sizes_3B, parents, block_table_BP, block_size),
+        context_lens_B=sizes_3B[0],
+        num_causal_B=sizes_3B[1],
         block_table_BP=block_table_BP,
         max_rows=max(counts),
         max_seq_len=max(s.context_len + s.num_rows for s in spans),
@@ -86,12 +77,12 @@ def send(
     """The layout and further int64 arrays on the device, in one copy."""
     sent = to_device(
         [
-            layout.query_start_B1,
+            layout.placed.query_start_B1,
             layout.context_lens_B,
             layout.num_causal_B,
-            layout.ancestors_T,
-            layout.positions_T,
-            layout.slots_T,
+            layout.placed.ancestors_T,
+            layout.placed.positions_T,
+            layout.placed.slots_T,
             layout.block_table_BP,
             *extra,
         ],

@@ -54,7 +54,7 @@ def build_engine(
     max_model_len = _max_model_len(config.max_model_len, target)
     _check_num_drafts(speculation, drafter, target.config.vocab_size)
     memory = _plan_memory(config, models, drafter, max_model_len)
-    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device)
+    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device, models.kernels)
     proposer = None
     if drafter is not None:
         proposer = device_proposer(config, drafter, memory, models.device)

@@ -38,7 +38,9 @@ def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Ker
     library = open_library(None if option == AUTO else option)
     if library is not None and is_cpu and dtype in DTYPES:
         return native_kernels(library, torch.get_num_threads())
-    chosen = reference if library is None else native_host_kernels(library, reference)
+    chosen = reference
+    if library is not None:
+        chosen = native_host_kernels(library, reference, is_cpu=is_cpu)
     if device.type == "cuda" and (attention := triton_attention()) is not None:
         return replace(chosen, name=f"triton, {chosen.name}", attention=attention)
     return chosen

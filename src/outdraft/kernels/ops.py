@@ -4,7 +4,9 @@
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
 operation is in `reference/`. Those on texts are described in text_ops.py.
 
-Dimension key: B requests, T rows, P blocks, K drafted rows of all requests, D inputs, E outputs.
+Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
+P blocks, K drafted rows of all requests, N most drafts of one, S texts, L tokens,
+D inputs, E outputs or passes.
 """
 
 from dataclasses import dataclass
@@ -12,12 +14,11 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from outdraft.attention.base import AttentionBackend
 
 
@@ -41,19 +42,143 @@ class PlaceRows(Protocol):
 
     def __call__(
         self,
-        context_lens_B: np.ndarray,
-        num_causal_B: np.ndarray,
-        num_drafts_B: np.ndarray,
+        sizes_3B: np.ndarray,
         parents_K: np.ndarray,
         block_table_BP: np.ndarray,
         block_size: int,
     ) -> PlacedRows:
-        """New arrays.
+        """New arrays. All arrays are contiguous.
 
         Args:
-            context_lens_B, num_causal_B, num_drafts_B: int32.
+            sizes_3B: int32; tokens that the cache holds, causal rows, and drafted rows.
             parents_K: int64, of the drafted rows of all requests, as in Draft.
-            block_table_BP: int32, contiguous; it covers all rows.
+            block_table_BP: int32; it covers all rows.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedExtensions:
+    """Rows of passes that draft one token each behind every text, on the host.
+
+    Attributes:
+        positions_EB: int64; text position of the token that each pass drafts.
+        slots_FB: int64; F = E - 1, all passes but the first, which read the draft before: the cache
+            slot of what they read, -1: it is not kept.
+        context_lens_FB: int32; tokens before it, which is its position too.
+    """
+
+    positions_EB: np.ndarray
+    slots_FB: np.ndarray
+    context_lens_FB: np.ndarray
+
+
+class PlaceExtensions(Protocol):
+    """Lay out E passes that draft one token each behind every text.
+
+    A request that wants fewer drafts still has a row in each pass: its newest token, at a position
+    that exists; nothing is kept.
+    """
+
+    def __call__(
+        self, lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
+    ) -> PlacedExtensions:
+        """New arrays. All arrays are contiguous.
+
+        Args:
+            lengths_B2: int64; tokens and wanted drafts of each request.
+            block_table_BP: int32; it covers all wanted drafts but the last.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowIndex:
+    """Which tokens rows read, and which of them are needed behind the pass: int64, on the host.
+
+    Attributes:
+        state_index_T: where a row's token stands in the flat texts, 0 for drafted rows.
+        draft_index_T: where a drafted row's token stands in the flat drafts, else -1.
+        logit_rows_R: of each work that samples its root, then its drafts.
+        root_rows_B: the root of each work that samples.
+        draft_slots_BN: cache slots behind each root, padded with -1.
+    """
+
+    state_index_T: np.ndarray
+    draft_index_T: np.ndarray
+    logit_rows_R: np.ndarray
+    root_rows_B: np.ndarray
+    draft_slots_BN: np.ndarray
+
+
+class IndexRows(Protocol):
+    """Find the tokens of rows that were laid out, and the rows that need logits."""
+
+    def __call__(
+        self,
+        placed: PlacedRows,
+        num_causal_W: np.ndarray,
+        samples_W: np.ndarray,
+        state_rows_W: np.ndarray,
+        row_len: int,
+        width: int,
+    ) -> RowIndex:
+        """New arrays. All arrays are contiguous.
+
+        Args:
+            num_causal_W: int32, as the rows were laid out.
+            samples_W: bool.
+            state_rows_W: int64; which text each work reads.
+            row_len: of a text.
+            width: N, the places of each work's drafts.
+        """
+        ...
+
+
+class ShapeRows(Protocol):
+    """Give drafted rows position and ancestors that follow from their parents."""
+
+    def __call__(
+        self, parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """New positions and ancestors; rows that are not drafted keep theirs. B, N > 0.
+
+        Args:
+            parents_BN: int64, contiguous, as in DraftBatch.
+            draft_index_T: int64, as in RowIndex; the rows of a draft follow its root, in order.
+            positions_T, ancestors_T: int64, as in AttentionMetadata.
+        """
+        ...
+
+
+class ReadTokenIds(Protocol):
+    """Read the tokens of rows from the texts, or from the drafts."""
+
+    def __call__(
+        self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
+    ) -> Tensor:
+        """int64 [T], new. A place that nothing was drafted for (-1) reads as 0: nothing matches it.
+
+        Args:
+            texts_SL, drafts_BN: int64, contiguous; N may be 0.
+            state_index_T, draft_index_T: int64, as in RowIndex.
+        """
+        ...
+
+
+class AppendTokenIds(Protocol):
+    """Write emitted tokens, padded with -1, behind the first tokens of texts."""
+
+    def __call__(
+        self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+    ) -> None:
+        """The texts change. Their last column takes writes that must go nowhere.
+
+        Args:
+            texts_SL: int64, contiguous.
+            state_rows_B: int64; which texts.
+            starts_B: int64; how many tokens stay.
+            token_ids_BN: int64, contiguous; what is no padding fits into the text.
         """
         ...
 
@@ -107,6 +232,11 @@ class Kernels:
     name: str
     attention: "AttentionBackend"
     place_rows: PlaceRows
+    place_extensions: PlaceExtensions
+    index_rows: IndexRows
+    shape_rows: ShapeRows
+    read_token_ids: ReadTokenIds
+    append_token_ids: AppendTokenIds
     pack_linear: PackLinear
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker

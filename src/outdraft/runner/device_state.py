@@ -11,7 +11,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.request import Request
-from outdraft.runner.step_kernels import append_token_ids
+from outdraft.kernels.ops import Kernels
+from outdraft.runner.step_rows import StepRows, state_row
+from outdraft.verification.draft_batch import DraftBatch
 
 
 class DeviceState:
@@ -21,11 +23,15 @@ class DeviceState:
     from the host.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, device: torch.device, kernels: Kernels
+    ) -> None:
         self.row_len = max_model_len + 1  # the last column takes writes that must go nowhere
         self.token_ids_SL = torch.zeros(
             max_num_seqs, self.row_len, dtype=torch.int64, device=device
         )
+        self._no_drafts_BN = torch.empty((0, 0), dtype=torch.int64, device=device)
+        self._kernels = kernels
         self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
 
     @property
@@ -46,25 +52,15 @@ class DeviceState:
                 (sent,) = to_device([text], self.token_ids_SL.device)
                 self.token_ids_SL[row, : len(text)] = sent
 
+    def read(self, rows: StepRows, drafts: DraftBatch | None) -> Tensor:
+        """int64 [T]: the tokens of a step's rows, from the texts and the drafts."""
+        drafts_BN = self._no_drafts_BN if drafts is None else drafts.token_ids_BN.contiguous()
+        return self._kernels.read_token_ids(
+            self.token_ids_SL, drafts_BN, rows.state_index_T, rows.draft_index_T
+        )
+
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
         """Write emitted tokens (padded with -1) behind the first starts_B of each text."""
-        if token_ids_BN.device.type == "cpu":
-            tensors = (self.token_ids_SL, state_rows_B, starts_B, token_ids_BN)
-            append_token_ids(*(tensor.numpy() for tensor in tensors))
-        else:
-            self.append_on_any_device(state_rows_B, starts_B, token_ids_BN)
-
-    def append_on_any_device(
-        self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
-    ) -> None:
-        """As `append`."""
-        offsets_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
-        columns_BN = starts_B[:, None] + offsets_N
-        columns_BN = torch.where(token_ids_BN >= 0, columns_BN, self.row_len - 1)
-        self.token_ids_SL[state_rows_B[:, None], columns_BN] = token_ids_BN
-
-
-def state_row(request: Request) -> int:
-    """The row of a running request."""
-    assert request.slot is not None, f"request {request.id} is not running"
-    return request.slot
+        self._kernels.append_token_ids(
+            self.token_ids_SL, state_rows_B, starts_B, token_ids_BN.contiguous()
+        )

@@ -15,7 +15,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, Draft
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
-from outdraft.runner.device_state import state_row
+from outdraft.runner.step_rows import state_row
 from outdraft.verification.draft_batch import DraftBatch
 
 

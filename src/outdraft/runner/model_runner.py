@@ -160,8 +160,8 @@ class ModelRunner:
             self.model.kernels,
         )
         if drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works):
-            rows = rows.shaped_by(drafts)
-        ids_T = rows.token_ids(self.state.token_ids_SL, drafts)
+            rows = rows.shaped_by(drafts, self.model.kernels)
+        ids_T = self.state.read(rows, drafts)
         metadata = rows.metadata
         hidden_TD, tapped_KTD = self.model.forward_tapped(
             ids_T, metadata.positions_T, self.cache.layers, metadata, self._taps

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.row_kernels import place_extensions
 from outdraft.attention.rows import Span, lay_out, send, to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
@@ -171,9 +170,9 @@ class NetworkProposer:
         """One pass over texts, and over what others drafted behind them."""
         layout = lay_out(spans, self.cache.block_size, self.network.kernels)
         flat_T, given_T = text_places(
-            asks, spans, layout.positions_T, self.network.lag, token_ids_SL.shape[1]
+            asks, spans, layout.placed.positions_T, self.network.lag, token_ids_SL.shape[1]
         )
-        last_B = layout.query_start_B1[1:].astype(np.int64) - 1
+        last_B = layout.placed.query_start_B1[1:].astype(np.int64) - 1
         metadata, (flat, given, last) = send(layout, [flat_T, given_T, last_B], token_ids_SL.device)
         ids_T = token_ids_SL.view(-1)[flat]
         if any(ask.continued for ask in asks):
@@ -196,26 +195,17 @@ class NetworkProposer:
                 for ask in asks
             ]
         )
-        positions_KB = np.empty((most, len(asks)), dtype=np.int64)
-        read_KB, slots_KB = (np.empty((most - 1, len(asks)), dtype=np.int64) for _ in range(2))
-        context_lens_KB = np.empty((most - 1, len(asks)), dtype=np.int32)
-        place_extensions(
-            lengths_B2,
-            start.table_BP,
-            self.cache.block_size,
-            positions_KB,
-            read_KB,
-            context_lens_KB,
-            slots_KB,
+        placed = self.network.kernels.place_extensions(
+            lengths_B2, start.table_BP, self.cache.block_size, most
         )
         starts = np.arange(len(asks) + 1, dtype=np.int32)
         ones, zeros = np.ones(len(asks), dtype=np.int32), np.zeros(len(asks), dtype=np.int64)
         sent = to_device(
             [
-                positions_KB + self.network.lag,
-                read_KB,
-                context_lens_KB,
-                slots_KB,
+                placed.positions_EB + self.network.lag,
+                placed.context_lens_FB.astype(np.int64),
+                placed.context_lens_FB,
+                placed.slots_FB,
                 starts,
                 ones,
                 zeros,
@@ -233,7 +223,7 @@ class NetworkProposer:
                 slots_T=slots[step],
                 block_table_BP=start.metadata.block_table_BP,
                 max_rows=1,
-                max_seq_len=int(context_lens_KB[step].max()) + 1,
+                max_seq_len=int(placed.context_lens_FB[step].max()) + 1,
             )
             for step in range(most - 1)
         ]

@@ -157,7 +157,7 @@ class ParallelDraftProposer:
         """The states of all rows, [T, D], and `extra` on the device."""
         layout = lay_out(spans, self.cache.block_size, self.network.kernels)
         flat_T, given_T = text_places(
-            asks, spans, layout.positions_T, self.network.lag, token_ids_SL.shape[1]
+            asks, spans, layout.placed.positions_T, self.network.lag, token_ids_SL.shape[1]
         )
         metadata, (flat, given, *sent) = send(
             layout, [flat_T, given_T, *extra], token_ids_SL.device

@@ -1,47 +1,163 @@
 """Rows of a step by the compiled library."""
 
+import ctypes
 from ctypes import c_int64, c_void_p
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.ops import PlacedExtensions, PlacedRows, RowIndex
 
 
 class NativeRows:
-    """The operations of csrc/rows.cpp."""
+    """The operations of csrc/rows.cpp. Tensors are on the CPU."""
 
     def __init__(self, library: Library) -> None:
+        size, address = c_int64, c_void_p
         self._place_rows = library.function(
-            "place_rows", [c_int64, *[c_void_p] * 5, c_int64, c_int64, *[c_void_p] * 4]
+            "place_rows", [size, *[address] * 3, *[size] * 3, *[address] * 2]
         )
+        self._place_extensions = library.function(
+            "place_extensions", [*[size] * 2, *[address] * 2, *[size] * 2, *[address] * 3]
+        )
+        self._index_rows = library.function(
+            "index_rows", [*[size] * 2, *[address] * 6, *[size] * 2, address], size
+        )
+        self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
+        self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
+        self._append_token_ids = library.function("append_token_ids", [*[size] * 3, *[address] * 4])
 
     def place_rows(
         self,
-        context_lens_B: np.ndarray,
-        num_causal_B: np.ndarray,
-        num_drafts_B: np.ndarray,
+        sizes_3B: np.ndarray,
         parents_K: np.ndarray,
         block_table_BP: np.ndarray,
         block_size: int,
     ) -> PlacedRows:
         """As `ops.PlaceRows`."""
-        num_requests = len(context_lens_B)
-        num_rows = int(num_causal_B.sum()) + len(parents_K)
+        num_requests, table_width = block_table_BP.shape
+        num_rows = int(sizes_3B[1:].sum())
         starts_B1 = np.empty(num_requests + 1, dtype=np.int32)
-        ancestors_T, positions_T, slots_T = np.empty((3, num_rows), dtype=np.int64)
+        placed_3T = np.empty((3, num_rows), dtype=np.int64)
         self._place_rows(
             num_requests,
-            context_lens_B.ctypes.data,
-            num_causal_B.ctypes.data,
-            num_drafts_B.ctypes.data,
-            parents_K.ctypes.data,
-            block_table_BP.ctypes.data,
-            block_table_BP.shape[1],
+            address_of(sizes_3B),
+            address_of(parents_K),
+            address_of(block_table_BP),
+            table_width,
             block_size,
-            starts_B1.ctypes.data,
-            ancestors_T.ctypes.data,
-            positions_T.ctypes.data,
-            slots_T.ctypes.data,
+            num_rows,
+            address_of(starts_B1),
+            address_of(placed_3T),
         )
-        return PlacedRows(starts_B1, ancestors_T, positions_T, slots_T)
+        return PlacedRows(starts_B1, *placed_3T)
+
+    def place_extensions(
+        self, lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
+    ) -> PlacedExtensions:
+        """As `ops.PlaceExtensions`."""
+        num_requests, table_width = block_table_BP.shape
+        positions_EB = np.empty((num_passes, num_requests), dtype=np.int64)
+        slots_FB = np.empty((num_passes - 1, num_requests), dtype=np.int64)
+        context_lens_FB = np.empty((num_passes - 1, num_requests), dtype=np.int32)
+        self._place_extensions(
+            num_requests,
+            num_passes,
+            address_of(lengths_B2),
+            address_of(block_table_BP),
+            table_width,
+            block_size,
+            address_of(positions_EB),
+            address_of(slots_FB),
+            address_of(context_lens_FB),
+        )
+        return PlacedExtensions(positions_EB, slots_FB, context_lens_FB)
+
+    def index_rows(
+        self,
+        placed: PlacedRows,
+        num_causal_W: np.ndarray,
+        samples_W: np.ndarray,
+        state_rows_W: np.ndarray,
+        row_len: int,
+        width: int,
+    ) -> RowIndex:
+        """As `ops.IndexRows`."""
+        num_works, num_rows = len(num_causal_W), len(placed.positions_T)
+        found = np.empty(3 * num_rows + num_works * (1 + width) + 1, dtype=np.int64)
+        num_sampling = self._index_rows(
+            num_works,
+            num_rows,
+            address_of(placed.query_start_B1),
+            address_of(num_causal_W),
+            address_of(samples_W),
+            address_of(state_rows_W),
+            address_of(placed.positions_T),
+            address_of(placed.slots_T),
+            row_len,
+            width,
+            address_of(found),
+        )
+        roots = 3 * num_rows
+        slots = roots + num_works
+        return RowIndex(
+            found[:num_rows],
+            found[num_rows : 2 * num_rows],
+            found[2 * num_rows : 2 * num_rows + int(found[-1])],
+            found[roots : roots + num_sampling],
+            found[slots : slots + num_sampling * width].reshape(num_sampling, width),
+        )
+
+    def shape_rows(
+        self,
+        parents_BN: Tensor,
+        draft_index_T: Tensor,
+        positions_T: Tensor,
+        ancestors_T: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ops.ShapeRows`."""
+        positions_T, ancestors_T = positions_T.clone(), ancestors_T.clone()
+        self._shape_rows(
+            len(draft_index_T),
+            parents_BN.shape[1],
+            parents_BN.data_ptr(),
+            draft_index_T.data_ptr(),
+            positions_T.data_ptr(),
+            ancestors_T.data_ptr(),
+        )
+        return positions_T, ancestors_T
+
+    def read_token_ids(
+        self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
+    ) -> Tensor:
+        """As `ops.ReadTokenIds`."""
+        ids_T = torch.empty_like(state_index_T)
+        self._read_token_ids(
+            len(ids_T),
+            texts_SL.data_ptr(),
+            drafts_BN.data_ptr(),
+            state_index_T.data_ptr(),
+            draft_index_T.data_ptr(),
+            ids_T.data_ptr(),
+        )
+        return ids_T
+
+    def append_token_ids(
+        self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+    ) -> None:
+        """As `ops.AppendTokenIds`."""
+        self._append_token_ids(
+            *token_ids_BN.shape,
+            texts_SL.shape[1],
+            texts_SL.data_ptr(),
+            state_rows_B.data_ptr(),
+            starts_B.data_ptr(),
+            token_ids_BN.data_ptr(),
+        )
+
+
+def address_of(array: np.ndarray) -> int:
+    """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else 0

@@ -16,20 +16,34 @@ from outdraft.kernels.reference.table import reference_kernels
 DTYPES = (torch.float32, torch.bfloat16)  # that it computes with
 
 
-def native_host_kernels(library: Library, others: Kernels) -> Kernels:
-    """What the host does for models on any device; the other operations as they are."""
-    texts = TextsOf(library)
-    return replace(
+def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> Kernels:
+    """What the host does for models of any dtype; the other operations as they are.
+
+    Args:
+        is_cpu: the models' tensors are on the host too.
+    """
+    rows, texts = NativeRows(library), TextsOf(library)
+    kernels = replace(
         others,
-        place_rows=NativeRows(library).place_rows,
+        place_rows=rows.place_rows,
+        place_extensions=rows.place_extensions,
+        index_rows=rows.index_rows,
         ngram_texts=texts.ngram_texts,
         suffix_texts=texts.suffix_texts,
+    )
+    if not is_cpu:
+        return kernels
+    return replace(
+        kernels,
+        shape_rows=rows.shape_rows,
+        read_token_ids=rows.read_token_ids,
+        append_token_ids=rows.append_token_ids,
     )
 
 
 def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
-    kernels = native_host_kernels(library, reference_kernels(in_order=True))
+    kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     return replace(
         kernels,
         name=library.name,

@@ -1,23 +1,21 @@
-"""Where rows stand, row by row."""
+"""Where rows stand and which tokens they read: on the host row by row, else by tensors."""
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
 
-from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.ops import PlacedExtensions, PlacedRows, RowIndex
 
 
 def place_rows(
-    context_lens_B: np.ndarray,
-    num_causal_B: np.ndarray,
-    num_drafts_B: np.ndarray,
-    parents_K: np.ndarray,
-    block_table_BP: np.ndarray,
-    block_size: int,
+    sizes_3B: np.ndarray, parents_K: np.ndarray, block_table_BP: np.ndarray, block_size: int
 ) -> PlacedRows:
     """As `ops.PlaceRows`."""
     starts, ancestors, positions, slots = [0], list[int](), list[int](), list[int]()
     parents = iter(parents_K.tolist())
-    counts = zip(context_lens_B.tolist(), num_causal_B.tolist(), num_drafts_B.tolist(), strict=True)
-    for blocks, (context_len, num_causal, num_drafts) in zip(block_table_BP, counts, strict=True):
+    sizes = zip(block_table_BP, sizes_3B.T.tolist(), strict=True)
+    for blocks, (context_len, num_causal, num_drafts) in sizes:
         root = len(positions) + num_causal - 1
         positions += range(context_len, context_len + num_causal)
         ancestors += [0] * num_causal
@@ -34,3 +32,99 @@ def place_rows(
         np.array(positions, dtype=np.int64),
         np.array(slots, dtype=np.int64),
     )
+
+
+def place_extensions(
+    lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
+) -> PlacedExtensions:
+    """As `ops.PlaceExtensions`."""
+    num_tokens_B, num_drafts_B = lengths_B2.T
+    passes_E1 = np.arange(num_passes)[:, None]
+    is_kept_FB = passes_E1[1:] < num_drafts_B
+    places_FB = num_tokens_B + np.where(is_kept_FB, passes_E1[:-1], -1)
+    blocks_FB = block_table_BP[np.arange(len(lengths_B2)), places_FB // block_size]
+    slots_FB = blocks_FB * np.int64(block_size) + places_FB % block_size
+    return PlacedExtensions(
+        num_tokens_B + passes_E1, np.where(is_kept_FB, slots_FB, -1), places_FB.astype(np.int32)
+    )
+
+
+def index_rows(
+    placed: PlacedRows,
+    num_causal_W: np.ndarray,
+    samples_W: np.ndarray,
+    state_rows_W: np.ndarray,
+    row_len: int,
+    width: int,
+) -> RowIndex:
+    """As `ops.IndexRows`."""
+    num_rows = len(placed.positions_T)
+    state_index_T, draft_index_T = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
+    logit_rows, root_rows, draft_slots = list[int](), list[int](), list[np.ndarray]()
+    starts, ends = placed.query_start_B1[:-1].tolist(), placed.query_start_B1[1:].tolist()
+    works = zip(
+        starts, ends, num_causal_W.tolist(), samples_W.tolist(), state_rows_W.tolist(), strict=True
+    )
+    for start, end, num_causal, samples, state_row in works:
+        first_draft, place = start + num_causal, len(root_rows) * width
+        causal = slice(start, first_draft)
+        state_index_T[causal] = state_row * row_len + placed.positions_T[causal]
+        draft_index_T[first_draft:end] = range(place, place + end - first_draft)
+        if samples:
+            logit_rows += range(first_draft - 1, end)
+            root_rows.append(first_draft - 1)
+            slots = placed.slots_T[first_draft:end]
+            draft_slots.append(np.pad(slots, (0, width - len(slots)), constant_values=-1))
+    return RowIndex(
+        state_index_T,
+        draft_index_T,
+        np.array(logit_rows, dtype=np.int64),
+        np.array(root_rows, dtype=np.int64),
+        np.array(draft_slots, dtype=np.int64).reshape(len(root_rows), width),
+    )
+
+
+def shape_rows(
+    parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `ops.ShapeRows`."""
+    width, device = parents_BN.shape[1], parents_BN.device
+    # Row 0 is the root, which is above itself; padding may hold anything.
+    places_N = torch.arange(width, device=device)
+    up_BN1 = pad(torch.minimum(parents_BN.clamp_min(0), places_N), (1, 0))
+    depth_BN1 = pad(torch.ones_like(parents_BN), (1, 0))
+    seen_BN1 = pad(1 << places_N, (1, 0)).expand_as(up_BN1)
+    for _ in range(width.bit_length()):  # what is 1, 2, 4, ... levels above
+        depth_BN1 = depth_BN1 + depth_BN1.gather(1, up_BN1)
+        seen_BN1 = seen_BN1 | seen_BN1.gather(1, up_BN1)
+        up_BN1 = up_BN1.gather(1, up_BN1)
+    is_draft_T, index_T = draft_index_T >= 0, draft_index_T.clamp_min(0)
+    rows_T = torch.arange(len(index_T), device=device)
+    root_T = (rows_T - 1 - index_T % width).clamp_min(0)
+    depth_T, seen_T = (one[:, 1:].flatten()[index_T] for one in (depth_BN1, seen_BN1))
+    shaped_T = positions_T[root_T] + depth_T
+    return (
+        torch.where(is_draft_T, shaped_T, positions_T),
+        torch.where(is_draft_T, seen_T, ancestors_T),
+    )
+
+
+def read_token_ids(
+    texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
+) -> Tensor:
+    """As `ops.ReadTokenIds`."""
+    ids_T = texts_SL.view(-1)[state_index_T]
+    if drafts_BN.numel() == 0:
+        return ids_T
+    drafted_T = drafts_BN.view(-1)[draft_index_T.clamp_min(0)].clamp_min(0)
+    return torch.where(draft_index_T >= 0, drafted_T, ids_T)
+
+
+def append_token_ids(
+    texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
+) -> None:
+    """As `ops.AppendTokenIds`."""
+    places_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
+    columns_BN = starts_B[:, None] + places_N
+    columns_BN = torch.where(token_ids_BN >= 0, columns_BN, texts_SL.shape[1] - 1)
+    texts_SL[state_rows_B[:, None], columns_BN] = token_ids_BN

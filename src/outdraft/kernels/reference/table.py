@@ -1,10 +1,10 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference import rows
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
-from outdraft.kernels.reference.rows import place_rows
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
 
 
@@ -17,7 +17,12 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
     return Kernels(
         name="reference",
         attention=ReferenceAttention(in_order=in_order),
-        place_rows=place_rows,
+        place_rows=rows.place_rows,
+        place_extensions=rows.place_extensions,
+        index_rows=rows.index_rows,
+        shape_rows=rows.shape_rows,
+        read_token_ids=rows.read_token_ids,
+        append_token_ids=rows.append_token_ids,
         pack_linear=pack_linear,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
