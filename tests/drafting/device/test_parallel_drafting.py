@@ -218,6 +218,7 @@ class ScriptedNetwork:
 
     lag = 1
     taps = (1,)
+    kernels = reference_kernels()
 
     def __init__(self) -> None:
         self.read_rows: list[tuple[Tensor, Tensor | None, AttentionMetadata]] = []

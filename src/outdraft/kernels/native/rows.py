@@ -160,4 +160,4 @@ class NativeRows:
 
 def address_of(array: np.ndarray) -> int:
     """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array)) if array.size else 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
