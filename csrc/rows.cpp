@@ -42,24 +42,6 @@ OUTDRAFT_EXPORT void place_rows(int64_t num_requests, const int32_t* sizes, cons
   query_start[num_requests] = static_cast<int32_t>(row);
 }
 
-// As `PlaceExtensions` of ops.py.
-OUTDRAFT_EXPORT void place_extensions(int64_t num_requests, int64_t num_passes,
-                                      const int64_t* lengths, const int32_t* block_table,
-                                      int64_t table_width, int64_t block_size, int64_t* positions,
-                                      int64_t* slots, int32_t* context_lens) {
-  for (int64_t b = 0; b < num_requests; ++b) {
-    const int64_t num_tokens = lengths[2 * b], num_drafts = lengths[2 * b + 1];
-    for (int64_t e = 0; e < num_passes; ++e) positions[e * num_requests + b] = num_tokens + e;
-    for (int64_t f = 0; f + 1 < num_passes; ++f) {
-      const bool is_kept = f + 1 < num_drafts;
-      const int64_t at = num_tokens + (is_kept ? f : -1);
-      const int64_t block = block_table[b * table_width + at / block_size];
-      context_lens[f * num_requests + b] = static_cast<int32_t>(at);
-      slots[f * num_requests + b] = is_kept ? block * block_size + at % block_size : -1;
-    }
-  }
-}
-
 // As `IndexRows` of ops.py. `found` is its arrays one behind the other, with room for as many
 // logits as rows and as many roots as works, and then the number of logits. Returns the number of
 // works that sample.

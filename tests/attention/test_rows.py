@@ -42,26 +42,3 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
     assert layout.placed.query_start_B1[-1] == row == len(layout.placed.slots_T)
     assert layout.max_rows == max(span.num_rows for span in spans)
     assert layout.max_seq_len == max(span.context_len + span.num_rows for span in spans)
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 6)), min_size=1, max_size=4),
-    st.sampled_from([1, 4, 16]),
-)
-def test_passes_of_a_drafter_stand_behind_each_text_as_far_as_it_wants_drafts(texts, block_size):
-    most = max(number for _, number in texts)
-    tables = np.random.default_rng(0).permutation(400).reshape(4, 100)[: len(texts)]
-    placed = reference_kernels().place_extensions(
-        np.array(texts), tables.astype(np.int32), block_size, most
-    )
-    for b, (num_tokens, number) in enumerate(texts):
-        positions = list(range(num_tokens, num_tokens + most))
-        assert placed.positions_EB[:, b].tolist() == positions
-        for k in range(most - 1):
-            at = num_tokens + k
-            got = placed.context_lens_FB[k, b], placed.slots_FB[k, b]
-            if k + 1 < number:  # the draft that this pass reads is wanted, and one behind it
-                slot = tables[b, at // block_size] * block_size + at % block_size
-                assert got == (at, slot)
-            else:
-                assert got == (num_tokens - 1, -1)

@@ -18,8 +18,6 @@ from outdraft.core.errors import ConfigError
 @pytest.mark.parametrize(
     "values",
     [
-        {"method": "medusa", "model": "m", "speculative_token_tree": 5},
-        {"method": "medusa", "model": "m", "speculative_token_tree": [0, 1]},
         {"method": "medusa", "model": "m", "tree_levels": "2,1"},
         {"method": "medusa", "model": "m", "tree_levels": [2, 1.5]},
         {"method": "medusa", "model": "m", "tree_levels": [2, 1], "num_speculative_tokens": 4},

@@ -64,7 +64,7 @@ def slow_drafts(
                 torch.tensor([ask.num_tokens + len(ids)]),
                 purpose,
                 len(processed),
-                None if shares_noise else torch.tensor([ask.num_tokens]),
+                None if shares_noise else torch.tensor([ask.num_tokens + (len(probs) << 24)]),
             )
         ids.append(int(scores.argmax()))
         probs.append(probabilities(processed))
@@ -83,7 +83,9 @@ def check_drafts(
     """Every request's drafts are those that it gets alone."""
     most = max(ask.num_drafts for ask in asks)
     assert made.token_ids_BK.shape == (len(asks), most)
-    assert made.parents_BK is None
+    assert made.is_chain
+    assert torch.equal(made.parents_BK, torch.arange(most).expand(len(asks), -1))
+    assert made.num_drafts_B.tolist() == [ask.num_drafts for ask in asks]
     is_sampled = [not PARAMS[request].is_greedy and request not in seeded for request in chosen]
     assert made.all_sampled == all(is_sampled)
     assert (made.probs_BKV is not None) == any(is_sampled)

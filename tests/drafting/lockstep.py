@@ -13,8 +13,8 @@ from scipy import stats
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.draft_sampling import draft_noise
 from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.sampling.sampler import sample_with_probs
 from outdraft.verification.draft_batch import DraftBatch
@@ -94,7 +94,9 @@ class Decoding:
                 self.sampling,
             )
             anchors_B = self.num_tokens_B if self.anchored else torch.zeros_like(self.num_tokens_B)
-            purpose_B, anchors_B = draft_noise(self.sampling.shares_noise_B, anchors_B)
+            shares_B = self.sampling.shares_noise_B
+            purpose_B = torch.where(shares_B, int(Purpose.SAMPLE), int(Purpose.DRAFT))
+            anchors_B = anchors_B.masked_fill(shares_B, 0)
             last_B, probs_BV = sample_with_probs(
                 processed_BV,
                 self.sampling.seeds_B,

@@ -47,15 +47,6 @@ def compare_place_rows(case: Case) -> None:
     assert_same_arrays(case.kernels.place_rows(*step), case.reference.place_rows(*step))
 
 
-def compare_place_extensions(case: Case) -> None:
-    lengths = st.tuples(st.integers(1, 40), st.integers(1, 6))
-    lengths_B2 = np.array(case.data.draw(st.lists(lengths, min_size=1, max_size=4), "lengths"))
-    table_BP = case.data.draw(block_tables(len(lengths_B2)), "blocks")
-    asked = (lengths_B2, table_BP, BLOCK_SIZE, int(lengths_B2[:, 1].max()))
-    got, want = (one.place_extensions(*asked) for one in (case.kernels, case.reference))
-    assert_same_arrays(got, want)
-
-
 def indexed(case: Case, kernels: Kernels) -> tuple[PlacedRows, RowIndex, tuple[Any, ...]]:
     """A drawn step: its placed rows, their index, and what that was made from."""
     sizes_3B, *others = case.data.draw(steps(), "step")
@@ -113,7 +104,6 @@ def compare_append_token_ids(case: Case) -> None:
 
 COMPARISONS = {
     "place_rows": compare_place_rows,
-    "place_extensions": compare_place_extensions,
     "index_rows": compare_index_rows,
     "shape_rows": compare_shape_rows,
     "read_token_ids": compare_read_token_ids,

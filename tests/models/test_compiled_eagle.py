@@ -68,37 +68,6 @@ def test_it_agrees_with_the_layers(network: EagleNetwork):
         torch.testing.assert_close(mine.v_PSGC, other.v_PSGC, **CLOSE)
 
 
-def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(network: EagleNetwork):
-    """Behind a text of five tokens, in two requests at once."""
-    ids_T, states_TF = random_rows(network, 10, 5)
-    text = batch_of([Span(0, 5, (), table) for table in TABLES])
-    batches = [batch_of([Span(at, 1, (), table) for table in TABLES]) for at in range(5, 10)]
-    caches = [new_cache(network), new_cache(network)]
-    states_BD, _ = (
-        network.forward_by_layers(ids_T, states_TF, cache.layers, text)[[4, 9]] for cache in caches
-    )
-    before_BD = states_BD.clone()
-
-    chain_KB = network.greedy_chain(states_BD, caches[0].layers, batches)
-
-    assert torch.equal(states_BD, before_BD)
-    ids = [network.logits(states_BD).argmax(1)]
-    for batch in batches:
-        states_BD = network.forward_by_layers(ids[-1], states_BD, caches[1].layers, batch)
-        ids.append(network.logits(states_BD).argmax(1))
-    assert torch.equal(chain_KB, torch.stack(ids))
-
-
-def test_the_best_tokens_are_the_argmax_of_the_logits(network: EagleNetwork):
-    states_RD = torch.randn(
-        3, network.config.layer.hidden_size, generator=torch.Generator().manual_seed(1)
-    )
-    for rows_RD in (states_RD, states_RD[1:2], states_RD[[2, 0]], states_RD[::2]):
-        best_R = network.best_tokens(rows_RD)
-        assert torch.equal(best_R, network.logits(rows_RD).argmax(1))
-        assert best_R.dtype == torch.int64
-
-
 def test_a_text_that_is_too_long_for_one_call_goes_by_layers(network: EagleNetwork):
     attention_span = Span(0, MAX_ROWS + 1, (), tuple(range(17)))
     sizes = (network.num_kv_heads, network.head_size, torch.float32, CPU)

@@ -62,47 +62,11 @@ def test_it_agrees_with_the_layers(model: CausalLM):
         torch.testing.assert_close(mine.v_PSGC, other.v_PSGC, rtol=1e-4, atol=1e-5)
 
 
-def test_a_greedy_chain_is_what_the_layers_choose_one_by_one(model: CausalLM):
-    """Behind a prompt of five tokens, in two requests at once."""
-    config = model.config
-    sizes = (config.num_kv_heads, config.head_size, torch.float32, torch.device("cpu"))
-    chains = []
-    for compiled in (True, False):
-        cache = KVCache(config.num_layers, 12, 4, *sizes)
-        tables = ((3, 1, 7), (2, 8, 0))
-        prompt, _ = send(
-            lay_out([Span(0, 5, (), t) for t in tables], 4, reference_kernels()),
-            [],
-            torch.device("cpu"),
-        )
-        batches = [
-            send(
-                lay_out([Span(at, 1, (), t) for t in tables], 4, reference_kernels()),
-                [],
-                torch.device("cpu"),
-            )[0]
-            for at in range(5, 10)
-        ]
-        ids_T = torch.arange(2, 12)
-        with torch.inference_mode():
-            hidden = model.forward_by_layers(ids_T, prompt.positions_T, cache.layers, prompt)[0]
-            first_B = model.logits(hidden[[4, 9]]).argmax(1)
-            if compiled:
-                chains.append(model.greedy_chain(first_B, cache.layers, batches))
-                continue
-            ids = [first_B]
-            for batch in batches:
-                hidden = model.forward_by_layers(ids[-1], batch.positions_T, cache.layers, batch)[0]
-                ids.append(model.logits(hidden).argmax(1))
-            chains.append(torch.stack(ids))
-    assert torch.equal(*chains)
-
-
 def test_the_best_tokens_are_the_argmax_of_the_logits(model: CausalLM):
     hidden_RD = torch.randn(3, model.config.hidden_size, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         for rows_RD in (hidden_RD, hidden_RD[1:2], hidden_RD[[2, 0]], hidden_RD[::2]):
-            best_R = model.best_tokens(rows_RD)
+            best_R, _ = model.checked_best_tokens(rows_RD)
             assert torch.equal(best_R, model.logits(rows_RD).argmax(1))
             assert best_R.dtype == torch.int64
 
@@ -118,11 +82,10 @@ def test_long_texts_go_by_layers_where_these_have_threads(
         model = load_model(tmp_path, torch.float32, "cpu", cpu_kernels(num_threads))
     finally:
         torch.set_num_threads(before)
-    sizes = (model.config.num_kv_heads, model.config.head_size, torch.float32, torch.device("cpu"))
-    cache = KVCache(model.config.num_layers, 12, 4, *sizes)
     short, _ = send(
         lay_out([Span(5, 1, (), (3, 1, 7))], 4, reference_kernels()), [], torch.device("cpu")
     )
     long = dataclasses.replace(short, max_seq_len=100_000)
-    assert model.compiled_chain(cache.layers, [short, short]) is not None
-    assert (model.compiled_chain(cache.layers, [short, long]) is not None) == is_compiled
+    assert model._compiled is not None
+    assert model._compiled.suits([short, short])
+    assert model._compiled.suits([short, long]) == is_compiled

@@ -110,7 +110,6 @@ def test_logits_equal_those_of_the_slow_twin(
     assert got_BJV.dtype is dtype
     assert want_BJV.std() > 0.3  # there is something to get wrong
     torch.testing.assert_close(got_BJV.double(), want_BJV, rtol=tolerance, atol=tolerance)
-    assert torch.equal(heads.best_tokens(hidden_BD), want_BJV.argmax(-1))
     assert torch.equal(heads.logits(hidden_BD, range(1, 2)), got_BJV[:, 1:2])
 
 
@@ -137,7 +136,6 @@ def test_a_truncated_vocabulary_is_mapped_to_the_targets(
         )
     )
     torch.testing.assert_close(heads.logits(hidden_BD), want_BJV, rtol=1e-9, atol=1e-9)
-    assert torch.equal(heads.best_tokens(hidden_BD), want_BJV.argmax(-1))
 
 
 def test_a_map_without_a_truncated_vocabulary_says_nothing(target: CausalLM, tmp_path: Path):

@@ -43,7 +43,6 @@ def logits_of(speculator: MLPSpeculator, hidden_BD: Tensor, token_ids_BJ: Tensor
     for head in range(speculator.num_heads):
         state = speculator.step(head, state, token_ids_BJ[:, head])
         found.append(speculator.logits(head, state))
-        assert torch.equal(speculator.best_tokens(head, state), found[-1].argmax(-1))
     return torch.stack(found, dim=1)
 
 

@@ -94,14 +94,12 @@ def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> E
 
 
 TREE = {"tree_levels": [2, 3, 1]}
-TEMPLATE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]"}
 # Trees have rows of their own, whatever number of drafts is asked for.
 NETWORKS: dict[str, dict[str, Any]] = {
     "draft_model": {"method": "draft_model", "model": "drafter"},
     "perfect": {"method": "draft_model", "model": "target"},
     "draft_model-tree": {"method": "draft_model", "model": "drafter", **TREE},
     "perfect-tree": {"method": "draft_model", "model": "target", **TREE},
-    "draft_model-template": {"method": "draft_model", "model": "drafter", **TEMPLATE},
     "pard": {"method": "draft_model", "model": "masked", "parallel_drafting": True},
     "eagle": {"method": "eagle", "model": "eagle"},
     "eagle-tree": {"method": "eagle", "model": "eagle", **TREE},
@@ -109,7 +107,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"method": "eagle3", "model": "eagle3", **TREE},
     "p-eagle": {"method": "eagle3", "model": "p-eagle-masked", "parallel_drafting": True},
     "medusa": {"method": "medusa", "model": "medusa"},
-    "medusa-template": {"method": "medusa", "model": "medusa", **TEMPLATE},
+    "medusa-tree": {"method": "medusa", "model": "medusa", **TREE},
     "mlp_speculator": {"method": "mlp_speculator", "model": "mlp_speculator"},
     "mlp_speculator-tree": {"method": "mlp_speculator", "model": "mlp_speculator", **TREE},
 }
@@ -123,14 +121,13 @@ COMBINED = ("combined", "combined-eagle3")
 BASIC = ("plain", "ngram", "suffix", "draft_model", "perfect", "combined")
 METHODS = ("plain", *HOST, *NETWORKS, *COMBINED)
 HEADS = ("medusa", "mlp_speculator")
-OF_ONE_SIZE = tuple(name for name in NETWORKS if name.endswith(("-tree", "-template")))
+OF_ONE_SIZE = tuple(name for name in NETWORKS if name.endswith("-tree"))
 
 
 def parts(method: str) -> tuple[str, str]:
     """Who drafts, and in which shape: ("eagle3", "tree")."""
-    for shape in ("tree", "template"):
-        if method.endswith(f"-{shape}"):
-            return method.removesuffix(f"-{shape}"), shape
+    if method.endswith("-tree"):
+        return method.removesuffix("-tree"), "tree"
     return method, "chain"
 
 
@@ -150,7 +147,7 @@ def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | N
         return {**common, "sources": [ngram, {"method": "suffix"}, network]}
     chosen = NETWORKS[method]
     chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
-    return chosen if TREE.keys() & chosen or TEMPLATE.keys() & chosen else common | chosen
+    return chosen if TREE.keys() & chosen else common | chosen
 
 
 @cache

@@ -19,8 +19,7 @@ from scipy.stats import chisquare
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting import policy as draft_policy
 from outdraft.drafting.device.model_drafts import ModelDrafts
-from outdraft.drafting.device.network_proposer import NetworkProposer
-from outdraft.drafting.device.tree_proposer import TreeProposer
+from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import MixedPolicy
@@ -116,7 +115,6 @@ def folder_of(name: str, checkpoints: tuple[Path, Path, Any]) -> Path:
 
 MODEL = {"method": "draft_model", "model": "drafter", "num_speculative_tokens": 3}
 TREE = {"tree_levels": [2, 2, 1]}
-TEMPLATE = {"speculative_token_tree": "[(0,), (1,), (0, 0), (1, 0), (1, 1), (1, 0, 0)]"}
 TREE_MODEL = {"method": "draft_model", "model": "drafter"}
 EAGLE3 = {"method": "eagle3", "model": "eagle3"}
 MEDUSA, SPECULATOR = ({"method": m, "model": m} for m in ("medusa", "mlp_speculator"))
@@ -131,7 +129,6 @@ CASES = {
     "greedy-drafts": {**MODEL, "draft_sample_method": "greedy"},
     "combined": {"method": "combined", "model": "drafter", "num_speculative_tokens": 3},
     "tree": {**TREE_MODEL, **TREE},
-    "template": {**TREE_MODEL, **TEMPLATE},
     "tree-drafter-invariant": {
         **TREE_MODEL,
         **TREE,
@@ -147,7 +144,7 @@ CASES = {
     "medusa": {**MEDUSA, **NUMBER},
     "medusa-tree": {**MEDUSA, **TREE},
     "mlp_speculator": {**SPECULATOR, **NUMBER},
-    "mlp_speculator-template": {**SPECULATOR, **TEMPLATE},
+    "mlp_speculator-tree": {**SPECULATOR, **TREE},
 }
 
 
@@ -170,7 +167,7 @@ def test_chains_of_two_sources_follow_it_too(case: str, rule: str, checkpoints: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["plain", "block", "token", "combined", "tree", "eagle3-tree", "medusa", "template"]
+    "case", ["plain", "block", "token", "combined", "tree", "eagle3-tree", "medusa"]
 )
 def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, checkpoints: Any):
     changes = {"presence_penalty": PENALTY, "top_k": TOP_K}
@@ -184,8 +181,7 @@ def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, check
 def test_drafts_from_another_distribution_than_told_are_caught(
     case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    for proposer in (NetworkProposer, TreeProposer):
-        monkeypatch.setattr(proposer, "propose", lying(proposer.propose))
+    monkeypatch.setattr(DeviceProposer, "propose", lying(DeviceProposer.propose))
     assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
 
 

@@ -20,7 +20,7 @@ from outdraft.core.plan import Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.network_proposer import DraftStart, NetworkProposer
+from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.engine.llm import LLM
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
@@ -73,10 +73,8 @@ class RandomAcceptance:
         self.num_branches = 0
         self.num_drafter_checks = 0
         proposer = self.runner.proposer
-        if isinstance(proposer, NetworkProposer):
-            self._watch(proposer)
-        elif proposer is not None:
-            self._watch(proposer._chains)
+        if proposer is not None:
+            self._watch(proposer.drafter)
 
     def verify(
         self,
@@ -113,20 +111,21 @@ class RandomAcceptance:
             ids_BN1[b, : len(tokens)] = torch.tensor(tokens)
         return Verdict(ids_BN1, (ids_BN1 >= 0).sum(1), rows_BN)
 
-    def _watch(self, proposer: NetworkProposer) -> None:
-        start = proposer._start
+    def _watch(self, drafter: NetworkDrafter) -> None:
+        levels_of = drafter.levels
 
-        def checked(asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
-            found = start(asks, token_ids_SL)
-            logits_BV = proposer.network.logits(found.states_BD)
-            for ask, logits_V in zip(asks, logits_BV, strict=True):
+        def checked(
+            asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+        ) -> NetworkLevels:
+            found = levels_of(asks, token_ids_SL, depth)
+            for ask, logits_V in zip(asks, found.first_logits(), strict=True):
                 text = token_ids_SL[ask.state_row, : ask.num_tokens]
-                fresh = drafter_afresh(self.runner.model, proposer.network, text)
+                fresh = drafter_afresh(self.runner.model, drafter.network, text)
                 torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
                 self.num_drafter_checks += 1
             return found
 
-        proposer._start = checked
+        drafter.levels = checked
 
 
 @settings(max_examples=5, deadline=None)

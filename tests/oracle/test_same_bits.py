@@ -19,7 +19,7 @@ KINDS = [
 ]
 DRAFTING = (
     *("ngram", "draft_model", "medusa"),
-    *("suffix-tree", "draft_model-tree", "eagle3-tree", "draft_model-template"),
+    *("suffix-tree", "draft_model-tree", "eagle3-tree"),
 )
 ALONE = {"max_num_seqs": 1, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
 WAYS = {

@@ -16,7 +16,7 @@ METHODS = (
     ("ngram-tree", 0.0),
     ("draft_model", 0.8),
     ("eagle3-tree", 0.8),
-    ("medusa-template", 0.0),
+    ("medusa-tree", 0.0),
     ("combined", 0.8),
 )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.draft_tree import Frontier, TreeBuilder
+from outdraft.drafting.device.grower import Frontier
 from outdraft.drafting.device.model_drafts import ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
 
@@ -65,17 +65,26 @@ def sampling_of(
     return replace(few, **{**per_request, "seeds_B": torch.tensor(seeds)})
 
 
-def grow(builder: TreeBuilder, model: TabledModel, num_requests: int) -> list[Frontier]:
-    """Let the model draft; the levels as the builder named them."""
-    prefix_BE = torch.zeros(num_requests, 1, dtype=torch.int64)
-    builder.start(model.logits_XV[0].expand(num_requests, -1))
-    levels = [builder.frontier]
-    for _ in range(builder.depth - 1):
-        above = prefix_BE.gather(1, builder.frontier.origins_BF)
-        prefix_BE = above * model.vocab_size + builder.frontier.token_ids_BF
-        builder.extend(model.logits_XV[builder.frontier.depth][prefix_BE])
-        levels.append(builder.frontier)
-    return levels
+class TabledLevels:
+    """The model as a drafter of requests whose texts are empty.
+
+    Attributes:
+        seen: the levels, as the grower named them.
+    """
+
+    def __init__(self, model: TabledModel, num_requests: int) -> None:
+        self._model = model
+        self._prefix_BE = torch.zeros(num_requests, 1, dtype=torch.int64)
+        self.seen: list[Frontier] = []
+
+    def first_logits(self) -> Tensor:
+        return self._model.logits_XV[0].expand(len(self._prefix_BE), -1)
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        self.seen.append(frontier)
+        above_BF = self._prefix_BE.gather(1, frontier.origins_BF)
+        self._prefix_BE = above_BF * self._model.vocab_size + frontier.token_ids_BF
+        return self._model.logits_XV[frontier.depth][self._prefix_BE]
 
 
 def prefixes(token_ids: Sequence[int], parents: Sequence[int]) -> list[tuple[int, ...]]:
@@ -91,7 +100,6 @@ def walk_trees(
 ) -> np.ndarray:
     """int64 [B, length]: the first tokens that traversal verification (arXiv 2505.12398) emits with
     this target, decoded on with the target where it emits fewer. Drafts of -1 are no rows."""
-    assert drafts.parents_BK is not None
     assert drafts.probs_BKV is not None
     assert drafts.is_sampled_BK is not None
     tables = [logits_XV.double().softmax(1).numpy() for logits_XV in model.logits_XV]

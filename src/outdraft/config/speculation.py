@@ -8,7 +8,6 @@ from outdraft.config.checks import check_choice, check_number, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
-from outdraft.core.tree_template import TreeTemplate
 
 NETWORK_SOURCES = (
     DraftSource.MODEL,
@@ -93,7 +92,7 @@ class DraftNetworkConfig:
     draft_sample_method: DraftSampleMethod = "probabilistic"
     parallel_drafting: bool = False
     min_vocabulary_overlap: float = 0.1
-    tree: TreeShape | TreeTemplate | None = None
+    tree: TreeShape | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.source, NETWORK_SOURCES)

@@ -16,7 +16,6 @@ from outdraft.config.speculation import (
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.tree_shape import TreeShape
-from outdraft.core.tree_template import TreeTemplate
 
 METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
 
@@ -30,18 +29,17 @@ def _options(kind: type) -> tuple[str, ...]:
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_KEYS = _options(NgramConfig)
 _SUFFIX_KEYS = _options(SuffixConfig)
-_NETWORK_KEYS = ("model", "max_model_len", "draft_sample_method")
-_TREE_KEYS = ("tree_levels", "speculative_token_tree")
-_MODEL_KEYS = (*_options(DraftNetworkConfig), *_TREE_KEYS)
+_NETWORK_KEYS = ("model", "max_model_len", "draft_sample_method", "tree_levels")
+_MODEL_KEYS = (*_options(DraftNetworkConfig), "tree_levels")
 _COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = {
     "ngram": _NGRAM_KEYS,
     "suffix": _SUFFIX_KEYS,
     "draft_model": _MODEL_KEYS,
-    "eagle": (*_NETWORK_KEYS, *_TREE_KEYS),
-    "eagle3": (*_NETWORK_KEYS, *_TREE_KEYS, "parallel_drafting"),
-    "medusa": (*_NETWORK_KEYS, *_TREE_KEYS),
-    "mlp_speculator": (*_NETWORK_KEYS, *_TREE_KEYS),
+    "eagle": _NETWORK_KEYS,
+    "eagle3": (*_NETWORK_KEYS, "parallel_drafting"),
+    "medusa": _NETWORK_KEYS,
+    "mlp_speculator": _NETWORK_KEYS,
     "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS, "sources"),
 }
 
@@ -136,20 +134,10 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
         if "model" not in given:
             raise ConfigError(f"speculative_config of method {method!r} needs a model")
         kind = DraftSource.MODEL if method == "combined" else DraftSource(method)
-        options = _chosen(given, tuple(key for key in _MODEL_KEYS if key not in _TREE_KEYS))
-        sources.append(DraftNetworkConfig(source=kind, tree=_tree(given), **options))
+        options = _chosen(given, tuple(key for key in _MODEL_KEYS if key != "tree_levels"))
+        tree = TreeShape.of_levels(given["tree_levels"]) if "tree_levels" in given else None
+        sources.append(DraftNetworkConfig(source=kind, tree=tree, **options))
     return tuple(sources)
-
-
-def _tree(given: Mapping[str, Any]) -> TreeShape | TreeTemplate | None:
-    named = [key for key in _TREE_KEYS if key in given]
-    if len(named) > 1:
-        raise ConfigError(f"give one of {' and '.join(_TREE_KEYS)}, not both")
-    if not named:
-        return None
-    if named == ["tree_levels"]:
-        return TreeShape.of_levels(given["tree_levels"])
-    return TreeTemplate.parse(given["speculative_token_tree"])
 
 
 def _chosen(given: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """How many drafts stand at each level of a tree."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from outdraft.core.draft import MAX_DRAFTS
@@ -31,9 +33,21 @@ class TreeShape:
     def depth(self) -> int:
         return len(self.levels)
 
-    def with_depth(self, depth: int) -> "TreeShape":
-        """Its first levels."""
-        return self if depth == self.depth else TreeShape(self.levels[:depth])
+    @property
+    def is_chain(self) -> bool:
+        """Every row continues the one before it."""
+        return self.depth == self.num_rows
+
+    def with_room_for(self, num_rows: int) -> "TreeShape":
+        """Its first levels, as few as have so many rows; all of them if none have."""
+        ends = list(accumulate(self.levels))
+        depth = 1 + bisect_left(ends, num_rows)
+        return self if depth >= self.depth else TreeShape(self.levels[:depth])
+
+    @classmethod
+    def chain(cls, num_rows: int) -> "TreeShape":
+        """One row a level."""
+        return cls((1,) * num_rows)
 
     @classmethod
     def of_levels(cls, levels: Any) -> "TreeShape":

@@ -8,11 +8,11 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
-from outdraft.drafting.device.head_proposer import MedusaProposer, MLPSpeculatorProposer
-from outdraft.drafting.device.network_proposer import NetworkProposer
-from outdraft.drafting.device.parallel_drafting import MaskTokens, ParallelDraftProposer
-from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.tree_proposer import TreeProposer
+from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
+from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.parallel_drafting import ParallelDrafter
+from outdraft.drafting.device.proposer import DeviceProposer, Drafter
+from outdraft.drafting.device.text_reader import MaskStates
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.memory import MemoryPlan
 from outdraft.kv.cache import KVCache
@@ -33,18 +33,15 @@ def device_proposer(
     network = config.speculation.network
     assert network is not None, "a drafter without a configuration"
     loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
+    drafting: Drafter
     if isinstance(loaded, MedusaHeads):
-        chains = MedusaProposer(loaded, num_seqs, samples=network.samples)
+        drafting = MedusaDrafter(loaded, num_seqs)
     elif isinstance(loaded, MLPSpeculator):
-        chains = MLPSpeculatorProposer(loaded, num_seqs, samples=network.samples)
+        drafting = MLPSpeculatorDrafter(loaded, num_seqs)
     else:
         place = _Place(drafter, memory, device, config.scheduler.max_num_batched_tokens)
-        if network.parallel_drafting:
-            return place.parallel_proposer(network)
-        chains = place.proposer(network)
-    if network.tree is None:
-        return chains
-    return TreeProposer(chains, network.tree, samples=network.samples)
+        drafting = place.drafter_of(network)
+    return DeviceProposer(drafting, network.tree, samples=network.samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,35 +53,26 @@ class _Place:
     device: torch.device
     max_rows: int
 
-    def proposer(self, network: DraftNetworkConfig) -> NetworkProposer:
-        """Reads its own drafts."""
-        loaded = self.drafter.network
+    def drafter_of(self, network: DraftNetworkConfig) -> NetworkDrafter | ParallelDrafter:
+        """It reads its own drafts, or mask tokens."""
+        loaded, mask = self.drafter.network, self.drafter.mask_token_id
+        mask_states: MaskStates | None = None
         if isinstance(loaded, EagleNetwork):
-            drafting = EagleDraftNetwork(loaded, self._features())
+            features = self._features()
+            reading = EagleDraftNetwork(loaded, features)
+            if network.parallel_drafting and mask is not None:
+                mask_states = MaskStates(loaded.mask_state(), features)
         else:
             assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
-            drafting = LanguageModelNetwork(loaded)
-        return NetworkProposer(
-            drafting, self._cache(), self.max_rows, network.source, samples=network.samples
-        )
-
-    def parallel_proposer(self, network: DraftNetworkConfig) -> ParallelDraftProposer:
-        """Reads mask tokens."""
-        loaded, mask = self.drafter.network, self.drafter.mask_token_id
+            reading = LanguageModelNetwork(loaded)
+        place = reading, self._cache(), self.max_rows, network.source
+        if not network.parallel_drafting:
+            return NetworkDrafter(*place)
         if mask is None:
             raise ConfigError(
                 f"{network.model!r} was not trained for parallel_drafting: it names no mask token"
             )
-        if isinstance(loaded, EagleNetwork):
-            features = self._features()
-            drafting = EagleDraftNetwork(loaded, features)
-            masks = MaskTokens(mask, loaded.mask_state(), features)
-        else:
-            assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
-            drafting, masks = LanguageModelNetwork(loaded), MaskTokens(mask)
-        return ParallelDraftProposer(
-            drafting, self._cache(), self.max_rows, network.source, masks, samples=network.samples
-        )
+        return ParallelDrafter(*place, mask, mask_states)
 
     def _features(self) -> FeatureCache:
         memory, drafter = self.memory, self.drafter

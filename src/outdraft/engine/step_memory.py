@@ -11,7 +11,6 @@ import torch
 
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.tree_shape import TreeShape
-from outdraft.core.tree_template import TreeTemplate
 from outdraft.models.config import ModelConfig
 from outdraft.runner.logprobs import PROMPT_ROWS
 
@@ -38,7 +37,7 @@ class StepShape:
     samples_drafts: bool
     dtype: torch.dtype
     device: torch.device
-    tree: TreeShape | TreeTemplate | None = None
+    tree: TreeShape | None = None
 
     @property
     def num_rows(self) -> int:

@@ -5,8 +5,8 @@ whoever computes gets the table and calls `kernels.<operation>(...)`. The readab
 operation is in `reference/`. Those on texts are described in text_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
-P blocks, K drafted rows of all requests, N most drafts of one, S texts, L tokens,
-D inputs, E outputs or passes.
+P blocks, K drafted rows of all requests, N most drafts of one, F rows of a level of a growing tree,
+S texts, L tokens, D inputs, E outputs.
 """
 
 from dataclasses import dataclass
@@ -53,41 +53,6 @@ class PlaceRows(Protocol):
             sizes_3B: int32; tokens that the cache holds, causal rows, and drafted rows.
             parents_K: int64, of the drafted rows of all requests, as in Draft.
             block_table_BP: int32; it covers all rows.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PlacedExtensions:
-    """Rows of passes that draft one token each behind every text, on the host.
-
-    Attributes:
-        positions_EB: int64; text position of the token that each pass drafts.
-        slots_FB: int64; F = E - 1, all passes but the first, which read the draft before: the cache
-            slot of what they read, -1: it is not kept.
-        context_lens_FB: int32; tokens before it, which is its position too.
-    """
-
-    positions_EB: np.ndarray
-    slots_FB: np.ndarray
-    context_lens_FB: np.ndarray
-
-
-class PlaceExtensions(Protocol):
-    """Lay out E passes that draft one token each behind every text.
-
-    A request that wants fewer drafts still has a row in each pass: its newest token, at a position
-    that exists; nothing is kept.
-    """
-
-    def __call__(
-        self, lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
-    ) -> PlacedExtensions:
-        """New arrays. All arrays are contiguous.
-
-        Args:
-            lengths_B2: int64; tokens and wanted drafts of each request.
-            block_table_BP: int32; it covers all wanted drafts but the last.
         """
         ...
 
@@ -222,6 +187,41 @@ class PackLinear(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PlacedLevel:
+    """Where the rows of a level stand; fields as in AttentionMetadata, T = B * F."""
+
+    ancestors_T: "Tensor"
+    positions_T: "Tensor"
+    slots_T: "Tensor"
+
+
+class PlaceLevel(Protocol):
+    """Place one level of growing trees, whose rows are kept behind what a network has read."""
+
+    def __call__(
+        self,
+        ancestors_BF: "Tensor",
+        first_row: int,
+        depth: int,
+        contexts_B: "Tensor",
+        num_drafts_B: "Tensor",
+        block_table_BP: "Tensor",
+        block_size: int,
+    ) -> PlacedLevel:
+        """New tensors. A row for which its request has no slot is kept nowhere, and no row sees it.
+
+        Args:
+            ancestors_BF: int64; bit j: the row continues drafted row j, or is it.
+            first_row: number of the level's first row; the others follow it.
+            depth: of all rows; the root's children have 1.
+            contexts_B: int64; tokens of each request that the network has read.
+            num_drafts_B: int64; slots behind these that belong to the request.
+            block_table_BP: int32, contiguous; it covers them.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """Which implementation runs for each operation.
 
@@ -232,7 +232,6 @@ class Kernels:
     name: str
     attention: "AttentionBackend"
     place_rows: PlaceRows
-    place_extensions: PlaceExtensions
     index_rows: IndexRows
     shape_rows: ShapeRows
     read_token_ids: ReadTokenIds
@@ -240,3 +239,4 @@ class Kernels:
     pack_linear: PackLinear
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker
+    place_level: PlaceLevel

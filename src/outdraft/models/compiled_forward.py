@@ -32,16 +32,6 @@ _LONG_TEXT = 4096  # tokens; behind longer contexts a second thread saves more t
 _NO_STATES = np.empty((0, 0), dtype=np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class CompiledChain:
-    """What a compiled loop over the passes of a draft needs, besides states and tokens."""
-
-    shape: forward_kernels.Shape
-    head: forward_kernels.Head
-    layers_LF: np.ndarray
-    rows_KF: np.ndarray
-
-
 class CompiledForward:
     """The pass of a network over at most MAX_ROWS rows, with the weights of the network's layers.
 
@@ -107,43 +97,6 @@ class CompiledForward:
         states = states_RD.contiguous().numpy()
         forward_kernels.best_tokens(self._shape, head, states, ids_R, is_finite_R)
         return torch.from_numpy(ids_R), torch.from_numpy(is_finite_R)
-
-    def greedy_chain(
-        self,
-        first_ids_B: Tensor,
-        states_BD: Tensor | None,
-        head: forward_kernels.Head,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]: first_ids, then the best token behind each, len(batches) times.
-
-        `states_BD`: those behind which first_ids were chosen, of a network that reads states.
-        """
-        chain = self.chain(head, caches, batches)
-        ids_KB = np.empty((1 + len(batches), len(first_ids_B)), dtype=np.int64)
-        ids_KB[0] = first_ids_B.numpy()
-        states = np.empty((len(first_ids_B), self._config.hidden_size), dtype=np.float32)
-        if states_BD is not None:
-            states[:] = states_BD.numpy()
-        forward_kernels.extend_chain(
-            chain.shape, chain.rows_KF, chain.layers_LF, chain.head, states, ids_KB
-        )
-        return torch.from_numpy(ids_KB)
-
-    def chain(
-        self,
-        head: forward_kernels.Head,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> CompiledChain:
-        """For passes over these batches, which must outlive it."""
-        bound = self._bind(caches)
-        rows = [_fields(metadata) for metadata in batches]
-        rows_KF = np.array(rows, dtype=np.int64).reshape(
-            len(rows), len(forward_kernels.Rows._fields)
-        )
-        return CompiledChain(bound.shape, head, bound.layers_LF, rows_KF)
 
     def _bind(self, caches: Sequence[LayerCache]) -> "_Bound":
         """Addresses for one engine's caches; engines that share the weights share no state."""

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
 from outdraft.kernels.ops import Kernels, WeightFormat
-from outdraft.models import forward_kernels
-from outdraft.models.compiled_forward import MAX_ROWS, CompiledChain, CompiledForward, packed_head
+from outdraft.models.compiled_forward import CompiledForward
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
 from outdraft.models.layers.embedding import Embedding
@@ -226,39 +225,6 @@ class EagleNetwork(nn.Module):
         logits_RV = logits_RN.new_full((len(logits_RN), self._target.vocab_size), -torch.inf)
         return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
 
-    def best_tokens(self, states_RD: Tensor) -> Tensor:
-        """int64 [R]: argmax of the logits, as ids of the target, without making these V wide."""
-        head = self._packed_head()
-        if self._compiled is not None and head is not None and len(states_RD) <= MAX_ROWS:
-            return self._compiled.best_tokens(states_RD, head)[0]
-        best_R = self.draft_logits(states_RD).argmax(dim=-1)
-        return best_R if self.draft_ids_N is None else self.draft_ids_N[best_R]
-
-    def greedy_chain(
-        self,
-        states_BD: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]: the best token behind each state, then behind each of these, once for
-        every batch, which reads one row a request."""
-        ids, network, head = [self.best_tokens(states_BD)], self._compiled, self._packed_head()
-        if network is not None and head is not None and network.suits(batches):
-            return network.greedy_chain(ids[0], states_BD, head, caches, batches)
-        for batch in batches:
-            states_BD = self(ids[-1], states_BD, caches, batch)
-            ids.append(self.best_tokens(states_BD))
-        return torch.stack(ids)
-
-    def compiled_chain(
-        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
-    ) -> CompiledChain | None:
-        """For a loop over these passes; None: nothing is compiled, or it would be slower."""
-        network, head = self._compiled, self._packed_head()
-        if network is None or head is None or not network.suits(batches):
-            return None
-        return network.chain(head, caches, batches)
-
     @property
     def memory_bytes(self) -> int:
         """What its own weights take, packed ones included."""
@@ -313,9 +279,3 @@ class EagleNetwork(nn.Module):
             self.norm if self.config.norm_output else None,
             shared_team(torch.get_num_threads()),
         )
-
-    def _packed_head(self) -> forward_kernels.Head | None:
-        """If it is the target's, it may be packed later, or in another layout."""
-        norm = None if self.config.norm_output else self.norm
-        head = self._target.lm_head if self.lm_head is None else self.lm_head
-        return packed_head(head, norm, self.draft_ids_N)

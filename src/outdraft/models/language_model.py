@@ -1,7 +1,6 @@
 """What drafting asks of a language model, with its own token ids or translated ones.
 
-Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, B requests, K tokens of a
-chain.
+Dimension key: T rows, R rows that need logits, D hidden, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -52,17 +51,4 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] of float32, of float64 for a float64 model; -inf for tokens it does not know."""
-        ...
-
-    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
-        """int64 [R]: argmax of the logits."""
-        ...
-
-    def greedy_chain(
-        self,
-        first_ids_B: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]: first_ids, then the best token behind each, once for every batch."""
         ...

@@ -18,7 +18,6 @@ from outdraft.kernels.ops import Kernels, WeightFormat
 from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import (
     MAX_ROWS,
-    CompiledChain,
     CompiledForward,
     LayerParts,
     norm_address,
@@ -294,10 +293,6 @@ class CausalLM(nn.Module):
         """[R, V] of float32; of float64 for a float64 model."""
         return self.lm_head(hidden_RD).to(torch.promote_types(self.dtype, torch.float32))
 
-    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
-        """int64 [R]: argmax of the logits, without keeping these."""
-        return self.checked_best_tokens(hidden_RD)[0]
-
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf."""
         head = self._packed_head
@@ -306,34 +301,6 @@ class CausalLM(nn.Module):
         logits_RV = self.logits(hidden_RD)
         best_R = logits_RV.argmax(dim=-1)  # a NaN counts as the largest
         return best_R, logits_RV.gather(1, best_R[:, None])[:, 0].isfinite()
-
-    def greedy_chain(
-        self,
-        first_ids_B: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]: first_ids, then the best token behind each, once for every batch.
-
-        Each batch reads one row a request, the tokens that were chosen before it.
-        """
-        network, head = self._compiled, self._packed_head
-        if network is not None and head is not None and network.suits(batches):
-            return network.greedy_chain(first_ids_B, None, head, caches, batches)
-        ids = [first_ids_B]
-        for batch in batches:
-            hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
-            ids.append(self.best_tokens(hidden_BD))
-        return torch.stack(ids)
-
-    def compiled_chain(
-        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
-    ) -> CompiledChain | None:
-        """For a loop over these passes; None: nothing is compiled, or it would be slower."""
-        network, head = self._compiled, self._packed_head
-        if network is None or head is None or not network.suits(batches):
-            return None
-        return network.chain(head, caches, batches)
 
     @property
     def weight_bytes(self) -> int:

@@ -11,7 +11,7 @@ Dimension key: B requests, J heads, K some of them, R rows, D hidden, V vocabula
 tokens that a head knows.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,23 +143,14 @@ class MedusaHeads(nn.Module):
 
         The dtype is float32, or float64 as the target's.
         """
-        return self._of_each(hidden_BD, heads, self._logits)
-
-    def best_tokens(self, hidden_BD: Tensor, heads: range | None = None) -> Tensor:
-        """int64 [B, K]: argmax of the logits of `heads`, by default all of them."""
-        return self._of_each(hidden_BD, heads, self._best_tokens)
-
-    def _of_each(
-        self, hidden_BD: Tensor, heads: range | None, answer: Callable[[Linear, Tensor], Tensor]
-    ) -> Tensor:
-        """[B, K, ...]: what language model heads answer behind the blocks of `heads`."""
         heads = range(self.num_heads) if heads is None else heads
         states_BKD = torch.stack([self._state(head, hidden_BD) for head in heads], dim=1)
         lm_heads = [self._lm_heads[head] for head in heads]
         if all(lm_head is lm_heads[0] for lm_head in lm_heads):  # one read of its weights for all
-            return answer(lm_heads[0], states_BKD.flatten(0, 1)).unflatten(0, states_BKD.shape[:2])
-        answers = [answer(lm_head, states_BKD[:, k]) for k, lm_head in enumerate(lm_heads)]
-        return torch.stack(answers, dim=1)
+            logits_RV = self._logits(lm_heads[0], states_BKD.flatten(0, 1))
+            return logits_RV.unflatten(0, states_BKD.shape[:2])
+        each = [self._logits(lm_head, states_BKD[:, k]) for k, lm_head in enumerate(lm_heads)]
+        return torch.stack(each, dim=1)
 
     def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
         for layer in self._blocks[head]:
@@ -173,12 +164,6 @@ class MedusaHeads(nn.Module):
             return known_RE
         logits_RV = known_RE.new_full((len(known_RE), self.config.vocab_size), -torch.inf)
         return logits_RV.index_copy_(1, self.token_map_E, known_RE)
-
-    def _best_tokens(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
-        """int64 [R]."""
-        best_R = self._known_logits(lm_head, states_RD).argmax(dim=-1)
-        is_whole = lm_head.num_outputs == self.config.vocab_size
-        return best_R if is_whole else self.token_map_E[best_R]
 
     def _known_logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
         """[R, E], or [R, V] of the target's own head."""

@@ -171,10 +171,6 @@ class MLPSpeculator(nn.Module):
         logits_RV = _of(self._head, head)(state_RS)
         return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
 
-    def best_tokens(self, head: int, state_RS: Tensor) -> Tensor:
-        """int64 [R]: argmax of the logits."""
-        return self.logits(head, state_RS).argmax(dim=-1)
-
     @property
     def memory_bytes(self) -> int:
         """What the weights take, packed ones included."""

@@ -3,7 +3,6 @@
 Dimension key: B requests that sample, M of them that the model drafts for, N drafts, V vocabulary.
 """
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,18 +11,10 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.draft import MAX_DRAFTS, Draft
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.runner.step_rows import state_row
 from outdraft.verification.draft_batch import DraftBatch
-
-
-def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
-    """All drafts of a step; a chain of zeros stands where the network will draft."""
-    if all(work.drafts is None for work in works):
-        return DraftBatch.empty(len(works), device)
-    return DraftBatch.from_drafts([_draft_or_place(work) for work in works], device)
 
 
 def draft_ask(work: Work) -> DraftModelAsk:
@@ -38,78 +29,78 @@ def draft_ask(work: Work) -> DraftModelAsk:
     )
 
 
-def with_model_drafts(
-    drafts: DraftBatch, works: Sequence[Work], asked: Sequence[int], made: ModelDrafts
+def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
+    """Those of the host."""
+    if not any(work.drafts and len(work.drafts.draft) for work in works):
+        return DraftBatch.empty(len(works), device)
+    drafts = [NO_DRAFT if work.drafts is None else work.drafts.draft for work in works]
+    return DraftBatch.from_drafts(drafts, device)
+
+
+def joined_drafts(
+    works: Sequence[Work], asked: Sequence[int], made: ModelDrafts, device: torch.device
 ) -> DraftBatch:
-    """`drafts` with the network's in the rows `asked`, behind what the host drafted there."""
+    """All drafts of a step: the network's in the rows `asked`, behind what the host drafted."""
     starts = [len(_choice(works[row]).draft) for row in asked]
-    if len(asked) == drafts.num_requests and not any(starts):
-        return _model_drafts(drafts, made)
-    rows_M, starts_M = to_device([np.array(asked), np.array(starts)], drafts.device)
-    merged = replace(
-        drafts, token_ids_BN=_merged(drafts.token_ids_BN, rows_M, starts_M, made.token_ids_BK)
+    if len(asked) == len(works) and not any(starts):
+        return _batch(made, made.token_ids_BK, made.parents_BK, made.num_drafts_B, made.probs_BKV)
+    host = host_drafts(works, device)
+    rows_M, starts_M, num_drafts_B = to_device(
+        [np.array(asked), np.array(starts), np.array([work.num_drafts for work in works])], device
     )
-    if made.parents_BK is not None:
-        parents_BN = _merged(drafts.parents_BN, rows_M, starts_M, made.parents_BK)
-        merged = replace(merged, parents_BN=parents_BN, is_chain=False, sampled_trees=True)
-    if made.probs_BKV is None:
-        return merged
-    assert made.is_sampled_BK is not None, "probabilities without a mark of who was sampled"
-    nothing_BNV = made.probs_BKV.new_zeros(
-        (drafts.num_requests, drafts.width, made.probs_BKV.shape[-1])
+    width = max(work.num_drafts for work in works)
+    columns_MK = starts_M[:, None] + torch.arange(made.token_ids_BK.shape[1], device=device)
+
+    def merged(host_BN: Tensor | None, made_MK: Tensor, padding: int = 0) -> Tensor:
+        # Some requests wanted fewer drafts. Their surplus may stand past the end and is cut off.
+        shape = len(works), width + made_MK.shape[1], *made_MK.shape[2:]
+        whole_BN = made_MK.new_full(shape, padding)
+        if host_BN is not None:
+            whole_BN[:, : host_BN.shape[1]] = host_BN
+        whole_BN[rows_M[:, None], columns_MK] = made_MK
+        return whole_BN[:, :width].contiguous()
+
+    joined = _batch(
+        made,
+        merged(host.token_ids_BN, made.token_ids_BK, -1),
+        merged(host.parents_BN, made.parents_BK + starts_M[:, None]),
+        num_drafts_B,
+        None if made.probs_BKV is None else merged(None, made.probs_BKV),
     )
+    is_sampled_BN = torch.zeros_like(joined.token_ids_BN, dtype=torch.bool)
+    if made.is_sampled_BK is not None:
+        is_sampled_BN = merged(None, made.is_sampled_BK)
     return replace(
-        merged,
-        probs_BNV=_merged(nothing_BNV, rows_M, starts_M, made.probs_BKV),
-        is_sampled_BN=_merged(drafts.is_sampled_BN, rows_M, starts_M, made.is_sampled_BK),
-        any_sampled=True,
+        joined,
+        is_sampled_BN=is_sampled_BN,
+        is_chain=host.is_chain and made.is_chain,
+        all_sampled=False,
     )
 
 
-def _model_drafts(drafts: DraftBatch, made: ModelDrafts) -> DraftBatch:
-    """`drafts` where all of them are the model's."""
-    merged = replace(drafts, token_ids_BN=made.token_ids_BK)
-    if made.parents_BK is not None:
-        merged = replace(merged, parents_BN=made.parents_BK, is_chain=False, sampled_trees=True)
-    if made.probs_BKV is None:
-        return merged
-    assert made.is_sampled_BK is not None, "probabilities without a mark of who was sampled"
-    return replace(
-        merged,
-        probs_BNV=made.probs_BKV,
-        is_sampled_BN=made.is_sampled_BK,
-        any_sampled=True,
+def _batch(
+    made: ModelDrafts,
+    token_ids_BN: Tensor,
+    parents_BN: Tensor,
+    num_drafts_B: Tensor,
+    probs_BNV: Tensor | None,
+) -> DraftBatch:
+    is_sampled_BN = made.is_sampled_BK
+    if is_sampled_BN is None:
+        is_sampled_BN = torch.zeros_like(token_ids_BN, dtype=torch.bool)
+    return DraftBatch(
+        token_ids_BN=token_ids_BN,
+        parents_BN=parents_BN,
+        num_drafts_B=num_drafts_B,
+        probs_BNV=probs_BNV,
+        is_sampled_BN=is_sampled_BN,
+        is_chain=made.is_chain,
+        any_sampled=made.is_sampled_BK is not None,
         all_sampled=made.all_sampled,
+        sampled_trees=not made.is_chain,
     )
-
-
-def _merged(whole_BN: Tensor, rows_M: Tensor, starts_M: Tensor, made_MK: Tensor) -> Tensor:
-    """A copy of `whole_BN` with `made_MK` in the rows `rows_M`, from the columns `starts_M` on."""
-    width, num_made = whole_BN.shape[1], made_MK.shape[1]
-    # Some requests wanted fewer drafts. Their surplus may stand past the end and is cut off.
-    room = whole_BN.new_zeros((whole_BN.shape[0], num_made, *whole_BN.shape[2:]))
-    result_BN = torch.cat([whole_BN, room], dim=1)
-    columns_MK = starts_M[:, None] + torch.arange(num_made, device=whole_BN.device)
-    result_BN[rows_M[:, None], columns_MK] = made_MK
-    return result_BN[:, :width]
 
 
 def _choice(work: Work) -> DraftChoice:
     assert work.drafts is not None
     return work.drafts
-
-
-def _draft_or_place(work: Work) -> Draft:
-    if work.drafts is None:
-        return NO_DRAFT
-    number = work.drafts.num_model_drafts
-    if number == 0:
-        return work.drafts.draft
-    if len(work.drafts.draft) == 0:
-        return _place(number)
-    return Draft.chain([*work.drafts.draft.token_ids, *[0] * number])
-
-
-@functools.lru_cache(maxsize=MAX_DRAFTS)
-def _place(num_drafts: int) -> Draft:
-    return Draft.chain([0] * num_drafts)

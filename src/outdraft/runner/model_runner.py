@@ -21,7 +21,7 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
-from outdraft.runner.drafts import draft_ask, host_drafts, with_model_drafts
+from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts
 from outdraft.runner.grammar_masks import GrammarMasks, copy_of_drafted, grammar_masks
 from outdraft.runner.logprobs import (
     LogprobRows,
@@ -80,7 +80,7 @@ class ModelRunner:
         self.state = state
         self.verifier = verifier
         self.proposer = proposer
-        self._taps = proposer.taps if proposer is not None else ()
+        self._taps = proposer.drafter.taps if proposer is not None else ()
         self.device = state.token_ids_SL.device
         self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
 
@@ -106,8 +106,8 @@ class ModelRunner:
             allowed = grammar_masks(works, drafted, drafts, self.model.config.vocab_size)
             verified, emitted = self._verify(works, target, drafts, sampling, allowed)
             self._keep(verified.verdict, drafts, target.rows)
-        if self.proposer is not None and self.proposer.reads_states:
-            self.proposer.keep(_target_states(target, verified and verified.verdict))
+        if self.proposer is not None and self.proposer.drafter.reads_states:
+            self.proposer.drafter.keep(_target_states(target, verified and verified.verdict))
         clock.mark("sample")
         return PendingStep(plan, to_host(verified, emitted, prompt, self.device), clock)
 
@@ -138,16 +138,15 @@ class ModelRunner:
 
     def _drafts(self, works: Sequence[Work], sampling: SamplingBatch) -> DraftBatch:
         """The host's drafts, and those that the draft model makes now."""
-        drafts = host_drafts(works, self.device)
         asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
         if not asked:
-            return drafts
+            return host_drafts(works, self.device)
         assert self.proposer is not None
         if len(asked) < len(works):
             sampling = self._sampling_batch([works[i].request for i in asked])
         asks = [draft_ask(works[i]) for i in asked]
         made = self.proposer.propose(asks, self.state.token_ids_SL, sampling)
-        return with_model_drafts(drafts, works, asked, made)
+        return joined_drafts(works, asked, made, self.device)
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:
         width = drafts.width if drafts is not None else 0

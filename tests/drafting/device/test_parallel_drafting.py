@@ -18,12 +18,10 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.draft_network import LanguageModelNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
-from outdraft.drafting.device.parallel_drafting import (
-    MaskTokens,
-    ParallelDraftProposer,
-    mask_token_id,
-)
+from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
+from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.text_reader import MaskStates
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache
@@ -62,7 +60,7 @@ class Pair:
         kernels = reference_kernels() if dtype is torch.float64 else cpu_kernels()
         self.model = load_model(path, dtype, "cpu", kernels)
 
-    def proposer(self, max_rows: int = 1000, **options: bool) -> ParallelDraftProposer:
+    def proposer(self, max_rows: int = 1000, *, samples: bool = True) -> DeviceProposer:
         config = self.model.config
         cache = KVCache(
             config.num_layers,
@@ -73,14 +71,9 @@ class Pair:
             self.model.dtype,
             self.model.device,
         )
-        return ParallelDraftProposer(
-            RecordingNetwork(self.model),
-            cache,
-            max_rows,
-            DraftSource.MODEL,
-            MaskTokens(MASK),
-            **{"samples": True, **options},
-        )
+        self.network = RecordingNetwork(self.model)
+        drafter = ParallelDrafter(self.network, cache, max_rows, DraftSource.MODEL, MASK)
+        return DeviceProposer(drafter, None, samples=samples)
 
     def check(
         self,
@@ -158,7 +151,7 @@ def test_every_request_gets_what_a_dense_pass_over_its_masks_says(
     made = proposer.propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB, seeded=seeded))
 
     pair.check(made, asks, chosen, seeded=seeded)
-    assert proposer.network.num_rows == [sum(lengths) + sum(drafts) - len(drafts)]
+    assert pair.network.num_rows == [sum(lengths) + sum(drafts) - len(drafts)]
 
 
 @given(data=st.data())
@@ -201,14 +194,14 @@ def test_long_backlogs_are_read_in_passes_of_bounded_size(pair: Pair):
     made = proposer.propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB))
 
     pair.check(made, asks, chosen)
-    assert max(proposer.network.num_rows) <= 12
-    assert sum(proposer.network.num_rows) == sum(lengths) + sum(drafts) - 3
+    assert max(pair.network.num_rows) <= 12
+    assert sum(pair.network.num_rows) == sum(lengths) + sum(drafts) - 3
 
 
 def test_a_proposer_that_does_not_sample_takes_the_best_tokens(pair: Pair):
     asks = asks_for([1, 2], [7, 9], [4, 2])
 
-    made = pair.proposer(samples=False).propose(asks, TEXTS_SL, sampling_batch([1, 2], VOCAB))
+    made = pair.proposer(samples=False).propose(asks, TEXTS_SL, sampling_batch([1, 1], VOCAB))
 
     pair.check(made, asks, [0, 0])
 
@@ -239,12 +232,6 @@ class ScriptedNetwork:
     def logits(self, states_RD: Tensor) -> Tensor:
         return -(states_RD + 1 - torch.arange(VOCAB)).abs()
 
-    def best_tokens(self, states_RD: Tensor) -> Tensor:
-        return self.logits(states_RD).argmax(-1)
-
-    def greedy_chain(self, *_: Any) -> Tensor:
-        raise NotImplementedError
-
 
 def test_masks_of_a_network_with_states_read_the_learned_one():
     features = FeatureCache(4 * BLOCKS_EACH, BLOCK, 3, torch.float64, torch.device("cpu"))
@@ -252,14 +239,15 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     features.write(values, torch.arange(len(values)))
     state_D = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
     network = ScriptedNetwork()
-    proposer = ParallelDraftProposer(
+    drafter = ParallelDrafter(
         network,
         KVCache(1, 4 * BLOCKS_EACH, BLOCK, 1, 2, torch.float64, torch.device("cpu")),
         100,
         DraftSource.EAGLE3,
-        MaskTokens(MASK, state_D, features),
-        samples=True,
+        MASK,
+        MaskStates(state_D, features),
     )
+    proposer = DeviceProposer(drafter, None, samples=True)
     [ask] = asks_for([0], [7], [3], computed=[4])
 
     made = proposer.propose([ask], TEXTS_SL, sampling_batch([0], VOCAB))
@@ -275,13 +263,8 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     assert torch.equal(states_TD, torch.stack([*values[slots[:2]], state_D, state_D]))
     assert made.token_ids_BK.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
     assert proposer.drafting.max_kept == -1
-    assert proposer.reads_states
-    assert proposer.taps == (1,)
-
-
-def test_a_mask_state_needs_the_states_of_the_text():
-    with pytest.raises(ValueError, match="go together"):
-        MaskTokens(MASK, torch.zeros(3))
+    assert drafter.reads_states
+    assert drafter.taps == (1,)
 
 
 @pytest.mark.parametrize(

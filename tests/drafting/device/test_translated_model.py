@@ -97,29 +97,6 @@ def test_it_reads_translated_ids_and_predicts_shared_ones_only(model):
     for v in range(90):
         want_T = own_TU[:, shared[v]] if v in shared else torch.full((20,), -math.inf)
         assert torch.equal(logits_TV[:, v], want_T.to(own_TU.dtype))
-    best_T = [max(shared, key=lambda v, row=row: float(row[shared[v]])) for row in own_TU]
-    assert translated.best_tokens(hidden_TD).tolist() == best_T
-
-
-def test_a_greedy_chain_is_one_pass_after_another(model):
-    translated = TranslatedModel(model, random_map(90, 61, 7))
-    shared = pairs(random_map(90, 61, 7))
-    layers, batches = cache_of(model).layers, [one_row(place) for place in range(6)]
-    chain = translated.greedy_chain(torch.tensor([89]), layers, batches)[:, 0].tolist()
-    caches, token, want = cache_of(model).layers, 89, [89]
-    for batch in batches:
-        own = random_map(90, 61, 7).target_to_draft_V[torch.tensor([token])]
-        row_U = model.logits(model(own, batch.positions_T, caches, batch))[0]
-        token = max(shared, key=lambda v, row_U=row_U: float(row_U[shared[v]]))
-        want.append(token)
-    assert chain == want
-    assert len(set(chain)) > 2
-
-
-def test_ties_go_to_the_targets_lowest_id():
-    vocabulary = VocabularyMap(torch.tensor([2, 0, 1, 0]), torch.tensor([3, 2, 0]), 4, 3)
-    translated = TranslatedModel(Scripted(torch.zeros(1, 3)), vocabulary)
-    assert translated.best_tokens(torch.tensor([0])).tolist() == [0]
 
 
 def test_it_keeps_the_models_shapes_and_counts_its_own_tables(model):
@@ -152,12 +129,6 @@ class Scripted:
 
     def logits(self, states_R: torch.Tensor) -> torch.Tensor:
         return self.table_SU[states_R]
-
-    def best_tokens(self, states_R: torch.Tensor) -> torch.Tensor:
-        return self.logits(states_R).argmax(1)
-
-    def greedy_chain(self, *_: Any) -> torch.Tensor:
-        raise NotImplementedError
 
 
 def _tiny_config(vocab_size: int) -> Any:

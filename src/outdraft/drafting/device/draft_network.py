@@ -1,11 +1,10 @@
-"""The networks that draft one token after the other, and what they have in common.
+"""The networks that draft by reading tokens, and what they have in common.
 
 A language model reads a token; its cache has everything else that it needs. EAGLE (arXiv 2401.15077
 and 2503.01840) reads a token together with a state of the text before it. That state is the
 target's where the target has read the text, else EAGLE's own.
 
-Dimension key: T rows, R rows whose logits are needed, B requests, K drafts, D state, V the
-target's vocabulary.
+Dimension key: T rows, R rows whose logits are needed, D state, V the target's vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,10 +16,8 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.feature_cache import FeatureCache
-from outdraft.models.compiled_forward import CompiledChain
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.language_model import LanguageModel
-from outdraft.models.llama import CausalLM
 
 
 class DraftNetwork(Protocol):
@@ -57,28 +54,8 @@ class DraftNetwork(Protocol):
         """
         ...
 
-    def logits(self, states_RD: Tensor) -> Tensor:
+    def logits(self, states_RD: Tensor, /) -> Tensor:
         """[R, V] of float32 at least; -inf for tokens that the network does not know."""
-        ...
-
-    def best_tokens(self, states_RD: Tensor) -> Tensor:
-        """int64 [R]: argmax of the logits."""
-        ...
-
-    def greedy_chain(
-        self,
-        states_BD: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]: the best token behind each state, then behind each of these, once for
-        every batch."""
-        ...
-
-    def compiled_chain(
-        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
-    ) -> CompiledChain | None:
-        """What a compiled loop over these passes needs; None: the network has no such passes."""
         ...
 
 
@@ -91,6 +68,7 @@ class LanguageModelNetwork:
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.kernels = model.kernels
+        self.logits = model.logits
 
     def keep(self, states: TargetStates) -> None:
         """It needs nothing of the target's."""
@@ -104,29 +82,6 @@ class LanguageModelNetwork:
     ) -> Tensor:
         return self._model(token_ids_T, metadata.positions_T, caches, metadata)
 
-    def logits(self, states_RD: Tensor) -> Tensor:
-        return self._model.logits(states_RD)
-
-    def best_tokens(self, states_RD: Tensor) -> Tensor:
-        return self._model.best_tokens(states_RD)
-
-    def greedy_chain(
-        self,
-        states_BD: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        return self._model.greedy_chain(self.best_tokens(states_BD), caches, batches)
-
-    def compiled_chain(
-        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
-    ) -> CompiledChain | None:
-        return (
-            self._model.compiled_chain(caches, batches)
-            if isinstance(self._model, CausalLM)
-            else None
-        )
-
 
 class EagleDraftNetwork:
     """EAGLE-1, EAGLE-3 and its variants, with the target's states in the pool's blocks."""
@@ -138,6 +93,7 @@ class EagleDraftNetwork:
         self._features = features
         self.kernels = network.kernels
         self.taps = network.taps
+        self.logits = network.logits
 
     def keep(self, states: TargetStates) -> None:
         features_TF = self._network.features(states.hidden_TD, states.tapped_KTD)
@@ -153,22 +109,3 @@ class EagleDraftNetwork:
         if states_TD is None:
             states_TD = self._features.read(metadata.slots_T)
         return self._network(token_ids_T, states_TD, caches, metadata)
-
-    def logits(self, states_RD: Tensor) -> Tensor:
-        return self._network.logits(states_RD)
-
-    def best_tokens(self, states_RD: Tensor) -> Tensor:
-        return self._network.best_tokens(states_RD)
-
-    def greedy_chain(
-        self,
-        states_BD: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        return self._network.greedy_chain(states_BD, caches, batches)
-
-    def compiled_chain(
-        self, caches: Sequence[LayerCache], batches: Sequence[AttentionMetadata]
-    ) -> CompiledChain | None:
-        return self._network.compiled_chain(caches, batches)

@@ -1,4 +1,4 @@
-"""One level of trees with drawn tokens, for any device; `drawn_level_cpu` is its fast twin.
+"""One level of trees with drawn tokens.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children (in the order in which they are drawn), V vocabulary.
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.drafting.device.tree_level import NewRows, at_places, best_places
+from outdraft.drafting.device.level_rows import best_places
 from outdraft.sampling import noise
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.noise import Purpose
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
@@ -19,13 +18,10 @@ PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent
 # How much rows are worth, estimated from the drafter's own probabilities and fitted on the embedded
 # pair. The estimate only decides which nodes get the rows: a bad fit costs speed, never exactness.
 RANK0_BASE, RANK0_SLOPE = 0.47, 0.42  # acceptance of a first draw, by the best probability
-OWN_BASE, OWN_SLOPE = (
-    0.45,
-    0.5,
-)  # acceptance of a drawn token, by the square root of its probability
-DECAY = (
-    0.5  # an exponent: rows below make up for refusals, so a path is worth more than the product
-)
+# The same of a drawn token, by the square root of its probability.
+OWN_BASE, OWN_SLOPE = 0.45, 0.5
+# An exponent: rows below make up for refusals, so a path is worth more than the product.
+DECAY = 0.5
 SIDE = (0.35, 0.2, 0.14)  # what ranks 1, 2 and 3 cover, as shares of what rank 0 has left
 SIDE_DECAY = 0.8  # each further rank covers this share of what the rank before it covers
 SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a share of its worth
@@ -39,23 +35,21 @@ class LevelTask:
 
     Attributes:
         num_rows: F.
-        template_2F: int64; origins and ranks of the rows, the ranks of a node in order. None: the
-            rows go where the most accepted tokens are expected.
-        num_kept_B: int64; how many of the rows each request wants; below 0 means none. None: every
-            request wants all.
-        depth: depth of the nodes above; the root has 0.
+        num_kept_B: int64; how many of the rows each request wants; below 0 means none.
         first_above: row of the first node above; the others follow it.
+        positions_B: int64, text positions of the rows.
         num_tokens_B: int64, committed tokens.
-        sampling: the requests' parameters. The rows of greedy requests have no meaning.
+        seeds_B: int64, the requests' noise.
+        draws_B: bool; the rows of other requests have no meaning.
     """
 
     num_rows: int
-    template_2F: Tensor | None
-    num_kept_B: Tensor | None
-    depth: int
+    num_kept_B: Tensor
     first_above: int
+    positions_B: Tensor
     num_tokens_B: Tensor
-    sampling: SamplingBatch
+    seeds_B: Tensor
+    draws_B: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +57,8 @@ class DrawnLevel:
     """The rows of a level. In rows that a request does not want, only the origins have a meaning.
 
     Attributes:
+        token_ids_BF: int64; every one is a token.
+        origins_BF: int64, place of each row's parent in the level above.
         is_drawn_BF: bool. A node may have fewer tokens with mass than rows: the rows that are left
             hold the lowest ids without mass and are not drawn.
         probs_BFV: float32, what the drawn rows were drawn from; without meaning for other rows.
@@ -70,37 +66,38 @@ class DrawnLevel:
             wanted or not drawn.
     """
 
-    rows: NewRows
+    token_ids_BF: Tensor
+    origins_BF: Tensor
     is_drawn_BF: Tensor
     probs_BFV: Tensor
     weight_BF: Tensor
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-    """The rows behind the nodes whose logits these are; `weight_BE` as in DrawnLevel."""
+    """The rows behind the nodes whose logits these are; `weight_BE` as in DrawnLevel.
+
+    The rows go where the most accepted tokens are expected.
+
+    Raises:
+        ValueError: the vocabulary cannot fill the level.
+    """
     num_ranks = min(task.num_rows, logits_BEV.shape[2])
     gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
-    if task.template_2F is None:
-        places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
-        origins_BF, ranks_BF = places_BF // num_ranks, places_BF % num_ranks
-    else:
-        origins_BF, ranks_BF = task.template_2F[:, None].expand(-1, len(logits_BEV), -1)
+    places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
+    origins_BF, ranks_BF = places_BF // num_ranks, places_BF % num_ranks
     drawn_BEC = _draw(logits_BEV, num_ranks, task)
-    token_ids_BF = at_places(drawn_BEC, origins_BF, ranks_BF)
+    token_ids_BF = drawn_BEC.flatten(1).gather(1, places_BF)
     left_BFV = _without_lower_ranks(logits_BEV, drawn_BEC, origins_BF, ranks_BF)
     probs_BFV = torch.softmax(left_BFV, dim=2, dtype=torch.float32)
     at_token_BF1 = token_ids_BF[:, :, None]
     has_mass_BF = left_BFV.gather(2, at_token_BF1)[:, :, 0] > -torch.inf
-    is_drawn_BF = has_mass_BF & _is_kept(task, ranks_BF)
+    rows_F = torch.arange(task.num_rows, device=logits_BEV.device)
+    is_drawn_BF = has_mass_BF & (rows_F < task.num_kept_B[:, None])
     own_BF = probs_BFV.gather(2, at_token_BF1)[:, :, 0]
     first_BF = weight_BE.gather(1, origins_BF) * (OWN_BASE + OWN_SLOPE * own_BF.sqrt()) ** DECAY
-    side_BF = SIDE_WEIGHT * at_places(gain_BEC, origins_BF, ranks_BF)
-    return DrawnLevel(
-        NewRows(token_ids_BF, origins_BF),
-        is_drawn_BF,
-        probs_BFV,
-        torch.where(ranks_BF == 0, first_BF, side_BF) * is_drawn_BF,
-    )
+    side_BF = SIDE_WEIGHT * gain_BEC.flatten(1).gather(1, places_BF)
+    weight_BF = torch.where(ranks_BF == 0, first_BF, side_BF) * is_drawn_BF
+    return DrawnLevel(token_ids_BF, origins_BF, is_drawn_BF, probs_BFV, weight_BF)
 
 
 def side_shares(num_ranks: int) -> list[float]:
@@ -129,8 +126,8 @@ def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
     rows_E = torch.arange(num_nodes, device=logits_BEV.device) + task.first_above
     anchors_BE = task.num_tokens_B[:, None] + (rows_E << PARENT_SHIFT)
     noise_RV = noise.gumbel(
-        task.sampling.seeds_B.repeat_interleave(num_nodes),
-        (task.num_tokens_B + task.depth).repeat_interleave(num_nodes),
+        task.seeds_B.repeat_interleave(num_nodes),
+        task.positions_B.repeat_interleave(num_nodes),
         Purpose.DRAFT,
         size,
         anchors_BE.flatten(),
@@ -155,11 +152,3 @@ def _without_lower_ranks(
     ranks_C = torch.arange(drawn_BEC.shape[2], device=logits_BEV.device)
     is_out_BFC = (ranks_C < ranks_BF[:, :, None]) & has_mass_BF1
     return logits_BFV.scatter_(2, drawn_BFC, drawn_logits_BFC.masked_fill(is_out_BFC, -torch.inf))
-
-
-def _is_kept(task: LevelTask, ranks_BF: Tensor) -> Tensor:
-    """bool [B, F]: the request wants this row."""
-    if task.num_kept_B is None:
-        return torch.ones_like(ranks_BF, dtype=torch.bool)
-    places_F = torch.arange(ranks_BF.shape[1], device=ranks_BF.device)
-    return places_F < task.num_kept_B[:, None]

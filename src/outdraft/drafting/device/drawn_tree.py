@@ -1,4 +1,4 @@
-"""Trees for requests whose drafts are drawn.
+"""Trees for requests whose drafts are drawn. A chain is one of them.
 
 The children of a node are drawn one after the other from the drafter's distribution q, without
 replacement (Jeon et al. 2024, arXiv 2402.14160). The child of rank r is the token with the
@@ -30,13 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.core.tree_template import TreeTemplate
 from outdraft.drafting.device.drawn_level import DrawnLevel, LevelTask, draw_level
-from outdraft.drafting.device.drawn_level_cpu import draw_level_cpu
-from outdraft.drafting.device.ranked_tree import join_levels, level_tensors
-from outdraft.drafting.device.tree_level import NewRows
+from outdraft.drafting.device.level_rows import NewRows, join_levels
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.row_kernels import is_compiled_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +40,7 @@ class DrawnRows:
     """All rows of the drawn trees.
 
     Attributes:
-        token_ids_BK, parents_BK: int64, level after level; parents as in `DraftBatch`.
+        token_ids_BK, parents_BK: int64, level after level; parents as in `ModelDrafts`.
         is_drawn_BK: bool.
         probs_BKV: float32, what the drawn ones were drawn from.
     """
@@ -61,55 +57,47 @@ class DrawnTrees:
     def __init__(
         self,
         levels: tuple[int, ...],
-        template: TreeTemplate | None,
-        num_rows_B: Tensor | None,
+        num_rows_B: Tensor,
         num_tokens_B: Tensor,
+        positions_B: Tensor,
         sampling: SamplingBatch,
     ) -> None:
         """
         Args:
-            template: where the rows stand, ranks in the order of draws. None: the rows go where the
-                most accepted tokens are expected.
-            num_rows_B: how many rows each request wants. None: every request wants all.
+            levels: rows of each level.
+            num_rows_B: how many rows each request wants.
             num_tokens_B: committed tokens.
+            positions_B: text positions of the first level.
         """
         self._levels = levels
         self._num_rows_B = num_rows_B
         self._num_tokens_B = num_tokens_B
+        self._positions_B = positions_B
         self._sampling = sampling
-        self._templates: list[Tensor] | None = None
-        if template is not None:
-            pairs = level_tensors(template.origins, template.ranks, num_tokens_B.device)
-            self._templates = [torch.stack(pair) for pair in zip(*pairs, strict=True)]
         self._drawn: list[DrawnLevel] = []
         self._weight_BE = torch.ones_like(num_tokens_B, dtype=torch.float32)[:, None]
 
-    def start(self, logits_BV: Tensor) -> NewRows:
-        """The first level."""
-        return self.extend(logits_BV[:, None])
-
     def extend(self, logits_BEV: Tensor) -> NewRows:
-        """The next level, behind the nodes of the last one."""
+        """The next level, behind the nodes of the last one; the root at first."""
         depth = len(self._drawn)
-        num_before = sum(self._levels[:depth])
         task = LevelTask(
             num_rows=self._levels[depth],
-            template_2F=None if self._templates is None else self._templates[depth],
-            num_kept_B=None if self._num_rows_B is None else self._num_rows_B - num_before,
-            depth=depth,
+            num_kept_B=self._num_rows_B - sum(self._levels[:depth]),
             first_above=sum(self._levels[: depth - 1]) + 1 if depth else 0,
+            positions_B=self._positions_B + depth,
             num_tokens_B=self._num_tokens_B,
-            sampling=self._sampling,
+            seeds_B=self._sampling.seeds_B,
+            draws_B=self._sampling.draws_B,
         )
-        draw = draw_level_cpu if is_compiled_for(logits_BEV) else draw_level
-        level = draw(logits_BEV, self._weight_BE, task)
+        level = draw_level(logits_BEV, self._weight_BE, task)
         self._weight_BE = level.weight_BF
         self._drawn.append(level)
-        return level.rows
+        return NewRows(level.token_ids_BF, level.origins_BF)
 
     def finish(self) -> DrawnRows:
         """The whole trees."""
-        token_ids_BK, parents_BK = join_levels([level.rows for level in self._drawn])
+        rows = [NewRows(level.token_ids_BF, level.origins_BF) for level in self._drawn]
+        token_ids_BK, parents_BK = join_levels(rows)
         return DrawnRows(
             token_ids_BK,
             parents_BK,

@@ -1,24 +1,35 @@
-"""What a proposer on the device promises the runner."""
+"""Drafts of any drafter: chains and trees, of the likeliest tokens or drawn ones.
+
+A drafter answers one question: the logits behind these rows. Everything else is the same for
+small models, EAGLE, mask tokens and heads, and is done here and in `grower`.
+
+Dimension key: B requests that draft, S state rows, L tokens of a text.
+"""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
+from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.grower import Growth, TreeLevels, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.sampling.batch import SamplingBatch
 
 
-class DeviceProposer(Protocol):
-    """Drafts with a network, from the texts on the device, without waiting for anything.
+class Drafter(Protocol):
+    """Says what may follow texts, without waiting for anything.
 
     Attributes:
-        drafting: how it drafts, as far as the scheduler and the policy must know.
+        drafting: of chains, as far as the scheduler and the policy must know.
         reads_states: whether it needs the target's states of every step; else `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
-        max_drafts: most drafts of one request in one step.
+        max_drafts: how far ahead of the text it drafts.
         max_passes: most passes of the network in one step, however much it drafts.
     """
 
@@ -30,6 +41,49 @@ class DeviceProposer(Protocol):
     @property
     def taps(self) -> tuple[int, ...]: ...
 
+    def keep(self, states: TargetStates) -> None:
+        """The target has computed these; called at the end of every step."""
+        ...
+
+    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
+        """What may follow the text of each ask, and what is drafted behind it.
+
+        Args:
+            token_ids_SL: int64, the texts on the device; [S state rows, L tokens].
+            depth: how many levels will be asked for.
+        """
+        ...
+
+
+class DeviceProposer:
+    """Makes drafts of one shape with a drafter.
+
+    Attributes:
+        drafting: as the drafter's, of this shape.
+        max_drafts: most drafts of one request in one step.
+        max_passes: most passes of the network in one step.
+    """
+
+    def __init__(self, drafter: Drafter, tree: TreeShape | None, *, samples: bool) -> None:
+        """
+        Args:
+            tree: None: chains, as long as they are wanted.
+            samples: draw drafts from the drafter's distribution instead of taking its best.
+        """
+        self.drafter = drafter
+        self._shape = tree or TreeShape.chain(drafter.max_drafts)
+        self._samples = samples
+        self.max_drafts = self._shape.num_rows
+        self.max_passes = min(drafter.max_passes, self._shape.depth)
+        self.drafting = drafter.drafting
+        if not self._shape.is_chain:
+            # A network reads the accepted branch again, as it reads any token that it has not
+            # seen: in the pass that it makes for the newest one anyway.
+            kept = self.drafting.max_kept
+            self.drafting = replace(
+                self.drafting, levels=self._shape.levels, max_kept=0 if kept is None else kept
+            )
+
     def propose(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
     ) -> ModelDrafts:
@@ -39,8 +93,24 @@ class DeviceProposer(Protocol):
             token_ids_SL: int64, the texts; [S state rows, L tokens].
             sampling: the parameters of the same requests in the same order.
         """
-        ...
-
-    def keep(self, states: TargetStates) -> None:
-        """The target has computed these; called at the end of every step."""
-        ...
+        wanted = [ask.num_drafts for ask in asks]
+        shape = self._shape.with_room_for(max(wanted))
+        assert max(wanted) <= shape.num_rows, "more drafts than rows"
+        levels = self.drafter.levels(asks, token_ids_SL, shape.depth)
+        counts_B3 = [(ask.num_tokens, len(ask.continued), ask.num_drafts) for ask in asks]
+        num_tokens_B, num_before_B, num_drafts_B = to_device(
+            list(np.array(counts_B3).T.copy()), token_ids_SL.device
+        )
+        growth = Growth(
+            shape=shape,
+            num_tokens_B=num_tokens_B,
+            positions_B=num_tokens_B + num_before_B,
+            num_drafts_B=num_drafts_B,
+            fewest=min(wanted),
+            # Verification applies what looks back at the text.
+            sampling=replace(
+                sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False
+            ),
+            samples=self._samples,
+        )
+        return grow(levels, growth)

@@ -6,8 +6,7 @@ renormalised; the logits of all other tokens are -inf. For temperature, top-k, t
 verification it is a drafter with the target's vocabulary that gives some tokens no mass. What is
 exact for such drafters is exact for this one.
 
-Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary, B requests,
-K tokens of a chain.
+Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary.
 """
 
 from collections.abc import Sequence
@@ -64,21 +63,3 @@ class TranslatedModel:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V]: -inf for the tokens that the model does not share."""
         return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
-
-    def best_tokens(self, hidden_RD: Tensor) -> Tensor:
-        """int64 [R]: the best of the shared tokens; in a tie the target's lowest id."""
-        return self.logits(hidden_RD).argmax(dim=-1)
-
-    def greedy_chain(
-        self,
-        first_ids_B: Tensor,
-        caches: Sequence[LayerCache],
-        batches: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """int64 [K, B]; see LanguageModel. In single passes: a compiled chain of the model would
-        continue with tokens that are not shared."""
-        ids = [first_ids_B]
-        for batch in batches:
-            hidden_BD = self(ids[-1], batch.positions_T, caches, batch)
-            ids.append(self.best_tokens(hidden_BD))
-        return torch.stack(ids)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.ops import PlacedExtensions, PlacedRows, RowIndex
+from outdraft.kernels.ops import PlacedRows, RowIndex
 
 
 class NativeRows:
@@ -18,9 +18,6 @@ class NativeRows:
         size, address = c_int64, c_void_p
         self._place_rows = library.function(
             "place_rows", [size, *[address] * 3, *[size] * 3, *[address] * 2]
-        )
-        self._place_extensions = library.function(
-            "place_extensions", [*[size] * 2, *[address] * 2, *[size] * 2, *[address] * 3]
         )
         self._index_rows = library.function(
             "index_rows", [*[size] * 2, *[address] * 6, *[size] * 2, address], size
@@ -53,27 +50,6 @@ class NativeRows:
             address_of(placed_3T),
         )
         return PlacedRows(starts_B1, *placed_3T)
-
-    def place_extensions(
-        self, lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
-    ) -> PlacedExtensions:
-        """As `ops.PlaceExtensions`."""
-        num_requests, table_width = block_table_BP.shape
-        positions_EB = np.empty((num_passes, num_requests), dtype=np.int64)
-        slots_FB = np.empty((num_passes - 1, num_requests), dtype=np.int64)
-        context_lens_FB = np.empty((num_passes - 1, num_requests), dtype=np.int32)
-        self._place_extensions(
-            num_requests,
-            num_passes,
-            address_of(lengths_B2),
-            address_of(block_table_BP),
-            table_width,
-            block_size,
-            address_of(positions_EB),
-            address_of(slots_FB),
-            address_of(context_lens_FB),
-        )
-        return PlacedExtensions(positions_EB, slots_FB, context_lens_FB)
 
     def index_rows(
         self,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 
 from outdraft.attention.cpu import CpuAttention
+from outdraft.kernels.native.drafting import NativeDrafting
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
@@ -26,7 +27,6 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
     kernels = replace(
         others,
         place_rows=rows.place_rows,
-        place_extensions=rows.place_extensions,
         index_rows=rows.index_rows,
         ngram_texts=texts.ngram_texts,
         suffix_texts=texts.suffix_texts,
@@ -35,6 +35,7 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
         return kernels
     return replace(
         kernels,
+        place_level=NativeDrafting(library).place_level,
         shape_rows=rows.shape_rows,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from outdraft.kernels.ops import PlacedExtensions, PlacedRows, RowIndex
+from outdraft.kernels.ops import PlacedLevel, PlacedRows, RowIndex
 
 
 def place_rows(
@@ -31,21 +31,6 @@ def place_rows(
         np.array(ancestors, dtype=np.int64),
         np.array(positions, dtype=np.int64),
         np.array(slots, dtype=np.int64),
-    )
-
-
-def place_extensions(
-    lengths_B2: np.ndarray, block_table_BP: np.ndarray, block_size: int, num_passes: int
-) -> PlacedExtensions:
-    """As `ops.PlaceExtensions`."""
-    num_tokens_B, num_drafts_B = lengths_B2.T
-    passes_E1 = np.arange(num_passes)[:, None]
-    is_kept_FB = passes_E1[1:] < num_drafts_B
-    places_FB = num_tokens_B + np.where(is_kept_FB, passes_E1[:-1], -1)
-    blocks_FB = block_table_BP[np.arange(len(lengths_B2)), places_FB // block_size]
-    slots_FB = blocks_FB * np.int64(block_size) + places_FB % block_size
-    return PlacedExtensions(
-        num_tokens_B + passes_E1, np.where(is_kept_FB, slots_FB, -1), places_FB.astype(np.int32)
     )
 
 
@@ -128,3 +113,28 @@ def append_token_ids(
     columns_BN = starts_B[:, None] + places_N
     columns_BN = torch.where(token_ids_BN >= 0, columns_BN, texts_SL.shape[1] - 1)
     texts_SL[state_rows_B[:, None], columns_BN] = token_ids_BN
+
+
+def place_level(
+    ancestors_BF: Tensor,
+    first_row: int,
+    depth: int,
+    contexts_B: Tensor,
+    num_drafts_B: Tensor,
+    block_table_BP: Tensor,
+    block_size: int,
+) -> PlacedLevel:
+    """As `ops.PlaceLevel`."""
+    width = ancestors_BF.shape[1]
+    places_F = torch.arange(first_row, first_row + width, device=contexts_B.device)
+    has_slot_BF = places_F < num_drafts_B[:, None]
+    index_BF = torch.where(has_slot_BF, contexts_B[:, None] + places_F, 0)
+    blocks_BF = block_table_BP.gather(1, index_BF // block_size)
+    slots_BF = blocks_BF.long() * block_size + index_BF % block_size
+    own_bits_B = (1 << num_drafts_B) - 1
+    depth_B = num_drafts_B.clamp(max=depth)  # deeper rows have no slot
+    return PlacedLevel(
+        ancestors_T=(ancestors_BF & own_bits_B[:, None]).flatten(),
+        positions_T=(contexts_B + depth_B - 1).repeat_interleave(width),
+        slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
+    )

@@ -18,7 +18,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         name="reference",
         attention=ReferenceAttention(in_order=in_order),
         place_rows=rows.place_rows,
-        place_extensions=rows.place_extensions,
+        place_level=rows.place_level,
         index_rows=rows.index_rows,
         shape_rows=rows.shape_rows,
         read_token_ids=rows.read_token_ids,

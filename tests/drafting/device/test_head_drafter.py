@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.draft_tree import Frontier
-from outdraft.drafting.device.head_proposer import MedusaProposer, MLPSpeculatorProposer
+from outdraft.drafting.device.grower import Frontier
+from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
@@ -39,8 +40,6 @@ TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:K
 STATE_ROWS, LENGTHS = [4, 0, 2, 5], [9, 3, 20, 14]
 TEXTS_SL = texts(VOCAB)
 
-Proposer = MedusaProposer | MLPSpeculatorProposer
-
 
 class Drafter:
     """A kind of heads: how its proposer is built, and what it should say."""
@@ -64,11 +63,11 @@ class Drafter:
             )
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
-    def proposer(self, *, samples: bool = True) -> Proposer:
-        kind = MedusaProposer if self.kind == "medusa" else MLPSpeculatorProposer
-        proposer = kind(self.heads, NUM_STATE_ROWS, samples=samples)
-        proposer.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
-        return proposer
+    def proposer(self, *, samples: bool = True) -> DeviceProposer:
+        kind = MedusaDrafter if self.kind == "medusa" else MLPSpeculatorDrafter
+        drafter = kind(self.heads, NUM_STATE_ROWS)
+        drafter.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
+        return DeviceProposer(drafter, None, samples=samples)
 
     def next_logits(self, ask: DraftModelAsk, drafted: Sequence[int]) -> list[float]:
         """Behind the newest token and these drafts."""
@@ -175,7 +174,7 @@ def test_heads_go_on_behind_what_others_have_drafted(drafter: Drafter, data: st.
 
 def test_a_proposer_that_does_not_sample_takes_the_best_tokens(drafter: Drafter):
     asks = asks_for([1, 0, 2], [4, 2, 3])
-    sampled, greedy = sampling_batch([1, 0, 2], VOCAB), sampling_batch([0, 0, 0], VOCAB)
+    sampled, greedy = sampling_batch([1, 0, 1], VOCAB), sampling_batch([0, 0, 0], VOCAB)
 
     made = drafter.proposer(samples=False).propose(asks, TEXTS_SL, sampled)
 
@@ -214,11 +213,11 @@ def test_of_each_step_the_last_state_of_a_request_is_kept(drafter: Drafter):
     proposer = drafter.proposer()
     # Rows of three requests, one of which did not sample; row 1 was a draft that was refused.
     hidden_TD = random_hidden(6, torch.float32, seed=8)
-    proposer.keep(states(hidden_TD, [0, 4], [STATE_ROWS[1], STATE_ROWS[2]]))
+    proposer.drafter.keep(states(hidden_TD, [0, 4], [STATE_ROWS[1], STATE_ROWS[2]]))
     moved = drafter.hidden_SD.clone()
     moved[STATE_ROWS[1]], moved[STATE_ROWS[2]] = hidden_TD[0], hidden_TD[4]
     other = drafter.proposer()
-    other.keep(states(moved, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
+    other.drafter.keep(states(moved, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
     asks, sampling = asks_for([3, 1, 2], [4, 4, 4]), sampling_batch([3, 1, 2], VOCAB)
 
     made = proposer.propose(asks, TEXTS_SL, sampling)
@@ -235,7 +234,7 @@ def test_of_each_step_the_last_state_of_a_request_is_kept(drafter: Drafter):
 
 def test_a_step_in_which_nobody_samples_changes_nothing(drafter: Drafter):
     proposer = drafter.proposer()
-    proposer.keep(states(random_hidden(5, torch.float32, seed=8), [], []))
+    proposer.drafter.keep(states(random_hidden(5, torch.float32, seed=8), [], []))
     asks = asks_for([0], [4])
 
     made = proposer.propose(asks, TEXTS_SL, sampling_batch([0], VOCAB))
@@ -246,14 +245,14 @@ def test_a_step_in_which_nobody_samples_changes_nothing(drafter: Drafter):
 def test_more_drafts_than_heads_are_not_asked_for(drafter: Drafter):
     [ask] = asks_for([0], [NUM_HEADS])
     for wrong in (replace(ask, num_drafts=NUM_HEADS + 1), replace(ask, continued=(1,))):
-        with pytest.raises(AssertionError, match="more drafts than heads"):
+        with pytest.raises(AssertionError, match="more drafts than"):
             drafter.proposer().propose([wrong], TEXTS_SL, sampling_batch([0], VOCAB))
 
 
 def test_levels_give_the_logits_behind_every_node_of_a_tree(drafter: Drafter):
     asks = asks_for([2, 0], [NUM_HEADS, NUM_HEADS])
     generator = torch.Generator().manual_seed(4)
-    levels = drafter.proposer().levels(asks, TEXTS_SL)
+    levels = drafter.proposer().drafter.levels(asks, TEXTS_SL, NUM_HEADS)
 
     first_BV = levels.first_logits()
 

@@ -12,24 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import ancestor_masks, tree_depths
-from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
-from outdraft.core.tree_template import TreeTemplate
-from outdraft.drafting.device.draft_tree import TreeBuilder
 from outdraft.drafting.device.drawn_level import LevelTask, draw_level, side_shares
-from outdraft.drafting.device.drawn_level_cpu import draw_level_cpu
+from outdraft.drafting.device.grower import Growth, grow
 from outdraft.sampling import noise
 from outdraft.sampling.noise import Purpose
 from tests.reference.tabled_drafter import (
+    TabledLevels,
     TabledModel,
-    grow,
     prefixes,
     sampling_of,
     walk_trees,
 )
-
-TEMPLATE = TreeTemplate.parse("[(0,), (1,), (2,), (0, 0), (0, 1), (2, 0), (0, 1, 0), (2, 0, 0)]")
-WIDE_ROOT = TreeTemplate.parse("[(0,), (1,), (2,), (3,), (0, 0), (1, 0), (1, 1), (3, 0)]")
 
 
 def build(
@@ -38,20 +32,23 @@ def build(
     """(drafts, levels) of one tree per temperature."""
     num_requests = len(temperatures)
     seeds = range(num_requests) if seeds is None else seeds
-    builder = TreeBuilder(
-        shape,
-        [shape.num_rows] * num_requests if num_rows is None else num_rows,
-        torch.full((num_requests,), 100),
-        sampling_of(temperatures, seeds, model.vocab_size, shares_noise),
+    num_rows = [shape.num_rows] * num_requests if num_rows is None else num_rows
+    num_tokens_B = torch.full((num_requests,), 100)
+    levels = TabledLevels(model, num_requests)
+    growth = Growth(
+        shape=shape,
+        num_tokens_B=num_tokens_B,
+        positions_B=num_tokens_B,
+        num_drafts_B=torch.tensor(num_rows),
+        fewest=min(num_rows),
+        sampling=sampling_of(temperatures, seeds, model.vocab_size, shares_noise),
         samples=samples,
     )
-    levels = grow(builder, model, num_requests)
-    return builder.finish(), levels
+    return grow(levels, growth), levels.seen
 
 
-shapes = st.one_of(
-    st.lists(st.integers(1, 5), min_size=1, max_size=3).map(lambda rows: TreeShape(tuple(rows))),
-    st.sampled_from([TEMPLATE, WIDE_ROOT]),
+shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(
+    lambda rows: TreeShape(tuple(rows))
 )
 
 
@@ -129,9 +126,10 @@ def test_the_rows_of_a_level_see_what_they_continue(batch):
             depths += [level.depth] * level.origins_BF.shape[1]
         assert masks == ancestor_masks(parents)
         assert depths == tree_depths(parents)
-        if temperature > 0 or shape is TEMPLATE:
-            assert parents == drafts.parents_BK[b].tolist()
-            assert ids == drafts.token_ids_BK[b].tolist()
+        if temperature > 0 or shape.is_chain:
+            assert len(parents) == shape.num_rows - shape.levels[-1]
+            assert parents == drafts.parents_BK[b, : len(parents)].tolist()
+            assert ids == drafts.token_ids_BK[b, : len(ids)].tolist()
 
 
 @settings(max_examples=40, deadline=None)
@@ -199,7 +197,7 @@ def eagle_candidates(model, levels, most):
     return pool
 
 
-@pytest.mark.parametrize("levels", [(2, 2, 2), (3, 4, 1), (1, 1, 1), (6, 2, 3)])
+@pytest.mark.parametrize("levels", [(2, 2, 2), (3, 4, 1), (1, 1, 2), (6, 2, 3)])
 def test_greedy_trees_keep_the_best_of_all_candidates(levels):
     model = TabledModel(7, 12, 3)
     drafts, _ = build(TreeShape(levels), model, [0.0])
@@ -209,10 +207,20 @@ def test_greedy_trees_keep_the_best_of_all_candidates(levels):
     assert ours == best
 
 
+def test_a_greedy_chain_holds_the_best_token_behind_each():
+    model, path = TabledModel(7, 12, 4), []
+    drafts, _ = build(TreeShape.chain(4), model, [0.0])
+    for _ in range(4):
+        path.append(int(model.probs(path).argmax()))
+    assert drafts.is_chain
+    assert drafts.token_ids_BK.tolist() == [path]
+    assert drafts.parents_BK.tolist() == [[0, 1, 2, 3]]
+
+
 def test_what_is_drawn_has_no_say_in_its_own_level():
     num_requests = 400
     model = TabledModel(3, 6, 3, zeros=0.5)
-    drafts, levels = build(TreeShape((3, 5, 4)), model, [1.0] * num_requests)
+    drafts, levels = build(TreeShape((3, 5, 4, 1)), model, [1.0] * num_requests)
     before = [()] * num_requests  # what was drawn at the levels above
     start, num_seen = 0, []
     for level in levels:
@@ -253,7 +261,7 @@ def without_replacement(q, num_ranks):
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
-@pytest.mark.parametrize("shape", [TreeShape((3, 1)), TEMPLATE, WIDE_ROOT], ids=str)
+@pytest.mark.parametrize("shape", [TreeShape((3, 1)), TreeShape((4, 4))], ids=str)
 @pytest.mark.parametrize("zeros", [0.0, 0.3])
 def test_the_children_of_a_node_follow_drawing_without_replacement(shape, num_ranks, zeros):
     model, num_requests = TabledModel(1, 5, 3, zeros), 20_000
@@ -272,11 +280,11 @@ def test_the_children_of_a_node_follow_drawing_without_replacement(shape, num_ra
 
 def test_the_children_of_a_drawn_node_follow_drawing_without_replacement():
     model, num_requests = TabledModel(1, 4, 3), 40_000
-    drafts, _ = build(TEMPLATE, model, [1.0] * num_requests)
+    drafts, _ = build(TreeShape((1, 2)), model, [1.0] * num_requests)
     for parent in range(4):
         at = drafts.token_ids_BK[:, 0] == parent
         joint = without_replacement(model.probs((parent,)), 2)
-        drawn = Counter(map(tuple, drafts.token_ids_BK[at, 3:5].tolist()))
+        drawn = Counter(map(tuple, drafts.token_ids_BK[at, 1:3].tolist()))
         expected = int(at.sum()) * np.array(list(joint.values()))
         counts = np.array([drawn[ranks] for ranks in joint])
         assert is_plausible(chi_square(counts, expected), len(joint) - 1)
@@ -285,12 +293,15 @@ def test_the_children_of_a_drawn_node_follow_drawing_without_replacement():
 def test_nodes_of_one_level_draw_independently():
     model, num_requests = TabledModel(1, 5, 1), 20_000
     model.logits_XV[1] = model.logits_XV[0].expand(5, -1)  # the prefix makes no difference
-    shape = TreeTemplate.parse("[(0,), (1,), (0, 0), (1, 0)]")
-    drafts, _ = build(shape, model, [1.0] * num_requests)
-    first_B, second_B = drafts.token_ids_BK[:, 2], drafts.token_ids_BK[:, 3]
+    drafts, _ = build(TreeShape((2, 5)), model, [1.0] * num_requests)
+    is_child_BK2 = drafts.parents_BK[:, 2:, None] == torch.tensor([1, 2])
+    has_both_B = is_child_BK2.any(1).all(1)
+    first_child_B2 = 2 + is_child_BK2.int().argmax(1)
+    first_B, second_B = drafts.token_ids_BK.gather(1, first_child_B2)[has_both_B].T
+    assert len(first_B) > 5_000
     chance = float((model.probs(()) ** 2).sum())
     rate = float((first_B == second_B).double().mean())
-    assert abs(rate - chance) < 6 * np.sqrt(chance * (1 - chance) / num_requests)
+    assert abs(rate - chance) < 6 * np.sqrt(chance * (1 - chance) / len(first_B))
 
 
 EXACT_SHAPES = [
@@ -300,8 +311,7 @@ EXACT_SHAPES = [
     TreeShape((1, 3)),
     TreeShape((4,)),
     TreeShape((4, 5)),
-    TEMPLATE,
-    WIDE_ROOT,
+    TreeShape((3, 3, 2)),
 ]
 
 
@@ -369,7 +379,7 @@ def with_swapped_first_rows(drafts):
     )
 
 
-@pytest.mark.parametrize("shape", [TreeShape((2, 3, 2)), TEMPLATE])
+@pytest.mark.parametrize("shape", [TreeShape((2, 3, 2)), TreeShape((3, 3, 2))])
 def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
     model, num_requests = TabledModel(5, 8, 3), 50
     drafts, _ = build(shape, model, [1.0] * num_requests, shares_noise=[True] * num_requests)
@@ -404,71 +414,28 @@ def test_a_vocabulary_that_cannot_fill_a_level_is_refused():
         build(TreeShape((4,)), TabledModel(0, 3, 1), [0.0])
 
 
-TWIN_TEMPLATE = [[0, 0, 0, 0, 1, 2, 2, 2], [0, 1, 2, 3, 0, 0, 1, 2]]  # origins, ranks
-
-
-@pytest.mark.parametrize("seed", range(20))
-@pytest.mark.parametrize("has_template", [False, True])
-@pytest.mark.parametrize("most_with_mass", [1, 3, 60])
-def test_both_twins_draw_the_same_level(seed, has_template, most_with_mass):
-    rng = np.random.default_rng(seed)
-    num_requests, num_nodes, num_rows, size = 5, 3, int(rng.integers(1, 9)), 60
-    logits_BEV = torch.tensor(rng.normal(0, 2, (num_requests, num_nodes, size))).float()
-    num_with_mass_BE1 = rng.integers(1, most_with_mass + 1, (num_requests, num_nodes, 1))
-    places_BEV = rng.permuted(np.broadcast_to(np.arange(size), logits_BEV.shape), axis=2)
-    logits_BEV[torch.tensor(places_BEV >= num_with_mass_BE1)] = -torch.inf
-    weight_BE = torch.tensor(rng.random((num_requests, num_nodes))).float()
-    num_kept_B = torch.tensor(rng.integers(-1, num_rows + 2, num_requests))
-    task = LevelTask(
-        num_rows=num_rows,
-        template_2F=torch.tensor(TWIN_TEMPLATE)[:, :num_rows] if has_template else None,
-        num_kept_B=num_kept_B if seed % 2 else None,
-        depth=2,
-        first_above=4,
-        num_tokens_B=torch.tensor(rng.integers(1, 1000, num_requests)),
-        sampling=sampling_of([1.0] * num_requests, rng.integers(0, 2**60, num_requests), size),
-    )
-    slow, fast = (
-        draw_level(logits_BEV, weight_BE, task),
-        draw_level_cpu(logits_BEV, weight_BE, task),
-    )
-    assert torch.equal(slow.rows.origins_BF, fast.rows.origins_BF)
-    assert torch.equal(slow.is_drawn_BF, fast.is_drawn_BF)
-    torch.testing.assert_close(slow.weight_BF, fast.weight_BF, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(slow.probs_BFV[slow.is_drawn_BF], fast.probs_BFV[fast.is_drawn_BF])
-    assert ((slow.weight_BF > 0) == slow.is_drawn_BF).all()
-    is_kept_BF = torch.ones_like(slow.is_drawn_BF)
-    if task.num_kept_B is not None:
-        is_kept_BF = torch.arange(num_rows) < task.num_kept_B[:, None]
-    ids_BF = slow.rows.token_ids_BF
-    assert torch.equal(ids_BF[is_kept_BF], fast.rows.token_ids_BF[is_kept_BF])
-    if not has_template and num_rows <= int(num_with_mass_BE1.sum(1).min()):
-        assert torch.equal(slow.is_drawn_BF, is_kept_BF), "rows go where there is something to draw"
-
-
-@pytest.mark.parametrize("draw", [draw_level, draw_level_cpu])
-def test_rows_go_where_most_is_expected(draw):
+def test_rows_go_where_most_is_expected():
     sure, torn = [0.96, 0.02, 0.01, 0.01], [0.25, 0.25, 0.25, 0.25]
     logits_BEV = torch.tensor([[sure, torn, torn]]).log()
     task = LevelTask(
         num_rows=9,
-        template_2F=None,
-        num_kept_B=None,
-        depth=1,
+        num_kept_B=torch.tensor([9]),
         first_above=1,
+        positions_B=torch.tensor([11]),
         num_tokens_B=torch.tensor([10]),
-        sampling=sampling_of([1.0], [0], 4),
+        seeds_B=torch.tensor([0]),
+        draws_B=torch.tensor([True]),
     )
-    level = draw(logits_BEV, torch.tensor([[1.0, 0.8, 0.05]]), task)
+    level = draw_level(logits_BEV, torch.tensor([[1.0, 0.8, 0.05]]), task)
     acceptance = 0.47 + 0.42 * np.array([0.96, 0.25, 0.25])
     weight = np.array([1.0, 0.8, 0.05])
     gains = {(node, 0): weight[node] * acceptance[node] ** 0.5 for node in range(3)}
     for rank, share in ((1, 0.35), (2, 0.2), (3, 0.14)):
         gains |= {(node, rank): weight[node] * (1 - acceptance[node]) * share for node in range(3)}
     best = sorted(gains, key=lambda place: -gains[place])[:9]
-    assert level.rows.origins_BF.tolist() == [[node for node, _ in best]]
+    assert level.origins_BF.tolist() == [[node for node, _ in best]]
     for row, (node, rank) in enumerate(best):
-        own = float(level.probs_BFV[0, row, level.rows.token_ids_BF[0, row]])
+        own = float(level.probs_BFV[0, row, level.token_ids_BF[0, row]])
         first = weight[node] * (0.45 + 0.5 * own**0.5) ** 0.5
         expected = first if rank == 0 else 0.7 * gains[node, rank]
         assert float(level.weight_BF[0, row]) == pytest.approx(expected, rel=1e-5)
@@ -481,35 +448,3 @@ def test_what_further_ranks_cover_falls_and_is_less_than_the_whole():
     assert len(shares) == 62
     assert shares[3:5] == pytest.approx([0.14 * 0.8, 0.14 * 0.64])
     assert all(before > after > 0 for before, after in itertools.pairwise(shares))
-
-
-def test_a_template_lists_its_rows_level_by_level():
-    template = TreeTemplate.parse("[(1,), (0, 0), (0,), (1, 0), (0, 1)]")
-    assert template.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0))
-    assert (template.num_rows, template.depth, template.levels) == (5, 2, (2, 3))
-    assert template.origins == ((0, 0), (0, 0, 1))
-    assert template.ranks == ((0, 1), (0, 1, 0))
-    assert TreeTemplate.parse([[0], [0, 0]]).paths == ((0,), (0, 0))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("[(0,), (0, 0, 0)]", "not \\(0, 0\\) above it"),
-        ("[(0,), (2,)]", "not \\(1,\\) before it"),
-        ("[(0,), (0,)]", "names \\(0,\\) twice"),
-        ("[()]", "must not name the root"),
-        ("[(-1,)]", "start at 0"),
-        ("[]", "1 to 63 paths, got 0"),
-        (str([(i,) for i in range(64)]), "1 to 63 paths, got 64"),
-        ("[0, 1]", "must be a list of paths"),
-        ("[(0.5,)]", "must be a list of paths"),
-        ("[(True,)]", "must be a list of paths"),
-        ("'(0,)'", "must be a list of paths"),
-        ("[(0,)", "must be a list of paths"),
-        ("{1: 2}", "must be a list of paths"),
-    ],
-)
-def test_a_template_that_is_no_tree_says_why(text, message):
-    with pytest.raises(ConfigError, match=message):
-        TreeTemplate.parse(text)

@@ -1,0 +1,205 @@
+"""How drafts grow: level by level, for a batch of any mixture of requests.
+
+A drafter gives the logits behind the newest token of each text, and then behind each node of a
+level. The grower chooses the rows of the next level. A chain is the tree whose levels have one row
+each. Nothing comes back to the host: it knows beforehand how many rows each level has, but not
+which tokens they hold and which rows they continue.
+
+Requests of temperature 0 get the likeliest tokens (`ranked_tree`), others get draws without
+replacement (`drawn_tree`). Requests that share their noise get the tokens that the target would
+most likely choose with that noise if it had the drafter's logits. These are matched with the
+target's own choices, so the output does not depend on them.
+
+Dimension key: B requests, E nodes of the level above (1: the root), F rows of the newest level, K
+rows of a tree, V vocabulary.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.drawn_tree import DrawnRows, DrawnTrees
+from outdraft.drafting.device.level_rows import NewRows
+from outdraft.drafting.device.model_drafts import ModelDrafts
+from outdraft.drafting.device.ranked_tree import RankedTrees
+from outdraft.sampling import noise
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.noise import Purpose
+from outdraft.sampling.processors import Paths, process_logits
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The newest level: rows that the drafter reads next.
+
+    Attributes:
+        token_ids_BF: int64; every one a token, also where a request has no such row.
+        origins_BF: int64, place of each row's parent in the level above; 0 at the first level.
+        ancestors_BF: int64; bit j: the row continues drafted row j, or is it. Rows are numbered
+            from 0, level after level; the tree that comes of them may number them otherwise.
+        depth: all rows have the same; the root's children have 1.
+        first_row: number of the first row; the others follow it.
+    """
+
+    token_ids_BF: Tensor
+    origins_BF: Tensor
+    ancestors_BF: Tensor
+    depth: int
+    first_row: int
+
+
+class TreeLevels(Protocol):
+    """Logits of what may follow the last token before the drafts, and then each node of a level."""
+
+    def first_logits(self) -> Tensor:
+        """[B, V]."""
+        ...
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """[B, F, V]; levels come in order, each once."""
+        ...
+
+
+class KnownLevels:
+    """Logits that depend on no draft: they are known when drafting begins."""
+
+    def __init__(self, logits_BKV: Tensor) -> None:
+        """Behind all nodes of each level."""
+        self._logits_BKV = logits_BKV
+
+    def first_logits(self) -> Tensor:
+        """As `TreeLevels`."""
+        return self._logits_BKV[:, 0]
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """As `TreeLevels`."""
+        width = frontier.token_ids_BF.shape[1]
+        return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """What is wanted of a batch.
+
+    Attributes:
+        shape: of the largest tree.
+        num_tokens_B: int64, committed tokens.
+        positions_B: int64, text positions of the first drafts.
+        num_drafts_B: int64; how many rows of the shape each request wants: the first ones.
+        fewest: known on the host: the smallest of these.
+        sampling: the requests' parameters, without those that look back at the text.
+        samples: draw drafts from the drafter's distribution; False: all requests get the
+            likeliest tokens.
+    """
+
+    shape: TreeShape
+    num_tokens_B: Tensor
+    positions_B: Tensor
+    num_drafts_B: Tensor
+    fewest: int
+    sampling: SamplingBatch
+    samples: bool
+
+
+def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
+    """One tree for every request.
+
+    Raises:
+        ValueError: the vocabulary cannot fill a level.
+    """
+    sampling, shape = growth.sampling, growth.shape
+    draws = growth.samples and sampling.any_draws
+    drawn: DrawnTrees | None = None
+    if draws:
+        drawn = DrawnTrees(
+            shape.levels, growth.num_drafts_B, growth.num_tokens_B, growth.positions_B, sampling
+        )
+    ranked = None if draws and sampling.all_draw else RankedTrees(shape)
+    draws_B1 = sampling.draws_B[:, None]
+    logits_BEV, frontier = levels.first_logits()[:, None], None
+    for depth in range(shape.depth):
+        if frontier is not None:
+            logits_BEV = levels.next_logits(frontier)
+        logits_BEV = _processed(logits_BEV, sampling)
+        rows: NewRows | None = None
+        if ranked is not None:
+            rows = ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
+        if drawn is not None:
+            drawn_rows = drawn.extend(logits_BEV)
+            rows = drawn_rows if rows is None else rows.replaced_where(draws_B1, drawn_rows)
+        assert rows is not None
+        frontier = _frontier(frontier, rows)
+    return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish())
+
+
+def _processed(logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
+    """[B, F, V]: as the drafts of each request are chosen."""
+    if sampling.is_plain_greedy:
+        return logits_BFV
+    num_requests, width = logits_BFV.shape[:2]
+    request_R = torch.arange(num_requests, device=logits_BFV.device).repeat_interleave(width)
+    nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
+    paths = Paths(None, nothing_B, nothing_B, None)
+    processed_RV = process_logits(logits_BFV.flatten(0, 1), request_R, paths, sampling)
+    return processed_RV.view(logits_BFV.shape)
+
+
+def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor:
+    """Logits plus the noise of the target's choice at this depth, the same behind all nodes, where
+    a request shares its noise."""
+    sampling = growth.sampling
+    if not (growth.samples and sampling.any_shares_noise):
+        return logits_BEV
+    noise_BV = noise.gumbel(
+        sampling.seeds_B, growth.positions_B + depth, Purpose.SAMPLE, logits_BEV.shape[2]
+    )
+    shares_B11 = sampling.shares_noise_B[:, None, None]
+    return torch.where(shares_B11, logits_BEV + noise_BV[:, None], logits_BEV)
+
+
+def _frontier(above: Frontier | None, rows: NewRows) -> Frontier:
+    width = rows.token_ids_BF.shape[1]
+    first_row = 0 if above is None else above.first_row + above.token_ids_BF.shape[1]
+    places_F = torch.arange(first_row, first_row + width, device=rows.origins_BF.device)
+    own_BF = (1 << places_F).expand_as(rows.origins_BF)
+    if above is None:
+        return Frontier(rows.token_ids_BF, rows.origins_BF, own_BF, 1, 0)
+    ancestors_BF = own_BF | above.ancestors_BF.gather(1, rows.origins_BF)
+    depth = above.depth + 1
+    return Frontier(rows.token_ids_BF, rows.origins_BF, ancestors_BF, depth, first_row)
+
+
+def _finished(
+    growth: Growth, drawn: DrawnRows | None, ranked: tuple[Tensor, Tensor] | None
+) -> ModelDrafts:
+    """The drafts of both kinds of requests."""
+    is_chain, num_rows = growth.shape.is_chain, growth.shape.num_rows
+    if drawn is None:
+        assert ranked is not None
+        drafts = ModelDrafts(*ranked, growth.num_drafts_B, is_chain=is_chain)
+    else:
+        drafts = ModelDrafts(
+            drawn.token_ids_BK,
+            drawn.parents_BK,
+            growth.num_drafts_B,
+            drawn.probs_BKV,
+            drawn.is_drawn_BK,
+            is_chain=is_chain,
+            all_sampled=ranked is None,  # the first row of every request, if not every row
+        )
+        if ranked is not None:
+            draws_B1 = growth.sampling.draws_B[:, None]
+            drafts = replace(
+                drafts,
+                token_ids_BK=torch.where(draws_B1, drawn.token_ids_BK, ranked[0]),
+                parents_BK=torch.where(draws_B1, drawn.parents_BK, ranked[1]),
+                is_sampled_BK=drawn.is_drawn_BK & draws_B1,
+            )
+    if growth.fewest == num_rows:
+        return drafts
+    places_K = torch.arange(num_rows, device=growth.num_drafts_B.device)
+    is_row_BK = places_K < growth.num_drafts_B[:, None]
+    return replace(drafts, token_ids_BK=torch.where(is_row_BK, drafts.token_ids_BK, -1))

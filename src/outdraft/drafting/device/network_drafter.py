@@ -1,0 +1,129 @@
+"""Drafts with a network that reads its own drafts, level after level, behind the device's texts.
+
+Dimension key: B requests that draft, E nodes of the level above, F nodes of a level, V vocabulary,
+S state rows, L tokens of a text, D the network's state.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.rows import to_device
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.plan import ModelDrafting
+from outdraft.drafting.device.draft_network import DraftNetwork
+from outdraft.drafting.device.grower import Frontier
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.text_reader import TextReader
+from outdraft.kv.cache import KVCache
+
+
+class NetworkDrafter:
+    """A small model, or EAGLE."""
+
+    def __init__(
+        self, network: DraftNetwork, cache: KVCache, max_rows: int, source: DraftSource
+    ) -> None:
+        """`max_rows`: of one pass over texts."""
+        self.network = network
+        self.reads_states = network.lag > 0
+        self.taps = network.taps
+        self.max_drafts = self.max_passes = MAX_DRAFTS
+        self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
+        self._reader = TextReader(network, cache, max_rows)
+
+    def keep(self, states: TargetStates) -> None:
+        """The target has computed these."""
+        self.network.keep(states)
+
+    def levels(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+    ) -> "NetworkLevels":
+        """As `Drafter.levels`."""
+        states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
+        return NetworkLevels(self.network, self._reader.cache, asks, states_B1D, metadata)
+
+
+class NetworkLevels:
+    """What follows each node of a level: its rows are read behind the text, each seeing its
+    ancestors only."""
+
+    def __init__(
+        self,
+        network: DraftNetwork,
+        cache: KVCache,
+        asks: Sequence[DraftModelAsk],
+        states_B1D: Tensor,
+        text: AttentionMetadata,
+    ) -> None:
+        """
+        Args:
+            states_B1D: behind the last token before the drafts.
+            text: the batch that read it.
+        """
+        self._network = network
+        self._cache = cache
+        self._states_BED = states_B1D
+        self._block_table_BP = text.block_table_BP
+        contexts = [ask.num_tokens + len(ask.continued) - network.lag for ask in asks]
+        num_drafts = [ask.num_drafts for ask in asks]
+        sent = to_device(
+            [
+                np.array(contexts),
+                np.array(num_drafts),
+                np.array(contexts, dtype=np.int32),
+                np.zeros(len(asks), dtype=np.int32),
+                np.arange(len(asks) + 1, dtype=np.int32),
+            ],
+            states_B1D.device,
+        )
+        self._contexts_B, self._num_drafts_B, self._context_lens_B, self._zeros_B, starts = sent
+        self._starts_B1 = starts
+        # The longest request has so many tokens: no table of blocks reaches further.
+        self._max_seq_len = max(map(sum, zip(contexts, num_drafts, strict=True)))
+
+    def first_logits(self) -> Tensor:
+        """[B, V]: behind the last token before the drafts."""
+        return self._network.logits(self._states_BED[:, 0])
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """[B, F, V]: behind the nodes of a level."""
+        shape = frontier.token_ids_BF.shape
+        states_BFD = self._states_BED
+        if shape[1] > 1 or states_BFD.shape[1] > 1:
+            origins_BF1 = frontier.origins_BF[:, :, None]
+            states_BFD = states_BFD.gather(1, origins_BF1.expand(-1, -1, states_BFD.shape[2]))
+        states_RD = self._network.read(
+            frontier.token_ids_BF.flatten(),
+            states_BFD.flatten(0, 1),
+            self._cache.layers,
+            self._batch(frontier),
+        )
+        self._states_BED = states_RD.view(*shape, -1)
+        return self._network.logits(states_RD).view(*shape, -1)
+
+    def _batch(self, frontier: Frontier) -> AttentionMetadata:
+        width = frontier.token_ids_BF.shape[1]
+        placed = self._network.kernels.place_level(
+            frontier.ancestors_BF,
+            frontier.first_row,
+            frontier.depth,
+            self._contexts_B,
+            self._num_drafts_B,
+            self._block_table_BP,
+            self._cache.block_size,
+        )
+        return AttentionMetadata(
+            query_start_B1=self._starts_B1 * width,
+            context_lens_B=self._context_lens_B,
+            num_causal_B=self._zeros_B,
+            ancestors_T=placed.ancestors_T,
+            positions_T=placed.positions_T,
+            slots_T=placed.slots_T,
+            block_table_BP=self._block_table_BP,
+            max_rows=width,
+            max_seq_len=self._max_seq_len,
+        )

@@ -1,0 +1,180 @@
+"""Drafts of networks that read their own drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.draft_network import DraftNetwork
+from outdraft.drafting.device.grower import Frontier
+from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.kv.cache import KVCache
+from outdraft.sampling.batch import SamplingBatch
+from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
+from tests.models.eagle_checkpoints import VOCABULARY
+
+Network = tuple[DraftNetwork, KVCache]
+
+MOST_TOKENS, MOST_ROWS, MOST_REQUESTS = 17, 25, 3
+BLOCKS_EACH = -(-(MOST_TOKENS + MOST_ROWS) // BLOCK_SIZE)
+GREEDY, DRAWN = SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)
+SEEDED = SamplingParams(temperature=1.0, seed=3)  # drafted with the target's noise
+TEXTS_SL = torch.randint(
+    0, VOCABULARY, (MOST_REQUESTS, MOST_TOKENS), generator=torch.Generator().manual_seed(1)
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch: `num_tokens` and `num_rows` of each request's text and tree."""
+
+    shape: TreeShape
+    params: Sequence[SamplingParams]
+    num_tokens: Sequence[int]
+    num_rows: Sequence[int]
+    seed: int = 0
+
+    def asks(self) -> list[DraftModelAsk]:
+        generator = torch.Generator().manual_seed(self.seed)
+        blocks = torch.randperm(MOST_REQUESTS * BLOCKS_EACH, generator=generator).tolist()
+        return [
+            DraftModelAsk(i, length, 0, rows, blocks[BLOCKS_EACH * i : BLOCKS_EACH * (i + 1)])
+            for i, (length, rows) in enumerate(zip(self.num_tokens, self.num_rows, strict=True))
+        ]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Network:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    return small_network(request.param, MOST_REQUESTS * BLOCKS_EACH, folder)
+
+
+def drafter_of(network: Network) -> NetworkDrafter:
+    drafting, cache = network
+    for layer in cache.layers:
+        layer.k_PSGC.fill_(0)
+        layer.v_PSGC.fill_(0)
+    return NetworkDrafter(drafting, cache, 100, DraftSource.EAGLE3)
+
+
+def propose(
+    network: Network, case: Case, chosen: slice = slice(None), *, samples: bool = True
+) -> ModelDrafts:
+    sampling = SamplingBatch.from_requests(
+        case.params[chosen],
+        seeds=[case.seed + i for i in range(len(case.params))][chosen],
+        vocab_size=VOCABULARY,
+        device="cpu",
+    )
+    proposer = DeviceProposer(drafter_of(network), case.shape, samples=samples)
+    with torch.inference_mode():
+        return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
+
+
+def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:
+    """[V]: what follows these drafts, read one by one."""
+    with torch.inference_mode():
+        one = [replace(ask, num_drafts=len(path) + 1)]
+        levels = drafter_of(network).levels(one, TEXTS_SL, len(path) + 1)
+        logits_V = levels.first_logits()[0]
+        for place, token in enumerate(path):
+            ids_11, bits_11 = torch.tensor([[token]]), torch.tensor([[(2 << place) - 1]])
+            frontier = Frontier(ids_11, torch.zeros_like(ids_11), bits_11, place + 1, place)
+            logits_V = levels.next_logits(frontier)[0, 0]
+    return logits_V.softmax(0)
+
+
+shapes = st.builds(
+    lambda rows: TreeShape(tuple(rows)), st.lists(st.integers(1, 5), min_size=1, max_size=5)
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    params = draw(
+        st.lists(st.sampled_from([GREEDY, DRAWN, SEEDED]), min_size=1, max_size=MOST_REQUESTS)
+    )
+    shape = draw(shapes)
+    return Case(
+        shape=shape,
+        params=params,
+        num_tokens=[draw(st.integers(2, MOST_TOKENS)) for _ in params],
+        num_rows=[
+            draw(st.one_of(st.just(shape.num_rows), st.integers(1, shape.num_rows))) for _ in params
+        ],
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=cases())
+def test_drawn_rows_come_from_what_follows_their_path(network: Network, case: Case):
+    drafts = propose(network, case)
+    for b, ask in enumerate(case.asks()):
+        ids = drafts.token_ids_BK[b, : ask.num_drafts].tolist()
+        parents = drafts.parents_BK[b, : ask.num_drafts].tolist()
+        if case.params[b] is not DRAWN:
+            assert drafts.is_sampled_BK is None or not drafts.is_sampled_BK[b].any()
+            continue
+        paths: list[list[int]] = [[]]
+        before: dict[int, list[int]] = {}
+        assert drafts.probs_BKV is not None
+        for row, (token, parent) in enumerate(zip(ids, parents, strict=True)):
+            left_V = probs_behind(network, ask, paths[parent])
+            left_V[before.setdefault(parent, [])] = 0
+            want_V = left_V / left_V.sum()
+            torch.testing.assert_close(drafts.probs_BKV[b, row], want_V, rtol=1e-3, atol=1e-5)
+            before[parent].append(token)
+            paths.append([*paths[parent], token])
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=cases())
+def test_greedy_chains_hold_the_best_token_behind_each(network: Network, case: Case):
+    case = replace(case, shape=TreeShape.chain(5), num_rows=[5, 2, 4][: len(case.params)])
+    drafts = propose(network, case, samples=False)
+    assert drafts.is_chain
+    assert drafts.probs_BKV is drafts.is_sampled_BK is None
+    for b, ask in enumerate(case.asks()):
+        ids = drafts.token_ids_BK[b].tolist()
+        assert set(ids[ask.num_drafts :]) <= {-1}
+        for row, token in enumerate(ids[: ask.num_drafts]):
+            probs_V = probs_behind(network, ask, ids[:row])
+            assert probs_V[token] >= probs_V.max() * (1 - 1e-4)
+
+
+@settings(max_examples=6, deadline=None)
+@given(case=cases())
+def test_the_drafts_of_a_request_do_not_depend_on_the_rest_of_the_batch(
+    network: Network, case: Case
+):
+    if not case.shape.is_chain:  # the deepest tree that is wanted decides how many levels grow
+        case = replace(case, num_rows=[case.shape.num_rows] * len(case.params))
+    together = propose(network, case)
+    for b, rows in enumerate(case.num_rows):
+        alone = propose(network, case, slice(b, b + 1))
+        assert torch.equal(together.token_ids_BK[b, :rows], alone.token_ids_BK[0, :rows])
+        assert torch.equal(together.parents_BK[b, :rows], alone.parents_BK[0, :rows])
+
+
+def test_the_texts_have_a_say_in_them(network: Network):
+    case = Case(TreeShape((3, 3)), [DRAWN] * 2, (9, 5), (6, 6), seed=1)
+    mine = propose(network, case)
+    for changed in (replace(case, seed=2), replace(case, num_tokens=(8, 6))):
+        other = propose(network, changed)
+        assert not torch.equal(mine.token_ids_BK, other.token_ids_BK)
+
+
+def test_a_vocabulary_that_cannot_fill_a_level_is_refused(network: Network):
+    case = Case(TreeShape((VOCABULARY + 1,)), [DRAWN], (4,), (3,))
+    with pytest.raises(ValueError, match="61 tokens cannot fill 62 rows"):
+        propose(network, case)
