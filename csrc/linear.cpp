@@ -28,15 +28,17 @@ namespace {
 constexpr int64_t kTile = 32;        // outputs
 constexpr int64_t kPiece = 128;      // inputs
 constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
-constexpr int64_t kAhead = 4096;     // bytes; hardware alone does not look beyond a page
+constexpr int64_t kStepBytes = 128;  // of a tile
+constexpr int64_t kLine = 64;        // bytes that memory gives at once
+constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
 constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
 constexpr int64_t kHugePage = 1 << 21;
 
 // Sums that fit the registers: kVectors of outputs by kMaxRows.
 #if defined(__AVX512F__)
-constexpr int kVectors = 2, kMaxRows = 8;
+constexpr int kVectors = 2, kMaxRows = 12;
 #elif defined(__AVX2__)
-constexpr int kVectors = 2, kMaxRows = 6;
+constexpr int kVectors = 2, kMaxRows = 5;
 #else
 constexpr int kVectors = 4, kMaxRows = 5;
 #endif
@@ -66,16 +68,15 @@ struct WideBf16Kernel {
   static constexpr int kInputs = 2, kRowNumbers = 2;
   template <int R>
   static inline void add(const char* weights, const float* x, Sums<R>& sums) {
-    Floats even[kVectors], odd[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      const Words pairs = load<Words>(weights + v * sizeof(Words));
-      even[v] = low_halves(pairs);
-      odd[v] = high_halves(pairs);
+    Words pairs[kVectors];
+    for (int v = 0; v < kVectors; ++v) pairs[v] = load<Words>(weights + v * sizeof(Words));
+    for (int r = 0; r < R; ++r) {
+      const Floats a = broadcast(x[r * kPiece]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
     }
     for (int r = 0; r < R; ++r) {
-      const Floats a = broadcast(x[r * kPiece]), b = broadcast(x[r * kPiece + 1]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(even[v], a, sums[r][v]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(odd[v], b, sums[r][v]);
+      const Floats b = broadcast(x[r * kPiece + 1]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
     }
   }
 };
@@ -94,28 +95,19 @@ struct Bf16DotKernel {
   }
 };
 
-// Bytes of a step of a tile.
-template <class Kernel>
-constexpr int64_t kStepBytes = kTile * 4;
-
-// out[R, kTile] += one piece of a strip. `ahead`: what is fetched into the cache meanwhile.
-template <class Kernel, int R>
-void add_piece(const char* weights, const typename Kernel::Number* x, int64_t num_steps,
-               bool looks_ahead, float* out) {
-  constexpr int64_t kBytes = kStepBytes<Kernel>;
-  Sums<R> sums = {};
-  if (looks_ahead) {
-    for (int64_t step = 0; step < num_steps; ++step) {
-      for (size_t line = 0; line < sizeof(Floats) * kVectors; line += 64) {
-        prefetch(weights + step * kBytes + kAhead + line);
-      }
-      Kernel::template add<R>(weights + step * kBytes, x + step * Kernel::kRowNumbers, sums);
-    }
-  } else {
-    for (int64_t step = 0; step < num_steps; ++step) {
-      Kernel::template add<R>(weights + step * kBytes, x + step * Kernel::kRowNumbers, sums);
-    }
+// out[R, kTile] += one piece of a strip. Meanwhile the cache fetches kLines lines a step.
+template <class Kernel, int R, int kLines>
+void add_piece(const char* weights, const char* ahead, const typename Kernel::Number* x,
+               int64_t num_steps, float* out) {
+  Sums<R> sums;
+  for (auto& of_row : sums) {
+    for (Floats& sum : of_row) sum = Floats{};
   }
+  int64_t step = 0;
+  do {  // at least once: else the compiler keeps the sums in memory, too
+    for (int line = 0; line < kLines; ++line) prefetch(ahead + (step * kLines + line) * kLine);
+    Kernel::template add<R>(weights + step * kStepBytes, x + step * Kernel::kRowNumbers, sums);
+  } while (++step < num_steps);
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) {
       float* at = out + r * kTile + v * kWidth;
@@ -124,40 +116,52 @@ void add_piece(const char* weights, const typename Kernel::Number* x, int64_t nu
   }
 }
 
-template <class Kernel, int R = kMaxRows>
-void add_rows(int64_t num_rows, const char* weights, const typename Kernel::Number* x,
-              int64_t num_steps, bool looks_ahead, float* out) {
+template <class Kernel, int kLines, int R = kMaxRows>
+void add_rows(int64_t num_rows, const char* weights, const char* ahead,
+              const typename Kernel::Number* x, int64_t num_steps, float* out) {
   if constexpr (R > 1) {
     if (num_rows < R) {
-      return add_rows<Kernel, R - 1>(num_rows, weights, x, num_steps, looks_ahead, out);
+      return add_rows<Kernel, kLines, R - 1>(num_rows, weights, ahead, x, num_steps, out);
     }
   }
-  add_piece<Kernel, R>(weights, x, num_steps, looks_ahead, out);
+  add_piece<Kernel, R, kLines>(weights, ahead, x, num_steps, out);
+}
+
+// sums[num_rows, kTile] += the products with one piece of a tile.
+template <class Kernel>
+void add_tile_piece(const char* weights, const typename Kernel::Number* x, int64_t num_rows,
+                    int64_t num_steps, float* sums) {
+  constexpr int64_t kPieceNumbers = kPiece / Kernel::kInputs * Kernel::kRowNumbers;
+  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t num_calls = num_blocks * (kTile / kStrip);
+  // Who is alone fetches all that the next tiles need, else the first two half of it each: a block
+  // that waits for memory leaves nothing to do for it while the next one computes.
+  const char* ahead = weights + kAhead;
+  for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
+    const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
+    for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
+      const auto add = num_calls == 1 ? add_rows<Kernel, 2>
+                       : call < 2     ? add_rows<Kernel, 1>
+                                      : add_rows<Kernel, 0>;
+      add(end - r, weights + 4 * e, ahead + call * num_steps * kLine, x + r * kPieceNumbers,
+          num_steps, sums + r * kTile + e);
+    }
+    r = end;
+  }
 }
 
 // sums[num_rows, kTile] = the products with one tile.
 template <class Kernel>
 void multiply_tile(const LinearWeights& weights, const void* x, int64_t num_rows, int64_t tile,
                    float* sums) {
-  constexpr int64_t kPieceNumbers = kPiece / Kernel::kInputs * Kernel::kRowNumbers;
+  constexpr int64_t kSteps = kPiece / Kernel::kInputs;
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  const auto* rows = static_cast<const typename Kernel::Number*>(x);
   const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
-  constexpr int64_t kPieceSteps = kPiece / Kernel::kInputs;
-  for (int64_t step = 0; step < num_steps; step += kPieceSteps) {
-    const char* piece_at = tile_at + step * kStepBytes<Kernel>;
-    const auto* rows = static_cast<const typename Kernel::Number*>(x) +
-                       step / kPieceSteps * num_rows * kPieceNumbers;
-    const int64_t steps = std::min(kPieceSteps, num_steps - step);
-    for (int64_t block = 0, r = 0; block < num_blocks; ++block) {
-      const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
-      for (int64_t e = 0; e < kTile; e += kStrip) {
-        add_rows<Kernel>(end - r, piece_at + 4 * e, rows + r * kPieceNumbers, steps, block == 0,
-                         sums + r * kTile + e);
-      }
-      r = end;
-    }
+  for (int64_t step = 0; step < num_steps; step += kSteps) {
+    add_tile_piece<Kernel>(tile_at + step * kStepBytes, rows + step * Kernel::kRowNumbers * num_rows,
+                           num_rows, std::min(kSteps, num_steps - step), sums);
   }
 }
 

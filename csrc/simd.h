@@ -46,7 +46,7 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(Vector));
 }
 
-inline Floats broadcast(float number) { return Floats{} + number; }
+inline Floats broadcast(float number) { return number - Floats{}; }  // keeps -0
 inline Words broadcast_word(uint32_t word) { return Words{} + word; }
 
 // a * b + c, rounded once.
