@@ -10,8 +10,6 @@
 
 namespace outdraft {
 
-constexpr int32_t kNone = -1;
-
 // A record has a key, `from` and `token`, and a `next_in_bucket` for the index.
 template <class Record>
 class PairIndex {

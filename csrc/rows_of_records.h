@@ -5,9 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace outdraft {
+
+constexpr int32_t kNone = -1;  // no row
 
 // Each record is followed by `num_extra` int32 of its own.
 template <class Record>
@@ -47,5 +50,20 @@ class Rows {
   int64_t stride_;
   int32_t size_ = 0;
 };
+
+// Moves a row that was counted just now before all of the `num` first ones that do not count more.
+// `ranked` ends with kNone where there are fewer.
+template <class CountOf>
+void promote(int32_t* ranked, int64_t num, int32_t row, const CountOf& count_of) {
+  int64_t rank = 0;
+  while (rank < num && ranked[rank] != kNone && ranked[rank] != row &&
+         count_of(ranked[rank]) > count_of(row)) {
+    ++rank;
+  }
+  for (int32_t moved = row; rank < num && moved != kNone; ++rank) {
+    std::swap(moved, ranked[rank]);
+    if (moved == row) break;
+  }
+}
 
 }  // namespace outdraft

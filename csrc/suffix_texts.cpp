@@ -38,181 +38,147 @@ struct SuffixRule {
   }
 };
 
-// Drafts from the text's own past.
-class OwnPast {
- public:
-  OwnPast(const SuffixAutomaton& automaton, const SuffixRule& rule)
-      : automaton_(automaton), rule_(rule) {}
+bool is_none(SuffixAutomaton::Place place) { return place == kNone; }
+bool is_none(const FinishedTexts::Place& place) { return place.node == kNone; }
 
-  // Writes the best draft; returns its score.
-  double draft(int64_t max_tokens, int32_t* draft) {
-    draft[0] = 0;
-    double best_score = 0.0;
-    const int64_t longest = std::min(automaton_.num_tokens(), rule_.max_depth - 1);
-    int32_t state = automaton_.context();
-    while (state != SuffixAutomaton::kRoot) {
-      const auto& [length, link, count, edges] = automaton_.state(state);
-      const int64_t shortest = automaton_.state(link).length + 1;
-      const int64_t limit =
-          rule_.limit(shortest, std::min<int64_t>(longest, length), max_tokens);
-      if (limit > best_score) {  // the rows of each depth add up to less than one
-        grow(state, limit, max_tokens);
-        if (tree_.score() > best_score) {
-          tree_.write(draft);
-          best_score = tree_.score();
-        }
-      }
-      state = link;
+// Grows the continuations of a match; `Texts` knows what follows a place, and how often.
+template <class Texts>
+class Continuations {
+ public:
+  using Place = typename Texts::Place;
+
+  Continuations(Texts& texts, const SuffixRule& rule, int32_t num_more)
+      : texts_(texts), rule_(rule), num_more_(num_more) {}
+
+  // Returns the score. A match has occurred `num_more` times more than it is counted.
+  double grow(const Place& match, int64_t max_depth, int64_t max_tokens) {
+    tree_.clear(rule_.min_token_prob);
+    offer(0, match, 0);
+    while (tree_.can_take(max_tokens)) {
+      const int32_t number = tree_.take();
+      const auto& row = tree_.row(number);
+      if (row.depth < max_depth) offer(number, row.note.next, 0);
+      offer(row.parent, row.note.before, row.note.rank + 1);
     }
-    return best_score;
+    return tree_.score();
   }
+  void write(int32_t* draft) const { tree_.write(draft); }
 
  private:
-  struct Continuation {
-    int32_t state;  // of the string before
+  struct Note {
+    Place before, next;
     int32_t rank;
-    int32_t target;
   };
 
-  void grow(int32_t state, int64_t max_depth, int64_t max_tokens) {
-    tree_.clear(rule_.min_token_prob);
-    offer(0, state, 0);
-    while (tree_.can_take(max_tokens)) {
-      const int32_t number = tree_.take();
-      const auto& row = tree_.row(number);
-      if (row.depth < max_depth) offer(number, row.note.target, 0);
-      offer(row.parent, row.note.state, row.note.rank + 1);
-    }
+  // Offers the continuation of this rank behind a row.
+  void offer(int32_t row, const Place& before, int32_t rank) {
+    int32_t token = 0;
+    const Place next = texts_.follow(before, rank, &token);
+    if (is_none(next)) return;
+    const int32_t seen = texts_.count_of(before) + (row == 0 ? num_more_ : 0);
+    tree_.offer(row, token, static_cast<double>(texts_.count_of(next)) / seen,
+                {before, next, rank});
   }
 
-  // Offers the continuation of this rank behind the row that led to a state.
-  void offer(int32_t row, int32_t state, int32_t rank) {
-    const int32_t edge = automaton_.frequent_edge(state, rank);
-    if (edge == kNone) return;
-    const auto& to = automaton_.edge(edge);
-    const double count = automaton_.state(to.target).count;
-    tree_.offer(row, to.token, count / automaton_.state(state).count, {state, rank, to.target});
-  }
-
-  const SuffixAutomaton& automaton_;
+  Texts& texts_;
   const SuffixRule& rule_;
-  GrowingTree<Continuation> tree_;
+  int32_t num_more_;
+  GrowingTree<Note> tree_;
 };
 
-// Drafts from finished texts.
-class OthersPast {
- public:
-  OthersPast(FinishedTexts& texts, const SuffixRule& rule) : texts_(texts), rule_(rule) {}
-
-  // Writes the best draft if its score is above `least`; returns the score of what is written then.
-  // `context` is what may match, and ends the text.
-  double draft(const int32_t* context, int64_t num_context, int64_t max_tokens, double least,
-               int32_t* draft) {
-    context_end_ = context + num_context;
-    num_context_ = num_context;
-    double best_score = 0.0;
-    int64_t shortest = 1;
-    Place place = num_context > 0 ? locate_last(1) : kNowhere;
-    while (place.node != kNone) {
-      const auto [longest, longer] = longest_alike(shortest, place);
-      const int64_t limit = rule_.limit(shortest, longest, max_tokens);
-      if (limit > std::max(least, best_score)) {
-        grow(place, limit, max_tokens);
-        if (tree_.score() > least && tree_.score() >= best_score) {
-          tree_.write(draft);
-          best_score = tree_.score();
-        }
+// Writes the best draft from the text's own past; returns its score.
+double draft_own(SuffixAutomaton& text, const SuffixRule& rule, int64_t max_tokens,
+                 int32_t* draft) {
+  Continuations continuations(text, rule, 0);
+  draft[0] = 0;
+  double best_score = 0.0;
+  const int64_t longest = std::min(text.num_tokens(), rule.max_depth - 1);
+  int32_t state = text.context();
+  while (state != SuffixAutomaton::kRoot) {
+    const int32_t link = text.state(state).link;
+    const int64_t shortest = text.state(link).length + 1;
+    const int64_t length = std::min<int64_t>(longest, text.state(state).length);
+    const int64_t limit = rule.limit(shortest, length, max_tokens);
+    // The rows of each depth add up to less than one.
+    if (limit > best_score) {
+      const double score = continuations.grow(state, limit, max_tokens);
+      if (score > best_score) {
+        continuations.write(draft);
+        best_score = score;
       }
-      shortest = longest + 1;
-      place = longer;
     }
-    return std::max(least, best_score);
+    state = link;
   }
+  return best_score;
+}
 
- private:
-  using Place = FinishedTexts::Place;
-  static constexpr Place kNowhere = {kNone, 0};
+// What of a text may match in finished ones: its last tokens.
+struct Context {
+  const int32_t* end;
+  int64_t length;
 
-  struct Continuation {
-    Place place;   // before the token
-    int32_t rank;  // among the children, where the token begins a label
-  };
-  struct Alike {
-    int64_t longest;
-    Place longer;  // of the match of one token more
-  };
-
-  Place locate_last(int64_t length) const { return texts_.locate(context_end_ - length, length); }
-
-  // The longest match that occurs as often as a shorter one, hence at the same places. Matches that
-  // occur at the same places are continued alike: one walk serves them all.
-  Alike longest_alike(int64_t length, const Place& place) const {
-    const int32_t count = texts_.node(place.node).count;
-    const int64_t before = texts_.length_before(place, context_end_, num_context_);
-    const int64_t furthest = std::max(length, before);
-    Place longer = kNowhere;
-    int64_t most = furthest, tried = furthest;  // where phrases come again, this is it
-    while (length < most) {
-      const Place found = locate_last(tried);
-      if (found.node != kNone && texts_.node(found.node).count == count) {
-        length = tried;
-      } else {
-        most = tried - 1;
-        longer = found;
-      }
-      // Where it is not, one token more is too many most often.
-      tried = tried == furthest ? length + 1 : (length + most + 1) / 2;
-    }
-    if (most == furthest && furthest < num_context_) longer = locate_last(furthest + 1);
-    return {length, longer};
+  FinishedTexts::Place locate(const FinishedTexts& texts, int64_t num_last) const {
+    return texts.locate(end - num_last, num_last);
   }
+};
 
-  // As from the own text; the context's own occurrence counts as one without continuation.
-  void grow(const Place& place, int64_t max_depth, int64_t max_tokens) {
-    tree_.clear(rule_.min_token_prob);
-    offer_next(0, place);
-    while (tree_.can_take(max_tokens)) {
-      const int32_t number = tree_.take();
-      const auto& row = tree_.row(number);
-      const auto [node, used] = row.note.place;
-      if (row.depth < max_depth) offer_next(number, {node, used + 1});
-      if (used == 0) offer_child(row.parent, texts_.node(node).from, row.note.rank + 1);
-    }
-  }
+struct Alike {
+  int64_t longest;
+  FinishedTexts::Place longer;  // of the match of one token more
+};
 
-  // Offers what follows a place: the next token of the label, or the most frequent child.
-  void offer_next(int32_t row, const Place& place) {
-    const auto& node = texts_.node(place.node);
-    if (place.used == node.length) {
-      offer_child(row, place.node, 0);
+// The longest match that occurs as often as a shorter one, hence at the same places. Matches that
+// occur at the same places are continued alike: one tree serves them all.
+Alike longest_alike(const FinishedTexts& texts, const Context& context, int64_t length,
+                    const FinishedTexts::Place& place) {
+  const int32_t count = texts.count_of(place);
+  const int64_t before = texts.length_before(place, context.end, context.length);
+  const int64_t furthest = std::max(length, before);
+  FinishedTexts::Place longer = {kNone, 0};
+  int64_t most = furthest, tried = furthest;  // where phrases come again, this is it
+  while (length < most) {
+    const auto found = context.locate(texts, tried);
+    if (!is_none(found) && texts.count_of(found) == count) {
+      length = tried;
     } else {
-      offer_token(row, texts_.token_at(place.node, place.used), node.count, {place, 0});
+      most = tried - 1;
+      longer = found;
     }
+    // Where it is not, one token more is too many most often.
+    tried = tried == furthest ? length + 1 : (length + most + 1) / 2;
   }
+  if (most == furthest && furthest < context.length) longer = context.locate(texts, furthest + 1);
+  return {length, longer};
+}
 
-  void offer_child(int32_t row, int32_t node, int32_t rank) {
-    const int32_t child = texts_.frequent_child(node, rank);
-    if (child == kNone) return;
-    offer_token(row, texts_.node(child).token, texts_.node(node).count, {{child, 0}, rank});
+// Writes the best draft from finished texts if its score is above `least`; returns the score of
+// what is written then. The context's own occurrence counts as one without continuation.
+double draft_finished(FinishedTexts& texts, const SuffixRule& rule, const Context& context,
+                      int64_t max_tokens, double least, int32_t* draft) {
+  Continuations continuations(texts, rule, 1);
+  double best_score = 0.0;
+  int64_t shortest = 1;
+  auto place = context.length > 0 ? context.locate(texts, 1) : FinishedTexts::Place{kNone, 0};
+  while (!is_none(place)) {
+    const auto [longest, longer] = longest_alike(texts, context, shortest, place);
+    const int64_t limit = rule.limit(shortest, longest, max_tokens);
+    if (limit > std::max(least, best_score)) {
+      const double score = continuations.grow(place, limit, max_tokens);
+      if (score > least && score >= best_score) {
+        continuations.write(draft);
+        best_score = score;
+      }
+    }
+    shortest = longest + 1;
+    place = longer;
   }
-
-  // Offers a token behind a row whose string the finished texts hold `seen` times.
-  void offer_token(int32_t row, int32_t token, int32_t seen, const Continuation& note) {
-    const double count = texts_.node(note.place.node).count;
-    tree_.offer(row, token, count / (row == 0 ? seen + 1 : seen), note);
-  }
-
-  FinishedTexts& texts_;
-  const SuffixRule& rule_;
-  const int32_t* context_end_ = nullptr;
-  int64_t num_context_ = 0;
-  GrowingTree<Continuation> tree_;
-};
+  return std::max(least, best_score);
+}
 
 class SuffixTexts : public TextDrafter {
  public:
   explicit SuffixTexts(const SuffixRule& rule)
-      : rule_(rule), finished_(rule.max_depth, rule.branching), others_(finished_, rule_) {}
+      : rule_(rule), finished_(rule.max_depth, rule.branching) {}
 
   double draft(const TextAsk& ask, int32_t* draft) override {
     const auto keeps = SuffixAutomaton::Keeps::kFrequentEdges;
@@ -220,10 +186,10 @@ class SuffixTexts : public TextDrafter {
         texts_.try_emplace(ask.number, keeps, rule_.branching, rule_.max_depth).first->second;
     if (!text.is_continued_by(ask.tokens, ask.num_tokens)) text.clear();
     text.read(ask.tokens, ask.num_tokens);
-    const double own = OwnPast(text, rule_).draft(ask.max_tokens, draft);
-    const int64_t length = std::min(ask.num_tokens, rule_.max_depth - 1);
-    const int32_t* context = ask.tokens + ask.num_tokens - length;
-    return others_.draft(context, length, ask.max_tokens, own, draft);
+    const double own = draft_own(text, rule_, ask.max_tokens, draft);
+    const Context context = {ask.tokens + ask.num_tokens,
+                             std::min(ask.num_tokens, rule_.max_depth - 1)};
+    return draft_finished(finished_, rule_, context, ask.max_tokens, own, draft);
   }
   void forget(int64_t number) override { texts_.erase(number); }
   int64_t num_bytes() const override {
@@ -237,7 +203,6 @@ class SuffixTexts : public TextDrafter {
   SuffixRule rule_;
   std::unordered_map<int64_t, SuffixAutomaton> texts_;
   FinishedTexts finished_;
-  OthersPast others_;
 };
 
 }  // namespace
