@@ -1,0 +1,94 @@
+"""How the driver and the runner of an engine talk: a line of JSON each way, on stdin and stdout.
+
+The first line says what to load, a `Spec`; the answer, with which versions. Each further line is a
+batch of requests that begin together; the answer has their tokens and times. This file runs in the
+environment of each engine and needs only Python.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a runner loads."""
+
+    target: str  # a checkpoint, or what convert.py made of it
+    drafter: str
+    method: str  # "plain", "draft_model", "ngram", or another one that only this engine has
+    depth: int  # drafts a step
+    threads: int
+    max_requests: int  # at once
+    max_length: int  # tokens of each, prompt and output
+    options: dict[str, Any]  # of the engine, by its own names
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """One request; times are seconds since its batch began."""
+
+    token_ids: list[int] = field(default_factory=list)
+    first_s: float = 0.0
+    last_s: float = 0.0
+    rounds: int = 0  # steps that brought tokens behind the first ones
+    step_s: list[float] = field(default_factory=list)  # of each round, where the engine shows it
+
+    def add(self, token_ids: list[int], now_s: float) -> None:
+        """Tokens arrived."""
+        if self.token_ids:
+            self.rounds += 1
+            self.step_s.append(now_s - self.last_s)
+        else:
+            self.first_s = now_s
+        self.token_ids += token_ids
+        self.last_s = now_s
+
+
+Batch = list[list[int]]  # prompts
+Run = Callable[[Batch, int, bool], list[Answer]]  # prompts, tokens of each output, with step_s
+Grown = Iterator[tuple[int, list[int]]]  # requests by their numbers, and their new tokens
+_numbers = count()
+
+
+def run_steps(
+    prompts: Batch, num_tokens: int, add: Callable[[int, list[int]], Any], step: Callable[[], Grown]
+) -> list[Answer]:
+    """The answers of an engine whose steps the runner calls itself; no number comes twice."""
+    answers = {next(_numbers): Answer() for _ in prompts}
+    started_s = time.perf_counter()
+    for number, prompt in zip(answers, prompts, strict=True):
+        add(number, prompt)
+    while any(len(answer.token_ids) < num_tokens for answer in answers.values()):
+        for number, token_ids in step():
+            answers[number].add(token_ids, time.perf_counter() - started_s)
+    return [*answers.values()]
+
+
+def serve(load: Callable[[Spec], Run], packages: list[str], children: list[int]) -> None:
+    """Answer the driver until stdin ends. What libraries print on stdout goes to stderr."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    run = load(Spec(**json.loads(sys.stdin.readline())))
+    print(json.dumps({"versions": {name: version(name) for name in packages}}), file=replies)
+    for line in sys.stdin:
+        started_s = time.perf_counter()
+        answers = run(*json.loads(line))
+        wall_s = time.perf_counter() - started_s
+        peak = sum(peak_bytes(process) for process in [os.getpid(), *children])
+        answered = [asdict(answer) for answer in answers]
+        reply = {"wall_s": wall_s, "peak_bytes": peak, "answers": answered}
+        print(json.dumps(reply), file=replies)
+
+
+def peak_bytes(process: int) -> int:
+    """The most memory that a process ever had resident."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))

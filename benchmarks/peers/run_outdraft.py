@@ -1,0 +1,66 @@
+"""outdraft, its steps called in this process."""
+
+import os
+
+from protocol import Batch, Grown, Spec, run_steps, serve
+
+from outdraft.cli.threads import prepare_openmp
+
+prepare_openmp(os.environ)
+
+import torch  # noqa: E402
+
+from outdraft import LLM, SamplingParams, assets  # noqa: E402
+from outdraft.engine.assembler import Assembler  # noqa: E402
+
+
+def load(spec: Spec):
+    torch.set_num_threads(spec.threads)
+    llm = LLM(
+        spec.target,
+        device="cpu",
+        speculative_config=speculation(spec),
+        max_num_seqs=spec.max_requests,
+        max_model_len=spec.max_length,
+        num_blocks=spec.max_requests * (spec.max_length // 16 + 2),
+        enable_prefix_caching=False,
+        **spec.options,
+    )
+    assembler = Assembler(llm.engine)
+
+    def run(prompts: Batch, max_tokens: int, with_steps: bool):
+        lengths: dict[str, int] = {}
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+
+        def step() -> Grown:
+            for output in assembler.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                name, token_ids = output.request_id, output.outputs[0].token_ids
+                yield int(name), token_ids[lengths.get(name, 0) :]
+                lengths[name] = len(token_ids)
+
+        return run_steps(
+            prompts, max_tokens, lambda n, ids: assembler.add_request(str(n), ids, params), step
+        )
+
+    return run
+
+
+def speculation(spec: Spec):
+    if spec.method == "plain":
+        return None
+    if spec.method == "suffix":
+        return {"method": "suffix"}  # as long as it is sure
+    config = {"method": spec.method, "num_speculative_tokens": spec.depth}
+    if spec.method in ("draft_model", "combined"):
+        return config | {"model": spec.drafter}
+    if spec.method == "ngram":
+        return config
+    return config | {"model": str(assets.head_path(spec.method))}
+
+
+if __name__ == "__main__":
+    serve(load, ["outdraft", "torch"], [])

@@ -1,0 +1,63 @@
+"""vLLM for CPUs: its engine in this process, compiled by torch; the driver preloads libiomp5."""
+
+import os
+
+from protocol import Batch, Grown, Spec, run_steps, serve
+
+
+def load(spec: Spec):
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(spec.threads))),
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    from vllm import SamplingParams
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    arguments = EngineArgs(
+        model=spec.target,
+        dtype="bfloat16",
+        max_model_len=spec.max_length,
+        max_num_seqs=spec.max_requests,
+        max_num_batched_tokens=max(2048, spec.max_length),
+        enable_prefix_caching=False,
+        speculative_config=speculation(spec),
+        disable_log_stats=True,
+        **spec.options,
+    )
+    engine = LLMEngine.from_engine_args(arguments)
+
+    def run(prompts: Batch, max_tokens: int, with_steps: bool):
+        params = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        params.output_kind = RequestOutputKind.DELTA
+
+        def step() -> Grown:
+            for output in engine.step():
+                if output.outputs[0].token_ids:
+                    yield int(output.request_id), list(output.outputs[0].token_ids)
+
+        def add(number: int, prompt: list[int]) -> None:
+            engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+
+        return run_steps(prompts, max_tokens, add, step)
+
+    return run
+
+
+def speculation(spec: Spec):
+    if spec.method == "plain":
+        return None
+    common = {"method": spec.method, "num_speculative_tokens": spec.depth}
+    if spec.method == "draft_model":
+        return common | {"model": spec.drafter, "max_model_len": spec.max_length}
+    return common | {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+
+
+if __name__ == "__main__":
+    serve(load, ["vllm-cpu", "torch", "transformers"], [])
