@@ -62,7 +62,8 @@ struct DecoderRows {
 // States and residual streams are of the spec's dtype.
 class Decoder {
  public:
-  explicit Decoder(const DecoderSpec& spec) : spec_(spec), logits_(spec.team) {}
+  explicit Decoder(const DecoderSpec& spec)
+      : draft_memory(spec.team), spec_(spec), logits_(spec.team) {}
   virtual ~Decoder() = default;
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
@@ -87,6 +88,8 @@ class Decoder {
 
   const DecoderSpec& spec() const { return spec_; }
   int64_t vocabulary() const { return spec_.head->num_outputs; }
+
+  KeptMemory draft_memory;  // of drafts, see decoder_draft.cpp
 
  protected:
   const DecoderSpec spec_;

@@ -1,0 +1,38 @@
+// Drafts that grow level by level: see src/outdraft/drafting/device/grower.py for what grows, and
+// drawn_tree.py there for why drawn trees are exact.
+#pragma once
+
+#include <cstdint>
+
+namespace outdraft {
+
+// What decides where drawn rows go, as in kernels/data/growth.py.
+struct Worth {
+  double rank0_base, rank0_slope, own_base, own_slope, side_weight;
+  int64_t num_shares;
+  const float* side_shares;  // of the ranks from 1 on
+};
+
+// One request's part of a level.
+struct NewRows {
+  int64_t num_rows;
+  int64_t* token_ids;
+  int64_t* origins;  // places of the parents in the level above
+  bool* is_drawn;
+  float* probs;   // [rows, size]
+  float* weight;  // of each row to the rows below it
+};
+
+// The nodes above it, and the noise of its draws.
+struct Nodes {
+  int64_t num_nodes, size;
+  const float* logits;  // [nodes, size]
+  const float* weight;
+  int64_t first_row;  // of the first node; the others follow it
+  int64_t seed, position, num_tokens;
+};
+
+// Draw rows behind nodes, the first `num_kept` of them: as `DrawLevel` of ops.py.
+void draw_rows(const Nodes& nodes, const Worth& worth, int64_t num_kept, const NewRows& rows);
+
+}  // namespace outdraft
