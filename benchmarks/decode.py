@@ -16,9 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
-from outdraft.bench.alone import complete_alone
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import share_target
+from outdraft.bench.side_by_side import complete_alone, share_target
 from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine

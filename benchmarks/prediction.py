@@ -11,8 +11,8 @@ from pathlib import Path
 from random import Random
 
 from outdraft import assets
-from outdraft.bench.alone import complete_alone
 from outdraft.bench.environment import compute, environment
+from outdraft.bench.side_by_side import complete_alone
 from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from outdraft.core.sampling import SamplingParams, SpeculationParams
     from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
     from outdraft.engine.async_engine import AsyncEngine
+    from outdraft.engine.inputs import TextPrompt, TokensPrompt
     from outdraft.engine.llm import LLM
-    from outdraft.engine.prompts import TextPrompt, TokensPrompt
 
 __all__ = [
     "LLM",
@@ -55,7 +55,7 @@ _HOMES = {
     "core.structured_outputs": ("StructuredOutput", "StructuredOutputsParams"),
     "engine.async_engine": ("AsyncEngine",),
     "engine.llm": ("LLM",),
-    "engine.prompts": ("TextPrompt", "TokensPrompt"),
+    "engine.inputs": ("TextPrompt", "TokensPrompt"),
 }
 
 

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.core.draft import MAX_DRAFTS, ancestor_masks, tree_depths
+from outdraft.core.draft import MAX_DRAFTS
+from tests.reference.draft_trees import ancestor_masks, tree_depths
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.attention.base import LayerCache, causal_metadata
-from outdraft.core.draft import tree_depths
 from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.dense_attention import DenseRequest, attend_row
+from tests.reference.draft_trees import tree_depths
 
 SMALL = shapes(max_context=9, max_causal=5, max_drafts=9)
 WINDOWS = st.one_of(st.none(), st.integers(1, 12))

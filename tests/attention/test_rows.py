@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outdraft.attention.rows import Span, lay_out
-from outdraft.core.draft import ancestor_masks, tree_depths
 from outdraft.kernels.reference.table import reference_kernels
+from tests.reference.draft_trees import ancestor_masks, tree_depths
 
 
 @given(

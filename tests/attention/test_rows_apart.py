@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.attention.base import AttentionBackend, LayerCache, causal_metadata
-from outdraft.core.draft import ancestor_masks
 from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import Batch, Model, Shape, build_batch, shapes
 from tests.kernels.tables import native_attention
+from tests.reference.draft_trees import ancestor_masks
 
 EXACT = ReferenceAttention(in_order=True)
 BACKENDS = [

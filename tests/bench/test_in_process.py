@@ -6,9 +6,14 @@ from collections import Counter
 
 import pytest
 
-from outdraft.bench.in_process import Generation, run_batch, stats_report
-from outdraft.bench.latency import LatencyPlan, measure_latency
-from outdraft.bench.throughput import measure_throughput
+from outdraft.bench.in_process import (
+    Generation,
+    LatencyPlan,
+    measure_latency,
+    measure_throughput,
+    run_batch,
+    stats_report,
+)
 from outdraft.bench.workloads import BenchRequest
 from outdraft.core.errors import ConfigError, RequestError
 from outdraft.core.sampling import SamplingParams

@@ -1,10 +1,10 @@
 """The demo's numbers are what a reader thinks they are."""
 
 import time
-from collections import Counter
 
 import pytest
 
+from outdraft.bench.side_by_side import Sample
 from outdraft.cli.comparison import (
     NUM_DRAFTS,
     PLAIN,
@@ -16,14 +16,9 @@ from outdraft.cli.comparison import (
     speedup,
 )
 from outdraft.cli.demo import load
-from outdraft.core.outputs import (
-    CompletionOutput,
-    RequestMetrics,
-    RequestOutput,
-    SpeculationMetrics,
-    TokenOrigin,
-)
+from outdraft.core.outputs import TokenOrigin
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import PROMPTS
 
 MAX_TOKENS = 14
@@ -84,9 +79,9 @@ def test_the_warm_up_is_not_counted_and_neither_is_a_prompts_first_token(compare
         assert len(tally.token_ids) == 2
         num_tokens = sum(map(len, tally.token_ids))
         assert 2 * MAX_TOKENS - 4 <= num_tokens <= 2 * MAX_TOKENS  # an end token may come
-        assert tally.num_decoded == num_tokens - 2
+        assert sum(one.num_decoded for one in tally.samples) == num_tokens - 2
         assert tally.origins.total() == num_tokens
-        assert tally.decode_s > 0
+        assert all(one.decode_s > 0 for one in tally.samples)
 
 
 def test_the_time_that_watching_takes_is_not_counted(llms):
@@ -101,16 +96,20 @@ def test_the_time_that_watching_takes_is_not_counted(llms):
     started_s = time.perf_counter()
     engines = {PLAIN: llms[PLAIN].engine}
     tallies = compare(engines, PROMPTS[3], PROMPTS[2:3], MAX_TOKENS, 0.0, on_step)
-    assert 0 < tallies[PLAIN].decode_s < time.perf_counter() - started_s - watched_s
+    [one] = tallies[PLAIN].samples
+    assert 0 < one.decode_s < time.perf_counter() - started_s - watched_s
 
 
 def test_drafted_and_accepted_tokens_add_up_to_the_origins(compared):
     tallies, _ = compared
-    assert tallies[PLAIN].num_drafted == 0
+    assert all(one.stats.num_draft_tokens == 0 for one in tallies[PLAIN].samples)
     assert set(tallies[PLAIN].origins) == {TokenOrigin.PLAIN}
     model = tallies["draft_model"]
-    assert model.num_accepted == model.origins[TokenOrigin.MODEL]
-    assert 0 < model.num_drafted <= NUM_DRAFTS * model.num_spec_steps
+    stats = [one.stats for one in model.samples]
+    num_accepted = sum(one.num_accepted_tokens for one in stats)
+    assert num_accepted == model.origins[TokenOrigin.MODEL]
+    num_drafts = sum(one.num_drafts for one in stats)
+    assert 0 < sum(one.num_draft_tokens for one in stats) <= NUM_DRAFTS * num_drafts
 
 
 def test_plain_decoding_has_no_drafter_and_no_method_a_prefix_cache(llms):
@@ -120,36 +119,37 @@ def test_plain_decoding_has_no_drafter_and_no_method_a_prefix_cache(llms):
     assert len({id(llm.models.target) for llm in llms.values()}) == 1
 
 
-def booked(*steps):
-    """An output of ten tokens whose steps were (drafted, accepted)."""
-    metrics = SpeculationMetrics(4)
-    for drafted, accepted in steps:
-        metrics.record({"draft_model": drafted}, {"draft_model": accepted})
-    completion = CompletionOutput(0, token_ids=list(range(10)), origins=[TokenOrigin.PLAIN] * 10)
-    return RequestOutput("x", None, [1], [completion], True, RequestMetrics(0.0, metrics))
+def sample(num_decoded, decode_s, *steps):
+    """A prompt that was completed in speculative steps: (drafted, accepted)."""
+    stats = StatsTotal(
+        num_drafts=len(steps),
+        num_draft_tokens=sum(drafted for drafted, _ in steps),
+        num_accepted_tokens=sum(accepted for _, accepted in steps),
+    )
+    return Sample([], num_decoded, decode_s, stats)
 
 
 def test_rates_are_aggregated_over_prompts_not_averaged():
-    tally = Tally()
-    tally.add(booked((4, 4), (4, 0)), num_decoded=9, decode_s=0.9)
-    tally.add(booked((2, 2)), num_decoded=9, decode_s=0.1)
+    tally = Tally([sample(9, 0.9, (4, 4), (4, 0)), sample(9, 0.1, (2, 2))])
     assert tally.tokens_per_s == pytest.approx(18.0)
     assert tally.tpot_ms == pytest.approx(1000 / 18)
     assert tally.acceptance_rate == pytest.approx(6 / 10)
     assert tally.acceptance_length == pytest.approx(1 + 6 / 3)
-    plain = Tally(num_decoded=9, decode_s=1.0)
-    assert speedup(tally, plain) == pytest.approx(2.0)
+    assert speedup(tally, Tally([sample(9, 1.0)])) == pytest.approx(2.0)
+
+
+def of_ids(*token_ids):
+    return Tally([Sample(ids, 0, 0.0, StatsTotal()) for ids in token_ids])
 
 
 def test_a_single_different_token_is_reported():
-    plain, other = Tally(), Tally()
-    plain.token_ids, other.token_ids = [[1, 2], [3]], [[1, 2], [4]]
+    plain, other = of_ids([1, 2], [3]), of_ids([1, 2], [4])
     report = as_json({PLAIN: plain, "suffix": other})
     assert report["methods"]["suffix"]["identical"] is False
     assert not all_identical({PLAIN: plain, "suffix": other})
 
 
 def test_nothing_decoded_is_zero_speed_not_an_error():
-    report = as_json({PLAIN: Tally(), "suffix": Tally(origins=Counter())})
+    report = as_json({PLAIN: Tally([]), "suffix": Tally([])})
     assert report["plain"] == {"tokens_per_s": 0.0, "tpot_ms": 0.0}
     assert report["methods"]["suffix"]["speedup"] == 0.0

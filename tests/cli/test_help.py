@@ -7,9 +7,11 @@ from rich.console import Console
 from typer.main import get_command
 
 from outdraft import LLM, assets
+from outdraft.bench.side_by_side import Sample
 from outdraft.cli.app import app
 from outdraft.cli.comparison import PLAIN, Tally
 from outdraft.cli.demo_view import DemoView
+from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import pair
 
 
@@ -106,7 +108,7 @@ def test_the_demos_table_fits_into_80_columns():
     llm = LLM(str(pair().target), dtype="float32", device="cpu", num_blocks=64)
     written = io.StringIO()
     names = [PLAIN, "draft_model", *assets.HEADS, "suffix", "ngram", "combined"]
-    tallies = {name: Tally(num_decoded=12345, decode_s=1.23) for name in names}
+    tallies = {name: Tally([Sample([], 12345, 1.23, StatsTotal())]) for name in names}
     DemoView(Console(file=written, width=80), llm, ()).footer(tallies, 0.7, 1.0)
     shown = written.getvalue()
     assert "…" not in shown

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.core.draft import MAX_DRAFTS, Draft, DraftSource, ancestor_masks, tree_depths
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftSource
 from outdraft.core.plan import DraftChoice
+from tests.reference.draft_trees import ancestor_masks, tree_depths
 
 
 @st.composite

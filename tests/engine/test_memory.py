@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from outdraft.config.engine import CacheConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine import memory
-from outdraft.engine.cgroup import GroupMemory, limited_groups
-from outdraft.engine.memory import DeviceMemory, MemoryPlan, device_memory, num_blocks
-from outdraft.engine.step_memory import StepMemory
+from outdraft.engine.memory import (
+    DeviceMemory,
+    GroupMemory,
+    MemoryPlan,
+    StepMemory,
+    device_memory,
+    limited_groups,
+    num_blocks,
+)
 
 
 def blocks(

@@ -11,7 +11,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.engine import build
 from outdraft.engine.build import build_engine
-from outdraft.engine.step_memory import (
+from outdraft.engine.memory import (
     StepShape,
     activation_bytes,
     draft_prob_bytes,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outdraft.engine.warm_up import warm_up
+from outdraft.engine.build import warm_up
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
 
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.attention.base import causal_metadata
-from outdraft.core.draft import tree_depths
 from outdraft.core.plan import Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
@@ -31,6 +30,7 @@ from outdraft.runner.results import VerifiedRows
 from outdraft.verification.draft_batch import DraftBatch, row_start_B
 from outdraft.verification.verify import Verdict
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
+from tests.reference.draft_trees import tree_depths
 
 LENGTHS, NUM_TOKENS, CLOSE = (3, 21, 12), 16, 1e-10
 EXACT = {"dtype": "float64", "kernels": "reference", "num_blocks": 300}

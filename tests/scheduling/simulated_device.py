@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from random import Random
 
-from outdraft.core.draft import Draft, tree_depths
+from outdraft.core.draft import Draft
 from outdraft.core.plan import (
     MODEL_CHAIN,
     ModelDrafting,
@@ -13,6 +13,7 @@ from outdraft.core.plan import (
     WorkResult,
 )
 from outdraft.core.request import Request
+from tests.reference.draft_trees import tree_depths
 
 Text = tuple[int, ...]
 NOTHING_TO_KEEP: Text = (-1,)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.core.draft import Draft, tree_depths
+from outdraft.core.draft import Draft
 from outdraft.verification.draft_batch import (
     DraftBatch,
     ancestors_BN1N,
@@ -21,6 +21,7 @@ from outdraft.verification.draft_batch import (
 )
 from outdraft.verification.verify import block_verify, cut_behind, match_draft, rejection_sample
 from tests.reference import verification
+from tests.reference.draft_trees import tree_depths
 
 VOCAB = 4
 

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from outdraft.config.speculation import NgramConfig, SourceConfig, SuffixConfig
+from outdraft.config.speculation import SourceConfig
 from outdraft.core.draft import Draft, DraftAsk
 from outdraft.core.jit import working_seconds
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.engine.drafters import host_proposers
 from outdraft.kernels.ops import Kernels
 
 MAX_TOKENS = 8
@@ -64,14 +62,9 @@ def measure(
 
 def draft_us_per_request_32k(sources: Sequence[SourceConfig], kernels: Kernels) -> float | None:
     """Median time of a step's draft for one request of 32k tokens; None if a network drafts too."""
-    proposers: list[HostProposer] = []
-    for source in sources:
-        if isinstance(source, NgramConfig):
-            proposers.append(NgramProposer(source, kernels))
-        elif isinstance(source, SuffixConfig):
-            proposers.append(SuffixProposer(source, kernels))
-        else:
-            return None
+    proposers = host_proposers(sources, kernels)
+    if len(proposers) < len(sources):
+        return None
 
     def propose(asks: Sequence[DraftAsk]) -> list[Draft]:
         return [draft for proposer in proposers for draft in proposer.propose(asks)]

@@ -1,23 +1,24 @@
-"""Requests run by an engine in this process: one batch, timed, with what its steps came to."""
+"""Requests run by an engine in this process: latency of batches, and throughput of many prompts."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from outdraft.bench.metrics import SpecCounters, acceptance_report
-from outdraft.bench.workloads import BenchRequest
-from outdraft.core.errors import CapacityError, GenerationError
+import numpy as np
+
+from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
+from outdraft.bench.workloads import BenchRequest, num_distinct_prompts
+from outdraft.core.errors import ConfigError
 from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembler import Assembler, Queued, checked
 from outdraft.engine.engine import Engine
-from outdraft.engine.prompts import EncodedPrompt
 from outdraft.engine.stats import StatsTotal
 
-_Queued = tuple[str, EncodedPrompt, SamplingParams]  # arguments of Assembler.add_request
+PERCENTAGES = (10, 25, 50, 75, 90, 99)  # as in vLLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,26 +77,19 @@ def run_batch(
         RequestError: a request could never run; found before the time is taken.
         GenerationError: one failed while it ran.
     """
-    queue: deque[_Queued] = deque()
+    queue: list[Queued] = []
     for number, request in enumerate(requests):
         params = generation.params(request)
-        queue.append((str(number), engine.check_request(request.prompt, params), params))
-    assembler = Assembler(engine)
+        queue.append((str(number), engine.check_request(request.prompt, params), params, 0))
     outputs: list[RequestOutput] = []
     started_s = working_seconds()
-    try:
-        while (queue or engine.has_work) and time.monotonic() < deadline_s:
-            _feed(assembler, queue)
-            for output in assembler.step():
-                if output.error is not None:
-                    raise GenerationError(output.error)
-                if output.finished:
-                    outputs.append(output)
+    with closing(Assembler(engine).run(queue)) as steps:
+        while time.monotonic() < deadline_s and (grown := next(steps, None)) is not None:
+            for output in grown:
+                if output.finished or output.error is not None:
+                    outputs.append(checked(output))
                     on_done(output)
         elapsed_s = working_seconds() - started_s
-    finally:
-        for number in range(len(requests)):
-            assembler.abort(str(number))
     return Batch(outputs, len(requests) - len(outputs), elapsed_s)
 
 
@@ -122,10 +116,146 @@ def stats_report(total: StatsTotal) -> dict[str, Any]:
     return result | acceptance_report(counters) | {"spec_decode_tokens_by_source": by_source}
 
 
-def _feed(assembler: Assembler, queue: deque[_Queued]) -> None:
-    while queue:
-        try:
-            assembler.add_request(*queue[0])
-        except CapacityError:
-            return
-        queue.popleft()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyPlan:
+    """How often a batch is run; names as in vLLM.
+
+    Every iteration has prompts of its own: the memory of earlier answers would draft the same ones
+    again, and a user's next batch is another one.
+    """
+
+    batch_size: int = 1
+    num_iters_warmup: int = 2
+    num_iters: int = 10
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:
+            raise ConfigError("batch_size and num_iters must be at least 1, num_iters_warmup 0")
+
+    @property
+    def num_requests(self) -> int:
+        return self.batch_size * (self.num_iters_warmup + self.num_iters)
+
+
+def measure_latency(
+    engine: Engine,
+    requests: Sequence[BenchRequest],
+    plan: LatencyPlan,
+    generation: Generation,
+    deadline_s: float,
+    on_iteration: Callable[[float], object] = lambda latency_s: None,
+) -> dict[str, Any]:
+    """How long one batch takes, from its first prompt token to the last token of its last request.
+
+    The result has vLLM's fields; seconds.
+
+    Iterations that the deadline cuts are left out and counted in `num_cut_iters`.
+
+    Raises:
+        ConfigError: not one iteration was over by the deadline.
+    """
+    assert len(requests) == plan.num_requests
+    batches = [
+        requests[start : start + plan.batch_size]
+        for start in range(0, len(requests), plan.batch_size)
+    ]
+    for batch in batches[: plan.num_iters_warmup]:
+        run_batch(engine, batch, generation, deadline_s)
+    total = StatsTotal()
+    latencies: list[float] = []
+    num_output_tokens = 0
+    engine.on_step = total.add
+    try:
+        for batch in batches[plan.num_iters_warmup :]:
+            done = run_batch(engine, batch, generation, deadline_s)
+            if done.num_unfinished:
+                break
+            latencies.append(done.elapsed_s)
+            num_output_tokens += done.num_output_tokens
+            on_iteration(done.elapsed_s)
+    finally:
+        engine.on_step = None
+    if not latencies:
+        raise ConfigError("no iteration was over within --max-seconds")
+    distinct = num_distinct_prompts(requests)
+    return {
+        **_describe(latencies),
+        "batch_size": plan.batch_size,
+        "num_iters_warmup": plan.num_iters_warmup,
+        "num_iters": len(latencies),
+        "num_cut_iters": plan.num_iters - len(latencies),
+        "num_distinct_prompts": distinct,
+        "output_throughput": num_output_tokens / sum(latencies),
+        **stats_report(total),
+        "notes": _notes(distinct, len(requests), plan.num_iters - len(latencies)),
+    }
+
+
+def _describe(latencies: Sequence[float]) -> dict[str, Any]:
+    percentiles = np.percentile(latencies, PERCENTAGES).tolist()
+    return {
+        "avg_latency": float(np.mean(latencies)),
+        "std_latency": float(np.std(latencies)),
+        "latencies": list(latencies),
+        "percentiles": dict(zip(map(str, PERCENTAGES), percentiles, strict=True)),
+    }
+
+
+def _notes(num_distinct: int, num_prompts: int, num_cut: int) -> list[str]:
+    notes = ["every iteration has prompts of its own, so the spread is that of the prompts too"]
+    if num_distinct < num_prompts:
+        notes.append(
+            f"only {num_distinct} of {num_prompts} prompts differ: drafts from earlier answers "
+            "make repeated ones faster"
+        )
+    if num_cut:
+        notes.append(f"the time was over before {num_cut} of the iterations")
+    return notes
+
+
+def measure_throughput(
+    engine: Engine,
+    warm_up: BenchRequest,
+    requests: Sequence[BenchRequest],
+    generation: Generation,
+    deadline_s: float,
+    on_done: Callable[[RequestOutput], object] = lambda output: None,
+) -> dict[str, Any]:
+    """How fast many prompts that are all there at once are completed; vLLM's fields.
+
+    The warm-up is run first and not measured: kernels compile at their first call.
+
+    Requests that the deadline ends are counted as failed; neither they nor their tokens are in the
+    other counts, so a run that was cut looks slower than it was, never faster.
+    """
+    run_batch(engine, [warm_up], generation, deadline_s)
+    total = StatsTotal()
+    engine.on_step = total.add
+    try:
+        done = run_batch(engine, requests, generation, deadline_s, on_done)
+    finally:
+        engine.on_step = None
+    num_tokens = done.num_input_tokens + done.num_output_tokens
+    distinct = num_distinct_prompts(requests)
+    notes: list[str] = []
+    if done.num_unfinished:
+        notes.append(f"the time was over before {done.num_unfinished} of the requests were done")
+    if distinct < len(requests):
+        notes.append(
+            f"only {distinct} of {len(requests)} prompts differ: caches of prompts, and drafts "
+            "from earlier answers, make repeated ones faster"
+        )
+    return {
+        "elapsed_time": done.elapsed_s,
+        "num_requests": len(done.outputs),
+        "failed": done.num_unfinished,
+        "num_distinct_prompts": distinct,
+        "total_input_tokens": done.num_input_tokens,
+        "total_output_tokens": done.num_output_tokens,
+        "total_num_tokens": num_tokens,
+        "requests_per_second": per_second(len(done.outputs), done.elapsed_s),
+        "tokens_per_second": per_second(num_tokens, done.elapsed_s),
+        "output_throughput": per_second(done.num_output_tokens, done.elapsed_s),
+        **stats_report(total),
+        "notes": notes,
+    }

@@ -57,6 +57,11 @@ class RequestSample:
         return self.ended_s - self.due_s
 
     @property
+    def client_queue_time_s(self) -> float | None:
+        """From when it was due until it was sent."""
+        return None if self.sent_s is None else self.sent_s - self.due_s
+
+    @property
     def num_output_tokens(self) -> int:
         """Tokens, or without usage chunks, which may hold several tokens each."""
         if self.completion_tokens is None:
@@ -221,16 +226,10 @@ def detailed_report(samples: Sequence[RequestSample]) -> dict[str, list[Any]]:
 
 
 def _values(name: str, samples: Sequence[RequestSample]) -> list[float]:
-    if name == "ttft":
-        return [sample.ttft_s for sample in samples if sample.ttft_s is not None]
-    if name == "tpot":
-        return [sample.tpot_s for sample in samples if sample.tpot_s is not None]
     if name == "itl":
         return [gap for sample in samples for gap in sample.itls_s]
-    if name == "e2el":
-        return [sample.e2el_s for sample in samples]
-    assert name == "client_queue_time"
-    return [sample.sent_s - sample.due_s for sample in samples if sample.sent_s is not None]
+    values = [getattr(sample, f"{name}_s") for sample in samples]
+    return [value for value in values if value is not None]
 
 
 def per_second(count: int, duration_s: float) -> float:

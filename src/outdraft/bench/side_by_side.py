@@ -7,11 +7,13 @@ alike; what is compared is compared prompt by prompt.
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from outdraft.bench.alone import complete_alone
 from outdraft.config.engine import EngineConfig
-from outdraft.core.outputs import RequestOutput
+from outdraft.core.jit import working_seconds
+from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
 from outdraft.engine.stats import StatsTotal
@@ -33,6 +35,7 @@ class Sample:
     num_decoded: int
     decode_s: float
     stats: StatsTotal
+    origins: Sequence[TokenOrigin] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -58,12 +61,42 @@ def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]
     return shared
 
 
+def complete_alone(
+    engine: Engine,
+    request_id: str,
+    prompt: str,
+    params: SamplingParams,
+    shown: Callable[[RequestOutput], None],
+) -> tuple[RequestOutput, int, float]:
+    """The finished output, its tokens behind the first ones, and the time they took in steps.
+
+    Raises:
+        GenerationError: it failed while it ran.
+    """
+    output: RequestOutput | None = None
+    num_first, decode_s = 0, 0.0
+    started_s = working_seconds()
+    for outputs in Assembler(engine).run([(request_id, prompt, params, 0)]):
+        step_s = working_seconds() - started_s
+        for changed in outputs:
+            if output is None:
+                num_first = len(changed.outputs[0].token_ids)
+            else:
+                decode_s += step_s
+            output = changed
+            shown(changed)
+        started_s = working_seconds()
+    done = checked(output)
+    return done, len(done.outputs[0].token_ids) - num_first, decode_s
+
+
 def complete_in_turn(
     engines: Mapping[str, Engine],
     warm_up: str,
     prompts: Sequence[str],
     params: Sequence[SamplingParams],
     on_done: Callable[[], object] = lambda: None,
+    on_step: Callable[[str, RequestOutput], object] = lambda name, output: None,
 ) -> dict[str, list[Sample]]:
     """Complete every prompt with every engine, one request at a time.
 
@@ -72,6 +105,7 @@ def complete_in_turn(
             call. Not one of the prompts, since a proposer may remember it.
         params: of each prompt, whichever engine completes it.
         on_done: called whenever a request is done, warm-ups included.
+        on_step: told which engine's output grew; the time it takes is not counted.
     """
     assert warm_up not in prompts
     for engine in engines.values():
@@ -80,7 +114,8 @@ def complete_in_turn(
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
         for name, engine in engines.items():
-            samples[name].append(_sample(engine, str(number), prompt, chosen))
+            shown = partial(on_step, name)
+            samples[name].append(_sample(engine, str(number), prompt, chosen, shown))
             on_done()
     return samples
 
@@ -110,11 +145,18 @@ def ms_per_step(samples: Sequence[Sample], seconds: Callable[[StatsTotal], float
     )
 
 
-def _sample(engine: Engine, request_id: str, prompt: str, params: SamplingParams) -> Sample:
+def _sample(
+    engine: Engine,
+    request_id: str,
+    prompt: str,
+    params: SamplingParams,
+    shown: Callable[[RequestOutput], object],
+) -> Sample:
     stats = StatsTotal()
 
     def count_from_now(output: RequestOutput) -> None:
         engine.on_step = stats.add
+        shown(output)
 
     try:
         done, num_decoded, decode_s = complete_alone(
@@ -122,4 +164,5 @@ def _sample(engine: Engine, request_id: str, prompt: str, params: SamplingParams
         )
     finally:
         engine.on_step = None
-    return Sample(list(done.outputs[0].token_ids), num_decoded, decode_s, stats)
+    one = done.outputs[0]
+    return Sample(one.token_ids, num_decoded, decode_s, stats, one.origins)

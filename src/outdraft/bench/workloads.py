@@ -6,15 +6,15 @@ the prefix cache and in the memory of the suffix proposer, which would flatter b
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from outdraft import assets
+from outdraft.config.checks import check_choice
 from outdraft.core.errors import ConfigError
 
 DATASETS = ("embedded", "custom", "sharegpt", "random")
@@ -53,10 +53,7 @@ class Dataset:
     range_ratio: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.name not in DATASETS:
-            raise ConfigError(
-                f"dataset_name must be one of {', '.join(DATASETS)}, got {self.name!r}"
-            )
+        check_choice("dataset_name", self.name, DATASETS)
         needs_path = self.name in ("custom", "sharegpt")
         if needs_path != (self.path is not None):
             need = "needs" if needs_path else "takes no"
@@ -186,23 +183,16 @@ def _sharegpt(text: str, dataset: Dataset, tokenizer: Tokenizer | None) -> Itera
             "sharegpt needs --output-len, or --tokenizer to measure the recorded answers"
         )
     try:
-        conversations = json.loads(text)
-        pairs = [_first_pair(entry["conversations"]) for entry in conversations]
+        talks = [entry["conversations"] for entry in json.loads(text)]
+        pairs = [(talk[0]["value"], talk[1]["value"]) for talk in talks if len(talk) > 1]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{dataset.path}: no list of ShareGPT conversations: {error!r}") from None
-    for pair in pairs:
-        if pair is None:
-            continue
+    for prompt, answer in pairs:
         length = dataset.output_len
         if length is None:
             assert tokenizer is not None
-            length = len(tokenizer.encode(pair[1], add_special_tokens=False).ids)
-        yield BenchRequest(pair[0], max(1, length))
-
-
-def _first_pair(messages: Sequence[dict[str, Any]]) -> tuple[str, str] | None:
-    """A conversation's first message and its answer; None if it has fewer than two."""
-    return (messages[0]["value"], messages[1]["value"]) if len(messages) > 1 else None
+            length = len(tokenizer.encode(answer, add_special_tokens=False).ids)
+        yield BenchRequest(prompt, max(1, length))
 
 
 def _read(path: Path) -> str:

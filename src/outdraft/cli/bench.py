@@ -118,7 +118,7 @@ def latency(
 
     Every request generates its full number of tokens. Prompts are not cached unless asked for.
     """
-    from outdraft.bench.latency import LatencyPlan, measure_latency
+    from outdraft.bench.in_process import LatencyPlan, measure_latency
     from outdraft.bench.workloads import load_requests
 
     plan = LatencyPlan(
@@ -162,7 +162,7 @@ def throughput(
 
     Every request generates its full number of tokens. Prompts are not cached unless asked for.
     """
-    from outdraft.bench.throughput import measure_throughput
+    from outdraft.bench.in_process import measure_throughput
     from outdraft.bench.workloads import load_requests
 
     source = dataset_of(dataset)

@@ -11,8 +11,12 @@ from tqdm import tqdm
 
 from outdraft import assets
 from outdraft.cli.command import Model
-from outdraft.cli.embedded import with_embedded_network
-from outdraft.cli.options import EngineOptions, engine_config, parse_json_object
+from outdraft.cli.options import (
+    EngineOptions,
+    engine_config,
+    parse_json_object,
+    with_embedded_network,
+)
 from outdraft.cli.threads import use_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config

@@ -6,11 +6,11 @@ take their turn, so that a machine whose speed drifts treats them alike.
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
-from outdraft.bench.alone import complete_alone
-from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.side_by_side import PLAIN, Sample, acceptance_length, complete_in_turn
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.outputs import RequestOutput, TokenOrigin
@@ -20,56 +20,44 @@ from outdraft.engine.engine import Engine
 NUM_DRAFTS = 4  # a step, of everything but suffix lookup
 
 OnStep = Callable[[str, RequestOutput], None]
-Measured = dict[str, float | bool]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Tally:
-    """Sums over the prompts that one method completed.
+    """The prompts that one method completed, added up."""
 
-    Attributes:
-        num_decoded: tokens behind each prompt's first one.
-        decode_s: time inside of steps behind the first token: no prompt, no printing.
-    """
+    samples: Sequence[Sample]
 
-    token_ids: list[list[int]] = field(default_factory=list[list[int]])
-    origins: Counter[TokenOrigin] = field(default_factory=Counter[TokenOrigin])
-    num_decoded: int = 0
-    decode_s: float = 0.0
-    num_drafted: int = 0
-    num_accepted: int = 0
-    num_spec_steps: int = 0
+    @property
+    def token_ids(self) -> list[list[int]]:
+        return [sample.token_ids for sample in self.samples]
 
-    def add(self, output: RequestOutput, num_decoded: int, decode_s: float) -> None:
-        """Book one finished prompt."""
-        completion = output.outputs[0]
-        speculation = output.metrics.speculative_decoding
-        self.token_ids.append(list(completion.token_ids))
-        self.origins.update(completion.origins)
-        self.num_decoded += num_decoded
-        self.decode_s += decode_s
-        self.num_drafted += speculation.num_draft_tokens
-        self.num_accepted += speculation.num_accepted_draft_tokens
-        self.num_spec_steps += speculation.num_spec_steps
+    @property
+    def origins(self) -> Counter[TokenOrigin]:
+        return Counter(chain.from_iterable(sample.origins for sample in self.samples))
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_decoded / self.decode_s if self.decode_s else 0.0
+        decode_s = sum(sample.decode_s for sample in self.samples)
+        return sum(sample.num_decoded for sample in self.samples) / decode_s if decode_s else 0.0
 
     @property
     def tpot_ms(self) -> float:
         """Time per output token behind the first."""
-        return 1000 * self.decode_s / max(1, self.num_decoded)
+        num_decoded = sum(sample.num_decoded for sample in self.samples)
+        return 1000 * sum(sample.decode_s for sample in self.samples) / max(1, num_decoded)
 
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token."""
-        return self.num_accepted / max(1, self.num_drafted)
+        num_drafted = sum(sample.stats.num_draft_tokens for sample in self.samples)
+        num_accepted = sum(sample.stats.num_accepted_tokens for sample in self.samples)
+        return num_accepted / max(1, num_drafted)
 
     @property
     def acceptance_length(self) -> float:
         """Tokens a step that verified drafts, its bonus or recovered token included."""
-        return 1 + self.num_accepted / max(1, self.num_spec_steps)
+        return acceptance_length(self.samples)
 
 
 def method_configs(
@@ -123,26 +111,18 @@ def compare(
             call. Not one of the prompts, since a proposer may remember it.
         on_step: told which engine's output grew; the time it takes is not counted.
     """
-    assert warm_up not in prompts
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=len(prompts))
-    for engine in engines.values():
-        complete_alone(engine, "warm-up", warm_up, params, lambda output: None)
-    tallies = {name: Tally() for name in engines}
-    for number, prompt in enumerate(prompts):
-        params = replace(params, seed=number)
-        for name, engine in engines.items():
-
-            def shown(output: RequestOutput, name: str = name) -> None:
-                on_step(name, output)
-
-            tallies[name].add(*complete_alone(engine, str(number), prompt, params, shown))
-    return tallies
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=number)
+        for number in range(len(prompts))
+    ]
+    samples = complete_in_turn(engines, warm_up, prompts, params, on_step=on_step)
+    return {name: Tally(own) for name, own in samples.items()}
 
 
 def as_json(tallies: Mapping[str, Tally]) -> dict[str, object]:
     """The numbers of a comparison: plain decoding, and each method against it."""
     plain = tallies[PLAIN]
-    methods: dict[str, Measured] = {
+    methods: dict[str, dict[str, float | bool]] = {
         name: {
             "tokens_per_s": tally.tokens_per_s,
             "tpot_ms": tally.tpot_ms,

@@ -45,13 +45,9 @@ def generate(
     if verbose:
         typer.echo(f"{llm.memory}\n", err=True)
     started_s = working_seconds()
-    output = stream(llm.engine, "0", text, params, _show)
+    output = stream(llm.engine, "0", text, params, lambda piece: typer.echo(piece, nl=False))
     typer.echo()
     typer.echo(summary(output, started_s), err=True)
-
-
-def _show(piece: str) -> None:
-    typer.echo(piece, nl=False)
 
 
 def _stdin() -> str:

@@ -6,17 +6,18 @@ Flags that are not given are not passed on, so every default has one home, the d
 import functools
 import inspect
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, cast
 
 import typer
 
 from outdraft import assets
-from outdraft.cli.embedded import with_embedded_network
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 
 DEFAULT_MAX_TOKENS = 256
@@ -175,25 +176,26 @@ def sampling_params(
     return replace(defaults or SamplingParams(), **_given(options))
 
 
-def json_object(text: str, name: str, *, or_null: bool = False) -> dict[str, Any]:
-    """The value of a flag; with `or_null` it may be None, too.
+def json_object(text: str, name: str, what: str = "a JSON object") -> dict[str, Any]:
+    """The value of a flag.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none; `what` it must be is said then.
     """
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{name} is not valid JSON: {error}") from None
-    if not isinstance(value, dict) and not (or_null and value is None):
-        or_else = " or null" if or_null else ""
-        raise ConfigError(f"{name} must be a JSON object{or_else}, got {text}")
+    if not isinstance(value, dict):
+        raise ConfigError(f"{name} must be {what}, got {text}")
     return value
 
 
 def parse_json_object(text: str) -> dict[str, Any] | None:
     """The value of --speculative-config."""
-    return json_object(text, "--speculative-config", or_null=True)
+    if text.strip() == "null":
+        return None
+    return json_object(text, "--speculative-config", "a JSON object or null")
 
 
 def _speculative_config(
@@ -233,3 +235,61 @@ def _in_panel(one: Field[Any], group: type) -> Any:
 def _given(options: EngineOptions | SchedulerOptions | SamplingOptions) -> dict[str, Any]:
     values = {f.name: getattr(options, f.name) for f in fields(options)}
     return {name: value for name, value in values.items() if value not in (None, [])}
+
+
+def with_embedded_network(values: dict[str, Any]) -> dict[str, Any]:
+    """A speculative_config for the embedded target, its network named where it names none.
+
+    The sources of a combination are completed one by one.
+
+    Raises:
+        ConfigError: this installation came without the network.
+    """
+    if isinstance(sources := values.get("sources"), list):
+        listed = [_completed(source) for source in cast(list[object], sources)]
+        return {**values, "sources": listed}
+    method = values.get("method")
+    if values.get("model") is not None:
+        return values
+    if method in ("draft_model", "combined"):
+        return {**values, "model": str(assets.drafter_path())}
+    if method in assets.HEADS:
+        return {**values, "model": str(assets.head_path(method))}
+    return values
+
+
+def _completed(source: object) -> object:
+    if not isinstance(source, dict):
+        return source
+    return with_embedded_network(cast(dict[str, Any], source))
+
+
+def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
+    """Make the file's values the defaults of a command's flags; for the callback of --config.
+
+    Keys are names of flags without the leading dashes. `model` is the argument of that name, and a
+    table stands for a flag that takes JSON.
+
+    Raises:
+        ConfigError: the file is no TOML, or a key is no flag.
+    """
+    if path is None:
+        return None
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    names = {
+        spelling.lstrip("-").replace("_", "-"): parameter.name
+        for parameter in context.command.params
+        for spelling in parameter.opts
+        if parameter.name not in ("config", "help")
+    }
+    defaults: dict[str, Any] = {}
+    for key, value in values.items():
+        name = names.get(key.replace("_", "-"))
+        if name is None:
+            raise ConfigError(f"unknown key {key!r} in {path}: {did_you_mean(key, names)}")
+        defaults[name] = json.dumps(value) if isinstance(value, dict) else value
+    context.default_map = defaults
+    return path

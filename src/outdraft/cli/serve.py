@@ -7,8 +7,13 @@ from typing import Annotated
 import typer
 
 from outdraft.cli.command import Model
-from outdraft.cli.config_file import read_config_file
-from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
+from outdraft.cli.options import (
+    EngineOptions,
+    SchedulerOptions,
+    read_config_file,
+    serving_config,
+    takes_options,
+)
 from outdraft.cli.server_options import ServerOptions
 from outdraft.cli.threads import engine_environment
 

@@ -17,6 +17,7 @@ from outdraft.cli.server_options import (
     listed,
     profiler_dir,
 )
+from outdraft.config.checks import as_choice, check_choice
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.dashboard.feed import EngineFacts, LiveFeed
@@ -32,7 +33,7 @@ from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
-from outdraft.server.supervisor import Supervisor
+from outdraft.server.process_client import Supervisor
 
 _logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def run(
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
     as_content_format(options.chat_template_content_format)  # refused before anything is loaded
-    level = _log_level(options.log_level)
+    level = as_choice("--log-level", options.log_level, LogLevel)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -183,37 +184,25 @@ def settings_of(
         ("--reasoning-parser", options.reasoning_parser, get_args(ReasoningFormat)),
     )
     for flag, name, known in parsers:
-        if name not in (None, *known):
-            raise ConfigError(f"{flag} must be one of {', '.join(known)}, got {name!r}")
+        if name is not None:
+            check_choice(flag, name, known)
     if options.enable_auto_tool_choice and options.tool_call_parser is None:
         raise ConfigError("--enable-auto-tool-choice needs --tool-call-parser")
+    path = options.root_path
+    if path and (not path.startswith("/") or path.endswith("/")):
+        raise ConfigError(f"--root-path must begin with / and not end with it, got {path!r}")
     names = options.served_model_name or [EMBEDDED_NAME if is_embedded else config.model]
     return ApiSettings(
         served_model_names=tuple(names),
         api_key=api_key(options, environ),
         allowed_origins=listed(options.allowed_origins, "--allowed-origins"),
-        root_path=_root_path(options.root_path),
+        root_path=path,
         log_requests=options.enable_log_requests,
         profiler_dir=profiler_dir(options.profiler_config),
         tool_call_parser=cast(ToolCallFormat | None, options.tool_call_parser),
         auto_tool_choice=options.enable_auto_tool_choice is not False,
         reasoning_parser=cast(ReasoningFormat | None, options.reasoning_parser),
     )
-
-
-def _root_path(path: str) -> str:
-    if path and (not path.startswith("/") or path.endswith("/")):
-        raise ConfigError(f"--root-path must begin with / and not end with it, got {path!r}")
-    return path
-
-
-def _log_level(name: str) -> LogLevel:
-    try:
-        return LogLevel(name)
-    except ValueError:
-        raise ConfigError(
-            f"--log-level must be one of {', '.join(LogLevel)}, got {name!r}"
-        ) from None
 
 
 def _chat_template(

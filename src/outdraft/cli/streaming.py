@@ -1,12 +1,13 @@
 """One request, its text shown while it grows."""
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
+from itertools import chain
 
-from outdraft.core.errors import GenerationError
 from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.engine import Engine
 
 
@@ -25,24 +26,15 @@ def stream(
         RequestError: it can never run.
         GenerationError: it failed while it ran.
     """
-    assembler = Assembler(engine)
-    assembler.add_request(request_id, prompt, params)
     output: RequestOutput | None = None
     shown = 0
-    try:
-        while engine.has_work:
-            for output in assembler.step():
-                text = output.outputs[0].text
-                if len(text) > shown:
-                    show(text[shown:])
-                    shown = len(text)
-    except BaseException:
-        assembler.abort(request_id)
-        raise
-    assert output is not None
-    if output.error is not None:
-        raise GenerationError(output.error)
-    return output
+    with closing(Assembler(engine).run([(request_id, prompt, params, 0)])) as steps:
+        for output in chain.from_iterable(steps):
+            text = output.outputs[0].text
+            if len(text) > shown:
+                show(text[shown:])
+                shown = len(text)
+    return checked(output)
 
 
 def summary(output: RequestOutput, started_s: float) -> str:

@@ -1,9 +1,12 @@
 """Checks that configuration values have in common: each error names the option and its value."""
 
 import math
+from enum import StrEnum
+from typing import TypeVar
 
 from outdraft.core.errors import ConfigError
 
+Choice = TypeVar("Choice", bound=StrEnum)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -39,6 +42,16 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raise ConfigError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def as_choice(name: str, value: str, kind: type[Choice]) -> Choice:
+    """The member of an enumeration that `value` spells.
+
+    Raises:
+        ConfigError: none does.
+    """
+    check_choice(name, value, tuple(kind))
+    return kind(value)
 
 
 def _check_bounds(name: str, value: float, low: float, high: float) -> None:

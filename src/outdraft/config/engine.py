@@ -118,26 +118,22 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown option (with the closest known one) or a wrong value.
         """
-        parts: dict[str, tuple[type, dict[str, Any]]] = {
-            "cache": (CacheConfig, {}),
-            "scheduler": (SchedulerConfig, {}),
-        }
-        owner = {f.name: part for part, (kind, _) in parts.items() for f in fields(kind)}
-        own = {f.name for f in fields(cls)} - {"cache", "scheduler", "speculation"}
-        known = {*own, *owner, "speculative_config"}
+        kinds = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        owner = {f.name: part for part, kind in kinds.items() for f in fields(kind)}
+        own = {f.name for f in fields(cls)} - {*kinds, "speculation"}
         chosen: dict[str, Any] = {}
+        parts: dict[str, dict[str, Any]] = {part: {} for part in kinds}
         for name, value in options.items():
+            if name not in own and name not in owner:
+                known = {*own, *owner, "speculative_config"}
+                raise ConfigError(f"unknown option {name!r}: {did_you_mean(name, known)}")
             if name == "kv_cache_memory_bytes" and isinstance(value, str):
                 value = parse_bytes(value)
-            if name in own:
-                chosen[name] = value
-            elif name in owner:
-                parts[owner[name]][1][name] = value
-            else:
-                raise ConfigError(f"unknown option {name!r}: {did_you_mean(name, known)}")
+            values = chosen if name in own else parts[owner[name]]
+            values[name] = value
         return cls(
             **chosen,
-            cache=CacheConfig(**parts["cache"][1]),
-            scheduler=SchedulerConfig(**parts["scheduler"][1]),
+            cache=CacheConfig(**parts["cache"]),
+            scheduler=SchedulerConfig(**parts["scheduler"]),
             speculation=parse_speculative_config(speculative_config),
         )

@@ -163,7 +163,7 @@ class SpeculationConfig:
             check_whole("disable_by_batch_size", self.disable_by_batch_size, 1)
         if twice := [source for source in self.methods if self.methods.count(source) > 1]:
             raise ConfigError(f"sources names {twice[0]} twice")
-        networks = [source.source for source in self.sources if _is_network(source)]
+        networks = [s.source for s in self.sources if isinstance(s, DraftNetworkConfig)]
         if len(networks) > 1:
             raise ConfigError(
                 f"one network drafts beside any sources of the host, not {' and '.join(networks)}"
@@ -186,7 +186,3 @@ class SpeculationConfig:
     @property
     def methods(self) -> tuple[DraftSource, ...]:
         return tuple(source.source for source in self.sources)
-
-
-def _is_network(source: SourceConfig) -> bool:
-    return isinstance(source, DraftNetworkConfig)

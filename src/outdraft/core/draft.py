@@ -3,7 +3,7 @@
 Dimension key: K drafted tokens of one request.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from operator import gt
@@ -89,19 +89,3 @@ class DraftAsk:
     max_tokens: int
     num_prompt: int = 0
     prediction: np.ndarray | None = None
-
-
-def tree_depths(parents: Sequence[int]) -> list[int]:
-    """Depth of each drafted row below the root, at least 1; `parents` as in Draft."""
-    depths = [0]
-    for parent in parents:
-        depths.append(depths[parent] + 1)
-    return depths[1:]
-
-
-def ancestor_masks(parents: Sequence[int]) -> list[int]:
-    """Per drafted row, the bits of the drafted rows it sees: its ancestors and itself."""
-    masks = [0]
-    for row, parent in enumerate(parents):
-        masks.append(masks[parent] | 1 << row)
-    return masks[1:]

@@ -81,7 +81,10 @@ class Request:
         self.may_draft = True
         self.error: str | None = None
         self.block_hashes: list[bytes] = []
-        self.block_salt = b"" if cache_salt is None else _digest(cache_salt)
+        self.block_salt = b""
+        if cache_salt is not None:
+            salt = cache_salt.encode("utf-8", "surrogatepass")
+            self.block_salt = blake2b(salt, digest_size=32).digest()
         self.arrival_s = time.monotonic()
 
     @property
@@ -123,7 +126,3 @@ class Request:
             if self.grammar.is_finished:  # also before min_tokens: nothing can follow
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.num_tokens >= self.max_total else None
-
-
-def _digest(salt: str) -> bytes:
-    return blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=32).digest()

@@ -166,7 +166,10 @@ class SamplingParams:
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 _check_range(name, getattr(self, name), low, high)
         for name in _WHOLE:
-            _check_integer(name, getattr(self, name))
+            if not isinstance(getattr(self, name), int | None):
+                raise RequestError(
+                    f"{name} must be a whole number, got {getattr(self, name)!r}", name
+                )
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", name)
@@ -225,8 +228,3 @@ def _check_range(name: str, value: object, low: float, high: float) -> None:
     if not low <= value <= high:  # also false for NaN
         bound = f"between {low} and {high}" if high != math.inf else f"at least {low}"
         raise RequestError(f"{name} must be {bound}, got {value}", name)
-
-
-def _check_integer(name: str, value: float | None) -> None:
-    if value is not None and not isinstance(value, int):
-        raise RequestError(f"{name} must be a whole number, got {value!r}", name)

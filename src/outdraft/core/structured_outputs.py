@@ -131,8 +131,10 @@ class StructuredOutputsParams:
                 f"structured_outputs takes exactly one of {names}: {found}", "structured_outputs"
             )
         kind, value = _KINDS[asked[0]], getattr(self, asked[0])
+        is_compact = True
         # What is said of white space in JSON means nothing elsewhere.
-        is_said = self.disable_any_whitespace is not None and kind.startswith("json")
+        if kind.startswith("json") and self.disable_any_whitespace is not None:
+            is_compact = self.disable_any_whitespace
         try:
             if kind == "json_object":
                 value = ""
@@ -140,10 +142,7 @@ class StructuredOutputsParams:
                 value = schema_text(value)
             elif kind == "choice":
                 value = choice_text(value)
-            if is_said:
-                compact = self.disable_any_whitespace
-                return StructuredOutput(kind, value, disable_any_whitespace=compact)
-            return StructuredOutput(kind, value)
+            return StructuredOutput(kind, value, disable_any_whitespace=is_compact)
         except RequestError as error:  # it speaks of `structured`
             field = f"structured_outputs.{asked[0]}"
             raise RequestError(f"{field}: {error}", field) from error

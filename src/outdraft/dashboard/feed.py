@@ -8,12 +8,127 @@ one piece, or loses what has left the ring.
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
 
 from outdraft.core.plan import StepStats
-from outdraft.dashboard.second import Second
+from outdraft.engine.stats import StatsTotal
+
+DIGITS = 6  # of a time or a ratio: microseconds
+SMALLEST_S = 1e-5  # shorter ones count as this long
+GROWTH = 1.02  # of a bucket over the one before it
+MOST_BUCKETS = 1000  # past 3,000 s
+
+
+class Latencies:
+    """Latencies of any number of requests in little room: counts by bucket.
+
+    Each bucket is a little above the last. A quantile is exact to within half a bucket, about 1 per
+    cent.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        bucket = math.floor(math.log(max(seconds, SMALLEST_S) / SMALLEST_S, GROWTH))
+        self._counts[min(bucket, MOST_BUCKETS)] += 1
+
+    def quantile(self, share: float) -> float | None:
+        """Seconds that at least this share of all took at most; None before the first."""
+        rank = max(1, math.ceil(share * self._counts.total()))
+        seen = 0
+        for bucket in sorted(self._counts):
+            seen += self._counts[bucket]
+            if seen >= rank:
+                return SMALLEST_S * GROWTH ** (bucket + 0.5)
+        return None
+
+
+@dataclass(slots=True)
+class Second:
+    """What all steps that were reported within one second came to.
+
+    Attributes:
+        second: of the feed's clock, rounded down.
+        num_running, num_waiting, kv_usage: the newest that are known.
+        plain_tokens_per_s: the newest estimate without speculation; None before the first token.
+        ttft, itl: times to first token, and times between arrivals of a request's later tokens.
+    """
+
+    second: int
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    plain_tokens_per_s: float | None = None
+    total: StatsTotal = field(default_factory=StatsTotal)
+    ttft: Latencies = field(default_factory=Latencies)
+    itl: Latencies = field(default_factory=Latencies)
+
+    def add(self, step: StepStats) -> None:
+        """Count a step."""
+        self.total.add(step)
+
+    def followed_by(self, second: int) -> "Second":
+        """A later second in which nothing happened yet."""
+        return Second(
+            second, self.num_running, self.num_waiting, self.kv_usage, self.plain_tokens_per_s
+        )
+
+    @property
+    def mean_draft_length(self) -> float | None:
+        """Tokens a draft; None without a draft."""
+        total = self.total
+        return total.num_draft_tokens / total.num_drafts if total.num_drafts else None
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens that a draft brought, the bonus or recovered token included; None without one."""
+        return self.total.acceptance_length if self.total.num_drafts else None
+
+    @property
+    def step_tokens_per_s(self) -> float | None:
+        """Tokens per second of step time, to compare with the estimate; None without a step."""
+        total = self.total
+        seconds = total.draft_s + total.verify_s + total.sample_s + total.host_s
+        return total.num_emitted / seconds if seconds > 0 else None
+
+    def to_json(self) -> dict[str, Any]:
+        """What the page reads; accepted are tokens by source, lengths are by who drafted first."""
+        total = self.total
+        lengths = total.acceptance_length_by_source
+        return {
+            "second": self.second,
+            "tokens_per_s": total.num_emitted,
+            "step_tokens_per_s": _rounded(self.step_tokens_per_s),
+            "plain_tokens_per_s": _rounded(self.plain_tokens_per_s),
+            "ttft_p50_s": _rounded(self.ttft.quantile(0.5)),
+            "ttft_p95_s": _rounded(self.ttft.quantile(0.95)),
+            "itl_p50_s": _rounded(self.itl.quantile(0.5)),
+            "itl_p95_s": _rounded(self.itl.quantile(0.95)),
+            "steps": total.num_steps,
+            "drafts": total.num_drafts,
+            "acceptance_length": _rounded(self.acceptance_length),
+            "acceptance_length_by_source": {str(s): round(n, DIGITS) for s, n in lengths.items()},
+            "mean_draft_length": _rounded(self.mean_draft_length),
+            "accepted": {str(source): n for source, n in total.accepted_by_source.items()},
+            "draft_s": round(total.draft_s, DIGITS),
+            "verify_s": round(total.verify_s, DIGITS),
+            "sample_s": round(total.sample_s, DIGITS),
+            "host_s": round(total.host_s, DIGITS),
+            "kv_usage": round(self.kv_usage, DIGITS),
+            "running": self.num_running,
+            "waiting": self.num_waiting,
+        }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, DIGITS)
+
 
 WINDOW_S = 300
 
@@ -99,7 +214,8 @@ class LiveFeed:
             if seconds or sent is None:
                 yield seconds  # however long this takes, `now` stays
             sent = now - 1
-            await self._wait(now + 1 - self._clock())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closed.wait(), max(now + 1 - self._clock(), 0.0))
 
     def close(self) -> None:
         """End all streams: a server that waits for its connections would wait for them forever."""
@@ -113,9 +229,3 @@ class LiveFeed:
         for second in range(first_missing, now + 1):
             self._seconds.append(newest.followed_by(second))
         return self._seconds[-1]
-
-    async def _wait(self, seconds: float) -> None:
-        try:
-            await asyncio.wait_for(self._closed.wait(), max(seconds, 0.0))
-        except TimeoutError:
-            return

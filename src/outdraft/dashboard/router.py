@@ -47,7 +47,8 @@ def dashboard_router(feed: LiveFeed) -> APIRouter:
     Call `feed.close()` before the server waits for its connections to end.
     """
     router = APIRouter(include_in_schema=False)  # a page, not a part of the API
-    assets = _load_assets()
+    static = files("outdraft.dashboard") / "static"
+    assets = {entry.name: entry.read_bytes() for entry in static.iterdir() if entry.is_file()}
 
     @router.get("/")
     async def index() -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -63,11 +64,6 @@ def dashboard_router(feed: LiveFeed) -> APIRouter:
         return _asset(assets, name)
 
     return router
-
-
-def _load_assets() -> dict[str, bytes]:
-    static = files("outdraft.dashboard") / "static"
-    return {entry.name: entry.read_bytes() for entry in static.iterdir() if entry.is_file()}
 
 
 def _asset(assets: Mapping[str, bytes], name: str) -> Response:

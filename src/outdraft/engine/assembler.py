@@ -1,11 +1,18 @@
 """Whole outputs from an engine in this process."""
 
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import suppress
+
 from outdraft.core.deltas import RequestDelta
+from outdraft.core.errors import CapacityError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.engine import Engine
-from outdraft.engine.prompts import Prompt
+from outdraft.engine.inputs import Prompt
+
+Queued = tuple[str, Prompt, SamplingParams, int]  # arguments of Assembler.add_request
 
 
 class Assembler:
@@ -27,6 +34,24 @@ class Assembler:
         encoded = inputs.encoded(prompt)
         self._engine.add_request(request_id, encoded, params, priority)
         self._assemblies[request_id] = RequestAssembly(request_id, encoded, params, inputs)
+
+    def run(self, requests: Iterable[Queued]) -> Generator[list[RequestOutput]]:
+        """Queue requests, as fast as there is room, and step until nothing is left to do.
+
+        Each step gives what `step` does. The requests end with the generator, if not before.
+        """
+        queue = deque(requests)
+        request_ids = [request_id for request_id, *_ in queue]
+        try:
+            while queue or self._engine.has_work:
+                with suppress(CapacityError):
+                    while queue:
+                        self.add_request(*queue[0])
+                        queue.popleft()
+                yield self.step()
+        finally:
+            for request_id in request_ids:
+                self.abort(request_id)
 
     def step(self) -> list[RequestOutput]:
         """Step the engine; the outputs that grew.
@@ -60,3 +85,11 @@ class Assembler:
             num_tokens = len(completion.token_ids)
             self._engine.stop_sequence(delta.request_id, completion.index, num_tokens)
         return assembly.output
+
+
+def checked(output: RequestOutput | None) -> RequestOutput:
+    """An output that has ended. Raises GenerationError if its request failed."""
+    assert output is not None
+    if output.error is not None:
+        raise GenerationError(output.error)
+    return output

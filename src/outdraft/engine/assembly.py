@@ -19,8 +19,7 @@ from outdraft.core.plan import TokenLogprobs
 from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.detokenizer import Detokenizer
-from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 
 
 class RequestAssembly:

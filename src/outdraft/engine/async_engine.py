@@ -9,14 +9,13 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from types import TracebackType
 
 from outdraft.core.errors import EngineDeadError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
 from outdraft.engine.engine import Engine
-from outdraft.engine.prompts import EncodedPrompt, Prompt
+from outdraft.engine.inputs import EncodedPrompt, Prompt
 
 MAX_FAILED_STEPS = 2
 
@@ -42,12 +41,7 @@ class AsyncEngine:
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
     def start(self) -> None:

@@ -2,37 +2,34 @@
 
 from outdraft.attention.base import MeasuredAttention
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import (
-    DraftNetworkConfig,
-    NgramConfig,
-    SourceConfig,
-    SpeculationConfig,
-    SuffixConfig,
-)
+from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
 from outdraft.core.errors import ConfigError
+from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.host.ngram import NgramProposer
-from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host.suffix import SuffixProposer
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy, most_draft_rows
-from outdraft.engine.drafters import LoadedDrafter, cache_bytes
+from outdraft.engine.drafters import (
+    LoadedDrafter,
+    cache_bytes,
+    device_proposer,
+    host_proposers,
+    kv_cache,
+)
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
 from outdraft.engine.loading import LoadedModels, check_shared, load_models
-from outdraft.engine.memory import MemoryPlan, device_memory, num_blocks
-from outdraft.engine.proposers import device_proposer
-from outdraft.engine.step_memory import (
+from outdraft.engine.memory import (
+    MemoryPlan,
     StepMemory,
     StepShape,
     activation_bytes,
+    device_memory,
     draft_prob_bytes,
+    num_blocks,
     sampling_bytes,
     state_bytes,
     text_bytes,
 )
-from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
-from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.executor import LocalExecutor
@@ -40,6 +37,8 @@ from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.verification.verifier import Verifier
 from outdraft.verification.verify import TypicalAcceptance
+
+WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some with drafts
 
 
 def build_engine(
@@ -74,13 +73,31 @@ def build_engine(
     )
     policy = DraftPolicy(
         speculation,
-        _host_proposers(speculation.sources, models.kernels),
+        host_proposers(speculation.sources, models.kernels),
         _drafter_limits(speculation.network, target, drafter, proposer),
         config.scheduler.max_num_seqs,
     )
-    verifier = _verifier(speculation)
-    runner = ModelRunner(target, _cache(target, memory), state, verifier, proposer)
+    cache = kv_cache(target.config, memory, target.dtype, target.device)
+    runner = ModelRunner(target, cache, state, _verifier(speculation), proposer)
     return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
+
+
+def warm_up(engine: Engine) -> None:
+    """What the first requests would otherwise wait for: pages to touch, kernels to make ready.
+
+    Runs a greedy and a sampled request for a few steps. Nothing is learned from them. The engine
+    must be idle.
+    """
+    size = min(WARM_UP_TOKENS, engine.inputs.max_model_len - 1)
+    prompt = [token_id % engine.inputs.vocab_size for token_id in range(size)]
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(
+            temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False
+        )
+        engine.add_request("warm-up", prompt, params)
+        for _ in range(WARM_UP_STEPS):
+            engine.step()
+        engine.abort("warm-up")
 
 
 def _max_model_len(asked: int | None, target: CausalLM) -> int:
@@ -152,19 +169,6 @@ def _drafter_limits(
     )
 
 
-def _cache(target: CausalLM, memory: MemoryPlan) -> KVCache:
-    config = target.config
-    return KVCache(
-        config.num_layers,
-        memory.num_blocks,
-        memory.block_size,
-        config.num_kv_heads,
-        config.head_size,
-        target.dtype,
-        target.device,
-    )
-
-
 def _plan_memory(
     config: EngineConfig, models: LoadedModels, drafter: LoadedDrafter | None, max_model_len: int
 ) -> MemoryPlan:
@@ -231,13 +235,3 @@ def _step_memory(
         draft_probs=draft_prob_bytes(shape, vocab_size),
         states=states,
     )
-
-
-def _host_proposers(sources: tuple[SourceConfig, ...], kernels: Kernels) -> list[HostProposer]:
-    proposers: list[HostProposer] = []
-    for source in sources:
-        if isinstance(source, NgramConfig):
-            proposers.append(NgramProposer(source, kernels))
-        elif isinstance(source, SuffixConfig):
-            proposers.append(SuffixProposer(source, kernels))
-    return proposers

@@ -37,7 +37,7 @@ class Detokenizer:
     @property
     def settled_text(self) -> str:
         """The part that no later token can take back: no stop string may begin in it."""
-        kept = max((_overlap(self.text, stop) for stop in self._stop_strings), default=0)
+        kept = max((overlap(self.text, stop) for stop in self._stop_strings), default=0)
         end = len(self.text) - kept
         return self.text[: min(end, self._stop[0]) if self._stop is not None else end]
 
@@ -79,7 +79,7 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Length of the longest end of `text` that `stop` begins with, short of all of it."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

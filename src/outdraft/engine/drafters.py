@@ -1,17 +1,28 @@
-"""The networks that draft: loading one, and what an engine has to provide for it."""
+"""The networks that draft: loading one, what it needs of an engine, and what drafts with it."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from outdraft.config.speculation import DraftNetworkConfig
+from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceConfig, SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.parallel_drafting import mask_token_id
+from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
+from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
+from outdraft.drafting.device.proposer import DeviceProposer, Drafter
+from outdraft.drafting.device.text_reader import MaskStates
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.drafting.host.ngram import NgramProposer
+from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host.suffix import SuffixProposer
+from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
@@ -162,3 +173,82 @@ def check_vocabularies(
         drafter_path,
     )
     return None
+
+
+def device_proposer(
+    config: EngineConfig, drafter: LoadedDrafter, memory: MemoryPlan, device: torch.device
+) -> DeviceProposer:
+    """Drafts with the network, in its part of the pool's blocks.
+
+    Raises:
+        ConfigError: the network cannot draft as the configuration asks.
+    """
+    network = config.speculation.network
+    assert network is not None, "a drafter without a configuration"
+    loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
+    drafting: Drafter
+    if isinstance(loaded, MedusaHeads):
+        drafting = MedusaDrafter(loaded, num_seqs)
+    elif isinstance(loaded, MLPSpeculator):
+        drafting = MLPSpeculatorDrafter(loaded, num_seqs)
+    else:
+        max_rows = config.scheduler.max_num_batched_tokens
+        drafting = _layered_drafter(network, drafter, memory, device, max_rows)
+    return DeviceProposer(drafting, network.tree, samples=network.samples)
+
+
+def _layered_drafter(
+    config: DraftNetworkConfig,
+    drafter: LoadedDrafter,
+    memory: MemoryPlan,
+    device: torch.device,
+    max_rows: int,
+) -> NetworkDrafter | ParallelDrafter:
+    """Of a network with layers of its own: it reads its own drafts, or mask tokens."""
+    loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
+    assert layers is not None
+    mask_states: MaskStates | None = None
+    if isinstance(loaded, EagleNetwork):
+        size = drafter.feature_size
+        features = FeatureCache(memory.num_blocks, memory.block_size, size, drafter.dtype, device)
+        reading = EagleDraftNetwork(loaded, features)
+        if config.parallel_drafting and mask is not None:
+            mask_states = MaskStates(loaded.mask_state(), features)
+    else:
+        assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
+        reading = LanguageModelNetwork(loaded)
+    cache = kv_cache(layers, memory, drafter.dtype, device)
+    place = reading, cache, max_rows, config.source
+    if not config.parallel_drafting:
+        return NetworkDrafter(*place)
+    if mask is None:
+        raise ConfigError(
+            f"{config.model!r} was not trained for parallel_drafting: it names no mask token"
+        )
+    return ParallelDrafter(*place, mask, mask_states)
+
+
+def kv_cache(
+    layers: ModelConfig, memory: MemoryPlan, dtype: torch.dtype, device: torch.device
+) -> KVCache:
+    """Room for keys and values of these layers in every block of the pool."""
+    return KVCache(
+        layers.num_layers,
+        memory.num_blocks,
+        memory.block_size,
+        layers.num_kv_heads,
+        layers.head_size,
+        dtype,
+        device,
+    )
+
+
+def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[HostProposer]:
+    """Those of the sources that draft on the host."""
+    proposers: list[HostProposer] = []
+    for source in sources:
+        if isinstance(source, NgramConfig):
+            proposers.append(NgramProposer(source, kernels))
+        elif isinstance(source, SuffixConfig):
+            proposers.append(SuffixProposer(source, kernels))
+    return proposers

@@ -17,8 +17,7 @@ from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.deltas import RequestDeltas
-from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.prompts import EncodedPrompt, Prompt
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.runner.executor import Executor
 from outdraft.scheduling.scheduler import Scheduler
@@ -153,16 +152,15 @@ class Engine:
                 ended.append(sequence)
             if added or work.request.finish_reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
-        self._record(
-            step_stats(
-                plan,
-                booked,
-                times=result.times,
-                step_s=working_seconds() - started_s,
-                num_waiting=len(self.scheduler.waiting),
-                kv_usage=self.scheduler.pool.usage,
-            )
+        stats = step_stats(
+            plan,
+            booked,
+            times=result.times,
+            step_s=working_seconds() - started_s,
+            num_waiting=len(self.scheduler.waiting),
+            kv_usage=self.scheduler.pool.usage,
         )
+        self._record(stats)
         news = [deltas.take() for deltas in grown.values()]
         for sequence in ended:  # last: had the step failed, whoever is not told could be aborted
             self._forget(sequence)

@@ -1,23 +1,110 @@
 """From what a caller gives to a request that can run, or a clear error.
 
-Everything that could make a request fail later is checked here, before any work starts.
+A prompt is a text, token ids, or one of vLLM's two dicts. Everything that could make a request fail
+later is checked here, before any work starts.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 from tokenizers import Tokenizer
 
-from outdraft.core.errors import RequestError
+from outdraft.core.errors import RequestError, did_you_mean
 from outdraft.core.sampling import MAX_SEED, SamplingParams
-from outdraft.engine.prompts import EncodedPrompt, Prompt, given_prompt
 
 if TYPE_CHECKING:
     from outdraft.structured.compiler import GrammarCompiler
     from outdraft.structured.matcher import Grammar
+
+
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_FORMS = "a text, token ids, or a dict with 'prompt' or 'prompt_token_ids'"
+
+
+class TextPrompt(TypedDict):
+    """A text. Prompts with different salts share no blocks of the prefix cache."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """Token ids; `prompt` is the text that they stand for, for whoever reads the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """A prompt that was checked and made ids of; `text` is None if it came as ids.
+
+    token_ids: int32 [num_tokens].
+    """
+
+    text: str | None
+    token_ids: np.ndarray
+    cache_salt: str | None = None
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | EncodedPrompt
+
+
+Given = tuple[str | None, list[int] | None, str | None]  # text or ids, or both; the cache's salt
+
+
+def given_prompt(prompt: Prompt) -> Given:
+    """What a prompt holds, in whatever form it came. Ids and text are not checked yet.
+
+    Raises:
+        RequestError: it is in no form of `Prompt`.
+    """
+    if isinstance(prompt, EncodedPrompt):
+        return prompt.text, prompt.token_ids.tolist(), prompt.cache_salt
+    if isinstance(prompt, str):
+        return prompt, None, None
+    if isinstance(prompt, Mapping):
+        return _from_mapping(prompt)
+    if not isinstance(prompt, Sequence | np.ndarray):
+        raise RequestError(f"prompt must be {_FORMS}, got {type(prompt).__name__}", "prompt")
+    return None, _as_list(prompt), None
+
+
+def is_one_prompt(prompts: object) -> bool:
+    """Whether this is a single prompt; else it is a list of them."""
+    if isinstance(prompts, str | Mapping | EncodedPrompt):
+        return True
+    if not isinstance(prompts, Sequence):
+        return False
+    return bool(prompts) and all(isinstance(part, int) for part in prompts)
+
+
+def _from_mapping(prompt: Mapping[str, Any]) -> Given:
+    given = {key: value for key, value in prompt.items() if value is not None}
+    for key in given:
+        if key not in _KEYS:
+            raise RequestError(
+                f"a prompt with {key!r} is not supported: {did_you_mean(str(key), _KEYS)}", "prompt"
+            )
+    text, ids, salt = (given.get(key) for key in _KEYS)
+    if text is None and ids is None:
+        raise RequestError(f"prompt must be {_FORMS}: this dict has neither", "prompt")
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"'prompt' of a dict must be a text, got {text!r:.80}", "prompt")
+    if isinstance(ids, str) or not (ids is None or isinstance(ids, Sequence | np.ndarray)):
+        raise RequestError(f"'prompt_token_ids' must be a list, got {ids!r:.80}", "prompt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise RequestError("cache_salt must be a text that is not empty", "cache_salt")
+    return text, None if ids is None else _as_list(ids), salt
+
+
+def _as_list(ids: Sequence[int] | np.ndarray) -> list[int]:
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
 class InputProcessor:
@@ -39,12 +126,18 @@ class InputProcessor:
         self._seed = seed
 
     def encoded(
-        self, prompt: Prompt, *, add_special_tokens: bool = True, keep_last: int | None = None
+        self,
+        prompt: Prompt,
+        *,
+        add_special_tokens: bool = True,
+        keep_last: int | None = None,
+        cache_salt: str | None = None,
     ) -> EncodedPrompt:
         """The prompt with its ids; as it is, if it is encoded already.
 
         Special tokens are added to a text only. `keep_last`: tokens, its own special ones
-        included, to which a prompt is cut if it is longer; its beginning goes.
+        included, to which a prompt is cut if it is longer; its beginning goes. `cache_salt`: of a
+        prompt that brings none.
 
         Raises:
             RequestError: it is in no known form, empty, too long, or holds ids outside the
@@ -52,19 +145,13 @@ class InputProcessor:
         """
         if isinstance(prompt, EncodedPrompt):
             return prompt
-        given = given_prompt(prompt)
-        if given.token_ids is not None:
-            ids = given.token_ids if keep_last is None else given.token_ids[-keep_last:]
+        text, ids, salt = given_prompt(prompt)
+        if ids is not None:
+            ids = ids if keep_last is None else ids[-keep_last:]
             self._check_ids(ids, "prompt")
         else:
-            assert given.text is not None
-            ids = self.encode(
-                given.text, add_special_tokens=add_special_tokens, keep_last=keep_last
-            )
-        self._check_length(ids)
-        return EncodedPrompt(given.text, np.array(ids, dtype=np.int32), given.cache_salt)
-
-    def _check_length(self, ids: Sequence[int]) -> None:
+            assert text is not None
+            ids = self.encode(text, add_special_tokens=add_special_tokens, keep_last=keep_last)
         if not ids:
             raise RequestError("prompt must hold at least one token", "prompt")
         if len(ids) >= self.max_model_len:
@@ -73,6 +160,7 @@ class InputProcessor:
                 "of which must be left for the output: shorten it or raise max_model_len",
                 "prompt",
             )
+        return EncodedPrompt(text, np.array(ids, dtype=np.int32), salt or cache_salt)
 
     def encode(
         self,

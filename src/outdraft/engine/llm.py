@@ -1,34 +1,32 @@
 """Offline generation: all prompts at once, blocking, with vLLM's calling conventions."""
 
 import logging
-from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import CapacityError, ConfigError, GenerationError, RequestError
+from outdraft.core.errors import ConfigError, GenerationError, RequestError
 from outdraft.core.jit import compile_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler
+from outdraft.engine.assembler import Assembler, Queued
 from outdraft.engine.build import build_engine
 from outdraft.engine.chat import (
     ChatTemplate,
     ContentFormat,
     Message,
+    TextTokenizer,
     as_content_format,
     special_tokens,
 )
 from outdraft.engine.engine import Engine
 from outdraft.engine.generation_config import default_sampling
+from outdraft.engine.inputs import Prompt, is_one_prompt
 from outdraft.engine.loading import LoadedModels, load_models
 from outdraft.engine.memory import MemoryPlan
-from outdraft.engine.prompts import EncodedPrompt, Prompt, is_one_prompt
-from outdraft.engine.text_tokenizer import TextTokenizer
-
-_Queued = tuple[str, EncodedPrompt, SamplingParams, int]  # arguments of Assembler.add_request
 
 _logger = logging.getLogger(__name__)
 
@@ -87,7 +85,7 @@ class LLM:
             RequestError: a prompt or its parameters are wrong; then nothing was started.
             GenerationError: some requests failed while they ran; it has all outputs.
         """
-        several = _as_prompts(prompts)
+        several: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # pyright: ignore
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(several))
@@ -103,14 +101,7 @@ class LLM:
         first = self._num_requests
         self._num_requests += len(several)
         ids = [str(first + i) for i in range(len(several))]
-        queue = deque(zip(ids, encoded, params, ranks, strict=True))
-        assembler = Assembler(self.engine)
-        try:
-            finished = self._run(assembler, queue, use_tqdm)
-        except BaseException:
-            for request_id in ids:
-                assembler.abort(request_id)
-            raise
+        finished = self._run(list(zip(ids, encoded, params, ranks, strict=True)), use_tqdm)
         outputs = [finished[request_id] for request_id in ids]
         failed = [output.error for output in outputs if output.error is not None]
         if failed:
@@ -179,41 +170,23 @@ class LLM:
             raise ConfigError(f"{self.models.path} holds no tokenizer")
         return TextTokenizer(self.models.tokenizer, self._chat_template)
 
-    def _run(
-        self, assembler: Assembler, queue: deque[_Queued], use_tqdm: bool
-    ) -> dict[str, RequestOutput]:
+    def _run(self, requests: Sequence[Queued], use_tqdm: bool) -> dict[str, RequestOutput]:
         finished: dict[str, RequestOutput] = {}
         hidden = None if use_tqdm else True  # None: where nobody sees it move
-        with tqdm(
-            total=len(queue), desc="requests", unit="req", disable=hidden, smoothing=0
-        ) as bar:
-            while queue or self.engine.has_work:
-                _feed(assembler, queue)
-                compiled_s = compile_seconds()
-                outputs = assembler.step()
+        bar = tqdm(total=len(requests), desc="requests", unit="req", disable=hidden, smoothing=0)
+        with bar, closing(Assembler(self.engine).run(requests)) as steps:
+            compiled_s = compile_seconds()
+            for outputs in steps:
                 if not bar.disable:  # its rate counts no kernels
                     bar.start_t += compile_seconds() - compiled_s
+                    compiled_s = compile_seconds()
                 for output in outputs:
                     if output.finished:
                         finished[output.request_id] = output
                         bar.update()
-                total = self.engine.stats
-                bar.set_postfix_str(f"acceptance length {total.acceptance_length:.2f}")
+                length = self.engine.stats.acceptance_length
+                bar.set_postfix_str(f"acceptance length {length:.2f}")
         return finished
-
-
-def _feed(assembler: Assembler, queue: deque[_Queued]) -> None:
-    """Move requests to the engine for as long as it has room for them."""
-    while queue:
-        try:
-            assembler.add_request(*queue[0])
-        except CapacityError:
-            return
-        queue.popleft()
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    return [prompts] if is_one_prompt(prompts) else list(prompts)  # pyright: ignore
 
 
 def _per_prompt(

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt
 
 Item = TypeVar("Item")
 

@@ -57,33 +57,28 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
 def _start(
     config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socket[bytes]
 ) -> tuple[EngineLoop, EngineInfo]:
-    send_reports(reports, [Loading("libraries", 0.0)])
+    send_reports(reports, [Loading("libraries")])
     # Not before there is somebody to tell how far it is: they take seconds.
-    from outdraft.engine.build import build_engine
+    from outdraft.engine.build import build_engine, warm_up
     from outdraft.engine.loading import load_models, tokenizer_path
-    from outdraft.engine.warm_up import warm_up
 
-    send_reports(reports, [Loading("weights", 0.0)])
+    send_reports(reports, [Loading("weights")])
     models = load_models(config)
-    send_reports(reports, [Loading("memory", 0.0)])
+    send_reports(reports, [Loading("memory")])
     engine, memory = build_engine(config, models)
-    send_reports(reports, [Loading("kernels", 0.0)])
+    send_reports(reports, [Loading("kernels")])
     warm_up(engine)
-    scheduler, speculation = config.scheduler, config.speculation
+    speculation = config.speculation
     info = EngineInfo(
-        model=config.model,
         model_path=str(models.path),
         dtype=str(models.target.dtype).removeprefix("torch."),
         device=str(models.device),
         vocab_size=models.target.config.vocab_size,
         max_model_len=engine.inputs.max_model_len,
         eos_token_ids=list(engine.inputs.eos_token_ids),
-        max_num_seqs=scheduler.max_num_seqs,
-        max_waiting=scheduler.max_waiting,
         speculation_methods=[str(source) for source in engine.drafting.sources],
         num_speculative_tokens=speculation.num_speculative_tokens if speculation.sources else 0,
         memory=str(memory),
-        weight_bytes=models.target.weight_bytes,
         tokenizer_path=str(tokenizer_path(config, models.path)),
         lossless=speculation.is_lossless,
     )

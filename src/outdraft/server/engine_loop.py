@@ -11,10 +11,9 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 
 import msgspec
 import zmq
@@ -22,7 +21,7 @@ import zmq
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import StepStats
 from outdraft.engine.engine import Engine
-from outdraft.engine.prompts import TokensPrompt
+from outdraft.engine.inputs import TokensPrompt
 from outdraft.server.messages import (
     Abort,
     Add,
@@ -59,9 +58,7 @@ class EngineLoop:
         self._reports = reports
         self._decoder = msgspec.msgpack.Decoder(Command)
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
-        self._preparing: deque[Add] = deque()  # the first one is being compiled
-        self._is_first_wanted = True
-        self._prepared: SimpleQueue[tuple[Add, Exception | None]] = SimpleQueue()
+        self._preparing: deque[tuple[Add, Future[None]]] = deque()  # compiled in this order
         self._wake_address = f"inproc://wake-{id(self)}"
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
@@ -84,7 +81,9 @@ class EngineLoop:
         num_failed = 0
         while self._obey(wakes):
             try:
-                self._step()
+                deltas = self._engine.step()
+                self._has_news = True
+                self._send([Progress(deltas)] if deltas else [])
                 num_failed = 0
             except Exception as error:
                 _logger.exception("a step of the engine failed")
@@ -159,44 +158,34 @@ class EngineLoop:
             message = "too many grammars wait to be compiled"
             self._send([Refused(command.request_id, "capacity", message)])
             return
-        self._preparing.append(command)
-        if len(self._preparing) == 1:
-            self._compiler.submit(self._compile, command)
+        compiling = self._compiler.submit(self._engine.prepare, command.params)
+        self._preparing.append((command, compiling))
+        compiling.add_done_callback(self._wake)
 
     def _give_up_preparing(self, request_id: str) -> None:
         """Forget a request that waits for its grammar, if it does."""
-        for command in self._preparing:
+        for waiting in self._preparing:
+            command, compiling = waiting
             if command.request_id == request_id:
-                if command is self._preparing[0]:
-                    self._is_first_wanted = False  # a compilation cannot be interrupted
-                else:
-                    self._preparing.remove(command)
+                compiling.cancel()  # one that has begun goes on, for nobody
+                self._preparing.remove(waiting)
                 return
 
-    def _compile(self, command: Add) -> None:
-        """In a thread of its own: a loop that waits for commands is woken."""
-        error: Exception | None = None
-        try:
-            self._engine.prepare(command.params)
-        except Exception as caught:
-            error = caught
-        self._prepared.put((command, error))
+    def _wake(self, compiling: Future[None]) -> None:
+        """In the compiler's thread: a loop that waits for commands is woken."""
+        if compiling.cancelled():
+            return
         with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
             wake.linger = 0
             wake.connect(self._wake_address)
             wake.send(b"")
 
     def _add_prepared(self) -> None:
-        while not self._prepared.empty():
-            command, error = self._prepared.get()
-            self._preparing.popleft()
-            if self._is_first_wanted:
-                self._add(command, error)
-            self._is_first_wanted = True
-            if self._preparing:
-                self._compiler.submit(self._compile, self._preparing[0])
+        while self._preparing and self._preparing[0][1].done():
+            command, compiling = self._preparing.popleft()
+            self._add(command, compiling.exception())
 
-    def _add(self, command: Add, error: Exception | None = None) -> None:
+    def _add(self, command: Add, error: BaseException | None = None) -> None:
         """Queue a request, or say why not; `error`: why it cannot be prepared."""
         request_id = command.request_id
         try:
@@ -214,12 +203,6 @@ class EngineLoop:
             _logger.exception("a request could not be added")
             self._send([Refused(request_id, "engine", _failure(error))])
 
-    def _step(self) -> None:
-        deltas = self._engine.step()
-        self._has_news = True
-        if deltas:
-            self._send([Progress(deltas)])
-
     def _fail_running(self, error: Exception) -> None:
         failed = self._engine.running_requests()
         for request_id in failed:
@@ -232,16 +215,8 @@ class EngineLoop:
         if not self._has_news or (now_s < self._told_s + STATISTICS_INTERVAL_S and not is_idle):
             return
         scheduler = self._engine.scheduler
-        self._send(
-            [
-                Steps(
-                    self._steps.copy(),
-                    len(scheduler.running),
-                    len(scheduler.waiting),
-                    scheduler.pool.usage,
-                )
-            ]
-        )
+        numbers = len(scheduler.running), len(scheduler.waiting), scheduler.pool.usage
+        self._send([Steps(self._steps.copy(), *numbers)])
         self._steps.clear()
         self._has_news = False
         self._told_s = now_s

@@ -54,10 +54,6 @@ class EngineProcess:
         pickle.dump(Assignment(config, commands, reports, log_level), self._process.stdin)
         self._process.stdin.flush()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     async def started(self, on_loading: OnLoading) -> EngineInfo:
         """Wait until the engine is ready.
 

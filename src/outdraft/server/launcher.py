@@ -22,7 +22,7 @@ import uvicorn
 from outdraft.core.errors import ConfigError, OutdraftError
 from outdraft.server.bounded_http import bounded_http
 from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
-from outdraft.server.supervisor import Supervisor
+from outdraft.server.process_client import Supervisor
 
 POLL_S = 0.05
 LAST_WORDS_S = 1.0  # in which clients are told that the engine has died

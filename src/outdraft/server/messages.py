@@ -103,19 +103,15 @@ class EngineInfo(Struct, tag=True, frozen=True):
         tokenizer_path: a directory.
     """
 
-    model: str
     model_path: str
     dtype: str
     device: str
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
-    max_num_seqs: int
-    max_waiting: int
     speculation_methods: list[str]
     num_speculative_tokens: int
     memory: str
-    weight_bytes: int
     tokenizer_path: str = ""
     lossless: bool = True
 
@@ -135,14 +131,9 @@ class Steps(Struct, tag=True, frozen=True):
 
 
 class Loading(Struct, tag=True, frozen=True):
-    """Progress of the start-up.
-
-    Attributes:
-        fraction: of `stage`, from 0 to 1.
-    """
+    """The next stage of the start-up has begun."""
 
     stage: str
-    fraction: float
 
 
 class Profiled(Struct, tag=True, frozen=True):

@@ -143,7 +143,9 @@ class Metrics:
             name: Counter(PREFIX + name, text, [*own, label], registry=registry)
             for name, (label, text) in _LABELLED.items()
         }
-        sizes = _sizes(info.max_model_len)
+        powers = range(len(str(info.max_model_len)))  # 1, 2, 5, 10, 20, 50, ...
+        sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
+        sizes = [size for size in sizes if size <= info.max_model_len]
         self._histograms = {
             name: Histogram(
                 PREFIX + name, text, own, registry=registry, buckets=buckets or sizes
@@ -316,9 +318,3 @@ def metrics_router(metrics: Metrics) -> APIRouter:
 
     router.add_api_route("/metrics", expose, include_in_schema=False)
     return router
-
-
-def _sizes(highest: int) -> list[int]:
-    """1, 2, 5, 10, 20, 50, ... up to the highest."""
-    steps = [digit * 10**power for power in range(len(str(highest))) for digit in (1, 2, 5)]
-    return [size for size in steps if size <= highest]

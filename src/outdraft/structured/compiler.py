@@ -4,6 +4,7 @@ llguidance does the parsing; a grammar is what it makes of a JSON schema, a regu
 grammar in Lark's or GBNF's notation, or a choice of texts.
 """
 
+import json
 import threading
 from collections import OrderedDict
 
@@ -11,9 +12,8 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
-from outdraft.core.structured_outputs import StructuredOutput
+from outdraft.core.structured_outputs import StructuredOutput, Thoughts
 from outdraft.structured.matcher import Grammar
-from outdraft.structured.thoughts import behind_thoughts
 from outdraft.structured.time_limit import TimeLimit
 from outdraft.structured.trial import GrammarError, grammar_source, parser_limits, tried
 
@@ -22,6 +22,7 @@ MAX_FIRST_MASK_S = 5.0
 # One sequence may take this in one step, while all others wait. Most need less than a thousandth.
 MAX_FOLLOWING_S = 0.5
 _MAX_MESSAGE = 500  # characters; the library quotes whole lines of what it was given
+_FORM = "form_behind_thoughts"
 _END = "<|the output may end here|>"
 
 
@@ -108,3 +109,20 @@ class GrammarCompiler:
                     ) from error
                 self._ll_tokenizer = made, end_id
             return self._ll_tokenizer
+
+
+def behind_thoughts(source: str, thoughts: Thoughts) -> str:
+    """The grammar of thoughts and what follows them; `source` is llguidance's, as JSON or Lark.
+
+    The thoughts are a part of the grammar that takes any text and is over at the first end mark. So
+    masks of drafts that reach from the thoughts into the form are right without more ado.
+    """
+    rest = f"rest[suffix={json.dumps(thoughts.end)}]: /(?s:.*)/"
+    if thoughts.start is None:
+        head = f"start: rest @{_FORM}\n{rest}"
+    else:
+        head = f"start: thoughts? @{_FORM}\nthoughts: {json.dumps(thoughts.start)} rest\n{rest}"
+    is_lark = not source.startswith("{")
+    first, *others = [{"lark_grammar": source}] if is_lark else json.loads(source)["grammars"]
+    grammars = [{"lark_grammar": head}, first | {"name": _FORM}, *others]
+    return json.dumps({"grammars": grammars})

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.core.draft import ancestor_masks, tree_depths
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.drawn_level import LevelTask, draw_level, side_shares
 from outdraft.drafting.device.grower import Growth, grow
 from outdraft.sampling import noise
 from outdraft.sampling.noise import Purpose
+from tests.reference.draft_trees import ancestor_masks, tree_depths
 from tests.reference.tabled_drafter import (
     TabledLevels,
     TabledModel,

@@ -13,8 +13,7 @@ from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
-from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.server.client import Unread, Update
 from tests.engine.byte_level import tokenizer
 

@@ -16,25 +16,21 @@ from outdraft.core.outputs import (
 )
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.client import Update
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 
 INFO = EngineInfo(
-    model="m",
     model_path="/nowhere",
     dtype="float32",
     device="cpu",
     vocab_size=64,
     max_model_len=100,
     eos_token_ids=[0],
-    max_num_seqs=8,
-    max_waiting=8,
     speculation_methods=["prediction", "suffix", "draft_model"],
     num_speculative_tokens=3,
     memory="",
-    weight_bytes=0,
 )
 PROMPT = EncodedPrompt("the secret prompt", np.array([7, 8, 9, 10], dtype=np.int32))
 

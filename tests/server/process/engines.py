@@ -13,7 +13,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.server.client import Update
 from outdraft.server.engine_process import EngineProcess
-from outdraft.server.supervisor import Supervisor
+from outdraft.server.process_client import Supervisor
 from tests.cli.pair import pair
 
 PROMPTS = ("def add(left,", "return right -", "def subtract(", "left + right", "def")

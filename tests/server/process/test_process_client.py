@@ -25,7 +25,7 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.server.engine_process import EngineProcess, ending
 from outdraft.server.messages import Steps
-from outdraft.server.supervisor import Supervisor
+from outdraft.server.process_client import Supervisor
 from tests.cli.pair import pair
 from tests.server.process.engines import (
     PROMPTS,

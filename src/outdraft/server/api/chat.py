@@ -11,7 +11,6 @@ from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import ChatRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.logprobs import Row, chat_logprobs, prompt_logprobs
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_options
 from outdraft.server.api.reasoning import (
@@ -23,7 +22,7 @@ from outdraft.server.api.reasoning import (
     whole_answer,
     with_form_behind_thoughts,
 )
-from outdraft.server.api.reports import trace
+from outdraft.server.api.reports import Row, content, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.api.tools import CallFormat, ParsedCall, active_tools, call_format
 
@@ -160,7 +159,8 @@ class ChatShape:
         if not self._body.logprobs or not rows:
             return None
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        return chat_logprobs(rows, self._body.top_logprobs or 0, as_ids=as_ids)
+        entries = content(rows, self._body.top_logprobs or 0, as_ids=as_ids)
+        return {"content": entries, "refusal": None}
 
 
 def _finish(reason: str | None, stop_reason: Any, has_calls: bool) -> Json:

@@ -5,15 +5,14 @@ from fastapi import APIRouter, Response
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.logprobs import CompletionLogprobs, Row, prompt_logprobs
 from outdraft.server.api.params import sampling_params
 from outdraft.server.api.prompts import encode_prompts, model_name, prompt_options
-from outdraft.server.api.reports import trace
+from outdraft.server.api.reports import CompletionLogprobs, Row, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
 
 DEFAULT_MAX_TOKENS = 16

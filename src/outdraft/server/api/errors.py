@@ -120,24 +120,18 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
     """Give every reply of the application that is not a success its shape."""
 
     async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, RequestValidationError):
+            return error_response(_validation_error(error))
+        if isinstance(error, HTTPException):
+            return error_response(_http_error(request, error))
         reply = error_response(as_api_error(error, retry_after_s))
         # What nobody expected is answered outside of the middleware that does this elsewhere.
         if (request_id := request.scope.get("state", {}).get("request_id")) is not None:
             reply.headers["x-request-id"] = request_id
         return reply
 
-    async def on_invalid(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error))
-
-    async def on_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        return error_response(_http_error(request, error))
-
-    app.add_exception_handler(OutdraftError, on_error)
-    app.add_exception_handler(RequestValidationError, on_invalid)
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(Exception, on_error)
+    for kind in (OutdraftError, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, on_error)
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:
@@ -164,7 +158,8 @@ def _validation_error(error: RequestValidationError) -> ApiError:
         return invalid_request(f"the body is not as documented: {detail['msg']}")
     if depth == 0:
         return invalid_request("the body must be a JSON object, sent as application/json")
-    name = _written(path)
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
+    name = "".join(parts).removeprefix(".")
     if detail["type"] == "extra_forbidden":
         return invalid_request(f"{name}: this field is unknown or not supported", name)
     return invalid_request(f"{name}: {detail['msg']}", name)
@@ -184,8 +179,3 @@ def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:
             path.append(part)
             value = value[part]
     return path
-
-
-def _written(path: Sequence[str | int]) -> str:
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
-    return "".join(parts).removeprefix(".")

@@ -9,7 +9,7 @@ from uuid import uuid4
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.fields import SamplingFields
 from outdraft.server.api.params import asked_max_tokens, form_field
 from outdraft.server.api.settings import ApiContext

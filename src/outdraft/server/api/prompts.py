@@ -3,11 +3,11 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from outdraft.core.errors import RequestError
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import (
     ChatMessage,
     ChatRequest,
@@ -24,11 +24,10 @@ from outdraft.server.api.settings import ApiContext
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptOptions:
+class PromptOptions(TypedDict):
     """How prompts are made ids of; see InputProcessor.encoded."""
 
-    adds_special_tokens: bool
+    add_special_tokens: bool
     keep_last: int | None
     cache_salt: str | None
 
@@ -79,7 +78,7 @@ def prompt_options(
     if keep_last == -1:
         keep_last = max(1, most - (max_tokens or 1))
     adds = adds_special_tokens if special is None else special
-    return PromptOptions(adds, keep_last, body.cache_salt)
+    return {"add_special_tokens": adds, "keep_last": keep_last, "cache_salt": body.cache_salt}
 
 
 async def encode_prompts(
@@ -99,16 +98,8 @@ async def encode_prompts(
         raise RequestError(
             f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
         )
-    return await asyncio.to_thread(lambda: [_encoded(context, one, options) for one in several])
-
-
-def _encoded(
-    context: ApiContext, prompt: str | Sequence[int], options: PromptOptions
-) -> EncodedPrompt:
-    encoded = context.inputs.encoded(
-        prompt, add_special_tokens=options.adds_special_tokens, keep_last=options.keep_last
-    )
-    return replace(encoded, cache_salt=options.cache_salt)
+    encoded = context.inputs.encoded
+    return await asyncio.to_thread(lambda: [encoded(one, **options) for one in several])
 
 
 def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
@@ -131,7 +122,7 @@ async def encode_chat(
 
     def encode() -> EncodedPrompt:
         try:
-            return _encoded(context, chat_text(context, chat), options)
+            return context.inputs.encoded(chat_text(context, chat), **options)
         except RequestError as error:  # it speaks of messages, or of the prompt made of them
             field = chat.field if error.field in ("messages", "prompt") else error.field
             raise RequestError(str(error), field) from error

@@ -12,10 +12,11 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import Thoughts
-from outdraft.engine.prompts import EncodedPrompt
+from outdraft.engine.detokenizer import overlap
+from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import ChatMessage
 from outdraft.server.api.settings import ApiSettings, ReasoningFormat
-from outdraft.server.api.tools import CallFormat, ParsedCall, overlap, tool_call_parser
+from outdraft.server.api.tools import CallFormat, ParsedCall, tool_call_parser
 
 START, END = "<think>", "</think>"
 

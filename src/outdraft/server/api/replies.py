@@ -23,10 +23,6 @@ def event(value: object, name: str | None = None) -> bytes:
     return head + b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def json_reply(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
 class JsonLater(Response):
     """Sends the JSON value that some work results in.
 
@@ -39,7 +35,8 @@ class JsonLater(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def reply() -> None:
-            await json_reply(await self._work)(scope, receive, send)
+            body = msgspec.json.encode(await self._work)
+            await Response(body, media_type="application/json")(scope, receive, send)
 
         await _until_disconnected(receive, reply())
 
@@ -60,7 +57,9 @@ class EventStream(Response):
         super().__init__()
         self._events = events
         self._retry_after_s = retry_after_s
-        self._write_error = write_error or _error_event
+        self._write_error = write_error or (
+            lambda error: b"data: " + error_json(error) + b"\n\n" + DONE
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await _until_disconnected(receive, self._pump(send))
@@ -95,10 +94,6 @@ _START: Message = {
 
 def _body(chunk: bytes) -> Message:
     return {"type": "http.response.body", "body": chunk, "more_body": True}
-
-
-def _error_event(error: ApiError) -> bytes:
-    return b"data: " + error_json(error) + b"\n\n" + DONE
 
 
 async def _until_disconnected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -1,6 +1,7 @@
-"""What answers say about themselves: usage, speculation metrics, the trace of every token."""
+"""What answers say beside their text: log-probabilities, usage, how speculation fared, traces."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -8,11 +9,106 @@ from tokenizers import Tokenizer
 from outdraft.core.outputs import (
     CompletionOutput,
     DraftTrace,
+    Logprob,
     RequestOutput,
-    SpeculationMetrics,
     TokenOrigin,
 )
-from outdraft.server.api.logprobs import finite
+
+LOWEST = -9999.0  # JSON has no minus infinity
+Row = dict[int, Logprob]  # the chosen token first
+
+
+def content(rows: Sequence[Row], num_top: int, *, as_ids: bool = False) -> list[dict[str, Any]]:
+    """One entry a token; also what /v1/responses sends."""
+    entries: list[dict[str, Any]] = []
+    for row in rows:
+        chosen = next(iter(row))
+        top = [_entry(token_id, row[token_id], as_ids) for token_id in _top(row, num_top)]
+        entries.append(_entry(chosen, row[chosen], as_ids) | {"top_logprobs": top})
+    return entries
+
+
+def prompt_logprobs(
+    rows: Sequence[Row | None] | None,
+) -> list[dict[str, dict[str, Any]] | None] | None:
+    """vLLM's shape: per prompt token, token id -> Logprob."""
+    if rows is None:
+        return None
+    return [_prompt_row(row) if row is not None else None for row in rows]
+
+
+def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
+    return {
+        str(token_id): {
+            "logprob": finite(entry.logprob),
+            "rank": entry.rank,
+            "decoded_token": entry.decoded_token,
+        }
+        for token_id, entry in row.items()
+    }
+
+
+@dataclass(slots=True)
+class CompletionLogprobs:
+    """For /v1/completions: parallel lists, with a running offset into the choice's text.
+
+    Attributes:
+        num_top: most likely tokens to tell; the chosen one is always told.
+        offset: characters of the tokens so far.
+    """
+
+    num_top: int
+    as_ids: bool
+    offset: int = field(default=0, init=False)
+
+    def take(self, rows: Sequence[Row | None], first_token: str = "") -> dict[str, Any]:
+        """The lists of the next tokens. A row is None where nothing precedes `first_token`."""
+        result: dict[str, Any] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for row in rows:
+            result["text_offset"].append(self.offset)
+            if row is None:
+                result["tokens"].append(first_token)
+                result["token_logprobs"].append(None)
+                result["top_logprobs"].append(None)
+                self.offset += len(first_token)
+                continue
+            chosen = next(iter(row))
+            shown = dict.fromkeys([*_top(row, self.num_top), chosen])
+            result["tokens"].append(_name(chosen, row[chosen], self.as_ids))
+            result["token_logprobs"].append(finite(row[chosen].logprob))
+            result["top_logprobs"].append(
+                {_name(i, row[i], self.as_ids): finite(row[i].logprob) for i in shown}
+            )
+            self.offset += len(row[chosen].decoded_token or "")
+        return result
+
+
+def _top(row: Row, num_top: int) -> list[int]:
+    return sorted((i for i in row if row[i].rank <= num_top), key=lambda i: row[i].rank)[:num_top]
+
+
+def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    return {
+        "token": _name(token_id, entry, as_ids),
+        "logprob": finite(entry.logprob),
+        # A part of a character decodes to a replacement: its bytes are not those.
+        "bytes": None if "\ufffd" in text else list(text.encode()),
+    }
+
+
+def _name(token_id: int, entry: Logprob, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity: the least value that is sent, as vLLM does."""
+    return max(logprob, LOWEST)
 
 
 def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
@@ -20,7 +116,10 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
     all_outputs = list(outputs)
     prompt = sum(len(output.prompt_token_ids) for output in all_outputs)
     completion = sum(len(one.token_ids) for output in all_outputs for one in output.outputs)
-    accepted, rejected = _prediction_tokens(all_outputs)
+    found = [output.metrics.speculative_decoding for output in all_outputs]
+    predicted = TokenOrigin.PREDICTION
+    accepted = sum(metrics.accepted_by_source.get(predicted, 0) for metrics in found)
+    drafted = sum(metrics.drafted_by_source.get(predicted, 0) for metrics in found)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -30,43 +129,27 @@ def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
         },
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
-            "rejected_prediction_tokens": rejected,
+            "rejected_prediction_tokens": drafted - accepted,
         },
     }
 
 
-def _prediction_tokens(outputs: Iterable[RequestOutput]) -> tuple[int, int]:
-    """Tokens of the client's prediction that were accepted, and that were drafted in vain."""
-    drafted = accepted = 0
-    for output in outputs:
-        metrics = output.metrics.speculative_decoding
-        drafted += metrics.drafted_by_source.get(TokenOrigin.PREDICTION, 0)
-        accepted += metrics.accepted_by_source.get(TokenOrigin.PREDICTION, 0)
-    return accepted, drafted - accepted
-
-
 def metrics(output: RequestOutput) -> dict[str, Any]:
     """How speculation fared for a request, all its choices together."""
-    return {"speculative_decoding": _speculation(output.metrics.speculative_decoding)}
+    found = output.metrics.speculative_decoding
+    by_length = found.acceptance_histogram_by_draft_length
+    told = {name: getattr(found, name) for name in _SPECULATION}
+    told["acceptance_histogram_by_draft_length"] = {str(k): v for k, v in by_length.items()}
+    return {"speculative_decoding": told}
 
 
-def _speculation(metrics: SpeculationMetrics) -> dict[str, Any]:
-    by_length = metrics.acceptance_histogram_by_draft_length
-    return {
-        "mean_acceptance_length": metrics.mean_acceptance_length,
-        "draft_acceptance_rate": metrics.draft_acceptance_rate,
-        "acceptance_histogram": metrics.acceptance_histogram,
-        "acceptance_histogram_by_draft_length": {str(k): v for k, v in by_length.items()},
-        "num_spec_steps": metrics.num_spec_steps,
-        "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-        "num_draft_tokens": metrics.num_draft_tokens,
-        "num_spec_tokens": metrics.num_spec_tokens,
-        "lossless": metrics.lossless,
-        "per_step_accepted": metrics.per_step_accepted,
-        "per_step_drafted": metrics.per_step_drafted,
-        "drafted_by_source": metrics.drafted_by_source,
-        "accepted_by_source": metrics.accepted_by_source,
-    }
+_SPECULATION = (
+    *("mean_acceptance_length", "draft_acceptance_rate"),
+    *("acceptance_histogram", "acceptance_histogram_by_draft_length"),
+    *("num_spec_steps", "num_accepted_draft_tokens", "num_draft_tokens", "num_spec_tokens"),
+    *("lossless", "per_step_accepted", "per_step_drafted"),
+    *("drafted_by_source", "accepted_by_source"),
+)
 
 
 def trace(delta: CompletionOutput, tokenizer: Tokenizer | None) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from outdraft.server.api.bodies import ResponsesRequest
 from outdraft.server.api.errors import ApiError
 from outdraft.server.api.generation import Generation, new_generation, outputs, updates
 from outdraft.server.api.guard import guarded_router
-from outdraft.server.api.logprobs import content
 from outdraft.server.api.params import sampling_params, wants_metrics
 from outdraft.server.api.prompts import (
     Conversation,
@@ -34,7 +33,7 @@ from outdraft.server.api.reasoning import (
     with_form_behind_thoughts,
 )
 from outdraft.server.api.replies import EventStream, JsonLater, event
-from outdraft.server.api.reports import metrics, usage
+from outdraft.server.api.reports import content, metrics, usage
 from outdraft.server.api.settings import ApiContext
 
 Json = dict[str, Any]

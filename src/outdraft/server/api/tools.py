@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from outdraft.core.errors import RequestError
+from outdraft.engine.detokenizer import overlap
 from outdraft.server.api.bodies import ChatRequest, NamedToolChoice, Tool
 from outdraft.server.api.settings import ApiSettings, ToolCallFormat
 
@@ -218,12 +219,6 @@ def _dumps(value: object) -> str:
     except UnicodeEncodeError:  # half of a surrogate pair, written as an escape
         return json.dumps(value)
     return text
-
-
-def overlap(text: str, tag: str) -> int:
-    """Length of the longest end of `text` that `tag` begins with."""
-    longest = min(len(text), len(tag) - 1)
-    return next((n for n in range(longest, 0, -1) if text.endswith(tag[:n])), 0)
 
 
 _DEFINITIONS = ("$defs", "definitions")
