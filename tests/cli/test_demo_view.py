@@ -6,14 +6,15 @@ import pytest
 from rich.console import Console
 
 from outdraft import LLM
-from outdraft.cli.demo_view import LABELS, STYLES, DemoView
+from outdraft.cli.demo_view import SOURCES, DemoView
 from outdraft.core.draft import DraftSource
 from tests.cli.pair import pair
 
 
 def test_every_source_has_a_label_and_a_style_of_its_own():
-    assert set(STYLES) == set(LABELS) == {str(source) for source in DraftSource}
-    assert len(set(STYLES.values())) == len(set(LABELS.values())) == len(DraftSource)
+    assert set(SOURCES) == {str(source) for source in DraftSource}
+    for different in zip(*SOURCES.values(), strict=True):
+        assert len(set(different)) == len(DraftSource)
 
 
 @pytest.mark.parametrize(

@@ -14,25 +14,15 @@ from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.llm import LLM
 
-STYLES = {
-    TokenOrigin.PREDICTION: "bold magenta",
-    TokenOrigin.SUFFIX: "bold cyan",
-    TokenOrigin.NGRAM: "bold yellow",
-    TokenOrigin.MODEL: "bold green",
-    TokenOrigin.EAGLE: "bold blue",
-    TokenOrigin.EAGLE3: "bold bright_blue",
-    TokenOrigin.MEDUSA: "bold red",
-    TokenOrigin.MLP: "bold bright_magenta",
-}
-LABELS = {
-    TokenOrigin.PREDICTION: "prediction",
-    TokenOrigin.SUFFIX: "suffix",
-    TokenOrigin.NGRAM: "n-gram",
-    TokenOrigin.MODEL: "draft model",
-    TokenOrigin.EAGLE: "EAGLE",
-    TokenOrigin.EAGLE3: "EAGLE-3",
-    TokenOrigin.MEDUSA: "Medusa",
-    TokenOrigin.MLP: "MLP speculator",
+SOURCES = {  # label and style of each
+    TokenOrigin.PREDICTION: ("prediction", "bold magenta"),
+    TokenOrigin.SUFFIX: ("suffix", "bold cyan"),
+    TokenOrigin.NGRAM: ("n-gram", "bold yellow"),
+    TokenOrigin.MODEL: ("draft model", "bold green"),
+    TokenOrigin.EAGLE: ("EAGLE", "bold blue"),
+    TokenOrigin.EAGLE3: ("EAGLE-3", "bold bright_blue"),
+    TokenOrigin.MEDUSA: ("Medusa", "bold red"),
+    TokenOrigin.MLP: ("MLP speculator", "bold bright_magenta"),
 }
 PROMPT_LINES = 4  # of the end of each prompt
 
@@ -57,7 +47,7 @@ class DemoView:
         self._console.print(memory)
         legend = Text("\nPlain text: chosen by the target. Accepted drafts: ")
         for index, origin in enumerate(self._sources):
-            legend.append(", " if index else "").append(LABELS[origin], STYLES[origin])
+            legend.append(", " if index else "").append(*SOURCES[origin])
         self._console.print(legend.append("."))
 
     def show(self, output: RequestOutput) -> None:
@@ -74,7 +64,7 @@ class DemoView:
         ):
             start = len(self._detokenizer.text)
             self._detokenizer.push(token_id)
-            grown.append(self._detokenizer.text[start:], STYLES.get(origin))
+            grown.append(self._detokenizer.text[start:], SOURCES.get(origin, ("", None))[1])
         if output.finished:
             start = len(self._detokenizer.text)
             self._detokenizer.finish()
@@ -142,9 +132,9 @@ def _sources(tallies: Mapping[str, Tally], sources: Sequence[TokenOrigin]) -> Te
     counts: Counter[TokenOrigin] = tally.origins
     total = max(1, counts.total())
     line = Text(f"{name} made {total} tokens. The target chose ")
-    drafted = sum(counts[origin] for origin in STYLES)
+    drafted = sum(counts[origin] for origin in SOURCES)
     line.append(f"{(total - drafted) / total:.0%}")
     for origin in sources:
-        label = f"{LABELS[origin]} {counts[origin] / total:.0%}"
-        line.append(", ").append(label, STYLES[origin])
+        label, style = SOURCES[origin]
+        line.append(", ").append(f"{label} {counts[origin] / total:.0%}", style)
     return line.append(".")

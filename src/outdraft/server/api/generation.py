@@ -11,7 +11,7 @@ from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.fields import SamplingFields
-from outdraft.server.api.params import asked_max_tokens, form_field
+from outdraft.server.api.params import form_field
 from outdraft.server.api.settings import ApiContext
 from outdraft.server.client import Update
 
@@ -63,10 +63,11 @@ def new_generation(
 
 
 def _check_room(context: ApiContext, prompt: EncodedPrompt, body: SamplingFields) -> None:
-    asked = asked_max_tokens(body)
-    if asked is None:
+    names = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+    name = next((name for name in names if getattr(body, name, None) is not None), None)
+    if name is None:
         return
-    name, max_tokens = asked
+    max_tokens = getattr(body, name)
     most, used = context.inputs.max_model_len, len(prompt.token_ids)
     if used + max_tokens > most:
         raise RequestError(

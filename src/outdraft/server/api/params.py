@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.core.sampling import SamplingParams
 from outdraft.core.structured_outputs import StructuredKind, StructuredOutput, choice_text
 from outdraft.server.api.bodies import ChatRequest, ResponsesRequest
 from outdraft.server.api.fields import (
@@ -43,44 +43,17 @@ def sampling_params(body: SamplingFields, settings: ApiSettings, **values: Any) 
     """
     named = {name: getattr(body, name, None) for name in _SAME} | values
     given = {name: value for name, value in named.items() if value is not None}
+    if body.speculation is not None:
+        given["speculation"] = body.speculation.model_dump(exclude_none=True)
+    if body.prediction is not None:
+        text = body.prediction.content
+        is_whole = isinstance(text, str)
+        given["prediction"] = text if is_whole else "".join(part.text for part in text)
     # Without any limit an output ends with the context.
     whole: dict[str, Any] = {"max_tokens": None, **settings.default_sampling, **given}
-    params = SamplingParams(
-        **whole,
-        prediction=prediction_text(body),
-        speculation=speculation_params(body),
-        structured=structured_output(body, settings),
-    )
+    params = SamplingParams(**whole, structured=structured_output(body, settings))
     _check_limits(params, settings)
     return params
-
-
-def asked_max_tokens(body: SamplingFields) -> tuple[str, int] | None:
-    """How many tokens a body asks for, behind the name of the field that says so; None: it does
-    not."""
-    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        if getattr(body, name, None) is not None:
-            return name, getattr(body, name)
-    return None
-
-
-def prediction_text(body: SamplingFields) -> str | None:
-    """The text that the output is expected to be."""
-    if body.prediction is None:
-        return None
-    content = body.prediction.content
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
-def speculation_params(body: SamplingFields) -> SpeculationParams:
-    """How drafts are to be made for this request.
-
-    Raises:
-        RequestError: as SpeculationParams.from_mapping.
-    """
-    if body.speculation is None:
-        return SpeculationParams()
-    return SpeculationParams.from_mapping(body.speculation.model_dump(exclude_none=True))
 
 
 def wants_metrics(body: SamplingFields) -> bool:
