@@ -3,9 +3,14 @@
 // A tile holds 32 outputs, and of all inputs, step by step, what one instruction meets:
 //   float32    a step is one input: 32 numbers
 //   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
+//   int8       a step is four inputs, the bytes of 32 words
+//   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
+// int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
+// scale, and int4 with a zero point an offset: w = scale * q + offset.
 // Rows are copied to pieces of 128 inputs: [piece][row][128], so that a piece of a tile and the rows
 // it meets stay in the nearest cache. The sum of an output runs over the inputs of a piece in order,
-// in one register that begins with zero; the pieces are added in order; then comes the bias. Long
+// in one register that begins with zero; the pieces (of a group, if it is shorter), each times the
+// group's scale, are added in order; then comes the bias. Long
 // sums in float32 lose digits, short ones that are added lose fewer. That order is the same for any
 // number of rows, of threads, and any instruction set, but bfloat16 dot products round as the
 // machine does.
@@ -14,10 +19,9 @@
 
 #include "linear.h"
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "export.h"
 #include "simd.h"
@@ -25,14 +29,12 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kTile = 32;        // outputs
 constexpr int64_t kPiece = 128;      // inputs
 constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
 constexpr int64_t kStepBytes = 128;  // of a tile
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
 constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
 constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
-constexpr int64_t kHugePage = 1 << 21;
 
 // Sums that fit the registers: kVectors of outputs by kMaxRows.
 #if defined(__AVX512F__)
@@ -43,6 +45,14 @@ constexpr int kVectors = 2, kMaxRows = 5;
 constexpr int kVectors = 4, kMaxRows = 5;
 #endif
 constexpr int kStrip = kVectors * kWidth;  // outputs that are computed together
+
+#if defined(__AVX512BW__)
+// The numbers of the codes 0 to 15, twice: q - 8.
+alignas(64) constexpr uint16_t kInt4Numbers[32] = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+#endif
 
 template <int R>
 using Sums = Floats[R][kVectors];
@@ -63,13 +73,65 @@ struct Float32Kernel {
   }
 };
 
-struct WideBf16Kernel {
+// The words of a step, as pairs of bfloat16 inputs.
+
+struct Bf16Words {
+  static constexpr int kInputs = 2;
+  template <int kPair>
+  static inline Words pair(Words words) {
+    return words;
+  }
+};
+
+inline Words pair_of(Ints even, Ints odd) {  // small integers
+  return ((Words)__builtin_convertvector(even, Floats) >> 16) |
+         (Words)__builtin_convertvector(odd, Floats);
+}
+
+struct Int8Words {
+  static constexpr int kInputs = 4;
+  template <int kPair>
+  static inline Words pair(Words words) {
+    return pair_of((Ints)(words << (24 - 16 * kPair)) >> 24,
+                   (Ints)(words << (16 - 16 * kPair)) >> 24);
+  }
+};
+
+struct Int4Words {
+  static constexpr int kInputs = 8;
+  template <int kPair>
+  static inline Words pair(Words words) {
+#if defined(__AVX512BW__)
+    // By the low five bits of each half; the fifth is the next input's.
+    return (Words)_mm512_permutexvar_epi16((__m512i)(words >> (4 * kPair)),
+                                            _mm512_load_si512(kInt4Numbers));
+#else
+    const Words codes = words >> (4 * kPair);
+    return pair_of((Ints)(codes & 15) - kInt4Zero, (Ints)(codes >> 16 & 15) - kInt4Zero);
+#endif
+  }
+};
+
+template <class Decoder>
+struct WideKernel {
   using Number = float;
-  static constexpr int kInputs = 2, kRowNumbers = 2;
+  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs;
+
   template <int R>
   static inline void add(const char* weights, const float* x, Sums<R>& sums) {
+    add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
+  }
+  template <int R, size_t... kPairs>
+  static inline void add_pairs(const char* weights, const float* x, Sums<R>& sums,
+                               std::index_sequence<kPairs...>) {
+    Words words[kVectors];
+    for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
+    (add_pair<R, kPairs>(words, x + 2 * kPairs, sums), ...);
+  }
+  template <int R, size_t kPair>
+  static inline void add_pair(const Words* words, const float* x, Sums<R>& sums) {
     Words pairs[kVectors];
-    for (int v = 0; v < kVectors; ++v) pairs[v] = load<Words>(weights + v * sizeof(Words));
+    for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
     for (int r = 0; r < R; ++r) {
       const Floats a = broadcast(x[r * kPiece]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
@@ -81,24 +143,44 @@ struct WideBf16Kernel {
   }
 };
 
-struct Bf16DotKernel {
+template <class Decoder>
+struct DotKernel {
   using Number = uint32_t;  // two inputs
-  static constexpr int kInputs = 2, kRowNumbers = 1;
+  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs / 2;
+
   template <int R>
   static inline void add(const char* weights, const uint32_t* x, Sums<R>& sums) {
-    Words w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = load<Words>(weights + v * sizeof(Words));
+    add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
+  }
+  template <int R, size_t... kPairs>
+  static inline void add_pairs(const char* weights, const uint32_t* x, Sums<R>& sums,
+                               std::index_sequence<kPairs...>) {
+    Words words[kVectors];
+    for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
+    (add_pair<R, kPairs>(words, x + kPairs, sums), ...);
+  }
+  template <int R, size_t kPair>
+  static inline void add_pair(const Words* words, const uint32_t* x, Sums<R>& sums) {
+    Words pairs[kVectors];
+    for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
     for (int r = 0; r < R; ++r) {
       const Words a = broadcast_word(x[r * kPiece / 2]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], w[v], a);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
     }
   }
+};
+
+// Of the outputs of a tile and one group; null: the weights have none.
+struct Scales {
+  const float* scales;
+  const float* offsets;
+  const float* x_sums;  // of each row over the group's inputs
 };
 
 // out[R, kTile] += one piece of a strip. Meanwhile the cache fetches kLines lines a step.
 template <class Kernel, int R, int kLines>
 void add_piece(const char* weights, const char* ahead, const typename Kernel::Number* x,
-               int64_t num_steps, float* out) {
+               int64_t num_steps, Scales group, float* out) {
   Sums<R> sums;
   for (auto& of_row : sums) {
     for (Floats& sum : of_row) sum = Floats{};
@@ -111,26 +193,36 @@ void add_piece(const char* weights, const char* ahead, const typename Kernel::Nu
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < kVectors; ++v) {
       float* at = out + r * kTile + v * kWidth;
-      store(at, load<Floats>(at) + sums[r][v]);
+      Floats total = load<Floats>(at);
+      if (group.scales == nullptr) {
+        total += sums[r][v];
+      } else {
+        total = fused(load<Floats>(group.scales + v * kWidth), sums[r][v], total);
+      }
+      if (group.offsets != nullptr) {
+        const Floats x_sum = broadcast(group.x_sums[r]);
+        total = fused(load<Floats>(group.offsets + v * kWidth), x_sum, total);
+      }
+      store(at, total);
     }
   }
 }
 
 template <class Kernel, int kLines, int R = kMaxRows>
 void add_rows(int64_t num_rows, const char* weights, const char* ahead,
-              const typename Kernel::Number* x, int64_t num_steps, float* out) {
+              const typename Kernel::Number* x, int64_t num_steps, Scales group, float* out) {
   if constexpr (R > 1) {
     if (num_rows < R) {
-      return add_rows<Kernel, kLines, R - 1>(num_rows, weights, ahead, x, num_steps, out);
+      return add_rows<Kernel, kLines, R - 1>(num_rows, weights, ahead, x, num_steps, group, out);
     }
   }
-  add_piece<Kernel, R, kLines>(weights, ahead, x, num_steps, out);
+  add_piece<Kernel, R, kLines>(weights, ahead, x, num_steps, group, out);
 }
 
 // sums[num_rows, kTile] += the products with one piece of a tile.
 template <class Kernel>
 void add_tile_piece(const char* weights, const typename Kernel::Number* x, int64_t num_rows,
-                    int64_t num_steps, float* sums) {
+                    int64_t num_steps, Scales group, float* sums) {
   constexpr int64_t kPieceNumbers = kPiece / Kernel::kInputs * Kernel::kRowNumbers;
   const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   const int64_t num_calls = num_blocks * (kTile / kStrip);
@@ -143,41 +235,79 @@ void add_tile_piece(const char* weights, const typename Kernel::Number* x, int64
       const auto add = num_calls == 1 ? add_rows<Kernel, 2>
                        : call < 2     ? add_rows<Kernel, 1>
                                       : add_rows<Kernel, 0>;
+      const Scales of_strip = {group.scales == nullptr ? nullptr : group.scales + e,
+                               group.offsets == nullptr ? nullptr : group.offsets + e,
+                               group.x_sums + r};
       add(end - r, weights + 4 * e, ahead + call * num_steps * kLine, x + r * kPieceNumbers,
-          num_steps, sums + r * kTile + e);
+          num_steps, of_strip, sums + r * kTile + e);
     }
     r = end;
   }
 }
 
+// What jobs read of rows: [piece][row][kPiece], and their sums over groups: [group][row].
+struct Inputs {
+  const void* rows;
+  const float* sums;
+};
+
+Scales scales_of(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
+                 int64_t input) {
+  if (weights.scales == nullptr) return {nullptr, nullptr, nullptr};
+  const int64_t group = input / weights.group_inputs;
+  const int64_t at = (tile * weights.num_groups + group) * kTile;
+  return {weights.scales + at, weights.offsets == nullptr ? nullptr : weights.offsets + at,
+          x.sums + group * num_rows};
+}
+
 // sums[num_rows, kTile] = the products with one tile.
 template <class Kernel>
-void multiply_tile(const LinearWeights& weights, const void* x, int64_t num_rows, int64_t tile,
+void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
-  constexpr int64_t kSteps = kPiece / Kernel::kInputs;
+  using Number = typename Kernel::Number;
+  constexpr int64_t kNumbers = Kernel::kRowNumbers, kInputs = Kernel::kInputs;
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const auto* rows = static_cast<const typename Kernel::Number*>(x);
-  const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
+  const int64_t most_inputs = std::min(kPiece, weights.group_inputs);
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
-  for (int64_t step = 0; step < num_steps; step += kSteps) {
-    add_tile_piece<Kernel>(tile_at + step * kStepBytes, rows + step * Kernel::kRowNumbers * num_rows,
-                           num_rows, std::min(kSteps, num_steps - step), sums);
+  for (int64_t input = 0; input < weights.num_inputs; input += most_inputs) {
+    const int64_t num_inputs = std::min(most_inputs, weights.num_inputs - input);
+    const int64_t piece_at = input / kPiece * kPiece;
+    const Number* rows = static_cast<const Number*>(x.rows) +
+                         (piece_at * num_rows + input - piece_at) / kInputs * kNumbers;
+    add_tile_piece<Kernel>(tile_at + input / kInputs * kStepBytes, rows, num_rows,
+                           (num_inputs + kInputs - 1) / kInputs,
+                           scales_of(weights, x, num_rows, tile, input), sums);
   }
 }
 
-using MultiplyTile = void (*)(const LinearWeights&, const void*, int64_t, int64_t, float*);
+using MultiplyTile = void (*)(const LinearWeights&, const Inputs&, int64_t, int64_t, float*);
 
-MultiplyTile kernel_of(Format format, Dtype rows) {
-  if (format == Format::kFloat32) return multiply_tile<Float32Kernel>;
-  if (kHasBf16Dot && rows == Dtype::kBfloat16) return multiply_tile<Bf16DotKernel>;
-  return multiply_tile<WideBf16Kernel>;
+template <class Decoder>
+MultiplyTile kernel_of(bool keeps_bf16) {
+  if constexpr (kHasBf16Dot) {
+    if (keeps_bf16) return multiply_tile<DotKernel<Decoder>>;
+  }
+  return multiply_tile<WideKernel<Decoder>>;
+}
+
+MultiplyTile kernel_of(Format format, bool keeps_bf16) {
+  switch (format) {
+    case Format::kFloat32:
+      return multiply_tile<Float32Kernel>;
+    case Format::kBfloat16:
+      return kernel_of<Bf16Words>(keeps_bf16);
+    case Format::kInt8:
+      return kernel_of<Int8Words>(keeps_bf16);
+    default:
+      return kernel_of<Int4Words>(keeps_bf16);
+  }
 }
 
 // One block of rows against all tiles; a unit is some tiles.
 struct Product {
   MultiplyTile multiply;
   LinearWeights weights;
-  const void* x;
+  Inputs x;
   Rows y;
   int64_t num_rows, unit_tiles;
 
@@ -227,6 +357,11 @@ struct Product {
   }
 };
 
+float number_at(const void* numbers, Dtype dtype, int64_t at) {
+  return dtype == Dtype::kFloat32 ? static_cast<const float*>(numbers)[at]
+                                  : widen(static_cast<const uint16_t*>(numbers)[at]);
+}
+
 void copy_as_float(const void* from, Dtype dtype, int64_t at, int64_t count, float* to) {
   if (dtype == Dtype::kFloat32) {
     std::memcpy(to, static_cast<const float*>(from) + at, 4 * count);
@@ -256,6 +391,19 @@ void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, bool keeps_bf1
   }
 }
 
+// sums[group][row], for weights with a zero point; in order, of the numbers that are multiplied.
+void sum_groups(ConstRows x, int64_t num_rows, const LinearWeights& weights, float* sums) {
+  for (int64_t group = 0; group < weights.num_groups; ++group) {
+    const int64_t first = group * weights.group_inputs;
+    const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      float sum = 0;
+      for (int64_t k = first; k < end; ++k) sum += number_at(x.numbers, x.dtype, r * x.stride + k);
+      sums[group * num_rows + r] = sum;
+    }
+  }
+}
+
 }  // namespace
 
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {
@@ -263,121 +411,34 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
   const int64_t num_products = num_rows * num_inputs * weights.num_outputs;
   const Turn turn(num_products < kMinShared ? nullptr : team);
   const bool keeps_bf16 =
-      kHasBf16Dot && x.dtype == Dtype::kBfloat16 && weights.format == Format::kBfloat16;
-  const int64_t item = keeps_bf16 ? 2 : 4;
+      kHasBf16Dot && x.dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32;
   const int64_t padded_inputs = (num_inputs + kPiece - 1) / kPiece * kPiece;
+  const int64_t row_bytes = (keeps_bf16 ? 2 : 4) * padded_inputs;
   const int64_t num_tiles = (weights.num_outputs + kTile - 1) / kTile;
   const int64_t unit_tiles = (num_tiles + kMaxUnits - 1) / kMaxUnits;
-  void* block = input_block(turn.team(), item * std::min(num_rows, kBlockRows) * padded_inputs);
+  const int64_t most_rows = std::min(num_rows, kBlockRows);
+  auto* block = static_cast<char*>(
+      input_block(turn.team(), most_rows * (row_bytes + weights.num_groups * sizeof(float))));
   for (int64_t first = 0; first < num_rows; first += kBlockRows) {
     const int64_t block_rows = std::min(kBlockRows, num_rows - first);
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
-    copy_rows({from, x.dtype, x.stride}, block_rows, num_inputs, keeps_bf16, block);
+    const ConstRows rows = {from, x.dtype, x.stride};
+    auto* sums = reinterpret_cast<float*>(block + block_rows * row_bytes);
+    copy_rows(rows, block_rows, num_inputs, keeps_bf16, block);
+    if (weights.offsets != nullptr) sum_groups(rows, block_rows, weights, sums);
     auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
-    run_in_turn(turn.team(), Product{kernel_of(weights.format, x.dtype), weights, block,
-                                     Rows{to, y.dtype, y.stride}, block_rows, unit_tiles});
+    run_in_turn(turn.team(), Product{kernel_of(weights.format, keeps_bf16), weights,
+                                     Inputs{block, sums}, Rows{to, y.dtype, y.stride}, block_rows,
+                                     unit_tiles});
   }
 }
 
-namespace {
-
-// Memory in huge pages where the system has them; zeros.
-void* map_memory(int64_t num_bytes) {
-  const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-  void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) return nullptr;
-#if defined(MADV_HUGEPAGE)
-  if (num_bytes >= kHugePage) madvise(memory, num_bytes, MADV_HUGEPAGE);
-#endif
-  return memory;
-}
-
-float number_at(const void* numbers, Dtype dtype, int64_t at) {
-  return dtype == Dtype::kFloat32 ? static_cast<const float*>(numbers)[at]
-                                  : widen(static_cast<const uint16_t*>(numbers)[at]);
-}
-
-void pack_output(const LinearWeights& weights, ConstRows from, int64_t output) {
-  char* tile = weights.tiles + output / kTile * weights.tile_bytes;
-  const int64_t lane = output % kTile;
-  for (int64_t k = 0; k < weights.num_inputs; ++k) {
-    const float number = number_at(from.numbers, from.dtype, output * from.stride + k);
-    if (weights.format == Format::kFloat32) {
-      reinterpret_cast<float*>(tile)[k * kTile + lane] = number;
-    } else {
-      reinterpret_cast<uint16_t*>(tile)[(k / 2 * kTile + lane) * 2 + k % 2] = to_bf16(number);
-    }
-  }
-}
-
-}  // namespace
 }  // namespace outdraft
 
-using outdraft::Dtype;
-using outdraft::LinearWeights;
-
-// Whether every number is the same in bfloat16; a NaN is not.
-OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* weight, int64_t dtype, int64_t stride,
-                                         int64_t num_outputs, int64_t num_inputs) {
-  if (Dtype{dtype} == Dtype::kBfloat16) return 1;
-  for (int64_t output = 0; output < num_outputs; ++output) {
-    const auto* numbers = static_cast<const float*>(weight) + output * stride;
-    uint32_t lost = 0, is_nan = 0;
-    for (int64_t k = 0; k < num_inputs; ++k) {
-      uint32_t bits;
-      std::memcpy(&bits, numbers + k, 4);
-      lost |= bits & 0xFFFF;
-      is_nan |= (bits & 0x7FFFFFFF) > 0x7F800000;
-    }
-    if (lost != 0 || is_nan != 0) return 0;
-  }
-  return 1;
-}
-
-// Weights [E, D] with rows `stride` elements apart, and a bias [E] of float32 or null, in tiles;
-// null: no memory. bfloat16 tiles round what bfloat16 does not hold.
-OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, const void* weight, int64_t dtype,
-                                           int64_t stride, int64_t num_outputs,
-                                           int64_t num_inputs, const float* bias) {
-  using namespace outdraft;
-  const int64_t num_tiles = (num_outputs + kTile - 1) / kTile;
-  const bool is_float = Format{format} == Format::kFloat32;
-  const int64_t tile_bytes = kTile * (is_float ? 4 * num_inputs : (num_inputs + 1) / 2 * 4);
-  const int64_t tiles_bytes = num_tiles * tile_bytes;
-  const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
-  const int64_t num_bytes = tiles_bytes + bias_bytes + sizeof(LinearWeights);
-  auto* memory = static_cast<char*>(map_memory(num_bytes));
-  if (memory == nullptr) return nullptr;
-  auto* out_bias = reinterpret_cast<float*>(memory + tiles_bytes);
-  auto* weights = reinterpret_cast<LinearWeights*>(memory + tiles_bytes + bias_bytes);
-  *weights = {Format{format}, num_inputs, num_outputs, tile_bytes,
-              memory,         bias == nullptr ? nullptr : out_bias,
-              num_bytes};
-  if (bias != nullptr) std::memcpy(out_bias, bias, 4 * num_outputs);
-  for (int64_t output = 0; output < num_outputs; ++output) {
-    pack_output(*weights, {weight, Dtype{dtype}, stride}, output);
-  }
-  return weights;
-}
-
-// `team`: those that multiplied with them, or null.
-OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
-  outdraft::wait_until_idle(team);
-  munmap(weights->tiles, weights->num_bytes);
-}
-
-// Of the tiles.
-OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
-  const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
-  return num_tiles * weights->tile_bytes;
-}
-
-OUTDRAFT_EXPORT const void* linear_tiles(const LinearWeights* weights) { return weights->tiles; }
-OUTDRAFT_EXPORT const void* linear_bias(const LinearWeights* weights) { return weights->bias; }
-
-OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const LinearWeights* weights,
+OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const outdraft::LinearWeights* weights,
                                      const void* x, int64_t x_dtype, int64_t x_stride, void* y,
                                      int64_t y_dtype, int64_t y_stride, int64_t num_rows) {
+  using outdraft::Dtype;
   outdraft::linear(team, *weights, {x, Dtype{x_dtype}, x_stride}, {y, Dtype{y_dtype}, y_stride},
                    num_rows);
 }

@@ -12,16 +12,22 @@ namespace outdraft {
 enum class Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-// How weights lie in a tile of 32 outputs, see linear.cpp.
-enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+constexpr int64_t kTile = 32;     // outputs that lie together
+constexpr int32_t kInt4Zero = 8;  // the code of zero
 
-// Weights of one product; made by `linear_pack`, freed by `linear_free`.
+// How weights lie in a tile, see linear.cpp.
+enum class Format : int64_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kInt4 = 3 };
+
+// Weights of one product; made by `linear_pack`, freed by `linear_free` (linear_pack.cpp).
 struct LinearWeights {
   Format format;
   int64_t num_inputs, num_outputs;
-  int64_t tile_bytes;  // of one tile, all inputs
+  int64_t group_inputs, num_groups;  // that share a scale; without scales one group of all
+  int64_t tile_bytes;                // of one tile, all inputs
   char* tiles;
-  float* bias;  // [E], or null
+  float* scales;   // [tile][group][kTile], or null
+  float* offsets;  // the same of weights with a zero point
+  float* bias;     // [E], or null
   int64_t num_bytes;  // of the mapping that holds all
 };
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -9,12 +10,14 @@ from outdraft.kernels.native.library import open_library, usable_instruction_set
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import WeightFormat
+from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
-from tests.rounding import assert_float32_products
+from tests.rounding import UNIT, assert_float32_products
 
 NUM_ROWS = [0, *range(1, 41), 63, 64, 65, 200, 300]
 SHAPES = [(512, 160), (33, 61), (1, 1), (16, 1000), (200, 33), (1281, 64)]
 DTYPES = [torch.float32, torch.bfloat16]
+QUANTIZATIONS = [one for one in WeightFormat if one.startswith("int")]
 
 
 def compare_pack_linear(case: Case) -> None:
@@ -27,11 +30,35 @@ def compare_pack_linear(case: Case) -> None:
         weight_ED = weight_ED.bfloat16().to(case.dtype)
     bias_E = torch.randn(num_outputs).to(case.dtype) if draw(st.booleans(), "bias") else None
     x_TD = torch.randn(num_rows, num_inputs).to(case.dtype)
+    quantization = draw(st.none() | st.sampled_from(QUANTIZATIONS), "quantization")
 
-    got_TE = case.kernels.pack_linear(weight_ED, bias_E)(x_TD)
+    product = case.kernels.pack_linear(weight_ED, bias_E, quantization)
+    got_TE = product(x_TD)
 
     assert got_TE.dtype is case.dtype
-    assert_float32_products(got_TE, x_TD, weight_ED, bias_E)
+    if quantization is None:
+        assert_float32_products(got_TE, x_TD, weight_ED, bias_E)
+        return
+    assert product.format is quantization
+    # bfloat16 does not hold scale * code: the library multiplies the codes.
+    exact_ED = quantized(weight_ED.float(), quantization)
+    if case.kernels.name == "reference":
+        exact_ED = exact_ED.to(case.dtype)
+    assert_quantized_products(got_TE, x_TD, exact_ED, bias_E)
+
+
+def assert_quantized_products(
+    got_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None
+) -> None:
+    """As assert_float32_products; a code's size may be up to twice that of its number."""
+    largest_E1 = weight_ED.abs().amax(dim=1, keepdim=True)
+    want_TE = F.linear(x_TD.double(), weight_ED.double(), None)
+    size_TE = F.linear(x_TD.abs().double(), 3 * largest_E1.double().expand_as(weight_ED), None)
+    if bias_E is not None:
+        want_TE, size_TE = want_TE + bias_E.double(), size_TE + bias_E.abs().double()
+    bound_TE = (2 * x_TD.shape[1] + 8) * UNIT * size_TE
+    bound_TE = bound_TE + (want_TE.abs() + bound_TE) * torch.finfo(got_TE.dtype).eps / 2
+    assert ((got_TE.double() - want_TE).abs() <= bound_TE).all()
 
 
 COMPARISONS = {"pack_linear": compare_pack_linear}
@@ -130,3 +157,39 @@ def test_float32_becomes_bfloat16_as_in_torch(linear):
 
     for got_E in got_TE:
         torch.testing.assert_close(got_E, bias_E.bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantized_products_of_a_row_depend_on_no_other_row(linear, dtype, quantization):
+    torch.manual_seed(0)
+    weight_ED = torch.randn(70, 333)
+    product = linear.pack_linear(weight_ED.to(dtype), torch.randn(70), quantization)
+    x_TD = torch.randn(70, 333).to(dtype)
+
+    alone_TE = torch.cat([product(x_D[None]) for x_D in x_TD])
+
+    for num_rows in (1, 2, 5, 8, 13, 24, 25, 70):
+        assert torch.equal(product(x_TD[:num_rows]), alone_TE[:num_rows])
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_unit_rows_read_the_quantized_numbers_of_the_reference(linear, quantization):
+    torch.manual_seed(0)
+    weight_ED = torch.randn(40, 300) * torch.randn(40, 1).exp()
+    weight_ED[3], weight_ED[4, :200] = 0, -1
+    product = linear.pack_linear(weight_ED, None, quantization)
+
+    got_DE = product(torch.eye(300))
+
+    # At most the rounding of scale * code + offset.
+    torch.testing.assert_close(got_DE.T, quantized(weight_ED, quantization), rtol=1e-6, atol=1e-6)
+
+
+def test_quantized_weights_take_their_share_of_the_bytes(linear):
+    weight_ED = torch.randn(64, 512)
+    bytes_of = {one: linear.pack_linear(weight_ED, None, one).nbytes for one in QUANTIZATIONS}
+    numbers = weight_ED.numel()
+    assert bytes_of[WeightFormat.INT8] == numbers + 64 * 4
+    assert bytes_of[WeightFormat.INT4] == numbers // 2 + 64 * 4 * 4
+    assert bytes_of[WeightFormat.INT4_G32_ZERO] == numbers // 2 + 2 * 64 * 16 * 4

@@ -13,7 +13,7 @@ from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import WeightFormat
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
-_FORMATS = {WeightFormat.FLOAT32: 0, WeightFormat.BFLOAT16: 1}  # Format of csrc/linear.h
+_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}  # Format of csrc/linear.h
 _SHORT_BYTES = 1 << 20  # of weights; for a product of so few Python keeps its lock
 
 
@@ -26,7 +26,7 @@ class NativeLinear:
         of_weights = [c_void_p, c_int64, c_int64, c_int64, c_int64]
         self.fits = function("linear_fits_bf16", of_weights, c_int64, releases_gil=True)
         self.pack = function(
-            "linear_pack", [c_int64, *of_weights, c_void_p], c_void_p, releases_gil=True
+            "linear_pack", [*[c_int64] * 3, *of_weights, c_void_p], c_void_p, releases_gil=True
         )
         self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
         self.bytes = function("linear_bytes", [c_void_p], c_int64)
@@ -73,7 +73,11 @@ class NativeProduct:
         fitting = WeightFormat.BFLOAT16 if functions.fits(*weight) else WeightFormat.FLOAT32
         self.format = quantization or fitting
         handle = functions.pack(
-            _FORMATS[self.format], *weight, 0 if bias_E is None else bias_E.data_ptr()
+            _FORMATS[self.format.split("-")[0]],
+            self.format.group_inputs,
+            self.format.has_zero,
+            *weight,
+            0 if bias_E is None else bias_E.data_ptr(),
         )
         if not handle:
             raise MemoryError(f"no memory for weights of shape {tuple(weight_ED.shape)}")

@@ -22,14 +22,46 @@ def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
     return torch.cat([F.linear(x_1D.clone(), weight_ED, bias_E) for x_1D in x_TD.split(1)])
 
 
+def quantized(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
+    """The numbers that a format makes of a weight, in its dtype.
+
+    int8: the largest size of an output becomes 127. int4: the number of the largest size in a group
+    becomes -8; or with a zero point the smallest and the largest one, zero among them, 0 and 15.
+    """
+    group_inputs = quantization.group_inputs or weight_ED.shape[1]
+    groups = [_quantized_group(part, quantization) for part in weight_ED.split(group_inputs, dim=1)]
+    return torch.cat(groups, dim=1).to(weight_ED.dtype)
+
+
+def _quantized_group(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
+    weight_ED = weight_ED.float()
+    low_E1 = weight_ED.amin(dim=1, keepdim=True).clamp(max=0)
+    high_E1 = weight_ED.amax(dim=1, keepdim=True).clamp(min=0)
+    largest_E1 = torch.where(-low_E1 > high_E1, low_E1, high_E1)
+    least, most, zero_E1 = -8, 7, torch.zeros_like(low_E1)
+    if quantization is WeightFormat.INT8:
+        least, most, scale_E1 = -127, 127, largest_E1.abs() / 127
+    elif quantization.has_zero:
+        scale_E1 = (high_E1 - low_E1) / 15
+        zero_E1 = torch.where(scale_E1 == 0, 0, (-low_E1 / scale_E1).round() - 8)
+    else:
+        scale_E1 = largest_E1 / -8
+    codes_ED = ((weight_ED / scale_E1).round() + zero_E1).clamp(least, most)
+    return torch.where(scale_E1 == 0, 0, (codes_ED - zero_E1) * scale_E1)
+
+
 class PlainProduct:
-    """As `ops.Product`: reads the weight that it was given."""
+    """As `ops.Product`: reads the weight that it was given, or the rounded numbers of it."""
 
-    format = WeightFormat.PLAIN
-    nbytes = 0
-
-    def __init__(self, weight_ED: Tensor, bias_E: Tensor | None) -> None:
-        self._weight_ED, self._bias_E = weight_ED, bias_E
+    def __init__(
+        self, weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None
+    ) -> None:
+        self.format = quantization or WeightFormat.PLAIN
+        self._weight_ED = weight_ED
+        if quantization is not None:
+            self._weight_ED = quantized(weight_ED, quantization)
+        self.nbytes = 0 if quantization is None else self._weight_ED.nbytes
+        self._bias_E = bias_E
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""
@@ -40,4 +72,4 @@ def pack_linear(
     weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None = None
 ) -> PlainProduct:
     """As `ops.PackLinear`."""
-    return PlainProduct(weight_ED, bias_E)
+    return PlainProduct(weight_ED, bias_E, quantization)
