@@ -13,6 +13,7 @@ from outdraft.cli.app import app
 from outdraft.cli.chat import chat
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
+from outdraft.kernels.native.library import usable_instruction_sets
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import tokenizer
 
@@ -156,10 +157,11 @@ def test_version_is_one_line(command):
 def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     result = run(command, "doctor")
     assert result.exit_code == 0
-    for part in ("threads", "torch", "kernels", "packed as", "OMP_NUM_THREADS", "4 held out"):
+    for part in ("threads", "torch", "kernels", "place_rows", "OMP_NUM_THREADS", "4 held out"):
         assert part in result.stdout, part
     if not torch.cuda.is_available():
-        assert "float32 over bfloat16 weights for a bfloat16 checkpoint" in result.stdout
+        assert "for a bfloat16 checkpoint, whose weights are kept bfloat16" in result.stdout
+        assert all(name in result.stdout for name in usable_instruction_sets())
     assert "no embedded" not in result.stdout
 
 

@@ -1,4 +1,4 @@
-"""What `dtype="auto"` loads."""
+"""What `dtype="auto"` loads, and with which kernels."""
 
 from pathlib import Path
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import choose_dtype
+from outdraft.engine.loading import NO_LIBRARY, choose_dtype, load_models
+from outdraft.kernels.native import library
 from tests.models.checkpoints import llama, randomised, save
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -34,3 +36,18 @@ def test_bfloat16_weights_stay_bfloat16_and_the_memory_plan_says_so(
 
     assert llm.models.target.dtype is torch.float32
     assert f"target weights: {numbers}" in dict(llm.memory.table())
+
+
+def test_without_a_library_the_reference_computes_and_one_line_says_so(
+    monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    save(randomised(llama()), tmp_path)
+    models = load_models(EngineConfig(model=str(tmp_path), device="cpu"))
+    assert models.kernels.name == "reference"
+    assert [record.message for record in caplog.records] == [NO_LIBRARY]
+
+
+def test_unknown_kernels_are_refused_before_a_model_is_looked_for():
+    with pytest.raises(ConfigError, match="unknown kernels 'flash'"):
+        load_models(EngineConfig(model="/there/is/no/such/model", kernels="flash"))

@@ -13,7 +13,6 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.loading import choose_dtype
-from outdraft.models import loader
 from outdraft.models.loader import resolve_model_path
 from tests.cli.pair import pair
 
@@ -114,7 +113,7 @@ def test_dummy_weights_are_not_downloaded(tmp_path, monkeypatch):
         asked.append((name, options["revision"], "*.safetensors" in options["ignore_patterns"]))
         return str(tmp_path)
 
-    monkeypatch.setattr(loader, "snapshot_download", snapshot_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     resolve_model_path("some/model", "v2", with_weights=False)
     resolve_model_path("some/model")
     assert asked == [("some/model", "v2", True), ("some/model", None, False)]

@@ -51,9 +51,9 @@ def installed_version(name: str) -> str:
 def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     """Facts by section, and what would make outdraft faster or more complete."""
     num_threads = use_physical_cores(environ)
-    import torch
 
-    from outdraft.engine.loading import choose_device
+    from outdraft.engine.loading import NO_LIBRARY, choose_device
+    from outdraft.kernels.choose import has_library
 
     device = choose_device("auto")
     embedded, missing = _embedded()
@@ -63,13 +63,11 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
         "Libraries": _libraries(),
         "OpenMP": {name: environ.get(name, "not set") for name in OPENMP},
         f"Used on {device}": _used(device),
+        "Kernels, by what computes them": _operations(device),
         "Embedded pair": embedded,
     }
-    if device.type == "cpu" and not torch.backends.mkldnn.is_available():
-        missing.append(
-            "oneDNN in this build of torch: weights that bfloat16 does not hold are multiplied row "
-            "by row"
-        )
+    if not has_library():
+        missing.append(NO_LIBRARY)
     return sections, missing
 
 
@@ -135,21 +133,46 @@ def _used(device: "torch.device") -> Section:
 
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
-    from outdraft.models.layers import cpu_kernels
 
     automatic = choose_dtype("auto", "bfloat16", device)
-    chosen = str(automatic).removeprefix("torch.")
     kernels = choose_kernels("auto", device, automatic)
     kept = kernels.pack_linear(torch.zeros(1, 1, dtype=automatic), None).format
     rows = {
-        "dtype auto": f"{chosen} for a bfloat16 checkpoint, whose weights are kept {kept}",
-        "kernels": kernels.name,
-        "--kernels may be": ", ".join(kernels_options()),
+        "dtype auto": f"{_name(automatic)} for a bfloat16 checkpoint, whose weights are kept {kept}"
     }
-    for dtype in (torch.float32, torch.bfloat16):
-        fused = "numba kernels" if cpu_kernels.are_usable(dtype, device) else "torch"
-        rows[str(dtype).removeprefix("torch.")] = f"pointwise work by {fused}"
-    return rows
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        rows[f"kernels for {_name(dtype)}"] = choose_kernels("auto", device, dtype).name
+    return rows | {"--kernels may be": ", ".join(kernels_options())}
+
+
+def _operations(device: "torch.device") -> Section:
+    """What computes each operation for the usual dtypes, and for another one if that differs."""
+    import torch
+
+    from outdraft.kernels.choose import choose_kernels, computed_by
+
+    tables = {
+        dtype: computed_by(choose_kernels("auto", device, dtype))
+        for dtype in (torch.bfloat16, torch.float32, torch.float64)
+    }
+    usual = tables[torch.bfloat16]
+    return {
+        operation: ", ".join(
+            [
+                module,
+                *(
+                    f"{table[operation]} for {_name(dtype)}"
+                    for dtype, table in tables.items()
+                    if table[operation] != module
+                ),
+            ]
+        )
+        for operation, module in usual.items()
+    }
+
+
+def _name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _embedded() -> tuple[Section, list[str]]:

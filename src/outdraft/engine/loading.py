@@ -1,5 +1,6 @@
 """From a configuration to weights and a tokenizer."""
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,11 +11,14 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
-from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.choose import check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
+
+NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,9 @@ def load_models(config: EngineConfig) -> LoadedModels:
     Raises:
         ConfigError: a model is missing, unknown or damaged, or the drafter shares too few tokens.
     """
+    check_option(config.kernels)  # before anything is downloaded
+    if not has_library():
+        _logger.warning(NO_LIBRARY)
     device = choose_device(config.device)
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)

@@ -1,6 +1,6 @@
 """The one place that chooses how operations are computed."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 
@@ -19,6 +19,27 @@ def kernels_options() -> tuple[str, ...]:
     return (AUTO, REFERENCE, *usable_instruction_sets())
 
 
+def check_option(option: str) -> None:
+    """Raise ConfigError if this machine has no kernels of that name."""
+    if option not in kernels_options():
+        raise ConfigError(f"unknown kernels {option!r}: {did_you_mean(option, kernels_options())}")
+
+
+def has_library() -> bool:
+    """Whether any instruction set of this machine has a compiled library."""
+    return bool(usable_instruction_sets())
+
+
+def computed_by(kernels: Kernels) -> dict[str, str]:
+    """For each operation the module that computes it, as its name below `outdraft.kernels`."""
+    found: dict[str, str] = {}
+    for operation in (field.name for field in fields(Kernels) if field.name != "name"):
+        computing = getattr(kernels, operation)
+        named = computing if hasattr(computing, "__qualname__") else type(computing)
+        found[operation] = named.__module__.removeprefix("outdraft.kernels.")
+    return found
+
+
 def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The table for models of a dtype on a device.
 
@@ -29,8 +50,7 @@ def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Ker
     Raises:
         ConfigError: an unknown option.
     """
-    if option not in kernels_options():
-        raise ConfigError(f"unknown kernels {option!r}: {did_you_mean(option, kernels_options())}")
+    check_option(option)
     is_cpu = device.type == "cpu"
     reference = reference_kernels(in_order=is_cpu)
     if option == REFERENCE:

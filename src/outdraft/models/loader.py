@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -53,6 +52,8 @@ def resolve_model_path(
     name = str(name_or_path)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model {name!r}: there is no such directory")
+    from huggingface_hub import snapshot_download  # a directory needs none of it
+
     try:
         found = snapshot_download(
             name,

@@ -64,7 +64,6 @@ def usable_instruction_sets() -> tuple[str, ...]:
     return tuple(name for name in names if _path(name).exists())
 
 
-@functools.cache
 def open_library(name: str | None = None) -> Library | None:
     """The library for an instruction set, or the fastest one; None: there is none.
 
@@ -73,10 +72,13 @@ def open_library(name: str | None = None) -> Library | None:
     """
     usable = usable_instruction_sets()
     if name is None:
-        return Library(usable[-1]) if usable else None
+        return _opened(usable[-1]) if usable else None
     if name not in usable:
         raise ConfigError(f"no kernels for {name!r} run here: {did_you_mean(name, usable)}")
-    return Library(name)
+    return _opened(name)
+
+
+_opened = functools.cache(Library)
 
 
 def _path(name: str) -> Path:
