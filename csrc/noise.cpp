@@ -5,6 +5,7 @@
 
 #include "noise.h"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -26,6 +27,7 @@ constexpr double kSqrt2 = 1.4142135623730951;
 constexpr int kFractionBits = 52;
 constexpr uint64_t kFraction = (uint64_t{1} << kFractionBits) - 1;
 constexpr uint64_t kOneBits = uint64_t{1023} << kFractionBits;
+constexpr uint64_t kTwo52Bits = uint64_t{1023 + 52} << kFractionBits;  // its low bits count ones
 
 // The lower halves of the lanes times a number of 32 bits: whole products.
 #if defined(__AVX512F__)
@@ -79,6 +81,31 @@ void fill_blocks(const NoiseKey& key, int64_t block, uint32_t* words) {
   std::memcpy(out, in_order, sizeof in_order);
 }
 
+// Written without branches and conversions from integers, so that loops over it vectorise.
+inline double logarithm(double x) {
+  const auto bits = std::bit_cast<uint64_t>(x);
+  auto fraction = std::bit_cast<double>((bits & kFraction) | kOneBits);
+  auto exponent = std::bit_cast<double>((bits >> kFractionBits) | kTwo52Bits) - (0x1p52 + 1023.0);
+  const bool is_large = fraction > kSqrt2;
+  exponent = is_large ? exponent + 1.0 : exponent;
+  fraction = is_large ? fraction * 0.5 : fraction;
+  // log((1 + s) / (1 - s)) / s as a series in s * s, for |s| < 0.172.
+  const double s = (fraction - 1.0) / (fraction + 1.0);
+  const double square = s * s;
+  double series = 2.0 / 13;
+  for (int divisor = 11; divisor > 0; divisor -= 2) {
+    series = series * square;
+    series = series + 2.0 / divisor;
+  }
+  return exponent * kLn2 + s * series;
+}
+
+// All 32 bits, in float64, so that even the rarest token of a large vocabulary gets its share.
+inline float noise_of(uint32_t word) {
+  const double u = (std::bit_cast<double>(word | kTwo52Bits) - 0x1p52 + 0.5) * 0x1p-32;
+  return static_cast<float>(-logarithm(-logarithm(u)));
+}
+
 }  // namespace
 
 void fill_words(const NoiseKey& key, int64_t first, int64_t count, uint32_t* words) {
@@ -98,29 +125,9 @@ float uniform_scalar(const NoiseKey& key) {
   return (static_cast<float>(word >> 9) + 0.5f) * 0x1p-23f;
 }
 
-double log_of(double x) {
-  const auto bits = std::bit_cast<uint64_t>(x);
-  auto fraction = std::bit_cast<double>((bits & kFraction) | kOneBits);
-  auto exponent = static_cast<double>(static_cast<int64_t>(bits >> kFractionBits) - 1023);
-  const bool is_large = fraction > kSqrt2;
-  exponent = is_large ? exponent + 1.0 : exponent;
-  fraction = is_large ? fraction * 0.5 : fraction;
-  // log((1 + s) / (1 - s)) / s as a series in s * s, for |s| < 0.172.
-  const double s = (fraction - 1.0) / (fraction + 1.0);
-  const double square = s * s;
-  double series = 2.0 / 13;
-  for (int divisor = 11; divisor > 0; divisor -= 2) {
-    series = series * square;
-    series = series + 2.0 / divisor;
-  }
-  return exponent * kLn2 + s * series;
-}
+double log_of(double x) { return logarithm(x); }
 
-float gumbel(uint32_t word) {
-  // All 32 bits, in float64, so that even the rarest token of a large vocabulary gets its share.
-  const double u = (static_cast<double>(word) + 0.5) * 0x1p-32;
-  return static_cast<float>(-log_of(-log_of(u)));
-}
+float gumbel(uint32_t word) { return noise_of(word); }
 
 }  // namespace outdraft
 
@@ -128,14 +135,15 @@ float gumbel(uint32_t word) {
 OUTDRAFT_EXPORT void fill_gumbel(int64_t num_rows, int64_t size, const int64_t* seeds,
                                  const int64_t* positions, const int64_t* anchors,
                                  const int64_t* purposes, float* noise) {
+  constexpr int64_t kChunk = 1024;  // words that stay in the nearest cache
+  uint32_t words[kChunk];
   for (int64_t row = 0; row < num_rows; ++row) {
     const outdraft::NoiseKey key{seeds[row], positions[row], anchors[row],
                                  static_cast<outdraft::Purpose>(purposes[row])};
-    // The words are written where their noise will stand.
-    float* row_noise = noise + row * size;
-    outdraft::fill_words(key, 0, size, reinterpret_cast<uint32_t*>(row_noise));
-    for (int64_t id = 0; id < size; ++id) {
-      row_noise[id] = outdraft::gumbel(std::bit_cast<uint32_t>(row_noise[id]));
+    for (int64_t first = 0; first < size; first += kChunk) {
+      const int64_t count = std::min(kChunk, size - first);
+      outdraft::fill_words(key, first, count, words);
+      for (int64_t at = 0; at < count; ++at) *noise++ = outdraft::noise_of(words[at]);
     }
   }
 }

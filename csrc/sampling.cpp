@@ -8,11 +8,12 @@
 #include "sampling.h"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <vector>
 
 #include "export.h"
-#include "lanes.h"
+#include "simd.h"
 
 namespace outdraft {
 namespace {
@@ -39,7 +40,7 @@ inline Floats exp_of(Floats x) {
   Floats series = Floats{} + kExp[0];
   for (int at = 1; at < 6; ++at) series = series * r + kExp[at];
   const Floats power = (series * r) * r + r + 1.0f;
-  const auto scale = std::bit_cast<Floats>((std::bit_cast<Ints>(rounded) + 127) << 23);
+  const auto scale = (Floats)(((Ints)rounded + 127) << 23);
   return is_normal ? power * scale : Floats{};
 }
 
@@ -48,8 +49,8 @@ constexpr float kBitsToLog = kLn2 * 0x1p-23f;
 
 // No Gumbel noise of these words is larger. -log(-log(u)) < -log(1 - u).
 inline Floats noise_bound(Words words) {
-  const auto rest = __builtin_convertvector(std::bit_cast<Ints>(~words >> 1), Floats);
-  const auto log = __builtin_convertvector(std::bit_cast<Ints>(rest), Floats) * kBitsToLog;
+  const auto rest = __builtin_convertvector((Ints)(~words >> 1), Floats);
+  const auto log = __builtin_convertvector((Ints)rest, Floats) * kBitsToLog;
   constexpr float kSlack = 1e-3f;  // covers every rounding above
   return (127 + 31) * kLn2 + kSlack - log;
 }
@@ -65,7 +66,7 @@ struct Weights {
   }
   static Floats bound(Floats x) {
     constexpr float kHighest = (0.0861f - 127) * kLn2;
-    return __builtin_convertvector(std::bit_cast<Ints>(x), Floats) * kBitsToLog + kHighest;
+    return __builtin_convertvector((Ints)x, Floats) * kBitsToLog + kHighest;
   }
 };
 
@@ -79,10 +80,10 @@ int64_t sample(const float* numbers, int64_t size, const NoiseKey& key) {
   for (int64_t first = 0; first < size; first += kChunk) {
     const int64_t num = std::min(kChunk, size - first);
     fill_words(key, first, num, words);
-    for (int64_t at = 0; at < num; at += kLanes) {
-      const int64_t count = std::min(kLanes, num - at);
+    for (int64_t at = 0; at < num; at += kWidth) {
+      const int64_t count = std::min<int64_t>(kWidth, num - at);
       const float* some = numbers + first + at;
-      const bool is_full = count == kLanes;
+      const bool is_full = count == kWidth;
       const auto x = is_full ? load<Floats>(some) : load_some<Floats>(some, count, 0.0f);
       const Floats bound = Kind::bound(x) + noise_bound(load<Words>(words + at));
       if (!any(bound >= best)) continue;
@@ -194,21 +195,21 @@ void process_row(const float* logits, int64_t size, const Cuts& cuts, float* pro
 float maximum(const float* numbers, int64_t size) {
   Floats best = Floats{} + kMasked;
   int64_t at = 0;
-  for (; at + kLanes <= size; at += kLanes) {
+  for (; at + kWidth <= size; at += kWidth) {
     const auto x = load<Floats>(numbers + at);
     best = x > best ? x : best;
   }
   const auto last = load_some<Floats>(numbers + at, size - at, kMasked);
   best = last > best ? last : best;
   float largest = kMasked;
-  for (int64_t lane = 0; lane < kLanes; ++lane) largest = std::max(largest, best[lane]);
+  for (int64_t lane = 0; lane < kWidth; ++lane) largest = std::max(largest, best[lane]);
   return largest;
 }
 
 int64_t argmax(const float* numbers, int64_t size) {
   const float best = maximum(numbers, size);
   int64_t at = 0;
-  while (at + kLanes <= size && !any(load<Floats>(numbers + at) == best)) at += kLanes;
+  while (at + kWidth <= size && !any(load<Floats>(numbers + at) == best)) at += kWidth;
   while (at < size && numbers[at] != best) ++at;
   return at < size ? at : 0;
 }
@@ -228,7 +229,7 @@ double total(const float* numbers, int64_t size) {
 
 void exp_below(const float* numbers, int64_t size, float best, float* out) {
   int64_t at = 0;
-  for (; at + kLanes <= size; at += kLanes) {
+  for (; at + kWidth <= size; at += kWidth) {
     store(out + at, exp_of(load<Floats>(numbers + at) - best));
   }
   const Floats last = load_some<Floats>(numbers + at, size - at, kMasked);
@@ -250,6 +251,19 @@ int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key) 
 }
 
 }  // namespace outdraft
+
+// masked = logits [num_rows, size] where the bit of a token is 1, -inf elsewhere; the masks
+// [num_rows, num_words] have one bit per token.
+OUTDRAFT_EXPORT void mask_forbidden(int64_t num_rows, int64_t size, int64_t num_words,
+                                    const float* logits, const uint32_t* masks, float* masked) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t id = 0; id < size; ++id) {
+      const bool is_allowed = masks[id / 32] >> id % 32 & 1;
+      masked[id] = is_allowed ? logits[id] : outdraft::kMasked;
+    }
+    logits += size, masked += size, masks += num_words;
+  }
+}
 
 // `process_row` of rows [num_rows, size]; `requests`: whose each of them is.
 OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,

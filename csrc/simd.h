@@ -46,6 +46,30 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(Vector));
 }
 
+// The first `count` lanes; the others hold `filling`.
+template <class Vector, class Number>
+inline Vector load_some(const Number* from, int64_t count, Number filling) {
+  Vector vector = Vector{} + filling;
+  std::memcpy(&vector, from, static_cast<size_t>(count) * sizeof(Number));
+  return vector;
+}
+
+template <class Number, class Vector>
+inline void store_some(Number* to, Vector vector, int64_t count) {
+  std::memcpy(to, &vector, static_cast<size_t>(count) * sizeof(Number));
+}
+
+// Whether a comparison holds in any lane.
+inline bool any(Ints is_true) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)is_true, (__m512i)is_true) != 0;
+#elif defined(__AVX2__)
+  return _mm256_testz_si256((__m256i)is_true, (__m256i)is_true) == 0;
+#elif defined(__aarch64__)
+  return vmaxvq_u32((uint32x4_t)is_true) != 0;
+#endif
+}
+
 inline Floats broadcast(float number) { return number - Floats{}; }  // keeps -0
 inline Words broadcast_word(uint32_t word) { return Words{} + word; }
 

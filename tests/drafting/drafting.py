@@ -8,9 +8,9 @@ from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
-from outdraft.sampling import noise
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from tests.reference.processors import probabilities, processed_logits
 
 PARAMS = [
@@ -59,13 +59,13 @@ def slow_drafts(
         scores = torch.tensor([processed])
         if not params.is_greedy:
             purpose = Purpose.SAMPLE if shares_noise else Purpose.DRAFT
-            scores = scores + noise.gumbel_reference(
+            keys = NoiseKeys.of(
                 torch.tensor([SEEDS[request]]),
                 torch.tensor([ask.num_tokens + len(ids)]),
                 purpose,
-                len(processed),
                 None if shares_noise else torch.tensor([ask.num_tokens + (len(probs) << 24)]),
             )
+            scores = scores + noise.gumbel(keys, len(processed))
         ids.append(int(scores.argmax()))
         probs.append(probabilities(processed))
     return ids[len(ask.continued) :], probs

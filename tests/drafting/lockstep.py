@@ -13,12 +13,12 @@ from scipy import stats
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import sample_with_probs
-from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verifier import Verifier
+from tests.kernels.tables import kernels_for
 from tests.reference.processors import probabilities, processed_logits
 from tests.reference.verification import joint
 
@@ -56,7 +56,8 @@ class Decoding:
     """Requests decoded in lockstep; every step drafts with `draft` and verifies."""
 
     def __init__(self, params, num_requests, method="block", anchored=True):
-        self.num_requests, self.verifier = num_requests, Verifier(method)
+        self.num_requests, self.kernels = num_requests, kernels_for(TARGET.dtype)
+        self.verifier = Verifier(self.kernels, method)
         self.anchored = anchored
         self.sampling = SamplingBatch.from_requests(
             [params] * num_requests,
@@ -88,7 +89,8 @@ class Decoding:
         last_B, probs = self.root_B, []
         for step in range(length):
             processed_BV = process_logits(
-                PROPOSER[last_B],
+                self.kernels,
+                PROPOSER.to(TARGET.dtype)[last_B],
                 every_B,
                 replace(self.committed, path_ids_RK=path_BK),
                 self.sampling,
@@ -97,14 +99,10 @@ class Decoding:
             shares_B = self.sampling.shares_noise_B
             purpose_B = torch.where(shares_B, int(Purpose.SAMPLE), int(Purpose.DRAFT))
             anchors_B = anchors_B.masked_fill(shares_B, 0)
-            last_B, probs_BV = sample_with_probs(
+            last_B, probs_BV = self.kernels.choose_with_probs(
                 processed_BV,
-                self.sampling.seeds_B,
-                self.num_tokens_B + step,
+                NoiseKeys(self.sampling.seeds_B, self.num_tokens_B + step, purpose_B, anchors_B),
                 self.sampling.is_greedy_B,
-                purpose_B,
-                all_greedy=False,
-                anchors_R=anchors_B,
             )
             path_BK[:, step] = last_B
             probs.append(probs_BV)

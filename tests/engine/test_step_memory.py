@@ -18,19 +18,19 @@ from outdraft.engine.memory import (
     sampling_bytes,
     text_bytes,
 )
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
-from outdraft.sampling import noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import choose
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
+from tests.kernels.tables import kernels_for
 from tests.oracle.engines import config, engine, greedy, models, prompts_of, run, speculation
 
 CPU = torch.device("cpu")
@@ -132,18 +132,13 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
     rows_R = torch.arange(num_rows)
     lengths_R = torch.full((num_rows,), 6)
     paths = Paths(torch.randint(0, 9, (num_rows, 6)), lengths_R - 2, lengths_R, None)
+    kernels = kernels_for(dtype)
+    keys = NoiseKeys.of(sampling.seeds_B, lengths_R, Purpose.SAMPLE)
 
     def sample():
         logits_RV = torch.randn(num_rows, vocab_size, dtype=dtype)
-        processed_RV = process_logits(logits_RV, rows_R, paths, sampling)
-        choose(
-            processed_RV,
-            sampling.seeds_B,
-            lengths_R,
-            sampling.is_greedy_B,
-            Purpose.SAMPLE,
-            all_greedy=False,
-        )
+        processed_RV = process_logits(kernels, logits_RV, rows_R, paths, sampling)
+        kernels.choose(processed_RV, keys, sampling.is_greedy_B)
         return logits_RV, processed_RV.softmax(1)
 
     sample()
@@ -154,7 +149,8 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
 
 def test_noise_that_is_not_compiled_is_counted_on_a_gpu():
     rows_R = torch.arange(16)
-    taken = peak_bytes(lambda: noise.gumbel_reference(rows_R, rows_R, Purpose.SAMPLE, 4096))
+    keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
+    taken = peak_bytes(lambda: noise.gumbel(keys, 4096))
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
     on_gpu = step_shape(device=torch.device("cuda"), **sizes)
     on_cpu = replace(on_gpu, device=CPU)

@@ -3,7 +3,9 @@
 import functools
 
 import pytest
+import torch
 
+from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.library import Library, open_library, usable_instruction_sets
 from outdraft.kernels.native.table import native_kernels
@@ -30,3 +32,9 @@ def cpu_kernels(num_threads: int = 1, name: str | None = None) -> Kernels:
 def native_attention(num_threads: int = 1, name: str | None = None) -> NativeAttention:
     """The table, or the operation, of a library."""
     return NativeAttention(library(name), shared_team(library(name).name, num_threads))
+
+
+@functools.cache
+def kernels_for(dtype: torch.dtype) -> Kernels:
+    """What a model of this dtype gets on the CPU; of float64 these are the reference."""
+    return choose_kernels("auto", torch.device("cpu"), dtype)

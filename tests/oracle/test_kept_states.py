@@ -21,14 +21,13 @@ from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageMo
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.engine.llm import LLM
+from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import TargetPass
 from outdraft.runner.results import VerifiedRows
-from outdraft.verification.draft_batch import DraftBatch, row_start_B
-from outdraft.verification.verify import Verdict
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
 from tests.reference.draft_trees import tree_depths
 

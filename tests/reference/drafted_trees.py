@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from outdraft.core.draft import Draft
-from outdraft.verification.draft_batch import DraftBatch
+from outdraft.kernels.data.drafts import DraftBatch
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.step_rows import StepRows, step_rows
-from outdraft.verification.draft_batch import DraftBatch
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65

@@ -12,10 +12,9 @@ from outdraft.core.sampling import SamplingParams, StructuredOutput
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import (
     Paths,
-    apply_grammar,
-    apply_grammar_on_any_device,
     process_logits,
 )
+from tests.kernels.tables import kernels_for
 
 FORM = StructuredOutput("json_object")
 
@@ -36,8 +35,8 @@ def test_forbidden_tokens_lose_all_mass_and_no_other_changes(num_rows, size, see
     is_allowed = rng.random((num_rows, size)) < rng.random()
     logits = torch.from_numpy(rng.normal(size=(num_rows, size)).astype(f"float{width}"))
     want = np.where(is_allowed, logits.numpy(), -np.inf)
-    for apply in (apply_grammar, apply_grammar_on_any_device):
-        np.testing.assert_array_equal(apply(logits, packed(is_allowed)).numpy(), want)
+    got = kernels_for(logits.dtype).mask_forbidden(logits, packed(is_allowed))
+    np.testing.assert_array_equal(got.numpy(), want)
 
 
 def process(logits_V: list[float], allowed: list[int], **changes) -> list[float]:
@@ -58,7 +57,8 @@ def process(logits_V: list[float], allowed: list[int], **changes) -> list[float]
         torch.tensor([[1, 2]]), torch.tensor([1]), torch.tensor([2]), None, packed(is_allowed)
     )
     logits = torch.tensor([logits_V])
-    return process_logits(logits, torch.zeros(1, dtype=torch.int64), paths, sampling)[0].tolist()
+    kernels, first_R = kernels_for(logits.dtype), torch.zeros(1, dtype=torch.int64)
+    return process_logits(kernels, logits, first_R, paths, sampling)[0].tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

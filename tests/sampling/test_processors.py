@@ -14,9 +14,10 @@ from transformers import (
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K, place_R
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.verification.draft_batch import DraftBatch, path_ids_BN1K, place_R, request_R
+from tests.kernels.tables import kernels_for
 from tests.reference.processors import processed_logits
 
 VOCAB = 12
@@ -48,7 +49,13 @@ def process(logits_RV, params, prompts=None, outputs=None, **lists):
     prompts = prompts or [[0]] * len(params)
     outputs = outputs or [[]] * len(params)
     request = torch.arange(len(params))
-    return process_logits(logits_RV, request, committed(prompts, outputs), batch(params, **lists))
+    return process_logits(
+        kernels_for(logits_RV.dtype),
+        logits_RV,
+        request,
+        committed(prompts, outputs),
+        batch(params, **lists),
+    )
 
 
 def random_logits(num_rows, seed=0, dtype=torch.float32):
@@ -101,7 +108,7 @@ def test_every_tree_row_is_processed_like_a_plain_request_with_that_path(cases, 
     params, prompts, outputs, words, stops = zip(*(case[0] for case in cases), strict=True)
     drafts = DraftBatch.from_drafts([case[1] for case in cases], "cpu")
     num_rows = sum(len(case[1]) + 1 for case in cases)
-    request = request_R(drafts, num_rows)
+    request = kernels_for(torch.float32).requests_of_rows(drafts, num_rows)
     place = place_R(drafts, request)
     history = committed(prompts, outputs)
     paths = Paths(
@@ -114,7 +121,7 @@ def test_every_tree_row_is_processed_like_a_plain_request_with_that_path(cases, 
     if seed % 2:
         logits_RV = logits_RV.round()  # many ties
     sampling = batch(params, bad_words=words, stop_ids=stops)
-    got_RV = process_logits(logits_RV, request, paths, sampling)
+    got_RV = process_logits(kernels_for(logits_RV.dtype), logits_RV, request, paths, sampling)
     for row in range(num_rows):
         (one, prompt, output, one_words, one_stops), draft = cases[request[row]]
         path, at = [], int(place[row])
@@ -231,6 +238,7 @@ def test_penalties_off_by_one_along_the_path_would_be_seen():
     logits_RV, request = random_logits(1), torch.tensor([0])
     right, short = (
         process_logits(
+            kernels_for(torch.float32),
             logits_RV,
             request,
             Paths(history.history_BL, history.prompt_lens_B, history.num_tokens_B, path_RK),

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outdraft.verification.draft_batch import row_start_B
-from outdraft.verification.verify import last_weights
+from outdraft.kernels.data.drafts import row_start_B
 from tests.reference.drafted_trees import as_batch, target_rows
 from tests.reference.verification import all_sequences, completed, joint, total_variation
 
@@ -53,10 +52,11 @@ def random_model(seed, kinds=KINDS):
     return (lambda prefix: pairs[prefix][0]), (lambda prefix: pairs[prefix][1])
 
 
-def thresholds(accept, p_BN1V, drafts):
-    """float64 [B, N]: below which value of its own coin a draft is accepted."""
+def thresholds(rule, logits_RV, drafts):
+    """float64 [B, N]: below which value of its own coin a draft of a chain is accepted."""
     low = torch.zeros(drafts.token_ids_BN.shape, dtype=torch.float64)
     high = torch.ones_like(low)
+    first_B = torch.zeros_like(drafts.num_drafts_B)
     for _ in range(60):
         middle = (low + high) / 2
         is_accepted = torch.empty_like(low, dtype=torch.bool)
@@ -64,26 +64,26 @@ def thresholds(accept, p_BN1V, drafts):
             coins_BN = torch.ones_like(low)
             coins_BN[:, :at] = 0.0
             coins_BN[:, at] = middle[:, at]
-            is_accepted[:, at] = accept(p_BN1V, drafts, coins_BN).num_accepted_B > at
+            verdict = rule(logits_RV, drafts, coins_BN, Script(first_B))
+            is_accepted[:, at] = verdict.num_emitted_B > at + 1
         low, high = torch.where(is_accepted, middle, low), torch.where(is_accepted, high, middle)
     return torch.where(high > 1 - 1e-15, 1.0, low)
 
 
-def chains_emit(drafts, p_BN1V, weights, accept, last=last_weights):
+def chains_emit(rule, drafts, logits_RV, weights):
     """{sequence: probability} of what one step emits, of chains with these weights."""
-    limit_BN = thresholds(accept, p_BN1V, drafts)
+    limit_BN = thresholds(rule, logits_RV, drafts)
     emitted = defaultdict(float)
     for is_below in itertools.product((True, False), repeat=drafts.width):
         below_N = torch.tensor(is_below)
         coins_BN = torch.where(below_N, limit_BN / 2, (1 + limit_BN) / 2)
         share_B = torch.where(below_N, limit_BN, 1 - limit_BN).prod(1)
-        acceptance = accept(p_BN1V, drafts, coins_BN)
-        last_BV = last(p_BN1V, drafts, acceptance)
-        last_BV = last_BV / last_BV.sum(1, keepdim=True)
+        script = Script(torch.zeros_like(drafts.num_drafts_B))
+        verdict = rule(logits_RV, drafts, coins_BN, script)
         for b, weight in enumerate(weights):
-            head = tuple(drafts.token_ids_BN[b, : acceptance.num_accepted_B[b]].tolist())
+            head = tuple(verdict.token_ids_BN1[b, : verdict.num_emitted_B[b] - 1].tolist())
             for v in range(V):
-                share = weight * share_B[b].item() * last_BV[b, v].item()
+                share = weight * share_B[b].item() * script.weights_BV[b, v].item()
                 if share > 0:
                     emitted[(*head, v)] += share
     return emitted

@@ -9,14 +9,13 @@ from scipy import stats
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling import noise
+from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
+from outdraft.kernels.reference.verification import reject_tokens
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import choose
-from outdraft.verification.draft_batch import DraftBatch, path_ids_BN1K
 from outdraft.verification.verifier import Verifier
-from outdraft.verification.verify import rejection_sample
 from tests.drafting.lockstep import (
     ALL,
     ALPHA,
@@ -27,6 +26,7 @@ from tests.drafting.lockstep import (
     exact_joint,
     p_value,
 )
+from tests.kernels.tables import kernels_for
 
 
 def chains_of(length):
@@ -110,18 +110,20 @@ def test_recovery_noise_shared_with_the_draft_would_be_seen():
     num = 20_000
     p_V, q_V = torch.tensor([0.05, 0.05, 0.4, 0.5]), torch.tensor([0.5, 0.3, 0.18, 0.02])
     seeds_B, zero_B = torch.arange(num), torch.zeros(num, dtype=torch.int64)
-    draft_BV = noise.gumbel(seeds_B, zero_B, Purpose.DRAFT, 4, zero_B)
+    draft_BV = noise.gumbel(NoiseKeys.of(seeds_B, zero_B, Purpose.DRAFT, zero_B), 4)
     drafts = replace(
         DraftBatch.from_drafts([Draft((0,), (0,))] * num, "cpu"),
         token_ids_BN=(q_V.log() + draft_BV).argmax(1)[:, None],
         probs_BNV=q_V.expand(num, 1, 4),
+        is_sampled_BN=torch.ones(num, 1, dtype=torch.bool),
     )
-    coins_BN = noise.uniform_scalar(seeds_B, zero_B, Purpose.ACCEPT, zero_B)[:, None]
-    fresh_BV = noise.gumbel(seeds_B, zero_B, Purpose.RECOVER, 4)
+    accept = NoiseKeys.of(seeds_B, zero_B, Purpose.ACCEPT, zero_B)
+    coins_BN = noise.uniform_scalar(accept)[:, None]
+    fresh_BV = noise.gumbel(NoiseKeys.of(seeds_B, zero_B, Purpose.RECOVER), 4)
     p_values = []
     for noise_BV in (draft_BV, fresh_BV):
-        verdict = rejection_sample(
-            p_V.expand(num, 2, 4),
+        verdict = reject_tokens(
+            p_V.log().expand(2 * num, 4),
             drafts,
             coins_BN,
             lambda log_BV, *_, n=noise_BV: (log_BV + n).argmax(1),
@@ -213,8 +215,9 @@ def test_greedy_requests_follow_the_argmax_beside_sampled_ones():
 def test_requests_with_a_seed_are_matched_beside_others_that_are_not(method, dtype, monkeypatch):
     """Every other request brings its seed: it gets the ids of plain decoding, from drafts that
     claim to be drawn; its neighbours get what they get among themselves."""
-    decodings = [Decoding(PLAIN, 200, method) for _ in range(3)]
-    mixed, plain, unseeded = decodings
+    table = "tests.drafting.lockstep.TARGET"
+    monkeypatch.setattr(table, TARGET.to(dtype))  # in float64 the tensor rules are used
+    mixed, plain, unseeded = (Decoding(PLAIN, 200, method) for _ in range(3))
     is_seeded_B = torch.arange(200) % 2 == 0
     mixed.sampling = SamplingBatch.from_requests(
         [replace(PLAIN, seed=7 + at if at % 2 == 0 else None) for at in range(200)],
@@ -222,8 +225,6 @@ def test_requests_with_a_seed_are_matched_beside_others_that_are_not(method, dty
         vocab_size=VOCAB,
         device="cpu",
     )
-    table = "tests.drafting.lockstep.TARGET"
-    monkeypatch.setattr(table, TARGET.to(dtype))  # in float64 the tensor rules are used
     want_BL = plain.run(lambda decoding: DraftBatch.empty(decoding.num_requests, "cpu"))
     got_BL, others_BL = (decoding.run(chains_of(3)) for decoding in (mixed, unseeded))
     assert torch.equal(got_BL[is_seeded_B], want_BL[is_seeded_B])
@@ -241,7 +242,7 @@ def test_a_plain_greedy_batch_is_matched_on_its_raw_logits_with_padding_rows():
         [SamplingParams(temperature=0.0)] * 3, seeds=[0] * 3, vocab_size=VOCAB, device="cpu"
     )
     nothing_B = torch.zeros(3, dtype=torch.int64)
-    verdict = Verifier("block").verify(
+    verdict = Verifier(kernels_for(torch.bfloat16), "block").verify(
         logits_RV, drafts, sampling, Paths(None, nothing_B, nothing_B, None)
     )
     assert verdict.token_ids_BN1.tolist() == [
@@ -254,16 +255,12 @@ def test_a_plain_greedy_batch_is_matched_on_its_raw_logits_with_padding_rows():
 
 def test_plain_decoding_is_the_sampler_at_the_next_position():
     decoding = Decoding(PLAIN, 50)
-    want_B = choose(
-        process_logits(
-            TARGET[decoding.root_B], torch.arange(50), decoding.committed, decoding.sampling
-        ),
-        decoding.sampling.seeds_B,
-        decoding.num_tokens_B,
-        decoding.sampling.is_greedy_B,
-        Purpose.SAMPLE,
-        all_greedy=False,
+    kernels, sampling = decoding.kernels, decoding.sampling
+    processed_BV = process_logits(
+        kernels, TARGET[decoding.root_B], torch.arange(50), decoding.committed, sampling
     )
+    keys = NoiseKeys.of(sampling.seeds_B, decoding.num_tokens_B, Purpose.SAMPLE)
+    want_B = kernels.choose(processed_BV, keys, sampling.is_greedy_B)
     verdict = decoding.step(DraftBatch.empty(50, "cpu"))
     assert torch.equal(verdict.token_ids_BN1[:, 0], want_B)
     assert (verdict.num_emitted_B == 1).all()

@@ -7,11 +7,12 @@ import torch
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling import noise
+from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths
-from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verifier import Verifier
 
 VOCAB = 16
@@ -56,7 +57,8 @@ def step(device, method, params=EVERYTHING, sampled_trees=False):
         None,
     )
     logits_RV = torch.randn(11, VOCAB, generator=generator).to(device)
-    return Verifier(method).verify(logits_RV, drafts, sampling, committed)
+    kernels = choose_kernels("auto", torch.device(device), torch.float32)
+    return Verifier(kernels, method).verify(logits_RV, drafts, sampling, committed)
 
 
 @pytest.mark.parametrize("method", ["block", "token", "drafter_invariant", "lossy_typical"])
@@ -73,8 +75,8 @@ def test_a_step_never_reads_a_tensor_on_the_host(method, params, sampled_trees):
 @pytest.mark.gpu
 def test_noise_has_the_same_bits_on_cuda():
     key = (torch.arange(7) * 10**12, torch.arange(7))
-    on_cpu = noise.gumbel(*key, Purpose.SAMPLE, 50_001)
-    on_cuda = noise.gumbel(*(one.cuda() for one in key), Purpose.SAMPLE, 50_001)
+    on_cpu = noise.gumbel(NoiseKeys.of(*key, Purpose.SAMPLE), 50_001)
+    on_cuda = noise.gumbel(NoiseKeys.of(*(one.cuda() for one in key), Purpose.SAMPLE), 50_001)
     assert torch.equal(on_cpu, on_cuda.cpu())
 
 

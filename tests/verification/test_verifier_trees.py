@@ -9,13 +9,13 @@ import torch
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import sample_with_probs
-from outdraft.verification.draft_batch import DraftBatch, path_ids_BN1K
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALL, ALPHA, PLAIN, PROPOSER, Decoding, exact_joint, p_value
+from tests.kernels.tables import kernels_for
 from tests.reference.drafted_trees import without
 from tests.reference.verification import total_variation, tree_outcomes
 
@@ -70,7 +70,7 @@ class OneTree:
         )
         tokens_B = torch.full((num,), 11)
         logits_RV = torch.from_numpy(self.p).log().to(dtype).repeat(num, 1)
-        return Verifier("block").verify(
+        return Verifier(kernels_for(dtype), "block").verify(
             logits_RV, drafts, sampling, Paths(None, tokens_B, tokens_B, None)
         )
 
@@ -118,6 +118,7 @@ def drawn_trees(decoding):
         last_B = drafts.token_ids_BN[:, parent - 1] if parent else decoding.root_B
         path_BK = path_ids_BN1K(drafts)[:, parent]
         processed_BV = process_logits(
+            decoding.kernels,
             PROPOSER[last_B],
             torch.arange(num),
             replace(decoding.committed, path_ids_RK=path_BK),
@@ -128,14 +129,14 @@ def drawn_trees(decoding):
         chosen_B, probs_BV = processed_BV.argmax(1), processed_BV
         is_left_B = processed_BV.amax(1) > -torch.inf
         if is_sampled:
-            drawn_B, probs_BV = sample_with_probs(
-                processed_BV,
+            keys = NoiseKeys.of(
                 decoding.sampling.seeds_B,
                 decoding.num_tokens_B + depths[parent],
-                decoding.sampling.is_greedy_B,
                 Purpose.DRAFT,
-                all_greedy=False,
-                anchors_R=decoding.num_tokens_B + (parent << 24),
+                decoding.num_tokens_B + (parent << 24),
+            )
+            drawn_B, probs_BV = decoding.kernels.choose_with_probs(
+                processed_BV, keys, decoding.sampling.is_greedy_B
             )
             # Where the best token was the only one, there is nothing to draw.
             chosen_B = torch.where(is_left_B, drawn_B, chosen_B)

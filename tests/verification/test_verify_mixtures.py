@@ -13,16 +13,15 @@ import pytest
 import torch
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling import noise
+from outdraft.kernels.data.drafts import Verdict
+from outdraft.kernels.reference import noise, verification
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
-from outdraft.verification import verifier
 from outdraft.verification.verifier import Verifier
-from outdraft.verification.verify import Acceptance, Verdict
+from tests.kernels.tables import kernels_for
 from tests.reference.drafted_trees import as_batch, every_tree, target_rows
 from tests.verification.enumeration import (
     KINDS,
-    Script,
     V,
     bias,
     chains_emit,
@@ -47,9 +46,9 @@ def trees_of(shape, proposer):
 def scripted(coins_BN, draw, choices_R):
     """The verifier's noise, told beforehand."""
     with (
-        patch.object(noise, "uniform_scalar", lambda *_: coins_BN),
-        patch.object(noise, "sample_gumbel", lambda log_BV, *_: draw(log_BV)),
-        patch.object(verifier, "choose", lambda *_, **__: choices_R),
+        patch.object(noise, "uniform_scalar", lambda _: coins_BN.flatten()),
+        patch.object(noise, "sample_gumbel", lambda log_BV, _: draw(log_BV)),
+        patch.object(verification, "choose", lambda *_: choices_R),
     ):
         yield
 
@@ -66,40 +65,30 @@ def verify_pairs(method, logits_RV, drafts, coins_BN, draw, choices_R=None):
     if choices_R is None:  # nobody looks at those of the others
         choices_R = torch.zeros(len(rows_RV), dtype=torch.int64)
     with scripted(coins_BN[pair_C], lambda log_CV: draw(log_CV[::2])[pair_C], choices_R):
-        verdict = Verifier(method).verify(
+        verdict = Verifier(kernels_for(torch.float64), method).verify(
             rows_RV, pairs, sampling, Paths(None, lengths_C, lengths_C, None)
         )
     tensors = (verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN)
     return [Verdict(*(tensor[first::2] for tensor in tensors)) for first in (0, 1)]
 
 
-class Chains:
-    """`accept` and `last` of chains, as `chains_emit` asks for them, from the verifier."""
+def without_seed(method):
+    """The rule that a method has for the requests without a seed."""
 
-    def __init__(self, method):
-        self.method = method
-
-    def accept(self, p_BN1V, drafts, coins_BN):
-        self.script = Script(torch.zeros(drafts.num_requests, dtype=torch.int64))
+    def rule(logits_RV, drafts, coins_BN, script):
         unseeded, _ = verify_pairs(
-            self.method,
-            p_BN1V.flatten(0, 1).log(),
-            drafts,
-            coins_BN,
-            lambda log_BV: self.script(log_BV, None, None),
+            method, logits_RV, drafts, coins_BN, lambda log_BV: script(log_BV, None, None)
         )
-        return Acceptance(unseeded.num_emitted_B - 1, torch.ones(drafts.num_requests))
+        return unseeded
 
-    def last(self, *_):
-        return self.script.weights_BV
+    return rule
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("method", ["block", "token"])
 def test_chains_without_a_seed_are_exact_beside_requests_with_one(method, seed):
     target, proposer = random_model(seed)
-    chains = Chains(method)
-    emitted = chains_emit(*every_chain(target, proposer, 2), chains.accept, chains.last)
+    emitted = chains_emit(without_seed(method), *every_chain(target, proposer, 2))
     assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
     assert bias(emitted, target) < 1e-12
 
@@ -109,12 +98,7 @@ def test_chains_without_a_seed_are_exact_beside_requests_with_one(method, seed):
 def test_trees_without_a_seed_are_exact_beside_requests_with_one(shape, kinds):
     target, proposer = random_model(1, kinds)
 
-    def rule(logits_RV, drafts, coins_BN, script):
-        return verify_pairs(
-            "block", logits_RV, drafts, coins_BN, lambda log_BV: script(log_BV, None, None)
-        )[0]
-
-    emitted = trees_emit(rule, trees_of(shape, proposer), target)
+    emitted = trees_emit(without_seed("block"), trees_of(shape, proposer), target)
     assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
     assert bias(emitted, target) < 1e-12
 

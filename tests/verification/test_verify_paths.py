@@ -9,17 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import Draft
-from outdraft.verification.draft_batch import (
+from outdraft.kernels.data.drafts import (
     DraftBatch,
     ancestors_BN1N,
     depths_BN1,
     path_ids_BN1K,
     place_R,
-    request_R,
     row_index_BN1,
     row_start_B,
 )
-from outdraft.verification.verify import block_verify, cut_behind, match_draft, rejection_sample
+from outdraft.kernels.reference.verification import (
+    match,
+    reject_tokens,
+    requests_of_rows,
+    traverse,
+)
 from tests.reference import verification
 from tests.reference.draft_trees import tree_depths
 
@@ -84,7 +88,7 @@ def test_a_chain_of_the_longest_allowed_draft_has_its_whole_path():
 def test_flat_rows_are_requests_in_order_roots_first(trees, num_padding):
     drafts = DraftBatch.from_drafts(trees, "cpu")
     want = [(b, row) for b, draft in enumerate(trees) for row in range(len(draft) + 1)]
-    request = request_R(drafts, len(want) + num_padding)
+    request = requests_of_rows(drafts, len(want) + num_padding)
     rows = list(zip(request.tolist(), place_R(drafts, request).tolist(), strict=True))
     assert rows[: len(want)] == want
     index = row_index_BN1(drafts)
@@ -93,6 +97,12 @@ def test_flat_rows_are_requests_in_order_roots_first(trees, num_padding):
         assert row_start_B(drafts)[b] == start
         padding = [start] * (drafts.width - len(draft))
         assert index[b].tolist() == [*range(start, start + len(draft) + 1), *padding]
+
+
+def matched(choices, drafts):
+    """The verdict of choices that are listed for padded rows."""
+    is_row_BN1 = torch.nn.functional.pad(drafts.is_draft_BN, (1, 0), value=True)
+    return match(torch.tensor(choices)[is_row_BN1], drafts)
 
 
 def check_verdict(verdict, b, ids, rows):
@@ -108,7 +118,7 @@ def test_matching_is_a_walk_along_the_choices(data, trees):
     drafts = noisy_padding(DraftBatch.from_drafts(trees, "cpu"))
     row = st.lists(st.integers(0, VOCAB - 1), min_size=drafts.width + 1, max_size=drafts.width + 1)
     choices = [data.draw(row) for _ in trees]
-    verdict = match_draft(torch.tensor(choices), drafts)
+    verdict = matched(choices, drafts)
     for b, draft in enumerate(trees):
         check_verdict(verdict, b, *verification.walk(draft.token_ids, draft.parents, choices[b]))
 
@@ -118,9 +128,9 @@ def test_matching_is_a_walk_along_the_choices(data, trees):
 def test_nothing_is_emitted_behind_the_first_end_on_the_path(data, trees):
     drafts = noisy_padding(DraftBatch.from_drafts(trees, "cpu"))
     row = st.lists(st.integers(0, 1), min_size=drafts.width + 1, max_size=drafts.width + 1)
-    verdict = match_draft(torch.tensor([data.draw(row) for _ in trees]), drafts)
+    verdict = matched([data.draw(row) for _ in trees], drafts)
     is_end_BN = torch.tensor([data.draw(row)[1:] for _ in trees], dtype=torch.bool)
-    cut = cut_behind(verdict, is_end_BN)
+    cut = verdict.cut_behind(is_end_BN)
     for b in range(len(trees)):
         ids = [v for v in verdict.token_ids_BN1[b].tolist() if v >= 0]
         rows = [v for v in verdict.rows_BN[b].tolist() if v >= 0]
@@ -139,7 +149,7 @@ def random_distributions(rng, *shape):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("rule", ["tokens", "block"])
-def test_batched_rejection_is_the_papers_rule_on_random_coins(rule, dtype):
+def test_of_chains_the_rules_are_token_level_and_block_verification_coin_by_coin(rule, dtype):
     rng = np.random.default_rng(4)
     num, width = 3000, 5
     p, q = random_distributions(rng, num, width + 1), random_distributions(rng, num, width)
@@ -155,11 +165,12 @@ def test_batched_rejection_is_the_papers_rule_on_random_coins(rule, dtype):
         is_sampled_BN=torch.ones(num, width, dtype=torch.bool),
         any_sampled=True,
     )
-    verify = rejection_sample if rule == "tokens" else block_verify
+    is_row_BN1 = torch.arange(width + 1) <= drafts.num_drafts_B[:, None]
+    verify = reject_tokens if rule == "tokens" else traverse
     accept = getattr(verification, f"accept_{rule}")
     noise_BV = torch.tensor(gumbel, dtype=dtype)
     verdict = verify(
-        torch.tensor(p, dtype=dtype),
+        torch.tensor(p, dtype=dtype).log()[is_row_BN1],
         drafts,
         torch.tensor(coins, dtype=dtype),
         lambda log_BV, *_: (log_BV + noise_BV).argmax(1),

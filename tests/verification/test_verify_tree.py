@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from outdraft.verification.verify import accept_block, accept_tokens
-from outdraft.verification.verify_tree import verify_tree
+from outdraft.kernels.reference.verification import reject_tokens, traverse
 from tests.reference.drafted_trees import as_batch, every_tree, pruned, target_rows
 from tests.reference.verification import total_variation, tree_outcomes, walk_tree
 from tests.verification.enumeration import (
@@ -102,7 +101,7 @@ def drawn_trees(shape, proposer):
 def test_trees_are_exact_for_any_pair_of_distributions(shape, kinds):
     for seed in range(2):
         target, proposer = random_model(seed, kinds)
-        emitted = trees_emit(verify_tree, drawn_trees(shape, proposer), target)
+        emitted = trees_emit(traverse, drawn_trees(shape, proposer), target)
         assert sum(emitted.values()) == pytest.approx(1, abs=1e-12)
         assert bias(emitted, target) < 1e-12
 
@@ -128,7 +127,7 @@ def test_trees_that_grow_where_most_is_expected_are_exact(seed):
         )
     )
     assert len({tree.parents for tree in trees}) > 1
-    assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
+    assert bias(trees_emit(traverse, trees, target), target) < 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,7 +135,7 @@ def test_trees_that_grow_where_most_is_expected_are_exact(seed):
 def test_trees_are_exact_in_every_special_case(shape, kind):
     target, proposer = random_model(3, (kind,))
     trees = drawn_trees(SHAPES[shape], proposer)
-    assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
+    assert bias(trees_emit(traverse, trees, target), target) < 1e-12
 
 
 def outcomes_of(tree, target, looks_at_q=True):
@@ -172,7 +171,7 @@ def test_acceptance_at_a_row_is_the_best_possible():
         top = q.argmax()
         rest = np.where(np.arange(V) == top, 0, q) / (1 - q[top])
         want = p[top] + np.minimum(p, rest)[np.arange(V) != top].sum()
-        emitted = trees_emit(verify_tree, trees, target)
+        emitted = trees_emit(traverse, trees, target)
         assert mean_tokens(emitted) - 1 == pytest.approx(want, abs=1e-12)
 
 
@@ -193,7 +192,7 @@ def test_the_rule_is_its_slow_twin_on_random_trees():
             rng.gumbel(size=(drafts.width + 1, V)),
         )
         noise_NV = torch.tensor(gumbel)
-        verdict = verify_tree(
+        verdict = traverse(
             logits_RV,
             drafts,
             torch.tensor(coins),
@@ -220,13 +219,13 @@ def test_the_outcomes_of_the_slow_twin_are_those_of_the_enumeration():
     for tree in drawn_trees(mixed_widths, proposer)[:4]:
         tree = replace(tree, weight=1.0)
         slow = outcomes_of(tree, target)
-        assert total_variation(trees_emit(verify_tree, [tree], target), slow) < 1e-12
+        assert total_variation(trees_emit(traverse, [tree], target), slow) < 1e-12
 
 
 # What must fail.
 
 
-def wrong_bias(trees, rule=verify_tree, drafts=None, target=None):
+def wrong_bias(trees, rule=traverse, drafts=None, target=None):
     return bias(trees_emit(rule, trees, target, drafts), target)
 
 
@@ -269,7 +268,7 @@ def test_siblings_that_are_not_tested_as_they_were_drawn_would_be_seen():
 def test_a_residual_that_is_not_subtracted_would_be_seen(monkeypatch):
     target, proposer = random_model(13, ("plain",))
     trees = drawn_trees(of_width(2, 2), proposer)
-    monkeypatch.setattr("outdraft.verification.verify_tree.residual", lambda p_BV, *_: p_BV)
+    monkeypatch.setattr("outdraft.kernels.reference.verification.residual", lambda p_BV, *_: p_BV)
     assert wrong_bias(trees, target=target) > 0.05
 
 
@@ -292,7 +291,7 @@ def on_a_grid(proposer, target, depends, cells=4000):
             weight_C = is_x_C * tree.weight / q[x] / cells
         for y in range(V):
             script = Script(torch.full((cells,), y))
-            verdict = verify_tree(rows_RV, batch, torch.stack([u_C, other_C], 1), script)
+            verdict = traverse(rows_RV, batch, torch.stack([u_C, other_C], 1), script)
             shares = (script.shares_B() * weight_C).tolist()
             for token, share in zip(verdict.token_ids_BN1[:, 0].tolist(), shares, strict=True):
                 first[(token,)] += share
@@ -312,19 +311,18 @@ def test_a_coin_that_decides_siblings_or_drew_the_draft_would_be_seen():
     assert apart["its token"] > 0.03
 
 
-def as_chains(trees, target, accept):
-    """What a rule of chains emits, of trees that are all chains of one length."""
+def as_chains(trees, target, rule):
+    """What a rule emits, of trees that are all chains of one length."""
     drafts = replace(as_batch(trees, V), is_chain=True, sampled_trees=False)
-    p_BN1V = target_rows(trees, target).exp().view(len(trees), -1, V)
-    return chains_emit(drafts, p_BN1V, [tree.weight for tree in trees], accept)
+    return chains_emit(rule, drafts, target_rows(trees, target), [tree.weight for tree in trees])
 
 
-def test_of_chains_it_is_block_verification():
+def test_chains_and_trees_are_enumerated_alike_and_the_rules_are_not_the_same():
     target, proposer = random_model(15, ("plain", "zeros"))
     chains = [tree for tree in drawn_trees(of_width(1, 3), proposer) if len(tree) == 3]
-    as_trees = trees_emit(verify_tree, chains, target)
-    assert total_variation(as_trees, as_chains(chains, target, accept_block)) < 1e-12
-    assert total_variation(as_trees, as_chains(chains, target, accept_tokens)) > 0.01
+    as_trees = trees_emit(traverse, chains, target)
+    assert total_variation(as_trees, as_chains(chains, target, traverse)) < 1e-12
+    assert total_variation(as_trees, as_chains(chains, target, reject_tokens)) > 0.01
 
 
 def test_the_rule_must_not_be_chosen_by_the_shape_that_a_tree_came_out_with():
@@ -341,9 +339,9 @@ def test_the_rule_must_not_be_chosen_by_the_shape_that_a_tree_came_out_with():
     others = [tree for tree in trees if tree.parents != (0, 1, 2)]
     assert chains
     assert others
-    assert bias(trees_emit(verify_tree, trees, target), target) < 1e-12
-    by_shape = trees_emit(verify_tree, others, target)
-    for sequence, weight in as_chains(chains, target, accept_tokens).items():
+    assert bias(trees_emit(traverse, trees, target), target) < 1e-12
+    by_shape = trees_emit(traverse, others, target)
+    for sequence, weight in as_chains(chains, target, reject_tokens).items():
         by_shape[sequence] += weight
     assert sum(by_shape.values()) == pytest.approx(1, abs=1e-12)
     assert bias(by_shape, target) > 0.003

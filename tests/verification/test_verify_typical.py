@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling import noise
+from outdraft.kernels.data.drafts import DraftBatch, row_start_B
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths
-from outdraft.verification.draft_batch import DraftBatch, row_start_B
+from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier
-from outdraft.verification.verify import TypicalAcceptance
 from tests.drafting.lockstep import ALPHA, PLAIN, Decoding, exact_joint, p_value
+from tests.kernels.tables import kernels_for
 from tests.reference import verification
 
 
@@ -47,7 +48,8 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
         device="cpu",
     )
     tokens_B = torch.arange(5, 5 + len(sizes))
-    verdict = Verifier("lossy_typical", TypicalAcceptance(eps, delta)).verify(
+    kernels = kernels_for(torch.float64)
+    verdict = Verifier(kernels, "lossy_typical", TypicalAcceptance(eps, delta)).verify(
         logits_RV, drafts, sampling, Paths(None, tokens_B, tokens_B, None)
     )
     for b, (tree, start) in enumerate(zip(trees, row_start_B(drafts).tolist(), strict=True)):
@@ -59,12 +61,8 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
             p = rows_NV.softmax(1).numpy()
             rows = verification.typical_path(tree.token_ids, tree.parents, p, eps, delta)
             end_V = rows_NV[rows[-1] + 1 if rows else 0]
-            last = noise.sample_gumbel(
-                end_V[None],
-                torch.tensor([b]),
-                tokens_B[b : b + 1] + len(rows),
-                Purpose.SAMPLE,
-            )
+            keys = NoiseKeys.of(torch.tensor([b]), tokens_B[b : b + 1] + len(rows), Purpose.SAMPLE)
+            last = noise.sample_gumbel(end_V[None], keys)
             ids = [*(tree.token_ids[row] for row in rows), int(last)]
         assert verdict.num_emitted_B[b] == len(ids)
         assert verdict.token_ids_BN1[b, : len(ids)].tolist() == ids
@@ -79,7 +77,8 @@ def verdict_of(tree, p_NV, typical):
     one_B = torch.ones(1, dtype=torch.int64)
     drafts = DraftBatch.from_drafts([tree], "cpu")
     paths = Paths(None, one_B, one_B, None)
-    return Verifier("lossy_typical", typical).verify(p_NV.log(), drafts, sampling, paths)
+    verifier = Verifier(kernels_for(p_NV.dtype), "lossy_typical", typical)
+    return verifier.verify(p_NV.log(), drafts, sampling, paths)
 
 
 def test_a_draft_is_kept_above_the_threshold_of_its_row():
@@ -121,4 +120,4 @@ def test_bounds_are_checked_and_belong_to_their_method():
         with pytest.raises(ValueError, match="must be above 0"):
             TypicalAcceptance(*wrong)
     with pytest.raises(ValueError, match="no part in verification by 'block'"):
-        Verifier("block", TypicalAcceptance())
+        Verifier(kernels_for(torch.float32), "block", TypicalAcceptance())

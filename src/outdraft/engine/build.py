@@ -29,14 +29,15 @@ from outdraft.engine.memory import (
     state_bytes,
     text_bytes,
 )
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
+from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier
-from outdraft.verification.verify import TypicalAcceptance
 
 WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some with drafts
 
@@ -56,7 +57,7 @@ def build_engine(
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device, models.kernels)
     proposer = None
     if drafter is not None:
-        proposer = device_proposer(config, drafter, memory, models.device)
+        proposer = device_proposer(config, drafter, models.kernels, memory, models.device)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -78,7 +79,8 @@ def build_engine(
         config.scheduler.max_num_seqs,
     )
     cache = kv_cache(target.config, memory, target.dtype, target.device)
-    runner = ModelRunner(target, cache, state, _verifier(speculation), proposer)
+    verifier = _verifier(models.kernels, speculation)
+    runner = ModelRunner(target, cache, state, verifier, proposer)
     return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
 
 
@@ -120,11 +122,11 @@ def _check_context(config: EngineConfig, models: LoadedModels) -> None:
         )
 
 
-def _verifier(config: SpeculationConfig) -> Verifier:
-    if config.is_lossless:
-        return Verifier(config.rejection_sample_method)
-    bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
-    return Verifier(config.rejection_sample_method, bounds)
+def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
+    bounds: TypicalAcceptance | None = None
+    if not config.is_lossless:
+        bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
+    return Verifier(kernels, config.rejection_sample_method, bounds)
 
 
 def _check_num_drafts(

@@ -176,7 +176,11 @@ def check_vocabularies(
 
 
 def device_proposer(
-    config: EngineConfig, drafter: LoadedDrafter, memory: MemoryPlan, device: torch.device
+    config: EngineConfig,
+    drafter: LoadedDrafter,
+    kernels: Kernels,
+    memory: MemoryPlan,
+    device: torch.device,
 ) -> DeviceProposer:
     """Drafts with the network, in its part of the pool's blocks.
 
@@ -194,7 +198,7 @@ def device_proposer(
     else:
         max_rows = config.scheduler.max_num_batched_tokens
         drafting = _layered_drafter(network, drafter, memory, device, max_rows)
-    return DeviceProposer(drafting, network.tree, samples=network.samples)
+    return DeviceProposer(kernels, drafting, network.tree, samples=network.samples)
 
 
 def _layered_drafter(

@@ -2,7 +2,8 @@
 
 `Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
-operation is in `reference/`. Those on texts are described in text_ops.py.
+operation is in `reference/`. Those on texts are described in text_ops.py,
+those on logits and drafts in sampling_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
 P blocks, K drafted rows of all requests, N most drafts of one, F rows of a level of a growing tree,
@@ -16,6 +17,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from torch import Tensor
 
+from outdraft.kernels.sampling_ops import (
+    Choose,
+    ChooseWithProbs,
+    Gumbel,
+    MaskForbidden,
+    Match,
+    RequestsOfRows,
+    ScaleAndCut,
+    Verify,
+)
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
@@ -257,3 +268,11 @@ class Kernels:
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker
     place_level: PlaceLevel
+    gumbel: Gumbel
+    mask_forbidden: MaskForbidden
+    scale_and_cut: ScaleAndCut
+    choose: Choose
+    choose_with_probs: ChooseWithProbs
+    requests_of_rows: RequestsOfRows
+    match: Match
+    verify: Verify

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.request import Request
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.step_rows import StepRows, state_row
-from outdraft.verification.draft_batch import DraftBatch
 
 
 class DeviceState:

@@ -13,8 +13,8 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.runner.step_rows import state_row
-from outdraft.verification.draft_batch import DraftBatch
 
 
 def draft_ask(work: Work) -> DraftModelAsk:

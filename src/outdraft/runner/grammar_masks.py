@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
-from outdraft.verification.draft_batch import DraftBatch
+from outdraft.kernels.data.drafts import DraftBatch
 
 
 @dataclass(frozen=True, slots=True)

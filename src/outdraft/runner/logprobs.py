@@ -13,10 +13,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
+from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
 from outdraft.models.llama import CausalLM
 from outdraft.sampling.logprobs import gather_logprobs
-from outdraft.verification.draft_batch import DraftBatch, row_index_BN1
-from outdraft.verification.verify import Verdict
 
 PROMPT_ROWS = (
     256  # rows whose logits exist at the same time: a long prompt must not take all memory

@@ -18,6 +18,7 @@ from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
 from outdraft.core.request import Request
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
@@ -34,9 +35,7 @@ from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
-from outdraft.verification.draft_batch import DraftBatch
-from outdraft.verification.verifier import Verifier, match_choices
-from outdraft.verification.verify import Verdict, cut_behind
+from outdraft.verification.verifier import Verifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,14 +178,14 @@ class ModelRunner:
     ) -> tuple[VerifiedRows, LogprobRows | None]:
         if sampling.is_plain_greedy and not wants_logprobs(works):
             best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
-            return VerifiedRows(match_choices(best_R, drafts), drafts, is_finite_R), None
+            return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
         is_finite_R = logits_RV.amax(1).isfinite()  # the largest is NaN where any is
         grammar_RW = allowed.masks_RW if allowed is not None else None
         paths = self._paths(works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
         if allowed is not None and allowed.is_end_BN is not None:
-            verdict = cut_behind(verdict, allowed.is_end_BN)
+            verdict = verdict.cut_behind(allowed.is_end_BN)
         verified = VerifiedRows(verdict, drafts, is_finite_R)
         return verified, emitted_logprobs(works, logits_RV, drafts, verdict)
 

@@ -1,7 +1,7 @@
 """The results of a step, brought to the host in one copy.
 
 Dimension key: B requests that sample, N most drafts of one of them, R flat rows as in
-`draft_batch`, J rows of log-probabilities.
+`data.drafts`, J rows of log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.runner.logprobs import LogprobRows
-from outdraft.verification.draft_batch import DraftBatch
-from outdraft.verification.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)

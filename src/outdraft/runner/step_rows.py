@@ -15,9 +15,8 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out, send
 from outdraft.core.plan import Work
 from outdraft.core.request import Request
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.ops import Kernels
-from outdraft.verification.draft_batch import DraftBatch
-from outdraft.verification.verify import Verdict
 
 
 @dataclass(frozen=True, slots=True)

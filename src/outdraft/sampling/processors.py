@@ -5,7 +5,8 @@ temperature, min_p, top_k, top_p. A row of a draft sees the committed text of it
 drafts on the path from the root to itself, exactly as if that path had been generated. Otherwise
 speculation would change the output.
 
-Every stage is pure; stages that no request of the batch needs do not run.
+Every stage is pure; stages that no request of the batch needs do not run. Those that look at the
+logits alone, from temperature on, are one operation of the table of kernels.
 
 Dimension key: B requests, R rows, L committed tokens, K places of a path, V vocabulary,
 E ids of a request's list, W bad words, or int32 words of a mask of one bit per token.
@@ -13,13 +14,11 @@ E ids of a request's list, W bad words, or int32 words of a mask of one bit per 
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import ANY_TOKEN, BadWords, SamplingBatch, TokenSets
-from outdraft.sampling.processors_cpu import process_rows
-from outdraft.sampling.row_kernels import is_compiled_for
 
 _MASKED = -torch.inf
 
@@ -47,7 +46,7 @@ class Paths:
 
 
 def process_logits(
-    logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
+    kernels: Kernels, logits_RV: Tensor, request_R: Tensor, paths: Paths, sampling: SamplingBatch
 ) -> Tensor:
     """float32 [R, V]: logits of each row's processed distribution, -inf where it has no mass.
 
@@ -63,7 +62,7 @@ def process_logits(
     if logits_RV.dtype != torch.float64:
         logits_RV = logits_RV.float()
     if paths.grammar_RW is not None:
-        logits_RV = apply_grammar(logits_RV, paths.grammar_RW)
+        logits_RV = kernels.mask_forbidden(logits_RV, paths.grammar_RW)
     if sampling.allowed is not None:
         among_RV, logits_RV = logits_RV, apply_allowed(logits_RV, request_R, sampling.allowed)
         logits_RV = _keep_one(logits_RV, among_RV)
@@ -81,51 +80,7 @@ def process_logits(
         logits_RV = apply_penalties(logits_RV, request_R, paths, sampling)
     if sampling.all_greedy:
         return logits_RV
-    if is_compiled_for(logits_RV):
-        return _scale_and_cut_cpu(logits_RV, request_R, sampling)
-    return scale_and_cut(logits_RV, request_R, sampling)
-
-
-def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
-    """The stages that look at the logits alone: temperature, min_p, top_k and top_p."""
-    logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
-    if sampling.needs_min_p:
-        logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])
-    return apply_top_k_top_p(logits_RV, request_R, sampling)
-
-
-def _scale_and_cut_cpu(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
-    """`scale_and_cut` of float32 on the CPU."""
-    processed_RV = np.empty(logits_RV.shape, dtype=np.float32)
-    min_p_B = sampling.min_p_B
-    process_rows(
-        logits_RV.contiguous().numpy(),
-        request_R.numpy(),
-        sampling.temperature_B.numpy(),
-        (min_p_B.log() if sampling.needs_min_p else min_p_B).numpy(),
-        sampling.top_k_B.numpy(),
-        sampling.top_p_B.numpy(),
-        sampling.needs_min_p,
-        processed_RV,
-    )
-    return torch.from_numpy(processed_RV)
-
-
-def apply_grammar(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
-    """Mask the tokens whose bits are 0."""
-    size = logits_RV.shape[1]
-    if logits_RV.device.type == "cpu":
-        bytes_RX = grammar_RW.contiguous().numpy().view(np.uint8)  # of a little-endian machine
-        is_allowed = np.unpackbits(bytes_RX, axis=1, count=size, bitorder="little")
-        return logits_RV.masked_fill(torch.from_numpy(is_allowed) == 0, _MASKED)
-    return apply_grammar_on_any_device(logits_RV, grammar_RW)
-
-
-def apply_grammar_on_any_device(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
-    """As `apply_grammar`."""
-    bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
-    is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
-    return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
+    return kernels.scale_and_cut(logits_RV, request_R, sampling)
 
 
 def apply_allowed(logits_RV: Tensor, request_R: Tensor, allowed: TokenSets) -> Tensor:
@@ -187,68 +142,6 @@ def apply_penalties(
     logits_RV = torch.where(was_seen_RV, repeated_RV, logits_RV)
     logits_RV = logits_RV - per_row(sampling.frequency_B) * output_RV
     return logits_RV - per_row(sampling.presence_B) * was_output_RV
-
-
-def apply_temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
-    """Divide by the temperature, with the best logit moved to 0 so that nothing overflows."""
-    best_R1 = logits_RV.amax(1, keepdim=True)
-    return (logits_RV - best_R1) / temperature_R[:, None].to(logits_RV.dtype)
-
-
-def apply_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
-    """Mask tokens with less than min_p times the probability of the best one."""
-    least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R[:, None].to(logits_RV.dtype).log()
-    return logits_RV.masked_fill(logits_RV < least_R1, _MASKED)
-
-
-def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch) -> Tensor:
-    """Mask what is below the k-th logit, then what is outside the nucleus of mass top_p.
-
-    Ties with the k-th logit stay. Among ties at the border of the nucleus the lowest ids stay.
-    """
-    if not sampling.needs_top_p:
-        if sampling.max_top_k == 0:
-            return logits_RV
-        # No sort: the k-th largest is among the max_top_k largest. A k above them is switched off.
-        best_RK = logits_RV.topk(sampling.max_top_k, dim=1).values
-        return _mask_below_kth(logits_RV, best_RK, sampling.top_k_B[request_R])
-    ascending_RV = _ascending(logits_RV)
-    if sampling.max_top_k > 0:
-        place_R1 = logits_RV.shape[1] - sampling.top_k_B[request_R, None]
-        kth_R1 = ascending_RV.gather(1, place_R1)
-        ascending_RV = ascending_RV.masked_fill(ascending_RV < kth_R1, _MASKED)
-        logits_RV = logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
-    return _mask_outside_nucleus(logits_RV, ascending_RV, sampling.top_p_B[request_R])
-
-
-def _ascending(logits_RV: Tensor) -> Tensor:
-    """Every row's values from the smallest up."""
-    if logits_RV.device.type == "cpu":  # ten times faster than torch's there
-        return torch.from_numpy(np.sort(logits_RV.numpy(), axis=1))
-    return logits_RV.sort(dim=1).values
-
-
-def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tensor) -> Tensor:
-    """Mask the smallest logits whose mass together is at most 1 - top_p."""
-    top_p_R1 = top_p_R[:, None].to(logits_RV.dtype)
-    mass_RV = ascending_RV.softmax(1).cumsum(1)
-    is_out_RV = (mass_RV <= 1 - top_p_R1) & (top_p_R1 < 1)
-    is_out_RV[:, -1] = False
-    num_out_R1 = is_out_RV.sum(1, keepdim=True)
-    border_R1 = ascending_RV.gather(1, num_out_R1)
-    is_tie_RV = logits_RV == border_R1
-    num_below_R1 = (ascending_RV < border_R1).sum(1, keepdim=True)
-    num_kept_R1 = is_tie_RV.sum(1, keepdim=True) - (num_out_R1 - num_below_R1)
-    is_late_tie_RV = is_tie_RV & (is_tie_RV.cumsum(1, dtype=torch.int32) > num_kept_R1)
-    return logits_RV.masked_fill((logits_RV < border_R1) | is_late_tie_RV, _MASKED)
-
-
-def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tensor:
-    """Mask logits below the top_k-th of the descending `best_RK`; a k past its end: nothing."""
-    width = best_RK.shape[1]
-    kth_R1 = best_RK.gather(1, (top_k_R.clamp(max=width) - 1)[:, None])
-    kth_R1 = kth_R1.masked_fill((top_k_R > width)[:, None], _MASKED)
-    return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
 
 
 def _keep_one(logits_RV: Tensor, allowed_RV: Tensor) -> Tensor:

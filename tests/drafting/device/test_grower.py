@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.drawn_level import LevelTask, draw_level, side_shares
 from outdraft.drafting.device.grower import Growth, grow
-from outdraft.sampling import noise
-from outdraft.sampling.noise import Purpose
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference import noise
+from tests.kernels.tables import kernels_for
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 from tests.reference.tabled_drafter import (
     TabledLevels,
@@ -36,6 +37,7 @@ def build(
     num_tokens_B = torch.full((num_requests,), 100)
     levels = TabledLevels(model, num_requests)
     growth = Growth(
+        kernels=kernels_for(torch.float32),
         shape=shape,
         num_tokens_B=num_tokens_B,
         positions_B=num_tokens_B,
@@ -389,7 +391,9 @@ def test_trees_that_share_the_targets_noise_hold_what_it_would_choose(shape):
     for level in range(2):
         logits_BV = model.logits_XV[level][prefix_B]
         positions_B = torch.full((num_requests,), 100 + level)
-        chosen_B = noise.sample_gumbel(logits_BV, seeds_B, positions_B, Purpose.SAMPLE)
+        chosen_B = noise.sample_gumbel(
+            logits_BV, NoiseKeys.of(seeds_B, positions_B, Purpose.SAMPLE)
+        )
         is_hit_BK = (drafts.parents_BK == row_B[:, None]) & (
             drafts.token_ids_BK == chosen_B[:, None]
         )

@@ -21,6 +21,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
 from tests.drafting.drafting import NUM_STATE_ROWS, SEEDED, check_drafts, sampling_batch, texts
+from tests.kernels.tables import kernels_for
 from tests.models.head_checkpoints import (
     VOCAB,
     medusa_config,
@@ -67,7 +68,7 @@ class Drafter:
         kind = MedusaDrafter if self.kind == "medusa" else MLPSpeculatorDrafter
         drafter = kind(self.heads, NUM_STATE_ROWS)
         drafter.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
-        return DeviceProposer(drafter, None, samples=samples)
+        return DeviceProposer(kernels_for(torch.float32), drafter, None, samples=samples)
 
     def next_logits(self, ask: DraftModelAsk, drafted: Sequence[int]) -> list[float]:
         """Behind the newest token and these drafts."""

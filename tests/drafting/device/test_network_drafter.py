@@ -20,6 +20,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
+from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
 
 Network = tuple[DraftNetwork, KVCache]
@@ -75,7 +76,9 @@ def propose(
         vocab_size=VOCABULARY,
         device="cpu",
     )
-    proposer = DeviceProposer(drafter_of(network), case.shape, samples=samples)
+    proposer = DeviceProposer(
+        kernels_for(torch.float32), drafter_of(network), case.shape, samples=samples
+    )
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
 

@@ -28,7 +28,7 @@ from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
-from tests.kernels.tables import cpu_kernels
+from tests.kernels.tables import cpu_kernels, kernels_for
 from tests.models.checkpoints import TINY, VARIANTS, randomised, save
 from tests.reference.parallel import draft_logits
 
@@ -73,7 +73,7 @@ class Pair:
         )
         self.network = RecordingNetwork(self.model)
         drafter = ParallelDrafter(self.network, cache, max_rows, DraftSource.MODEL, MASK)
-        return DeviceProposer(drafter, None, samples=samples)
+        return DeviceProposer(kernels_for(torch.float32), drafter, None, samples=samples)
 
     def check(
         self,
@@ -247,7 +247,7 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
         MASK,
         MaskStates(state_D, features),
     )
-    proposer = DeviceProposer(drafter, None, samples=True)
+    proposer = DeviceProposer(kernels_for(torch.float64), drafter, None, samples=True)
     [ask] = asks_for([0], [7], [3], computed=[4])
 
     made = proposer.propose([ask], TEXTS_SL, sampling_batch([0], VOCAB))

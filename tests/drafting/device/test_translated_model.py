@@ -16,18 +16,17 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
-from outdraft.sampling.sampler import sample_with_probs
-from outdraft.verification.draft_batch import DraftBatch
 from outdraft.verification.verifier import Verifier
-from tests.kernels.tables import cpu_kernels
+from tests.kernels.tables import cpu_kernels, kernels_for
 from tests.models.checkpoints import llama, randomised, save
 from tests.reference.processors import probabilities, processed_logits
 
@@ -177,18 +176,12 @@ def drawn(logits_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[list[i
     num, size = logits_BV.shape
     sampling = batch_of(params, size)
     zeros_B = torch.zeros(num, dtype=torch.int64)
+    kernels = kernels_for(logits_BV.dtype)
     processed_BV = process_logits(
-        logits_BV, torch.arange(num), Paths(None, zeros_B, zeros_B, None), sampling
+        kernels, logits_BV, torch.arange(num), Paths(None, zeros_B, zeros_B, None), sampling
     )
-    ids_B, probs_BV = sample_with_probs(
-        processed_BV,
-        sampling.seeds_B,
-        zeros_B,
-        sampling.is_greedy_B,
-        Purpose.DRAFT,
-        all_greedy=False,
-        anchors_R=zeros_B,
-    )
+    keys = NoiseKeys.of(sampling.seeds_B, zeros_B, Purpose.DRAFT, zeros_B)
+    ids_B, probs_BV = kernels.choose_with_probs(processed_BV, keys, sampling.is_greedy_B)
     return ids_B.tolist(), probs_BV
 
 
@@ -223,7 +216,7 @@ def first_tokens(method: Any, tell: str) -> torch.Tensor:
     drafts = DraftBatch.from_drafts([Draft.chain([token]) for token in ids], "cpu")
     drafts = with_probs(drafts, probs_BV[:, None])
     num_tokens_B = torch.zeros(NUM, dtype=torch.int64)
-    verdict = Verifier(method).verify(
+    verdict = Verifier(kernels_for(torch.float32), method).verify(
         TARGET_V.expand(2 * NUM, -1),
         drafts,
         batch_of(params, 6),

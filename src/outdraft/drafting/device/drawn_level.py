@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from outdraft.drafting.device.level_rows import best_places
-from outdraft.sampling import noise
-from outdraft.sampling.noise import Purpose
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.reference.noise import gumbel
 
 PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
 
@@ -125,13 +125,13 @@ def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
     num_nodes, size = logits_BEV.shape[1:]
     rows_E = torch.arange(num_nodes, device=logits_BEV.device) + task.first_above
     anchors_BE = task.num_tokens_B[:, None] + (rows_E << PARENT_SHIFT)
-    noise_RV = noise.gumbel(
+    keys = NoiseKeys.of(
         task.seeds_B.repeat_interleave(num_nodes),
         task.positions_B.repeat_interleave(num_nodes),
         Purpose.DRAFT,
-        size,
         anchors_BE.flatten(),
     )
+    noise_RV = gumbel(keys, size)
     low_V = _LOW * torch.arange(1, size + 1, device=logits_BEV.device)
     keys_BEV = torch.where(
         logits_BEV > -torch.inf, logits_BEV + noise_RV.view_as(logits_BEV), low_V

@@ -25,9 +25,9 @@ from outdraft.drafting.device.drawn_tree import DrawnRows, DrawnTrees
 from outdraft.drafting.device.level_rows import NewRows
 from outdraft.drafting.device.model_drafts import ModelDrafts
 from outdraft.drafting.device.ranked_tree import RankedTrees
-from outdraft.sampling import noise
+from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.noise import Purpose
 from outdraft.sampling.processors import Paths, process_logits
 
 
@@ -85,6 +85,7 @@ class Growth:
     """What is wanted of a batch.
 
     Attributes:
+        kernels: process logits and draw noise.
         shape: of the largest tree.
         num_tokens_B: int64, committed tokens.
         positions_B: int64, text positions of the first drafts.
@@ -95,6 +96,7 @@ class Growth:
             likeliest tokens.
     """
 
+    kernels: Kernels
     shape: TreeShape
     num_tokens_B: Tensor
     positions_B: Tensor
@@ -123,7 +125,7 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     for depth in range(shape.depth):
         if frontier is not None:
             logits_BEV = levels.next_logits(frontier)
-        logits_BEV = _processed(logits_BEV, sampling)
+        logits_BEV = _processed(growth.kernels, logits_BEV, sampling)
         rows: NewRows | None = None
         if ranked is not None:
             rows = ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
@@ -135,7 +137,7 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish())
 
 
-def _processed(logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
+def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
     """[B, F, V]: as the drafts of each request are chosen."""
     if sampling.is_plain_greedy:
         return logits_BFV
@@ -143,7 +145,7 @@ def _processed(logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
     request_R = torch.arange(num_requests, device=logits_BFV.device).repeat_interleave(width)
     nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
     paths = Paths(None, nothing_B, nothing_B, None)
-    processed_RV = process_logits(logits_BFV.flatten(0, 1), request_R, paths, sampling)
+    processed_RV = process_logits(kernels, logits_BFV.flatten(0, 1), request_R, paths, sampling)
     return processed_RV.view(logits_BFV.shape)
 
 
@@ -153,9 +155,8 @@ def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor
     sampling = growth.sampling
     if not (growth.samples and sampling.any_shares_noise):
         return logits_BEV
-    noise_BV = noise.gumbel(
-        sampling.seeds_B, growth.positions_B + depth, Purpose.SAMPLE, logits_BEV.shape[2]
-    )
+    keys = NoiseKeys.of(sampling.seeds_B, growth.positions_B + depth, Purpose.SAMPLE)
+    noise_BV = growth.kernels.gumbel(keys, logits_BEV.shape[2])
     shares_B11 = sampling.shares_noise_B[:, None, None]
     return torch.where(shares_B11, logits_BEV + noise_BV[:, None], logits_BEV)
 

@@ -19,6 +19,7 @@ from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.grower import Growth, TreeLevels, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 
 
@@ -64,13 +65,17 @@ class DeviceProposer:
         max_passes: most passes of the network in one step.
     """
 
-    def __init__(self, drafter: Drafter, tree: TreeShape | None, *, samples: bool) -> None:
+    def __init__(
+        self, kernels: Kernels, drafter: Drafter, tree: TreeShape | None, *, samples: bool
+    ) -> None:
         """
         Args:
+            kernels: for float32 logits, and for the drafter's own if they have more digits.
             tree: None: chains, as long as they are wanted.
             samples: draw drafts from the drafter's distribution instead of taking its best.
         """
         self.drafter = drafter
+        self._kernels = kernels
         self._shape = tree or TreeShape.chain(drafter.max_drafts)
         self._samples = samples
         self.max_drafts = self._shape.num_rows
@@ -102,6 +107,7 @@ class DeviceProposer:
             list(np.array(counts_B3).T.copy()), token_ids_SL.device
         )
         growth = Growth(
+            kernels=self._kernels,
             shape=shape,
             num_tokens_B=num_tokens_B,
             positions_B=num_tokens_B + num_before_B,

@@ -9,8 +9,10 @@ from outdraft.kernels.native.drafting import NativeDrafting
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
+from outdraft.kernels.native.sampling import NativeSampling
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.native.texts import TextsOf
+from outdraft.kernels.native.verification import NativeVerification
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 
@@ -45,9 +47,18 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
 def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
+    sampling, verification = NativeSampling(library), NativeVerification(library)
     return replace(
         kernels,
         name=library.name,
+        gumbel=sampling.gumbel,
+        mask_forbidden=sampling.mask_forbidden,
+        scale_and_cut=sampling.scale_and_cut,
+        choose=sampling.choose,
+        choose_with_probs=sampling.choose_with_probs,
+        requests_of_rows=verification.requests_of_rows,
+        match=verification.match,
+        verify=verification.verify,
         attention=CpuAttention(num_threads),
         pack_linear=NativeLinear(shared_team(library.name, num_threads)).pack_linear,
     )

@@ -1,7 +1,7 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import rows
+from outdraft.kernels.reference import noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
@@ -26,4 +26,12 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         pack_linear=pack_linear,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
+        gumbel=noise.gumbel,
+        mask_forbidden=sampling.mask_forbidden,
+        scale_and_cut=sampling.scale_and_cut,
+        choose=sampling.choose,
+        choose_with_probs=sampling.choose_with_probs,
+        requests_of_rows=verification.requests_of_rows,
+        match=verification.match,
+        verify=verification.verify,
     )

@@ -1,4 +1,4 @@
-"""The compiled walks and rules agree with the tensor ones on any batch."""
+"""Verdicts and matched paths by each table: those of the reference, as far as float32 can tell."""
 
 from dataclasses import replace
 from unittest.mock import patch
@@ -6,44 +6,52 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
-from outdraft.sampling import noise
+from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.drafts import DraftBatch, Rule, row_index_BN1
+from outdraft.kernels.native.library import usable_instruction_sets
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths
-from outdraft.verification.draft_batch import DraftBatch, request_R, row_index_BN1
-from outdraft.verification.verifier import Verifier
-from outdraft.verification.verify import match_draft
-from outdraft.verification.verify_cpu import match_draft_cpu, request_R_cpu
+from tests.kernels.comparisons import Case
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=5), st.booleans(), st.integers(0, 1 << 30))
-def test_walks_agree(sizes: list[int], chains: bool, seed: int):
-    rng = np.random.default_rng(seed)
+@st.composite
+def batches(draw):
+    """Trees or chains of a few tokens, and choices behind all rows."""
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 30)))
+    sizes, chains = draw(st.lists(st.integers(0, 12), min_size=1, max_size=5)), draw(st.booleans())
     drafts = []
     for size in sizes:
         tokens = rng.integers(0, 3, size).tolist()
         parents = range(size) if chains else [int(rng.integers(0, row + 1)) for row in range(size)]
         drafts.append(Draft(tuple(tokens), tuple(parents)))
-    batch = DraftBatch.from_drafts(drafts, "cpu")
-    choices_R = torch.from_numpy(rng.integers(0, 3, sum(sizes) + len(sizes)))
-    fast = match_draft_cpu(choices_R, batch)
-    slow = match_draft(choices_R[row_index_BN1(batch)], batch)
-    assert torch.equal(fast.token_ids_BN1, slow.token_ids_BN1)
-    assert torch.equal(fast.num_emitted_B, slow.num_emitted_B)
-    assert torch.equal(fast.rows_BN, slow.rows_BN)
+    num_rows = sum(sizes) + len(sizes) + draw(st.integers(0, 3))
+    return DraftBatch.from_drafts(drafts, "cpu"), torch.from_numpy(rng.integers(0, 3, num_rows))
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=4), st.integers(0, 3))
-def test_rows_belong_to_the_same_requests(sizes: list[int], num_padding: int):
-    drafts = DraftBatch.from_drafts([Draft.chain(range(n)) for n in sizes], "cpu")
-    num_rows = sum(sizes) + len(sizes) + num_padding
-    assert torch.equal(request_R_cpu(drafts, num_rows), request_R(drafts, num_rows))
+def same(got, want):
+    return all(
+        torch.equal(getattr(got, name), getattr(want, name))
+        for name in ("token_ids_BN1", "num_emitted_B", "rows_BN")
+    )
+
+
+def compare_match(case: Case) -> None:
+    drafts, choices_R = case.data.draw(batches())
+    assert same(case.kernels.match(choices_R, drafts), case.reference.match(choices_R, drafts))
+
+
+def compare_requests_of_rows(case: Case) -> None:
+    drafts, choices_R = case.data.draw(batches())
+    got_R, want_R = (
+        kernels.requests_of_rows(drafts, len(choices_R))
+        for kernels in (case.kernels, case.reference)
+    )
+    assert torch.equal(got_R, want_R)
 
 
 class Step:
@@ -79,16 +87,14 @@ class Step:
                 SamplingParams(
                     temperature=0.0 if rng.random() < 0.2 else 1.0,
                     seed=0 if rng.random() < 0.2 else None,  # matched beside others
-                    top_k=top_k,
                 )
-                for top_k in rng.choice([0, 3], num_requests).tolist()
+                for _ in range(num_requests)
             ],
             seeds=rng.integers(0, 2**62, num_requests).tolist(),
             vocab_size=vocab_size,
             device="cpu",
         )
-        num_tokens_B = torch.from_numpy(rng.integers(1, 5000, num_requests))
-        self.committed = Paths(None, num_tokens_B, num_tokens_B, None)
+        self.num_tokens_B = torch.from_numpy(rng.integers(1, 5000, num_requests))
 
     def _tree(self, size, is_chain):
         tokens = tuple(self.rng.integers(0, self.vocab_size, size).tolist())
@@ -133,7 +139,7 @@ class Step:
         return probs_BNV, torch.where(is_drawn_BN & is_sampled_BN, drawn_BN, ids_BN)
 
     def _target(self, drafts):
-        """Raw logits of the rows that the drafts come after."""
+        """Logits of the rows that the drafts come after."""
         rows_BN1 = row_index_BN1(drafts)
         parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
         return self.logits_RV[rows_BN1.gather(1, parents_BN)]
@@ -147,16 +153,17 @@ class Step:
         other_BNV = (target_BNV + noise_BNV).masked_fill(is_zero_BNV, -torch.inf)
         return torch.where(is_same_B11, target_BNV, other_BNV).softmax(2)
 
-    def verdicts(self, method, dtype):
+    def verdicts(self, kernels: Kernels, rule, dtype):
         """Per request: the emitted ids and the accepted rows."""
-        logits_RV = self.logits_RV.to(dtype)
-        verdict = Verifier(method).verify(logits_RV, self.drafts, self.sampling, self.committed)
+        verdict = kernels.verify(
+            self.logits_RV.to(dtype), self.drafts, self.sampling, self.num_tokens_B, rule
+        )
         ids, rows = verdict.token_ids_BN1.tolist(), verdict.rows_BN.tolist()
         counts = verdict.num_emitted_B.tolist()
         return list(zip(map(tuple, ids), map(tuple, rows), counts, strict=True))
 
-    def allowed(self, method):
-        """Per request all verdicts of the tensor twin in float64, within rounding of float32."""
+    def allowed(self, reference: Kernels, rule):
+        """Per request all verdicts of the reference in float64, within rounding of float32."""
         found = [set() for _ in range(self.drafts.num_requests)]
         for shift in (-ROUNDING, 0.0, ROUNDING):
             for takes_second in (False, True):
@@ -164,10 +171,9 @@ class Step:
                     patch.object(noise, "uniform_scalar", shifted(shift)),
                     patch.object(noise, "sample_gumbel", nearly_best(takes_second)),
                 ):
-                    for one, verdict in zip(
-                        found, self.verdicts(method, torch.float64), strict=True
-                    ):
-                        one.add(verdict)
+                    verdicts = self.verdicts(reference, rule, torch.float64)
+                for one, verdict in zip(found, verdicts, strict=True):
+                    one.add(verdict)
         return found
 
 
@@ -176,16 +182,14 @@ true_scalar = noise.uniform_scalar
 
 
 def shifted(shift):
-    return lambda *key: true_scalar(*key).double() + shift
+    return lambda keys: true_scalar(keys).double() + shift
 
 
 def nearly_best(takes_second):
     """Sampling that may take the second best where float32 hardly tells it from the best."""
 
-    def sample(logits_RV, seeds_R, positions_R, purpose, anchors_R=None):
-        keys_RV = logits_RV + noise.gumbel(
-            seeds_R, positions_R, purpose, logits_RV.shape[1], anchors_R
-        )
+    def sample(logits_RV, keys):
+        keys_RV = logits_RV + noise.gumbel(keys, logits_RV.shape[1])
         best_R2, ids_R2 = keys_RV.topk(2, dim=1)
         is_close_R = best_R2[:, 0] - best_R2[:, 1] < ROUNDING
         return torch.where(is_close_R & takes_second, ids_R2[:, 1], ids_R2[:, 0])
@@ -193,54 +197,89 @@ def nearly_best(takes_second):
     return sample
 
 
-kinds = pytest.mark.parametrize(
-    ("method", "sampled_trees"),
-    [("block", False), ("token", False), ("block", True), ("drafter_invariant", True)],
-    ids=["block", "token", "trees", "invariant"],
-)
+KINDS = {
+    "chains": (Rule.TRAVERSAL, False),
+    "token": (Rule.TOKEN, False),
+    "trees": (Rule.TRAVERSAL, True),
+    "token, trees": (Rule.TOKEN, True),
+    "matched": (Rule.MATCH, True),
+}
+
+
+def compare_verify(case: Case) -> None:
+    rule, sampled_trees = KINDS[case.data.draw(st.sampled_from(sorted(KINDS)), "kind")]
+    num_requests, most = case.data.draw(st.integers(1, 4)), case.data.draw(st.integers(0, 6))
+    vocab_size = case.data.draw(st.integers(2, 40))
+    step = Step(case.rng(), num_requests, most, vocab_size, most % 3, sampled_trees)
+    got = step.verdicts(case.kernels, rule, torch.float32)
+    allowed = step.allowed(case.reference, rule)
+    assert all(one in ones for one, ones in zip(got, allowed, strict=True))
+
+
+COMPARISONS = {
+    "match": compare_match,
+    "requests_of_rows": compare_requests_of_rows,
+    "verify": compare_verify,
+}
+
+kinds = pytest.mark.parametrize(("rule", "sampled_trees"), KINDS.values(), ids=KINDS)
+REFERENCE = choose_kernels("reference", torch.device("cpu"), torch.float32)
 
 
 @kinds
 @pytest.mark.parametrize("vocab_size", [2, 9, 600])
-def test_verdicts_of_many_requests_are_those_of_the_tensor_rules(method, sampled_trees, vocab_size):
+def test_verdicts_of_many_requests_are_those_of_the_reference(rule, sampled_trees, vocab_size):
     num_requests = 2000 if vocab_size < 100 else 150
     rng = np.random.default_rng(vocab_size)
     step = Step(rng, num_requests, 6, vocab_size, num_padding=2, sampled_trees=sampled_trees)
-    got, allowed = step.verdicts(method, torch.float32), step.allowed(method)
-    wrong = [b for b, verdict in enumerate(got) if verdict not in allowed[b]]
-    assert wrong == []
+    allowed = step.allowed(REFERENCE, rule)
     assert sum(len(one) > 1 for one in allowed) < 0.005 * num_requests
+    for name in usable_instruction_sets():
+        kernels = choose_kernels(name, torch.device("cpu"), torch.float32)
+        got = step.verdicts(kernels, rule, torch.float32)
+        assert [b for b, verdict in enumerate(got) if verdict not in allowed[b]] == []
 
 
 @kinds
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(0, 6), st.integers(2, 40), st.integers(0, 2**32))
-def test_verdicts_of_small_batches_are_those_of_the_tensor_rules(
-    method, sampled_trees, num_requests, most, vocab_size, seed
-):
-    rng = np.random.default_rng(seed)
-    step = Step(rng, num_requests, most, vocab_size, seed % 3, sampled_trees)
-    got = step.verdicts(method, torch.float32)
-    assert all(one in allowed for one, allowed in zip(got, step.allowed(method), strict=True))
-
-
-@kinds
-def test_a_wrong_coin_would_be_seen(method, sampled_trees):
+def test_a_wrong_coin_would_be_seen(rule, sampled_trees):
     """A negative control: noise of other keys gives verdicts that the comparison refuses."""
     step = Step(np.random.default_rng(1), 300, 4, 9, sampled_trees=sampled_trees)
-    got = step.verdicts(method, torch.float32)
-    step.committed = replace(step.committed, num_tokens_B=step.committed.num_tokens_B + 1)
-    allowed = step.allowed(method)
+    got = step.verdicts(REFERENCE, rule, torch.float32)
+    step.num_tokens_B = step.num_tokens_B + 1
+    allowed = step.allowed(REFERENCE, rule)
     assert sum(one not in ones for one, ones in zip(got, allowed, strict=True)) > 30
 
 
 def test_trees_of_sampled_drafts_branch_and_are_accepted():
     """What the comparison of trees compares."""
     step = Step(np.random.default_rng(2), 1000, 6, 9, sampled_trees=True)
-    rows_BN = torch.tensor([rows for _, rows, _ in step.verdicts("block", torch.float32)])
+    verdicts = step.verdicts(REFERENCE, Rule.TRAVERSAL, torch.float32)
+    rows_BN = torch.tensor([rows for _, rows, _ in verdicts])
     places_N = torch.arange(step.drafts.width)
     is_taken_BN = (rows_BN[:, :, None] == places_N).any(1)
     is_sampled_BN = step.drafts.is_sampled_BN & step.drafts.is_draft_BN
     assert (is_taken_BN & is_sampled_BN).sum() > 200
     assert (is_taken_BN & ~is_sampled_BN & is_sampled_BN.any(1, keepdim=True)).sum() > 20
     assert (rows_BN[:, 1:] > rows_BN[:, :-1] + 1).sum() > 20
+
+
+def test_the_longest_draft_is_walked_to_its_end():
+    """63 drafts, all of them the target's own choices with certainty."""
+    tokens = [token % 5 for token in range(64)]
+    drafts = DraftBatch.from_drafts([Draft.chain(tokens[:63])], "cpu")
+    drafts = replace(
+        drafts,
+        probs_BNV=torch.eye(5)[tokens[:63]][None],
+        is_sampled_BN=torch.ones(1, 63, dtype=torch.bool),
+        any_sampled=True,
+    )
+    sampling = SamplingBatch.from_requests(
+        [SamplingParams()], seeds=[3], vocab_size=5, device="cpu"
+    )
+    logits_RV = torch.eye(5)[tokens].log()
+    for name in (*usable_instruction_sets(), "reference"):
+        kernels = choose_kernels(name, torch.device("cpu"), torch.float32)
+        for rule in Rule:
+            verdict = kernels.verify(logits_RV, drafts, sampling, torch.tensor([9]), rule)
+            assert verdict.token_ids_BN1.tolist() == [tokens]
+            assert verdict.rows_BN.tolist() == [list(range(63))]

@@ -1,4 +1,5 @@
-"""The drafts of a step on the device: packing, paths and rows, without a loop over requests.
+"""The drafts of a step on the device, and what was kept of them: packing, paths and rows, without a
+loop over requests.
 
 Row 0 of a request is its root, the last committed token; row j + 1 is its j-th draft. Requests
 have different numbers of drafts: `[B, N]` tensors are padded, while logits are flat rows, request
@@ -12,6 +13,7 @@ R flat rows, K = N places of a path, V vocabulary.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -108,6 +110,54 @@ class DraftBatch:
         return torch.arange(self.width, device=self.device) < self.num_drafts_B[:, None]
 
 
+class Rule(IntEnum):
+    """How drafts with sampled rows are verified, of requests that draw; all others are matched.
+
+    MATCH matches all of them. TRAVERSAL is traversal verification, which is block verification
+    where a tree is a chain. TOKEN, token-level rejection, is a rule of chains: what was laid out as
+    trees is verified by TRAVERSAL then.
+    """
+
+    MATCH = 0
+    TOKEN = 1
+    TRAVERSAL = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What each request keeps. Everything stays on the device.
+
+    Attributes:
+        token_ids_BN1: int64; the emitted ids in order, padded with -1: the accepted drafts, then
+            one more token (the recovered token after a rejection, the bonus token after none).
+        num_emitted_B: int64, at least 1.
+        rows_BN: int64; accepted draft rows in order, counted from 0 (the root is not among them),
+            padded with -1. A chain's are 0, 1, 2, ...
+    """
+
+    token_ids_BN1: Tensor
+    num_emitted_B: Tensor
+    rows_BN: Tensor
+
+    def cut_behind(self, is_end_BN: Tensor) -> "Verdict":
+        """Emit nothing behind the first accepted draft of `is_end_BN`: it becomes the last token.
+
+        This is exact if only the tokens up to a draft decide whether it is an end. Then the result
+        is a beginning of what was emitted, and that beginning alone says where it stops.
+        """
+        place_N1 = torch.arange(self.token_ids_BN1.shape[1], device=is_end_BN.device)
+        is_accepted_BN = self.rows_BN >= 0
+        goes_on_BN = ~(is_accepted_BN & is_end_BN.gather(1, self.rows_BN.clamp(min=0)))
+        num_before_B = goes_on_BN.long().cumprod(1).sum(1)  # of all places, if there is no end
+        num_emitted_B = torch.minimum(self.num_emitted_B, num_before_B + 1)
+        last_B1 = num_emitted_B[:, None] - 1
+        return Verdict(
+            token_ids_BN1=self.token_ids_BN1.masked_fill(place_N1 > last_B1, -1),
+            num_emitted_B=num_emitted_B,
+            rows_BN=self.rows_BN.masked_fill(place_N1[:-1] >= last_B1, -1),
+        )
+
+
 @functools.lru_cache(maxsize=64)
 def _no_drafts(num_requests: int, device: torch.device) -> DraftBatch:
     return DraftBatch.from_drafts([Draft()] * num_requests, device)
@@ -163,13 +213,6 @@ def row_index_BN1(drafts: DraftBatch) -> Tensor:
     place_N1 = torch.arange(drafts.width + 1, device=drafts.device)
     place_BN1 = torch.where(place_N1 <= drafts.num_drafts_B[:, None], place_N1, 0)
     return row_start_B(drafts)[:, None] + place_BN1
-
-
-def request_R(drafts: DraftBatch, num_rows: int) -> Tensor:
-    """int64 [R]: the request of each flat row. Rows past the last request count as its own."""
-    ends_B = (drafts.num_drafts_B + 1).cumsum(0)
-    rows_R = torch.arange(num_rows, device=drafts.device)
-    return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
 
 
 def place_R(drafts: DraftBatch, request_R: Tensor) -> Tensor:

@@ -1,0 +1,234 @@
+// Walks through drafted trees, one request after the other; sums run as sampling.cpp says.
+
+#include "verification.h"
+
+#include <algorithm>
+#include <limits>
+#include <vector>
+
+#include "export.h"
+#include "sampling.h"
+
+namespace outdraft {
+namespace {
+
+constexpr int64_t kMostRows = 64;  // a request has at most 63 drafts
+constexpr double kTiny = std::numeric_limits<double>::min();
+
+// Rows of numbers that a walk changes.
+float* scratch(int64_t num_rows, int64_t size) {
+  thread_local std::vector<float> rows;
+  rows.resize(std::max(rows.size(), static_cast<size_t>(num_rows * size)));
+  return rows.data();
+}
+
+const float* row_of(const Judge& judge, int64_t row) { return judge.logits + row * judge.size; }
+
+int64_t draw(const Judge& judge, int64_t row, int64_t depth, Purpose purpose) {
+  return sample_logits(row_of(judge, row), judge.size,
+                       {judge.seed, judge.num_tokens + depth, 0, purpose});
+}
+
+// A token of what is left of the target at a row; of the target itself where nothing is left.
+int64_t recover(const Judge& judge, int64_t row, int64_t depth, const float* rest) {
+  if (!(maximum(rest, judge.size) > 0)) return draw(judge, row, depth, Purpose::kRecover);
+  return sample_weights(rest, judge.size,
+                        {judge.seed, judge.num_tokens + depth, 0, Purpose::kRecover});
+}
+
+float coin(const Judge& judge, int64_t draft) {
+  return uniform_scalar(
+      {judge.seed, judge.num_tokens + draft, judge.num_tokens, Purpose::kAccept});
+}
+
+// What the proposer's probability of a draft is; NaN where the drafter is broken.
+double own_probability(const Tree& tree, int64_t draft, int64_t size) {
+  return tree.is_sampled[draft] ? tree.probs[draft * size + tree.tokens[draft]] : 1.0;
+}
+
+// rest = max(weight * rest - q, 0), where q is what a draft was drawn from; the sum of the rest.
+double subtract(float* rest, int64_t size, float weight, const Tree& tree, int64_t draft) {
+  if (tree.is_sampled[draft]) {
+    const float* q = tree.probs + draft * size;
+    for (int64_t at = 0; at < size; ++at) {
+      const float left = weight * rest[at] - q[at];
+      rest[at] = left > 0 ? left : 0.0f;
+    }
+  } else {
+    rest[tree.tokens[draft]] = 0;
+    for (int64_t at = 0; at < size; ++at) rest[at] *= weight;
+  }
+  return total(rest, size);
+}
+
+// The draft after `row` that is the choice, -1 if there is none. A parent precedes its children;
+// of siblings with the same token the first is taken.
+int64_t child_of(const Tree& tree, int64_t row, int64_t choice) {
+  for (int64_t draft = row; draft < tree.num_drafts; ++draft) {
+    if (tree.parents[draft] == row && tree.tokens[draft] == choice) return draft;
+  }
+  return -1;
+}
+
+// The first draft from `first` on that continues `row`, -1 if there is none.
+int64_t next_child(const Tree& tree, int64_t row, int64_t first) {
+  for (int64_t draft = first; draft < tree.num_drafts; ++draft) {
+    if (tree.parents[draft] == row) return draft;
+  }
+  return -1;
+}
+
+// How many levels the tree has below its root.
+int64_t depth_of(const Tree& tree) {
+  int64_t depths[kMostRows] = {}, most = 0;
+  for (int64_t draft = 0; draft < tree.num_drafts; ++draft) {
+    depths[draft + 1] = depths[tree.parents[draft]] + 1;
+    most = std::max(most, depths[draft + 1]);
+  }
+  return most;
+}
+
+// A row of the path on which a traversal is.
+struct Node {
+  int64_t row = 0;
+  int64_t next = 0;    // the draft from which on to look for children
+  double weight = 1;   // the probability with which its subtree is accepted
+  double factor = 1;   // times the rest as it stands: the rest times the weight
+};
+
+// -1 behind what was emitted and accepted.
+void pad(const Path& path, int64_t num_emitted, int64_t width) {
+  std::fill(path.tokens + num_emitted, path.tokens + width + 1, -1);
+  std::fill(path.drafts + num_emitted - 1, path.drafts + width, -1);
+}
+
+int64_t finish(const Tree& tree, const Path& path, int64_t num_accepted, int64_t last) {
+  for (int64_t at = 0; at < num_accepted; ++at) path.tokens[at] = tree.tokens[path.drafts[at]];
+  path.tokens[num_accepted] = last;
+  return num_accepted + 1;
+}
+
+}  // namespace
+
+int64_t match_tree(const Judge& judge, const Tree& tree, const Path& path) {
+  for (int64_t row = 0, depth = 0;; ++depth) {
+    const int64_t choice = judge.is_greedy ? argmax(row_of(judge, row), judge.size)
+                                           : draw(judge, row, depth, Purpose::kSample);
+    const int64_t child = child_of(tree, row, choice);
+    if (child < 0) return finish(tree, path, depth, choice);
+    path.drafts[depth] = child;
+    row = child + 1;
+  }
+}
+
+// Goes down to the first leaf, and back as long as coins refuse.
+int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
+  const int64_t size = judge.size;
+  Node nodes[kMostRows];
+  float* rests = scratch(depth_of(tree) + 1, size);
+  int64_t depth = 0;
+  while (true) {
+    Node& node = nodes[depth];
+    float* rest = rests + depth * size;
+    const int64_t child = node.weight > 0 ? next_child(tree, node.row, node.next) : -1;
+    if (child >= 0) {
+      if (node.next == node.row) softmax(row_of(judge, node.row), size, rest);
+      node.next = child + 1;
+      const double q = own_probability(tree, child, size), p = rest[tree.tokens[child]];
+      const double weight = q >= 0 ? std::min(1.0, node.factor * p / std::max(q, kTiny)) : 0.0;
+      path.drafts[depth++] = child;
+      nodes[depth] = {child + 1, child + 1, weight, weight};
+    } else if (depth == 0 || coin(judge, node.row - 1) < node.weight) {
+      const bool is_refused = node.next != node.row;
+      const int64_t last = is_refused ? recover(judge, node.row, depth, rest)
+                                      : draw(judge, node.row, depth, Purpose::kSample);
+      return finish(tree, path, depth, last);
+    } else {
+      Node& parent = nodes[--depth];
+      const auto factor = static_cast<float>(parent.factor);
+      const double left = subtract(rests + depth * size, size, factor, tree, node.row - 1);
+      const double whole = left + (1.0 - parent.weight);
+      parent.factor = whole > 0 ? 1.0 / whole : 0.0;
+      parent.weight = left * parent.factor;
+    }
+  }
+}
+
+int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
+  float* p = scratch(1, judge.size);
+  for (int64_t draft = 0; draft < chain.num_drafts; ++draft) {
+    softmax(row_of(judge, draft), judge.size, p);
+    const double q = own_probability(chain, draft, judge.size);
+    if (!(coin(judge, draft) * q < p[chain.tokens[draft]])) {
+      subtract(p, judge.size, 1.0f, chain, draft);
+      return finish(chain, path, draft, recover(judge, draft, draft, p));
+    }
+    path.drafts[draft] = draft;
+  }
+  const int64_t last = draw(judge, chain.num_drafts, chain.num_drafts, Purpose::kSample);
+  return finish(chain, path, chain.num_drafts, last);
+}
+
+}  // namespace outdraft
+
+using outdraft::Rule;
+
+// The verdict on a batch; arguments as in `DraftBatch` and `SamplingBatch`, results as in `Verdict`.
+OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, const float* logits,
+                            const int64_t* tokens, const int64_t* parents,
+                            const int64_t* num_drafts, const float* probs, const bool* is_sampled,
+                            const bool* is_greedy, const bool* draws, const int64_t* seeds,
+                            const int64_t* num_tokens, int64_t rule, bool sampled_trees,
+                            int64_t* emitted, int64_t* rows, int64_t* num_emitted) {
+  for (int64_t b = 0; b < num_requests; ++b) {
+    const int64_t start = b * width;
+    const outdraft::Tree tree{num_drafts[b], tokens + start, parents + start, is_sampled + start,
+                              probs + start * size};
+    const outdraft::Judge judge{logits, size, seeds[b], num_tokens[b], is_greedy[b]};
+    const outdraft::Path path{emitted + b * (width + 1), rows + start};
+    const bool has_sampled = std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
+                                         [](bool one) { return one; });
+    if (rule == static_cast<int64_t>(Rule::kMatch) || !draws[b] || !has_sampled) {
+      num_emitted[b] = match_tree(judge, tree, path);
+    } else if (rule == static_cast<int64_t>(Rule::kToken) && !sampled_trees) {
+      num_emitted[b] = reject_tokens(judge, tree, path);
+    } else {
+      num_emitted[b] = traverse(judge, tree, path);
+    }
+    outdraft::pad(path, num_emitted[b], width);
+    logits += (num_drafts[b] + 1) * size;
+  }
+}
+
+// Walk along the choices of flat rows; arguments as for `verify`.
+OUTDRAFT_EXPORT void match_choices(int64_t num_requests, int64_t width, const int64_t* choices,
+                                   const int64_t* tokens, const int64_t* parents,
+                                   const int64_t* num_drafts, int64_t* emitted, int64_t* rows,
+                                   int64_t* num_emitted) {
+  for (int64_t b = 0; b < num_requests; ++b) {
+    const outdraft::Tree tree{num_drafts[b], tokens + b * width, parents + b * width, nullptr,
+                              nullptr};
+    const outdraft::Path path{emitted + b * (width + 1), rows + b * width};
+    int64_t count = 0;
+    for (int64_t row = 0; row >= 0; ++count) {
+      path.tokens[count] = choices[row];
+      const int64_t child = outdraft::child_of(tree, row, choices[row]);
+      if (child >= 0) path.drafts[count] = child;
+      row = child < 0 ? -1 : child + 1;
+    }
+    outdraft::pad(path, count, width);
+    num_emitted[b] = count;
+    choices += num_drafts[b] + 1;
+  }
+}
+
+// The request of each flat row; rows past the last request count as its own.
+OUTDRAFT_EXPORT void requests_of_rows(int64_t num_requests, const int64_t* num_drafts,
+                                      int64_t num_rows, int64_t* requests) {
+  int64_t row = 0;
+  for (int64_t b = 0; b < num_requests; ++b) {
+    const bool is_last = b == num_requests - 1;
+    const int64_t end = is_last ? num_rows : std::min(row + num_drafts[b] + 1, num_rows);
+    while (row < end) requests[row++] = b;
+  }
+}

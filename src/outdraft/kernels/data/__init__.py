@@ -1,0 +1,1 @@
+"""What operations are given and what they return: plain tensors under names."""

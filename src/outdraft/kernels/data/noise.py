@@ -1,0 +1,66 @@
+"""What noise is a function of, and what it decides.
+
+The *position* is that of the token being chosen. The *anchor* of noise that decides about drafts
+(Purpose.DRAFT and Purpose.ACCEPT) must be the number of committed tokens when the step began.
+Positions past the end of a step come back in the next one, and block verification has looked at
+their drafts and coins to find that end: noise that was keyed by the position alone would be
+conditioned on the outcome of the step before, and the output would be biased. SAMPLE and RECOVER
+noise is used for emitted tokens only, so it needs no anchor. In a tree several nodes draw at one
+position: the anchor of a drawn child is the number of committed tokens + (its parent's row << 24),
+so that the draws of a level are independent.
+"""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a piece of noise decides. Each purpose is an independent stream."""
+
+    DRAFT = 0
+    ACCEPT = 1
+    RECOVER = 2
+    SAMPLE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseKeys:
+    """A key for each row, int64 [R].
+
+    Attributes:
+        seeds_R: of the requests.
+        positions_R: text positions of the tokens to be chosen.
+        purposes_R: values of `Purpose`.
+        anchors_R: committed tokens when the step began, for DRAFT and ACCEPT; 0 for the others.
+    """
+
+    seeds_R: Tensor
+    positions_R: Tensor
+    purposes_R: Tensor
+    anchors_R: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        seeds_R: Tensor,
+        positions_R: Tensor,
+        purpose: Purpose,
+        anchors_R: Tensor | None = None,
+    ) -> "NoiseKeys":
+        """Keys of one purpose.
+
+        Raises:
+            ValueError: noise that decides about drafts, without anchors.
+        """
+        if anchors_R is None and purpose in (Purpose.DRAFT, Purpose.ACCEPT):
+            raise ValueError(f"noise of purpose {purpose.name} needs anchors")
+        purposes_R = torch.full_like(positions_R, int(purpose))
+        return cls(
+            seeds_R,
+            positions_R,
+            purposes_R,
+            torch.zeros_like(positions_R) if anchors_R is None else anchors_R,
+        )

@@ -1,0 +1,101 @@
+"""Noise, and tokens from rows of logits, by the compiled library.
+
+Dimension key: R rows, V vocabulary, W words of a mask of one bit per token.
+"""
+
+from collections.abc import Callable
+from ctypes import c_int64, c_void_p
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.native.arrays import Addresses
+from outdraft.kernels.native.library import Library
+
+if TYPE_CHECKING:
+    from outdraft.sampling.batch import SamplingBatch
+
+
+class NativeSampling:
+    """The operations of csrc/noise.cpp and csrc/sampling.cpp: float32 logits on the CPU."""
+
+    def __init__(self, library: Library) -> None:
+        def function(name: str, num_sizes: int, num_arrays: int) -> Callable[..., None]:
+            arguments = [*[c_int64] * num_sizes, *[c_void_p] * num_arrays]
+            return library.function(name, arguments, releases_gil=True)
+
+        self._gumbel = function("fill_gumbel", 2, 5)
+        self._mask = function("mask_forbidden", 3, 3)
+        self._process = function("process_rows", 2, 7)
+        self._choose = function("choose_rows", 2, 8)
+
+    def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
+        """As `ops.Gumbel`."""
+        noise_RV = torch.empty(len(keys.seeds_R), vocab_size)
+        at = Addresses()
+        self._gumbel(*noise_RV.shape, *_key_addresses(keys, at), noise_RV.data_ptr())
+        return noise_RV
+
+    def mask_forbidden(self, logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+        """As `ops.MaskForbidden`."""
+        masked_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+        at = Addresses()
+        self._mask(
+            *logits_RV.shape,
+            grammar_RW.shape[1],
+            at(logits_RV, torch.float32),
+            at(grammar_RW, torch.int32),
+            masked_RV.data_ptr(),
+        )
+        return masked_RV
+
+    def scale_and_cut(
+        self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"
+    ) -> Tensor:
+        """As `ops.ScaleAndCut`."""
+        processed_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+        at = Addresses()
+        self._process(
+            *logits_RV.shape,
+            at(logits_RV, torch.float32),
+            at(request_R, torch.int64),
+            at(sampling.temperature_B, torch.float32),
+            at(sampling.min_p_B.log(), torch.float32),
+            at(sampling.top_k_B, torch.int64),
+            at(sampling.top_p_B, torch.float32),
+            processed_RV.data_ptr(),
+        )
+        return processed_RV
+
+    def choose(self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
+        """As `ops.Choose`."""
+        return self._chosen(logits_RV, keys, is_greedy_R, None)
+
+    def choose_with_probs(
+        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `ops.ChooseWithProbs`."""
+        probs_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
+        return self._chosen(logits_RV, keys, is_greedy_R, probs_RV), probs_RV
+
+    def _chosen(
+        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor, probs_RV: Tensor | None
+    ) -> Tensor:
+        ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
+        at = Addresses()
+        self._choose(
+            *logits_RV.shape,
+            at(logits_RV, torch.float32),
+            *_key_addresses(keys, at),
+            at(is_greedy_R, torch.bool),
+            ids_R.data_ptr(),
+            None if probs_RV is None else probs_RV.data_ptr(),
+        )
+        return ids_R
+
+
+def _key_addresses(keys: NoiseKeys, at: Addresses) -> list[int]:
+    columns = (keys.seeds_R, keys.positions_R, keys.anchors_R, keys.purposes_R)
+    return [at(column_R, torch.int64) for column_R in columns]

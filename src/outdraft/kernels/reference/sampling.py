@@ -1,0 +1,103 @@
+"""Tokens from rows of logits: temperature, min_p, top_k and top_p, and the choice.
+
+argmax(logits + Gumbel noise) is a sample of softmax(logits), and a pure function of the noise's
+key: the same token in any batch.
+
+Dimension key: B requests, R rows, V vocabulary, K largest,
+W words of a mask of one bit per token.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.reference import noise
+
+if TYPE_CHECKING:
+    from outdraft.sampling.batch import SamplingBatch
+
+_MASKED = -torch.inf
+
+
+def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+    """As `ops.MaskForbidden`."""
+    bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
+    is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
+    return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
+
+
+def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+    """As `ops.ScaleAndCut`."""
+    logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
+    if sampling.needs_min_p:
+        logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])
+    return apply_top_k_top_p(logits_RV, request_R, sampling)
+
+
+def choose(logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
+    """As `ops.Choose`."""
+    return torch.where(is_greedy_R, logits_RV.argmax(1), noise.sample_gumbel(logits_RV, keys))
+
+
+def choose_with_probs(
+    logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `ops.ChooseWithProbs`."""
+    return choose(logits_RV, keys, is_greedy_R), torch.softmax(logits_RV, 1, dtype=torch.float32)
+
+
+def apply_temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
+    """Divide by the temperature, with the best logit moved to 0 so that nothing overflows."""
+    best_R1 = logits_RV.amax(1, keepdim=True)
+    return (logits_RV - best_R1) / temperature_R[:, None].to(logits_RV.dtype)
+
+
+def apply_min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
+    """Mask tokens with less than min_p times the probability of the best one."""
+    least_R1 = logits_RV.amax(1, keepdim=True) + min_p_R[:, None].to(logits_RV.dtype).log()
+    return logits_RV.masked_fill(logits_RV < least_R1, _MASKED)
+
+
+def apply_top_k_top_p(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+    """Mask what is below the k-th logit, then what is outside the nucleus of mass top_p.
+
+    Ties with the k-th logit stay. Among ties at the border of the nucleus the lowest ids stay.
+    """
+    if not sampling.needs_top_p:
+        if sampling.max_top_k == 0:
+            return logits_RV
+        # No sort: the k-th largest is among the max_top_k largest. A k above them is switched off.
+        best_RK = logits_RV.topk(sampling.max_top_k, dim=1).values
+        return _mask_below_kth(logits_RV, best_RK, sampling.top_k_B[request_R])
+    ascending_RV = logits_RV.sort(dim=1).values
+    if sampling.max_top_k > 0:
+        place_R1 = logits_RV.shape[1] - sampling.top_k_B[request_R, None]
+        kth_R1 = ascending_RV.gather(1, place_R1)
+        ascending_RV = ascending_RV.masked_fill(ascending_RV < kth_R1, _MASKED)
+        logits_RV = logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)
+    return _mask_outside_nucleus(logits_RV, ascending_RV, sampling.top_p_B[request_R])
+
+
+def _mask_outside_nucleus(logits_RV: Tensor, ascending_RV: Tensor, top_p_R: Tensor) -> Tensor:
+    """Mask the smallest logits whose mass together is at most 1 - top_p."""
+    top_p_R1 = top_p_R[:, None].to(logits_RV.dtype)
+    mass_RV = ascending_RV.softmax(1).cumsum(1)
+    is_out_RV = (mass_RV <= 1 - top_p_R1) & (top_p_R1 < 1)
+    is_out_RV[:, -1] = False
+    num_out_R1 = is_out_RV.sum(1, keepdim=True)
+    border_R1 = ascending_RV.gather(1, num_out_R1)
+    is_tie_RV = logits_RV == border_R1
+    num_below_R1 = (ascending_RV < border_R1).sum(1, keepdim=True)
+    num_kept_R1 = is_tie_RV.sum(1, keepdim=True) - (num_out_R1 - num_below_R1)
+    is_late_tie_RV = is_tie_RV & (is_tie_RV.cumsum(1, dtype=torch.int32) > num_kept_R1)
+    return logits_RV.masked_fill((logits_RV < border_R1) | is_late_tie_RV, _MASKED)
+
+
+def _mask_below_kth(logits_RV: Tensor, best_RK: Tensor, top_k_R: Tensor) -> Tensor:
+    """Mask logits below the top_k-th of the descending `best_RK`; a k past its end: nothing."""
+    width = best_RK.shape[1]
+    kth_R1 = best_RK.gather(1, (top_k_R.clamp(max=width) - 1)[:, None])
+    kth_R1 = kth_R1.masked_fill((top_k_R > width)[:, None], _MASKED)
+    return logits_RV.masked_fill(logits_RV < kth_R1, _MASKED)

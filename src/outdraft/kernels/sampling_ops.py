@@ -1,0 +1,110 @@
+"""The operations on logits and drafts, as ops.py has the others.
+
+Dimension key: B requests, R rows of logits, V vocabulary, W words of a mask of one bit per token.
+"""
+
+from typing import TYPE_CHECKING, Protocol
+
+from torch import Tensor
+
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.noise import NoiseKeys
+
+if TYPE_CHECKING:
+    from outdraft.sampling.batch import SamplingBatch
+
+
+class Gumbel(Protocol):
+    """Standard Gumbel noise, the same bits in every implementation."""
+
+    def __call__(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
+        """float32 [R, V]."""
+        ...
+
+
+class MaskForbidden(Protocol):
+    """Leave the tokens that a grammar allows."""
+
+    def __call__(self, logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
+        """The logits, -inf where a token's bit is 0: bit v % 32 of word v // 32; int32 [R, W]."""
+        ...
+
+
+class ScaleAndCut(Protocol):
+    """The stages of processing that look at a row's logits alone, each row by itself.
+
+    Temperature, with the best logit moved to 0; min_p; top_k, where ties with the k-th logit stay;
+    top_p, where the lowest ids stay of ties at the border of the nucleus.
+    """
+
+    def __call__(self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
+        """[R, V] of the logits' dtype, -inf where a token has no mass.
+
+        Args:
+            logits_RV: float32 or float64; not written to.
+            request_R: int64, the request of each row.
+        """
+        ...
+
+
+class Choose(Protocol):
+    """The argmax of greedy rows, a sample of the softmax of others, each row by itself."""
+
+    def __call__(self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
+        """int64 [R]: the lowest id of a tie; samples are argmax(logits + Gumbel noise)."""
+        ...
+
+
+class ChooseWithProbs(Protocol):
+    """`Choose`, and what the ids were drawn from."""
+
+    def __call__(
+        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """int64 [R], and float32 [R, V]: the softmax, of greedy rows too."""
+        ...
+
+
+class RequestsOfRows(Protocol):
+    """Whose the flat rows are."""
+
+    def __call__(self, drafts: DraftBatch, num_rows: int) -> Tensor:
+        """int64 [R]: the request of each; rows past the last request count as its own."""
+        ...
+
+
+class Match(Protocol):
+    """Walk every draft along the target's own choices."""
+
+    def __call__(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
+        """The path that plain decoding would have produced, however the drafts were made and cut.
+
+        Args:
+            choices_R: int64, what the target picked after each flat row, by argmax or by sampling.
+        """
+        ...
+
+
+class Verify(Protocol):
+    """How far the drafts of each request survive, and the token behind them.
+
+    Requests that draw (`SamplingBatch.draws_B`) are judged by a rule where they have sampled
+    drafts; all others are matched with choices of Purpose.SAMPLE.
+    """
+
+    def __call__(
+        self,
+        processed_RV: Tensor,
+        drafts: DraftBatch,
+        sampling: "SamplingBatch",
+        num_tokens_B: Tensor,
+        rule: Rule,
+    ) -> Verdict:
+        """New tensors.
+
+        Args:
+            processed_RV: processed logits of the target, flat rows; those past the last request are
+                ignored.
+            num_tokens_B: int64, committed tokens.
+        """
+        ...

@@ -1,0 +1,23 @@
+import torch
+
+from outdraft.sampling.logprobs import gather_logprobs
+
+
+def test_logprobs_are_the_raw_log_softmax_with_ranks():
+    logits_RV = torch.randn(6, 11, generator=torch.Generator().manual_seed(1))
+    chosen_R = torch.tensor([0, 3, 10, 5, 5, 1])
+    logprob_R, rank_R, ids_RK, top_RK = gather_logprobs(logits_RV, chosen_R, 4)
+    want_RV = logits_RV.log_softmax(1)
+    for row, chosen in enumerate(chosen_R.tolist()):
+        order = sorted(range(11), key=lambda v, row=row: -float(want_RV[row, v]))
+        assert rank_R[row] == order.index(chosen) + 1
+        assert ids_RK[row].tolist() == order[:4]
+        torch.testing.assert_close(logprob_R[row], want_RV[row, chosen])
+        torch.testing.assert_close(top_RK[row], want_RV[row, order[:4]])
+
+
+def test_tied_tokens_share_the_better_rank_and_no_top_is_empty():
+    logits_RV = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+    _, rank_R, ids_RK, top_RK = gather_logprobs(logits_RV, torch.tensor([2]), 0)
+    assert rank_R.tolist() == [1]
+    assert ids_RK.shape == top_RK.shape == (1, 0)
