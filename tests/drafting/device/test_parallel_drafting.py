@@ -73,7 +73,7 @@ class Pair:
         )
         self.network = RecordingNetwork(self.model)
         drafter = ParallelDrafter(self.network, cache, max_rows, DraftSource.MODEL, MASK)
-        return DeviceProposer(kernels_for(torch.float32), drafter, None, samples=samples)
+        return DeviceProposer(self.model.kernels, drafter, None, samples=samples)
 
     def check(
         self,
