@@ -41,7 +41,7 @@ def main() -> None:
     if args.prompts >= len(texts):
         parser.error(f"--prompts must be below {len(texts)}: the last one is for warming up")
     for variant in variants.values():
-        variant(texts[-1])  # kernels compile at their first call
+        variant(texts[-1])  # threads and memory come with the first call
     for engine in engines.values():
         engine.stats = StatsTotal()
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}

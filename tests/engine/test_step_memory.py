@@ -250,7 +250,7 @@ def test_a_step_takes_no_more_than_the_plan_says(method: str):
     llm = engine("qwen2", method, kernels="reference", dtype="float64", max_num_seqs=8)
     prompts = prompts_of([60, 9, 9, 9, 9, 9, 9, 9])
     params = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=9, presence_penalty=0.3)
-    run(llm, prompts[:2], greedy(2))  # first calls compile
+    run(llm, prompts[:2], greedy(2))  # first calls allocate
 
     def generate():
         return run(llm, prompts, params)

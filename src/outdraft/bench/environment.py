@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("outdraft", "torch", "numba", "tokenizers", "transformers", "httpx")
+PACKAGES = ("outdraft", "torch", "tokenizers", "transformers", "httpx")
 GIT_TIMEOUT_S = 10
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
 from outdraft.bench.workloads import BenchRequest, num_distinct_prompts
 from outdraft.core.errors import ConfigError
-from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, Queued, checked
@@ -82,14 +81,14 @@ def run_batch(
         params = generation.params(request)
         queue.append((str(number), engine.check_request(request.prompt, params), params, 0))
     outputs: list[RequestOutput] = []
-    started_s = working_seconds()
+    started_s = time.perf_counter()
     with closing(Assembler(engine).run(queue)) as steps:
         while time.monotonic() < deadline_s and (grown := next(steps, None)) is not None:
             for output in grown:
                 if output.finished or output.error is not None:
                     outputs.append(checked(output))
                     on_done(output)
-        elapsed_s = working_seconds() - started_s
+        elapsed_s = time.perf_counter() - started_s
     return Batch(outputs, len(requests) - len(outputs), elapsed_s)
 
 
@@ -223,7 +222,7 @@ def measure_throughput(
 ) -> dict[str, Any]:
     """How fast many prompts that are all there at once are completed; vLLM's fields.
 
-    The warm-up is run first and not measured: kernels compile at their first call.
+    The warm-up is run first and not measured: threads and memory come with it.
 
     Requests that the deadline ends are counted as failed; neither they nor their tokens are in the
     other counts, so a run that was cut looks slower than it was, never faster.

@@ -5,12 +5,12 @@ alike; what is compared is compared prompt by prompt.
 """
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
@@ -75,9 +75,9 @@ def complete_alone(
     """
     output: RequestOutput | None = None
     num_first, decode_s = 0, 0.0
-    started_s = working_seconds()
+    started_s = time.perf_counter()
     for outputs in Assembler(engine).run([(request_id, prompt, params, 0)]):
-        step_s = working_seconds() - started_s
+        step_s = time.perf_counter() - started_s
         for changed in outputs:
             if output is None:
                 num_first = len(changed.outputs[0].token_ids)
@@ -85,7 +85,7 @@ def complete_alone(
                 decode_s += step_s
             output = changed
             shown(changed)
-        started_s = working_seconds()
+        started_s = time.perf_counter()
     done = checked(output)
     return done, len(done.outputs[0].token_ids) - num_first, decode_s
 
@@ -101,8 +101,8 @@ def complete_in_turn(
     """Complete every prompt with every engine, one request at a time.
 
     Args:
-        warm_up: completed first by every engine and not measured: kernels compile at their first
-            call. Not one of the prompts, since a proposer may remember it.
+        warm_up: completed first by every engine and not measured: threads and memory come with it.
+            Not one of the prompts, since a proposer may remember it.
         params: of each prompt, whichever engine completes it.
         on_done: called whenever a request is done, warm-ups included.
         on_step: told which engine's output grew; the time it takes is not counted.

@@ -1,6 +1,7 @@
 """`outdraft chat`: a conversation in the terminal."""
 
 import os
+import time
 from typing import Annotated
 
 import typer
@@ -33,7 +34,6 @@ def chat(
     config = engine_config(model, engine)
     use_physical_cores(os.environ)
     from outdraft.cli.streaming import stream, summary
-    from outdraft.core.jit import working_seconds
     from outdraft.engine.chat import ChatTemplate
     from outdraft.engine.llm import LLM
     from outdraft.models.loader import resolve_model_path
@@ -53,7 +53,7 @@ def chat(
         messages.append({"role": "user", "content": question})
         # The template writes the special tokens itself; the tokenizer must not add them again.
         ids = tokenizer.encode(template.render(messages), add_special_tokens=False).ids
-        started_s = working_seconds()
+        started_s = time.perf_counter()
         pieces: list[str] = []
 
         def show(piece: str, pieces: list[str] = pieces) -> None:

@@ -107,8 +107,8 @@ def compare(
     Each prompt has a seed, so that every engine has to give the same tokens at any temperature.
 
     Args:
-        warm_up: completed first by every engine and not counted: kernels compile at their first
-            call. Not one of the prompts, since a proposer may remember it.
+        warm_up: completed first by every engine and not counted. Not one of the prompts, since a
+            proposer may remember it.
         on_step: told which engine's output grew; the time it takes is not counted.
     """
     params = [

@@ -122,7 +122,7 @@ def _libraries() -> Section:
         "oneDNN": torch.backends.mkldnn.is_available(),
         "OpenMP": torch.backends.openmp.is_available(),
     }
-    names = ("outdraft", "torch", "numba", "numpy", "tokenizers")
+    names = ("outdraft", "torch", "numpy", "tokenizers")
     rows = {name: installed_version(name) for name in names}
     rows["torch has"] = ", ".join(name for name, has in backends.items() if has) or "none of them"
     return rows

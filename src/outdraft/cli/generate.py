@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -36,7 +37,6 @@ def generate(
     text = prompt if prompt is not None else _stdin()
     use_physical_cores(os.environ)
     from outdraft.cli.streaming import stream, summary
-    from outdraft.core.jit import working_seconds
     from outdraft.engine.llm import LLM
 
     llm = LLM.from_config(config)
@@ -44,7 +44,7 @@ def generate(
     llm.engine.check_request(text, params)
     if verbose:
         typer.echo(f"{llm.memory}\n", err=True)
-    started_s = working_seconds()
+    started_s = time.perf_counter()
     output = stream(llm.engine, "0", text, params, lambda piece: typer.echo(piece, nl=False))
     typer.echo()
     typer.echo(summary(output, started_s), err=True)

@@ -1,10 +1,10 @@
 """One request, its text shown while it grows."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from itertools import chain
 
-from outdraft.core.jit import working_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
@@ -38,9 +38,9 @@ def stream(
 
 
 def summary(output: RequestOutput, started_s: float) -> str:
-    """One line about a finished request; `started_s` is of `working_seconds`."""
+    """One line about a finished request; `started_s` is of `time.perf_counter`."""
     num_tokens = len(output.outputs[0].token_ids)
-    elapsed_s = working_seconds() - started_s
+    elapsed_s = time.perf_counter() - started_s
     speculation = output.metrics.speculative_decoding
     parts = [f"{num_tokens} tokens in {elapsed_s:.2f} s ({num_tokens / elapsed_s:.1f} tokens/s)"]
     if speculation.num_spec_steps:

@@ -6,12 +6,12 @@ The life of a step: choose drafts, schedule, launch, collect, commit.
 """
 
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
-from outdraft.core.jit import working_seconds
 from outdraft.core.plan import StepStats
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
@@ -128,7 +128,7 @@ class Engine:
 
         A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
         """
-        started_s = working_seconds()
+        started_s = time.perf_counter()
         scheduler = self.scheduler
         num_live = len(scheduler.running) + len(scheduler.waiting)
         choices = self.drafting.choose(
@@ -141,7 +141,7 @@ class Engine:
         booked = self.scheduler.commit(plan, result)
         grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []
-        step_s = working_seconds() - started_s
+        step_s = time.perf_counter() - started_s
         for work, outcome, added in booked:
             sequence = self._sequences[work.request.id]
             sequence.deltas.add(sequence.index, work, outcome, added, step_s)
@@ -156,7 +156,7 @@ class Engine:
             plan,
             booked,
             times=result.times,
-            step_s=working_seconds() - started_s,
+            step_s=time.perf_counter() - started_s,
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,
         )

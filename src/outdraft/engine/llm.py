@@ -9,7 +9,6 @@ from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, GenerationError, RequestError
-from outdraft.core.jit import compile_seconds
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, Queued
@@ -175,11 +174,7 @@ class LLM:
         hidden = None if use_tqdm else True  # None: where nobody sees it move
         bar = tqdm(total=len(requests), desc="requests", unit="req", disable=hidden, smoothing=0)
         with bar, closing(Assembler(self.engine).run(requests)) as steps:
-            compiled_s = compile_seconds()
             for outputs in steps:
-                if not bar.disable:  # its rate counts no kernels
-                    bar.start_t += compile_seconds() - compiled_s
-                    compiled_s = compile_seconds()
                 for output in outputs:
                     if output.finished:
                         finished[output.request_id] = output
