@@ -1,4 +1,4 @@
-"""The engine of another process as an EngineClient, and one such client for a server's whole life.
+"""The engine of another process as an EngineClient, for a server's whole life.
 
 Texts are made here: the engine knows ids only. Each request has an assembly that grows with every
 step, whether its reader comes for it or not, so a slow reader costs no more than its output.
@@ -27,6 +27,7 @@ from outdraft.server.engine_process import EngineProcess, OnLoading
 from outdraft.server.messages import (
     Abort,
     Add,
+    Command,
     EndSequence,
     EngineInfo,
     Failed,
@@ -40,19 +41,37 @@ from outdraft.server.messages import (
 from outdraft.server.metrics import Metrics
 
 
-class ProcessClient:
-    """An EngineClient; `run` has to run beside it."""
+class Supervisor:
+    """One EngineClient for the whole life of a server; `run` has to run beside it.
 
-    def __init__(self, process: EngineProcess, info: EngineInfo, inputs: InputProcessor) -> None:
-        self.info = info
-        self._process = process
-        self._inputs = inputs
-        self._streams: dict[str, _Stream] = {}
-        self._watchers: list[Callable[[Steps], None]] = []
-        self._cause: str | None = None  # why the engine is dead
+    It starts an engine process, and another one when that dies if `restarts`. While there is none,
+    `is_alive` is false and requests are refused.
+    """
+
+    def __init__(
+        self, launch: Callable[[], EngineProcess], on_loading: OnLoading, *, restarts: bool
+    ) -> None:
+        self._launch = launch
+        self._on_loading = on_loading
+        self._restarts = restarts
+        self._is_closed = False
+        self._started: tuple[EngineProcess, EngineInfo, InputProcessor] | None = None
+        self._cause: str | None = "the engine has not been started"  # why there is none
         self._ended_by: str | None = None
+        self._streams: dict[str, _Stream] = {}
         self._num_sent = 0
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
+        self._watchers: list[Callable[[Steps], None]] = []
+        self._metrics: Metrics | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine[1]
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """Checks and encodes prompts for the engine."""
+        return self._engine[2]
 
     @property
     def is_alive(self) -> bool:
@@ -66,64 +85,124 @@ class ProcessClient:
     def num_unfinished(self) -> int:
         return len(self._streams)
 
+    def observe(self, metrics: Metrics) -> None:
+        """Have all steps and requests counted from now on."""
+        self._metrics = metrics
+        self.watch(metrics.observe_steps)
+
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        """As Supervisor.watch."""
+        """Have a function called with the engine's statistics, several times a second at most."""
         self._watchers.append(on_steps)
 
+    async def start(self) -> None:
+        """Wait for an engine that is ready.
+
+        Raises:
+            ConfigError, EngineDeadError: there will be none.
+        """
+        process = self._launch()
+        try:
+            info = await process.started(self._on_loading)
+            if self._started is None:
+                inputs = await asyncio.to_thread(_input_processor, info)
+            else:
+                inputs = self.inputs
+        except BaseException:
+            process.end()
+            raise
+        self._started = process, info, inputs
+        self._cause = self._ended_by = None
+
     async def run(self) -> None:
-        """Read reports until the engine dies; then everybody who waits is told."""
-        reading = asyncio.create_task(self._read())
-        death = asyncio.create_task(self._process.death())
+        """Until the engine has died for good; whoever waits for one that dies is told.
+
+        Raises:
+            ConfigError, EngineDeadError: another one could not be started.
+        """
+        await self._run()
+        while self._restarts and not self._is_closed:
+            await self.start()
+            await self._run()
+
+    def close(self, cause: str) -> None:
+        """End the engine; open streams get an EngineDeadError with the cause."""
+        self._is_closed = True
+        self._end(cause)
+
+    def generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[Update]:
+        stream = self._generate(request_id, prompt, params, priority)
+        return stream if self._metrics is None else self._metrics.observed(stream, params.n)
+
+    async def profile(self, path: str | None) -> str | None:
+        if not self.is_alive:
+            raise self._dead()
+        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._profiles.append(answer)
+        self._send(Profile(path))
+        return await answer
+
+    @property
+    def _engine(self) -> tuple[EngineProcess, EngineInfo, InputProcessor]:
+        if self._started is None:
+            raise self._dead()
+        return self._started
+
+    def _dead(self) -> EngineDeadError:
+        return EngineDeadError(self._cause or "the engine process has died", self._ended_by)
+
+    def _send(self, command: Command) -> None:
+        self._engine[0].send(command)
+
+    async def _run(self) -> None:
+        """Read reports until the engine dies."""
+        process = self._engine[0]
+        reading = asyncio.create_task(self._read(process))
+        death = asyncio.create_task(process.death())
         cause = "the engine process has died"
         try:
             await asyncio.wait({reading, death}, return_when=asyncio.FIRST_COMPLETED)
-            if death.done() and self._cause is None:
+            if death.done() and self.is_alive:
                 self._ended_by = death.result()
                 cause = f"{cause}: {self._ended_by}"
-            elif self._cause is None:
+            elif self.is_alive:
                 reading.result()  # a report that cannot be read is no better than none
         finally:
             death.cancel()
             reading.cancel()
-            self.close(cause)
+            self._end(cause)
 
-    def close(self, cause: str) -> None:
+    def _end(self, cause: str) -> None:
         """End the engine and every stream that is open."""
-        if self._cause is not None:
+        if not self.is_alive:
             return
         self._cause = cause
-        self._process.end()
+        self._engine[0].end()
         for stream in self._streams.values():
-            stream.fail(EngineDeadError(self._cause, self._ended_by))
+            stream.fail(self._dead())
         while self._profiles:
             if not (answer := self._profiles.popleft()).done():
-                answer.set_exception(EngineDeadError(self._cause, self._ended_by))
+                answer.set_exception(self._dead())
 
-    async def profile(self, path: str | None) -> str | None:
-        if self._cause is not None:
-            raise EngineDeadError(self._cause, self._ended_by)
-        answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
-        self._profiles.append(answer)
-        self._process.send(Profile(path))
-        return await answer
-
-    async def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
+    async def _generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int
     ) -> AsyncGenerator[Update]:
-        self._inputs.check_params(params)
+        inputs = self.inputs
+        inputs.check_params(params)
         prediction = params.prediction
         if isinstance(prediction, str):
-            prediction = await asyncio.to_thread(self._inputs.prediction_ids, params)
-        if self._cause is not None:
-            raise EngineDeadError(self._cause, self._ended_by)
+            prediction = await asyncio.to_thread(inputs.prediction_ids, params)
+        if not self.is_alive:
+            raise self._dead()
         # Ids on the wire are used once: reports on an aborted request reach no later one.
         self._num_sent += 1
         wire_id = f"{self._num_sent}:{request_id}"
-        assembly = RequestAssembly(request_id, prompt, params, self._inputs)
+        assembly = RequestAssembly(request_id, prompt, params, inputs)
         stream = self._streams[wire_id] = _Stream(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
-        self._process.send(Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        self._send(Add(wire_id, ids, sent, priority, prompt.cache_salt))
         try:
             is_last = False
             while not is_last:
@@ -132,12 +211,12 @@ class ProcessClient:
                 yield update
         finally:
             del self._streams[wire_id]
-            if not assembly.output.finished and self._cause is None:
-                self._process.send(Abort(wire_id))
+            if not assembly.output.finished and self.is_alive:
+                self._send(Abort(wire_id))
 
-    async def _read(self) -> None:
+    async def _read(self, process: EngineProcess) -> None:
         while self.is_alive:
-            for report in await self._process.receive():
+            for report in await process.receive():
                 self._handle(report)
             await asyncio.sleep(0)  # a report that is there already is received without waiting
 
@@ -155,7 +234,7 @@ class ProcessClient:
             for on_steps in self._watchers:
                 on_steps(report)
         elif isinstance(report, Failed):
-            self.close(report.message)
+            self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:
         wire_id = delta.request_id
@@ -166,7 +245,7 @@ class ProcessClient:
         stream.wake()
         for completion in stopped:
             num_tokens = len(completion.token_ids)
-            self._process.send(EndSequence(wire_id, completion.index, num_tokens))
+            self._send(EndSequence(wire_id, completion.index, num_tokens))
 
 
 class _Stream:
@@ -203,107 +282,6 @@ def _refusal(report: Refused) -> OutdraftError:
     if report.kind == "capacity":
         return CapacityError(report.message)
     return EngineDeadError(report.message)
-
-
-class Supervisor:
-    """Starts an engine process, and another one when it dies if `restarts`.
-
-    While there is none, `is_alive` is false and requests are refused.
-    """
-
-    def __init__(
-        self, launch: Callable[[], EngineProcess], on_loading: OnLoading, *, restarts: bool
-    ) -> None:
-        self._launch = launch
-        self._on_loading = on_loading
-        self._restarts = restarts
-        self._client: ProcessClient | None = None
-        self._inputs: InputProcessor | None = None
-        self._watchers: list[Callable[[Steps], None]] = []
-        self._metrics: Metrics | None = None
-        self._is_closed = False
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._started.info
-
-    @property
-    def inputs(self) -> InputProcessor:
-        """Checks and encodes prompts for the engine."""
-        assert self._inputs is not None, "start() comes first"
-        return self._inputs
-
-    @property
-    def is_alive(self) -> bool:
-        return self._client is not None and self._client.is_alive
-
-    @property
-    def ended_by(self) -> str | None:
-        return self._client.ended_by if self._client is not None else None
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._started.num_unfinished
-
-    def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncGenerator[Update]:
-        stream = self._started.generate(request_id, prompt, params, priority)
-        return stream if self._metrics is None else self._metrics.observed(stream, params.n)
-
-    async def profile(self, path: str | None) -> str | None:
-        return await self._started.profile(path)
-
-    def observe(self, metrics: Metrics) -> None:
-        """Have all steps and requests counted from now on."""
-        self._metrics = metrics
-        self.watch(metrics.observe_steps)
-
-    def watch(self, on_steps: Callable[[Steps], None]) -> None:
-        """Have a function called with the engine's statistics, several times a second at most."""
-        self._watchers.append(on_steps)
-        self._started.watch(on_steps)
-
-    async def start(self) -> None:
-        """Wait for an engine that is ready.
-
-        Raises:
-            ConfigError, EngineDeadError: there will be none.
-        """
-        process = self._launch()
-        try:
-            info = await process.started(self._on_loading)
-            if self._inputs is None:
-                self._inputs = await asyncio.to_thread(_input_processor, info)
-        except BaseException:
-            process.end()
-            raise
-        self._client = ProcessClient(process, info, self._inputs)
-        for on_steps in self._watchers:
-            self._client.watch(on_steps)
-
-    async def run(self) -> None:
-        """Until the engine has died for good.
-
-        Raises:
-            ConfigError, EngineDeadError: another one could not be started.
-        """
-        await self._started.run()
-        while self._restarts and not self._is_closed:
-            await self.start()
-            await self._started.run()
-
-    def close(self, cause: str) -> None:
-        """End the engine; open streams get an EngineDeadError with the cause."""
-        self._is_closed = True
-        if self._client is not None:
-            self._client.close(cause)
-
-    @property
-    def _started(self) -> ProcessClient:
-        if self._client is None:
-            raise EngineDeadError("the engine has not been started")
-        return self._client
 
 
 def _input_processor(info: EngineInfo) -> InputProcessor:
