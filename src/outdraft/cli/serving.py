@@ -27,7 +27,7 @@ from outdraft.engine.generation_config import default_sampling
 from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
-from outdraft.server.api.settings import ApiSettings, ReasoningFormat, ToolCallFormat
+from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
@@ -114,14 +114,10 @@ async def _serve(
     supervisor.observe(metrics)
     metrics.watch(feed)
     supervisor.watch(lambda _: feed.without_speculation(metrics.plain_tokens_per_s))
-    app = create_app(
-        supervisor,
-        supervisor.inputs,
-        template,
-        settings,
-        [metrics_router(metrics), dashboard_router(feed)],
-        lambda: launcher.is_draining,
+    context = ApiContext(
+        supervisor, supervisor.inputs, template, settings, lambda: launcher.is_draining
     )
+    app = create_app(context, [metrics_router(metrics), dashboard_router(feed)])
     traffic = asyncio.create_task(TrafficLog(metrics).run())
     try:
         return await launcher.serve(app)

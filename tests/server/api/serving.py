@@ -13,7 +13,7 @@ import uvicorn
 
 from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
-from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.settings import ApiContext, ApiSettings
 from outdraft.server.bounded_http import bounded_http
 from tests.server.api.fake_engine import FakeEngine
 
@@ -71,13 +71,14 @@ def serve(
 ) -> Iterator[Served]:
     """Run the application in a thread, on a free port; `http`: the protocol of connections."""
     served = Served(engine, api_key=settings.get("api_key") or "none")
-    app = create_app(
+    context = ApiContext(
         engine,
         engine.inputs,
         None if template is None else ChatTemplate(template, {}),
         ApiSettings(**{"served_model_names": (MODEL, "alias"), **settings}),
-        is_draining=lambda: served.is_draining,
+        lambda: served.is_draining,
     )
+    app = create_app(context)
     listener = socket.create_server(("127.0.0.1", 0))
     served.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(app, log_level="critical", lifespan="off", http=http or bounded_http())

@@ -7,16 +7,12 @@ from schemathesis.checks import not_a_server_error
 
 from outdraft.engine.chat import ChatTemplate
 from outdraft.server.api.app import create_app
-from outdraft.server.api.settings import ApiSettings
+from outdraft.server.api.settings import ApiContext, ApiSettings
 from tests.server.api.fake_engine import FakeEngine, fake_inputs
 from tests.server.api.serving import MODEL, TEMPLATE
 
-APP = create_app(
-    FakeEngine(),
-    fake_inputs(),
-    ChatTemplate(TEMPLATE, {}),
-    ApiSettings(served_model_names=(MODEL,), tool_call_parser="hermes"),
-)
+SETTINGS = ApiSettings(served_model_names=(MODEL,), tool_call_parser="hermes")
+APP = create_app(ApiContext(FakeEngine(), fake_inputs(), ChatTemplate(TEMPLATE, {}), SETTINGS))
 few = schemathesis.openapi.from_asgi("/openapi.json", APP)
 few.config.phases.coverage.enabled = False  # hundreds of cases, one for every rule of the document
 many = schemathesis.openapi.from_asgi("/openapi.json", APP)

@@ -1,14 +1,12 @@
 """The web application: all routes, one shape of errors."""
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.metadata import version
 
 from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
-from outdraft.engine.chat import ChatTemplate
-from outdraft.engine.inputs import InputProcessor
 from outdraft.server.api.chat import chat_router
 from outdraft.server.api.completions import completions_router
 from outdraft.server.api.docs_page import docs_router
@@ -22,27 +20,15 @@ from outdraft.server.api.plain_routes import (
     tokens_router,
 )
 from outdraft.server.api.responses import responses_router
-from outdraft.server.api.settings import ApiContext, ApiSettings
-from outdraft.server.client import EngineClient
+from outdraft.server.api.settings import ApiContext
 
 
-def create_app(
-    client: EngineClient,
-    inputs: InputProcessor,
-    chat_template: ChatTemplate | None,
-    settings: ApiSettings,
-    routers: Iterable[APIRouter] = (),
-    is_draining: Callable[[], bool] = lambda: False,
-) -> FastAPI:
+def create_app(context: ApiContext, routers: Iterable[APIRouter] = ()) -> FastAPI:
     """The application that serves one engine.
 
-    Attributes:
-        inputs: of the same model; its tokenizer encodes prompts, in threads.
-        chat_template: None: conversations are refused.
-        routers: more routes. They are not guarded by the API key.
-        is_draining: asked for every request; while it says yes, new ones get a 503.
+    `routers`: more routes. They are not guarded by the API key.
     """
-    context = ApiContext(client, inputs, chat_template, settings, is_draining)
+    settings = context.settings
     app = FastAPI(
         title="outdraft",
         version=version("outdraft"),

@@ -62,12 +62,13 @@ class ApiContext:
     """What every route works with.
 
     Attributes:
-        chat_template: None: the model cannot chat.
-        is_draining: whether the server takes no more requests.
+        inputs: of the engine's model; its tokenizer encodes prompts, in threads.
+        chat_template: None: the model cannot chat, and conversations are refused.
+        is_draining: asked for every request; while it says yes, new ones get a 503.
     """
 
     client: EngineClient
     inputs: InputProcessor
     chat_template: ChatTemplate | None
     settings: ApiSettings
-    is_draining: Callable[[], bool]
+    is_draining: Callable[[], bool] = lambda: False
