@@ -7,13 +7,12 @@
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
 // int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
 // scale, and int4 with a zero point an offset: w = scale * q + offset.
-// Rows are copied to pieces of 128 inputs: [piece][row][128], so that a piece of a tile and the rows
-// it meets stay in the nearest cache. The sum of an output runs over the inputs of a piece in order,
-// in one register that begins with zero; the pieces (of a group, if it is shorter), each times the
-// group's scale, are added in order; then comes the bias. Long
-// sums in float32 lose digits, short ones that are added lose fewer. That order is the same for any
-// number of rows, of threads, and any instruction set, but bfloat16 dot products round as the
-// machine does.
+// Rows are copied to pieces of 128 inputs: [piece][row][128], so that a piece of a tile and the
+// rows it meets stay in the nearest cache. The sum of an output runs over the inputs of a piece (or
+// of a group, if it is shorter) in order, in one register that begins with zero; the pieces, each
+// times its group's scale, are added in order; then comes the bias. Long sums in float32 lose
+// digits, short ones that are added lose fewer. That order is the same for any number of rows, of
+// threads, and any instruction set, but bfloat16 dot products round as the machine does.
 //
 // Tiles of outputs by pairs of inputs are the layout of oneDNN's and llama.cpp's bfloat16 products.
 
@@ -54,6 +53,9 @@ alignas(64) constexpr uint16_t kInt4Numbers[32] = {
     0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
 #endif
 
+// A call in the innermost loop would put the sums into memory.
+#define OUTDRAFT_INLINE [[gnu::always_inline]] inline
+
 template <int R>
 using Sums = Floats[R][kVectors];
 
@@ -63,7 +65,7 @@ struct Float32Kernel {
   using Number = float;  // of a row
   static constexpr int kInputs = 1, kRowNumbers = 1;
   template <int R>
-  static inline void add(const char* weights, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* weights, const float* x, Sums<R>& sums) {
     Floats w[kVectors];
     for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(weights + v * sizeof(Floats));
     for (int r = 0; r < R; ++r) {
@@ -78,7 +80,7 @@ struct Float32Kernel {
 struct Bf16Words {
   static constexpr int kInputs = 2;
   template <int kPair>
-  static inline Words pair(Words words) {
+  OUTDRAFT_INLINE static Words pair(Words words) {
     return words;
   }
 };
@@ -91,7 +93,7 @@ inline Words pair_of(Ints even, Ints odd) {  // small integers
 struct Int8Words {
   static constexpr int kInputs = 4;
   template <int kPair>
-  static inline Words pair(Words words) {
+  OUTDRAFT_INLINE static Words pair(Words words) {
     return pair_of((Ints)(words << (24 - 16 * kPair)) >> 24,
                    (Ints)(words << (16 - 16 * kPair)) >> 24);
   }
@@ -100,7 +102,7 @@ struct Int8Words {
 struct Int4Words {
   static constexpr int kInputs = 8;
   template <int kPair>
-  static inline Words pair(Words words) {
+  OUTDRAFT_INLINE static Words pair(Words words) {
 #if defined(__AVX512BW__)
     // By the low five bits of each half; the fifth is the next input's.
     return (Words)_mm512_permutexvar_epi16((__m512i)(words >> (4 * kPair)),
@@ -118,18 +120,18 @@ struct WideKernel {
   static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs;
 
   template <int R>
-  static inline void add(const char* weights, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* weights, const float* x, Sums<R>& sums) {
     add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  static inline void add_pairs(const char* weights, const float* x, Sums<R>& sums,
-                               std::index_sequence<kPairs...>) {
+  OUTDRAFT_INLINE static void add_pairs(const char* weights, const float* x, Sums<R>& sums,
+                                        std::index_sequence<kPairs...>) {
     Words words[kVectors];
     for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
     (add_pair<R, kPairs>(words, x + 2 * kPairs, sums), ...);
   }
   template <int R, size_t kPair>
-  static inline void add_pair(const Words* words, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add_pair(const Words* words, const float* x, Sums<R>& sums) {
     Words pairs[kVectors];
     for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
     for (int r = 0; r < R; ++r) {
@@ -149,18 +151,18 @@ struct DotKernel {
   static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs / 2;
 
   template <int R>
-  static inline void add(const char* weights, const uint32_t* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* weights, const uint32_t* x, Sums<R>& sums) {
     add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  static inline void add_pairs(const char* weights, const uint32_t* x, Sums<R>& sums,
-                               std::index_sequence<kPairs...>) {
+  OUTDRAFT_INLINE static void add_pairs(const char* weights, const uint32_t* x, Sums<R>& sums,
+                                        std::index_sequence<kPairs...>) {
     Words words[kVectors];
     for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
     (add_pair<R, kPairs>(words, x + kPairs, sums), ...);
   }
   template <int R, size_t kPair>
-  static inline void add_pair(const Words* words, const uint32_t* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add_pair(const Words* words, const uint32_t* x, Sums<R>& sums) {
     Words pairs[kVectors];
     for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
     for (int r = 0; r < R; ++r) {

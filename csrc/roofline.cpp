@@ -1,5 +1,5 @@
-// What this machine can do at most, for benchmarks/roofline.py: reading memory with all threads, and
-// products of numbers that stay in registers.
+// What this machine can do at most, for benchmarks/roofline.py: reading memory with all threads,
+// and products of numbers that stay in registers.
 
 #include <algorithm>
 

@@ -67,6 +67,7 @@ def test_every_engine_flag_reaches_the_configuration():
         block_size=8,
         enable_prefix_caching=False,
         kernels="reference",
+        quantization="int4-g32",
         seed=0,
         speculative_config='{"method": "suffix"}',
     )
@@ -86,6 +87,7 @@ def test_every_engine_flag_reaches_the_configuration():
         block_size=8,
         enable_prefix_caching=False,
         kernels="reference",
+        quantization="int4-g32",
         seed=0,
         max_num_seqs=1,
         speculative_config={"method": "suffix"},

@@ -94,6 +94,7 @@ def test_every_key_arrives_where_it_belongs():
             "max_model_len": 512,
             "draft_sample_method": "greedy",
             "min_vocabulary_overlap": 0.25,
+            "quantization": "int8",
             "prompt_lookup_min": 3,
             "prompt_lookup_max": 4,
             "branching": 3,
@@ -121,6 +122,7 @@ def test_every_key_arrives_where_it_belongs():
                 max_model_len=512,
                 draft_sample_method="greedy",
                 min_vocabulary_overlap=0.25,
+                quantization="int8",
             ),
         ),
         num_speculative_tokens=7,
@@ -210,6 +212,7 @@ def test_a_key_without_meaning_for_the_method_is_refused(method, key):
         ({"model": "m", "max_model_len": 0}, "max_model_len"),
         ({"model": "m", "draft_sample_method": "beam"}, "draft_sample_method"),
         ({"model": "m", "min_vocabulary_overlap": 1.5}, "min_vocabulary_overlap"),
+        ({"model": "m", "quantization": "int5"}, "quantization"),
         ({"model": "m", "min_vocabulary_overlap": math.nan}, "min_vocabulary_overlap"),
     ],
 )

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import Tensor
 
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import WeightFormat
 from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT, assert_float32_products

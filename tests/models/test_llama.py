@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from outdraft.kernels.ops import WeightFormat
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outdraft.kernels.ops import WeightFormat
+from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.layers.linear import Linear, are_bfloat16
 from outdraft.models.llama import CausalLM
@@ -66,3 +66,25 @@ def test_a_matrix_with_a_number_that_does_not_fit_stays_float32(tmp_path: Path):
     assert kept.pop("layers.1.mlp.gate_up_proj") is WeightFormat.FLOAT32
     assert set(kept.values()) == {WeightFormat.BFLOAT16}
     assert model.numbers == "float32 over bfloat16 weights"
+
+
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+def test_a_quantized_model_has_the_logits_of_its_rounded_weights_and_says_so(
+    quantization: WeightFormat, tmp_path: Path
+):
+    path = save(randomised(VARIANTS["llama"]()).bfloat16(), tmp_path)
+    kernels = cpu_kernels()
+    model = load_model(path, torch.float32, "cpu", kernels, quantization=quantization)
+    rounded = CausalLM(model.config, reference_kernels())
+    load_weights(rounded, weight_files(path))
+    rounded.pack(quantization)
+    token_ids_T = random_tokens(23)
+
+    assert model.numbers == f"float32 over {quantization} weights"
+    assert rounded.numbers == model.numbers
+    torch.testing.assert_close(
+        chunked_logits(model, token_ids_T, [15, 1, 7]),
+        chunked_logits(rounded, token_ids_T, [15, 1, 7]),
+        rtol=4 * MODEL_ROUNDING,  # the sizes of codes are larger than those of their sums
+        atol=4 * MODEL_ROUNDING,
+    )

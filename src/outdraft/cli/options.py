@@ -19,6 +19,7 @@ from outdraft import assets
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.weight_format import QUANTIZATIONS
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -60,6 +61,9 @@ class EngineOptions:
     kernels: str | None = flag(
         "auto: the fastest; reference: the readable ones; or an instruction set of the CPU, such "
         "as x86-64-v3."
+    )
+    quantization: str | None = flag(
+        f"Of the target's weights, which changes what it says: one of {', '.join(QUANTIZATIONS)}."
     )
     enforce_eager: bool | None = flag(
         "Accepted: steps are never captured as graphs.", "--enforce-eager"

@@ -8,6 +8,7 @@ from outdraft.config.checks import check_choice, check_number, check_whole, pars
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.weight_format import QUANTIZATIONS
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half", "float64")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
@@ -82,6 +83,8 @@ class EngineConfig:
         seed: of requests that bring no seed of their own.
         kernels: "auto": the fastest for the machine; "reference": the readable ones; or an
             instruction set of the CPU, such as "x86-64-v3".
+        quantization: of the target's weights, which changes what it says: int8, int4, or int4 with
+            -g32 (a scale for every 32 inputs, not 128), -zero (zero points) or -g32-zero.
     """
 
     model: str
@@ -95,6 +98,7 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int = 0
     kernels: str = "auto"
+    quantization: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
@@ -102,6 +106,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         if not isinstance(self.enforce_eager, bool):
             raise ConfigError(f"enforce_eager must be true or false, got {self.enforce_eager!r}")
         if self.max_model_len is not None:

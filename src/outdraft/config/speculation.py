@@ -8,6 +8,7 @@ from outdraft.config.checks import check_choice, check_number, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
+from outdraft.core.weight_format import QUANTIZATIONS
 
 NETWORK_SOURCES = (
     DraftSource.MODEL,
@@ -83,6 +84,7 @@ class DraftNetworkConfig:
         min_vocabulary_overlap: share of the target's tokens that a small model must know. A good
             small vocabulary before a large one may know an eighth of it; one that has little but
             single bytes knows a hundredth.
+        quantization: of its weights, as EngineConfig's for the target; it changes no output.
         tree: None: chains.
     """
 
@@ -92,6 +94,7 @@ class DraftNetworkConfig:
     draft_sample_method: DraftSampleMethod = "probabilistic"
     parallel_drafting: bool = False
     min_vocabulary_overlap: float = 0.1
+    quantization: str | None = None
     tree: TreeShape | None = None
 
     def __post_init__(self) -> None:
@@ -104,6 +107,8 @@ class DraftNetworkConfig:
             )
         if self.max_model_len is not None:
             check_whole("max_model_len", self.max_model_len, 1)
+        if self.quantization is not None:
+            check_choice("quantization", self.quantization, QUANTIZATIONS)
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_number("min_vocabulary_overlap", self.min_vocabulary_overlap, 0, 1)
         if self.parallel_drafting and self.source not in PARALLEL_SOURCES:

@@ -11,6 +11,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceConfig, SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
@@ -98,8 +99,9 @@ def load_drafter(
     """
     path = resolve_model_path(config.model)
     dtype, device = target.dtype, target.device
+    kept = WeightFormat(config.quantization) if config.quantization else None
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, dtype, device, kernels)
+        eagle = load_eagle(path, target, dtype, device, kernels, kept)
         version = str(eagle.config.version)
         if version != str(config.source):
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
@@ -107,12 +109,12 @@ def load_drafter(
         layers, size = eagle.config.layer, eagle.feature_size
         return LoadedDrafter(eagle, dtype, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source is DraftSource.MEDUSA:
-        heads = load_medusa(path, target, dtype, device, kernels)
+        heads = load_medusa(path, target, dtype, device, kernels, kept)
         return LoadedDrafter(heads, dtype, None, max_drafts=heads.num_heads)
     if config.source is DraftSource.MLP:
-        speculator = load_mlp_speculator(path, target, dtype, device, kernels)
+        speculator = load_mlp_speculator(path, target, dtype, device, kernels, kept)
         return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
-    model: LanguageModel = load_model(path, dtype, device, kernels)
+    model: LanguageModel = load_model(path, dtype, device, kernels, quantization=kept)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:

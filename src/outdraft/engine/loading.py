@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import check_option, choose_kernels, has_library
@@ -50,7 +51,8 @@ def load_models(config: EngineConfig) -> LoadedModels:
     dtype = choose_dtype(config.dtype, own_dtype, device)
     kernels = choose_kernels(config.kernels, device, dtype)
     load = random_model if is_dummy else load_model
-    target = load(path, dtype, device, kernels, config.max_model_len)
+    kept = WeightFormat(config.quantization) if config.quantization else None
+    target = load(path, dtype, device, kernels, config.max_model_len, kept)
     drafter = None
     if (network := config.speculation.network) is not None:
         if is_dummy:
@@ -83,7 +85,8 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
-    for name in ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels"):
+    names = ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels")
+    for name in (*names, "quantization"):
         if getattr(config, name) != getattr(loaded, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the models were loaded with "
@@ -92,7 +95,8 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     network, other = config.speculation.network, loaded.speculation.network
     if network is None:
         return
-    if other is None or (other.model, other.source) != (network.model, network.source):
+    asked = network.model, network.source, network.quantization
+    if other is None or (other.model, other.source, other.quantization) != asked:
         raise ConfigError(f"{network.source} {network.model!r} was not loaded")
 
 

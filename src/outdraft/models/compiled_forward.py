@@ -17,8 +17,8 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import NO_WINDOW, address_of
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.linear import NativeProduct
-from outdraft.kernels.ops import WeightFormat
 from outdraft.models import forward_kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.entry_kernels import Entry

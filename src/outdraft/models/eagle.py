@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.kernels.ops import Kernels, WeightFormat
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels
 from outdraft.models.compiled_forward import CompiledForward
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion

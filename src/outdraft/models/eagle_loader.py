@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork, EagleParts
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
@@ -40,6 +41,7 @@ def load_eagle(
     dtype: torch.dtype,
     device: torch.device | str,
     kernels: Kernels,
+    quantization: WeightFormat | None = None,
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
@@ -71,7 +73,7 @@ def load_eagle(
     }
     fill_slots(network.checkpoint_slots(), weights_by_file)
     arrange_for_rotary(network)
-    network.pack()
+    network.pack(quantization)
     return network.eval()
 
 

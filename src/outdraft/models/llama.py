@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.cpu import CpuAttention
-from outdraft.kernels.ops import Kernels, WeightFormat
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels
 from outdraft.models import forward_kernels
 from outdraft.models.compiled_forward import (
     MAX_ROWS,

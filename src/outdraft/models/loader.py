@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.llama import CausalLM, SelfAttention
@@ -74,6 +75,7 @@ def load_model(
     device: torch.device | str,
     kernels: Kernels,
     max_model_len: int | None = None,
+    quantization: WeightFormat | None = None,
 ) -> CausalLM:
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
 
@@ -87,7 +89,7 @@ def load_model(
     files = weight_files(path)
     model = CausalLM(config, kernels, dtype, device)
     load_weights(model, files)
-    model.pack()
+    model.pack(quantization)
     return model.eval()
 
 
@@ -97,6 +99,7 @@ def random_model(
     device: torch.device | str,
     kernels: Kernels,
     max_model_len: int | None = None,
+    quantization: WeightFormat | None = None,
 ) -> CausalLM:
     """As load_model, with small random weights: to try shapes and memory without a download.
 
@@ -109,7 +112,7 @@ def random_model(
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
         slot.copy_(values.to(own_dtype))
-    model.pack()
+    model.pack(quantization)
     return model.eval()
 
 

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.head_checkpoint import (
@@ -204,6 +205,7 @@ def load_medusa(
     dtype: torch.dtype,
     device: torch.device | str,
     kernels: Kernels,
+    quantization: WeightFormat | None = None,
 ) -> MedusaHeads:
     """The heads of a checkpoint directory, ready to run, their weights packed for the device.
 
@@ -229,7 +231,7 @@ def load_medusa(
     config = MedusaConfig.from_checkpoint(raw, slots, target)
     heads = MedusaHeads(config, target, dtype, torch.device(device))
     _load(heads, names_by_file)
-    pack_linears(heads, kernels)
+    pack_linears(heads, kernels, quantization)
     return heads.eval()
 
 

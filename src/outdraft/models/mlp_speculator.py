@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.head_checkpoint import (
@@ -200,6 +201,7 @@ def load_mlp_speculator(
     dtype: torch.dtype,
     device: torch.device | str,
     kernels: Kernels,
+    quantization: WeightFormat | None = None,
 ) -> MLPSpeculator:
     """The speculator of a checkpoint directory, ready to run, its weights packed for the device.
 
@@ -216,7 +218,7 @@ def load_mlp_speculator(
         _leave_out_copies(names_by_file, config)
     speculator = MLPSpeculator(config, dtype, torch.device(device))
     fill_slots(speculator.slots(), names_by_file)
-    pack_linears(speculator, kernels)
+    pack_linears(speculator, kernels, quantization)
     return speculator.eval()
 
 

@@ -9,8 +9,8 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import WeightFormat
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
 _FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2, "int4": 3}  # Format of csrc/linear.h

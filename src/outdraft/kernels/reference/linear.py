@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outdraft.kernels.ops import WeightFormat
+from outdraft.core.weight_format import WeightFormat
 
 
 def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from outdraft.kernels.ops import Kernels, Product, WeightFormat
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.reference.linear import linear
 
 

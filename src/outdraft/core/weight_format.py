@@ -1,0 +1,31 @@
+"""How the weight of a product may be kept."""
+
+from enum import StrEnum
+
+
+class WeightFormat(StrEnum):
+    """How the weight of a product is kept."""
+
+    PLAIN = "plain"  # as it came
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    INT8 = "int8"  # a scale for each output
+    INT4 = "int4"  # a scale for every 128 inputs of an output
+    INT4_ZERO = "int4-zero"  # and a zero point
+    INT4_G32 = "int4-g32"  # the same for every 32 inputs
+    INT4_G32_ZERO = "int4-g32-zero"
+
+    @property
+    def group_inputs(self) -> int:
+        """How many inputs share a scale; 0: all."""
+        if not self.startswith("int4"):
+            return 0
+        return 32 if "-g32" in self else 128
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a group has a zero point."""
+        return self.endswith("-zero")
+
+
+QUANTIZATIONS = tuple(one for one in WeightFormat if one.startswith("int"))
