@@ -48,7 +48,9 @@ def main() -> None:
     args = parser.parse_args()
     result = json.loads(args.json.read_text())
     rows = [*best_of_depths(all_rows(result["groups"]))]
-    text = "\n".join([about(result), "", *table(rows), "", *losses(rows, result["groups"]), ""])
+    groups = result["groups"]
+    parts = [about(result), "", *table(rows), "", equal_texts(groups), "", *losses(rows, groups)]
+    text = "\n".join([*parts, ""])
     if args.print:
         print(text)
         return
@@ -135,6 +137,22 @@ def about(result: dict[str, Any]) -> str:
         f"({read[0]:.1f} to {read[-1]:.1f}) between measurements; the load average was "
         f"{load[0]:.1f} to {load[-1]:.1f}. The best of a line is bold."
     )
+
+
+def equal_texts(groups: list[dict[str, Any]]) -> str:
+    """How many greedy texts speculation left as the same engine writes them without."""
+    plain: dict[tuple[Any, ...], list[str]] = {}
+    counts: dict[str, list[bool]] = {}
+    for group in (one for one in groups if one["kind"] == "decode"):
+        for cell in group["cells"]:
+            texts = [answer["text"] for run in cell["runs"] for answer in run["answers"]]
+            where = (group["model"], cell["engine"], cell["batch"])
+            expected = plain.setdefault(where, texts)
+            if group["method"] != "plain" and len(texts) == len(expected):
+                pairs = zip(texts, expected, strict=True)
+                counts.setdefault(cell["engine"], []).extend(a == b for a, b in pairs)
+    said = ", ".join(f"{name} {sum(same)} of {len(same)}" for name, same in counts.items())
+    return f"Speculative texts that equal the same engine's plain ones: {said}."
 
 
 def table(rows: list[Row]) -> Iterator[str]:

@@ -9,7 +9,9 @@ every measurement, written after each group; report.py makes a table of it.
 
 import argparse
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import mmap
 import os
@@ -22,7 +24,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +72,8 @@ def measure_group(args: argparse.Namespace, group: Group) -> dict[str, Any]:
                 runners[name] = Runner(name, args, group)
                 ends.callback(runners[name].end)
                 runners[name].start(group)
-        for length in group.prompt_lengths:
-            for batch in group.batches:
-                for busy in group.busy:
-                    cells += measure_cell(args, group, runners, (length, batch, busy))
+        for where in itertools.product(group.prompt_lengths, group.batches, group.busy):
+            cells += measure_cell(args, group, runners, where)
     about = {name: runner.about for name, runner in runners.items()}
     return asdict(group) | {"runners": about, "cells": cells}
 
@@ -90,23 +89,20 @@ def measure_cell(
     max_tokens = min(group.max_tokens, args.max_tokens)
     *asked, warm_up = prompts(group.model, length, 1 + (group.num_prompts if batch == 1 else batch))
     batches = [[prompt] for prompt in asked] if batch == 1 else [asked]
-    cells = {
-        name: {"engine": name, "prompt_tokens": length, "batch": batch, "busy": busy, "runs": []}
-        for name in runners
-        if batch == 1 or group.method == "plain" or name != "transformers"  # it cannot
-    }
-    for name in cells:
+    can = [n for n in runners if n != "transformers" or batch == 1 or group.method == "plain"]
+    runs: dict[str, list[Any]] = {name: [] for name in can}
+    for name in can:
         runners[name].ask([warm_up] * batch, min(WARM_UP_TOKENS, max_tokens), False)
     for one in batches * args.repeats:
-        for name in random.sample([*cells], len(cells)):
+        for name in random.sample(can, len(can)):
             run = measure(runners[name], one, max_tokens, group.kind == "busy", busy)
-            cells[name]["runs"] += [run] if run else []
-    for name, cell in cells.items():
-        wall_s = sum(run["wall_s"] for run in cell["runs"])
-        tokens = sum(len(run["answers"]) for run in cell["runs"]) * max_tokens
-        rate = f"{tokens / wall_s:.1f} tokens/s with prompts" if wall_s else "failed"
-        print(group.kind, group.model, group.method, group.depth, *where, name, rate, flush=True)
-    return [*cells.values()]
+            runs[name] += [run] if run else []
+    for name, done in runs.items():
+        rate = batch * max_tokens * len(done) / (sum(run["wall_s"] for run in done) or 1)
+        told = f"{rate:.1f} tokens/s with prompts" if done else runners[name].about["failure"]
+        print(group.kind, group.model, group.method, group.depth, *where, name, told, flush=True)
+    about = {"prompt_tokens": length, "batch": batch, "busy": busy}
+    return [about | {"engine": name, "runs": done} for name, done in runs.items()]
 
 
 def measure(
@@ -212,7 +208,7 @@ def place(name: str, folder: Path) -> tuple[str, dict[str, str], str]:
 
 def read_bandwidth() -> float:
     """GB/s at which two threads read 1 GiB in huge pages, the best of three times."""
-    parts, pool = _memory()
+    parts, pool = memory()
     seconds: list[float] = []
     for _ in range(3):
         started_s = time.perf_counter()
@@ -221,8 +217,8 @@ def read_bandwidth() -> float:
     return READ_BYTES / min(seconds) / 1e9
 
 
-@cache
-def _memory() -> tuple[list[Any], ThreadPoolExecutor]:
+@functools.cache
+def memory() -> tuple[list[Any], ThreadPoolExecutor]:
     region = mmap.mmap(-1, READ_BYTES)
     region.madvise(mmap.MADV_HUGEPAGE)
     data = np.frombuffer(region, np.int64)
