@@ -62,13 +62,13 @@ class NativeProduct:
         bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
         self._functions = functions
         self._dtype = weight_ED.dtype
-        self._num_outputs, self._num_inputs = weight_ED.shape
+        self.num_outputs, self.num_inputs = weight_ED.shape
         weight = (
             weight_ED.data_ptr(),
             _DTYPES[self._dtype],
             weight_ED.stride(0),
-            self._num_outputs,
-            self._num_inputs,
+            self.num_outputs,
+            self.num_inputs,
         )
         fitting = WeightFormat.BFLOAT16 if functions.fits(*weight) else WeightFormat.FLOAT32
         self.format = quantization or fitting
@@ -98,10 +98,10 @@ class NativeProduct:
         """[T, E]."""
         num_rows, num_inputs = x_TD.shape
         assert x_TD.dtype is self._dtype, f"expected {self._dtype}, got {x_TD.dtype}"
-        assert num_inputs == self._num_inputs, f"expected {self._num_inputs}, got {num_inputs}"
+        assert num_inputs == self.num_inputs, f"expected {self.num_inputs}, got {num_inputs}"
         if x_TD.stride(1) != 1:
             x_TD = x_TD.contiguous()
-        out_TE = torch.empty((num_rows, self._num_outputs), dtype=self._dtype)
+        out_TE = torch.empty((num_rows, self.num_outputs), dtype=self._dtype)
         dtype = _DTYPES[self._dtype]
         self._multiply(
             self._team_address,
@@ -111,7 +111,7 @@ class NativeProduct:
             x_TD.stride(0),
             out_TE.data_ptr(),
             dtype,
-            self._num_outputs,
+            self.num_outputs,
             num_rows,
         )
         return out_TE
