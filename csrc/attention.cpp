@@ -312,8 +312,10 @@ class TileWork {
   void attend_row(int64_t row, int64_t start, int64_t end, const Sums& sums) {
     const int64_t position = positions_[row], lane = row * sizes_.heads_per_kv;
     const int64_t lowest = position - batch_.window + 1;
-    for (int64_t first_key = start; first_key < std::min(end, position + 1); first_key += kPiece) {
-      const int64_t num_keys = std::min(first_key + kPiece, position + 1) - first_key;
+    // A row whose result nobody wants may have fewer ancestors than its position says.
+    end = std::min({end, position + 1, first_draft() + std::popcount(ancestors_[row])});
+    for (int64_t first_key = start; first_key < end; first_key += kPiece) {
+      const int64_t num_keys = std::min(first_key + kPiece, end) - first_key;
       find_text(row, first_key, num_keys);
       score(num_keys, lane, lane + sizes_.heads_per_kv);
       for (int64_t head = 0; head < sizes_.heads_per_kv; ++head) {

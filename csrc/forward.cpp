@@ -393,17 +393,6 @@ void Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bo
   }
 }
 
-bool Decoder::greedy_chain(const DecoderRows* passes, int64_t num_passes, void* states,
-                           int64_t* ids) {
-  for (int64_t k = 0; k < num_passes; ++k) {
-    DecoderRows rows = passes[k];
-    rows.token_ids = ids + k * rows.num_rows;
-    if (!forward(rows, states, nullptr, 0, nullptr, states)) return false;
-    best_tokens(states, rows.num_rows, ids + (k + 1) * rows.num_rows, nullptr);
-  }
-  return true;
-}
-
 Decoder* create_decoder(const DecoderSpec& spec, const DecoderCache* caches, int64_t block_size) {
   if (spec.dtype == Dtype::kFloat32) return new DecoderOf<float>(spec, caches, block_size);
   return new DecoderOf<uint16_t>(spec, caches, block_size);
@@ -438,7 +427,6 @@ OUTDRAFT_EXPORT void decoder_best_tokens(Decoder* decoder, const void* states, i
   decoder->best_tokens(states, num_rows, ids, are_finite);
 }
 
-OUTDRAFT_EXPORT int64_t decoder_greedy_chain(Decoder* decoder, const DecoderRows* passes,
-                                             int64_t num_passes, void* states, int64_t* ids) {
-  return decoder->greedy_chain(passes, num_passes, states, ids);
+OUTDRAFT_EXPORT int64_t decoder_num_outputs(const Decoder* decoder) {
+  return decoder->vocabulary();
 }

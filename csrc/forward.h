@@ -1,8 +1,8 @@
-// A whole pass of a decoder over rows, and what follows from its states: logits, best tokens, a
-// greedy chain. Its readable twin is src/outdraft/kernels/reference/decoder.py.
+// A whole pass of a decoder over rows, and what follows from its states: logits and best tokens.
+// Its readable twin is src/outdraft/kernels/reference/decoder.py.
 //
-// Dimension key: T rows, R rows whose logits are wanted, B requests of one row, D hidden, X inputs
-// of layer 0, K tapped layers, or tokens of a chain, N the head's own vocabulary, M positions.
+// Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of layer 0, K
+// tapped layers, N the head's own vocabulary, M positions.
 #pragma once
 
 #include <cstdint>
@@ -81,10 +81,6 @@ class Decoder {
   // The tokens with the highest logits, as the target numbers them; whether that logit is finite.
   // A NaN counts as the highest; of equal ones the first wins.
   void best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
-
-  // ids [1 + K, B]: the best tokens behind the ones before, of which the first are given. `states`
-  // [B, D], behind which those were chosen, are overwritten. False as of `forward`.
-  bool greedy_chain(const DecoderRows* passes, int64_t num_passes, void* states, int64_t* ids);
 
   const DecoderSpec& spec() const { return spec_; }
   int64_t vocabulary() const { return spec_.head->num_outputs; }

@@ -24,7 +24,6 @@ def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwor
     """One of KINDS; the target's states are random. `folder`: for its checkpoint."""
     kernels = cpu_kernels()
     target = random_target(kernels, torch.float32)
-    target.pack()
     if kind == "language model":
         shape, drafting = target.config, LanguageModelNetwork(target)
     else:

@@ -90,12 +90,11 @@ def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
     model = CausalLM(own, replace(reference_kernels(), attention=NoAttention()), dtype)
     for weight in model.parameters():
         weight.fill_(0.01)
-    ids_T, metadata = torch.zeros(256, dtype=torch.int64), SimpleNamespace(slots_T=None)
-    positions_T = torch.arange(256)
+    ids_T = torch.zeros(256, dtype=torch.int64)
+    metadata = SimpleNamespace(slots_T=None, positions_T=torch.arange(256))
+    model.pack()
     with torch.inference_mode():
-        taken = peak_bytes(
-            lambda: model.forward_by_layers(ids_T, positions_T, [None] * 2, metadata)
-        )
+        taken = peak_bytes(lambda: model(ids_T, [None] * 2, metadata))
     shape = step_shape(dtype=dtype, max_num_batched_tokens=256)
     small = model_config(64, 64, 1, 1)
     planned = activation_bytes(shape, [own, small])

@@ -157,3 +157,12 @@ def test_other_dtypes_are_refused_by_name(name, dtype):
     batch = build_batch([Shape(3, 1, ())], Model(2, 1, 4, 4), dtype, seed=1)
     with pytest.raises(ConfigError, match=str(dtype)):
         native(name).attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+
+
+@each_library
+def test_a_row_may_have_fewer_ancestors_than_its_position_says(name):
+    batch = build_batch([Shape(20, 1, (0, 0, 1, 2))], Model(4, 2, 16, 4), torch.float32, seed=1)
+    batch.metadata.positions_T[4] += 3
+    got = native(name).attend(batch.q_THC, batch.cache, batch.metadata, 0.25, None)
+    want = REFERENCE.attend(batch.q_THC, batch.cache, batch.metadata, 0.25, None)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)

@@ -133,7 +133,7 @@ def chunked_logits(
         positions_T = torch.arange(start, start + size, device=model.device)
         slots_T = table_P[positions_T // block_size].long() * block_size + positions_T % block_size
         metadata = causal_metadata(start, size, slots_T, table_P)
-        hidden_TD = model(token_ids_T[start : start + size], positions_T, cache.layers, metadata)
+        hidden_TD = model(token_ids_T[start : start + size], cache.layers, metadata)
         logits.append(model.logits(hidden_TD))
         start += size
     return torch.cat(logits)

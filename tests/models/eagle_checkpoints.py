@@ -44,6 +44,7 @@ def random_target(
     generator = torch.Generator().manual_seed(7)
     for slot in target.checkpoint_slots().values():
         slot.copy_(torch.randn(slot.shape, generator=generator).bfloat16())
+    target.pack()
     return target
 
 

@@ -108,6 +108,7 @@ def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     packed = load_model(path, torch.float32, "cpu", cpu_kernels())
     plain = CausalLM(packed.config, reference_kernels())
     load_weights(plain, weight_files(path))
+    plain.pack()
     token_ids_T = random_tokens(NUM_TOKENS)
 
     assert packed.lm_head.format is WeightFormat.FLOAT32

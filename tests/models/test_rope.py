@@ -12,14 +12,13 @@ from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM, PreTrainedMod
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.reference.pointwise import rms_norm
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.config import ModelConfig
-from outdraft.models.layers.linear import are_bfloat16
+from outdraft.models.decoder import DecoderLayer
 from outdraft.models.layers.rotary import attention_factor, frequencies
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import arrange_for_rotary, load_model
+from outdraft.models.loader import load_model
 from outdraft.models.rope_config import read_rope
-from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     LINEAR,
     TINY,
@@ -31,7 +30,7 @@ from tests.models.checkpoints import (
     randomised,
     save,
 )
-from tests.models.test_compiled_forward import hidden_of
+from tests.models.test_native_forward import assert_layers_are_computed
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 HEAD_SIZE = 16
@@ -161,45 +160,36 @@ def test_heads_that_turn_in_part_give_the_logits_of_transformers(kind, tmp_path)
     torch.testing.assert_close(got_TV, want_TV, rtol=1e-4, atol=1e-4)
 
 
-def checkpoint(kind: str, path: Path) -> CausalLM:
-    """In float32, of weights that bfloat16 holds exactly."""
-    if kind == "partial":
-        partly_turned(path, rope_type="default")
-    else:
-        save(randomised(stretched(kind)).bfloat16(), path)
-    return load_model(path, torch.float32, "cpu", cpu_kernels(1))
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "partial"])
 def test_the_compiled_pass_agrees_with_the_layers(kind, tmp_path):
-    model = checkpoint(kind, tmp_path)
-    assert are_bfloat16(model)
-    fast, _ = hidden_of(model, compiled=True)
-    slow, _ = hidden_of(model, compiled=False)
-    torch.testing.assert_close(fast, slow, rtol=1e-4, atol=1e-5)
+    """In float32, of weights that bfloat16 holds exactly."""
+    if kind == "partial":
+        partly_turned(tmp_path, rope_type="default")
+    else:
+        save(randomised(stretched(kind)).bfloat16(), tmp_path)
+    assert_layers_are_computed(tmp_path)
 
 
 def test_norms_and_biases_of_heads_are_put_in_order_too(tmp_path):
     save(randomised(qwen3(attention_bias=True)), tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(raw | {"partial_rotary_factor": 0.5}))
-    attention = load_model(tmp_path, torch.float64, "cpu", reference_kernels())._layers[0].self_attn
-    order_C = attention.rotary.order_C
+    model = load_model(tmp_path, torch.float64, "cpu", reference_kernels())
+    layer, order_C = next(iter(model.decoder.layers)), model.decoder.rotary.order_C
+    assert isinstance(layer, DecoderLayer)
     assert order_C is not None
     x_TD = torch.randn(3, TINY["hidden_size"], dtype=torch.float64)
-    start_TC = attention.rotary.at(torch.zeros(3, dtype=torch.long))  # where nothing has turned yet
 
     def queries_and_keys() -> Tensor:
-        sizes = (attention.num_heads, attention.num_kv_heads)
-        q, k, _ = attention.rotary.split(
-            attention.qkv_proj(x_TD), start_TC, *sizes, attention.norms
-        )
-        return torch.cat((q, k), dim=1)
+        spec, sizes = layer.spec(), (model.config.num_heads, model.config.num_kv_heads)
+        assert spec.q_norm_C is not None
+        assert spec.k_norm_C is not None
+        heads_THC = spec.qkv(x_TD).unflatten(1, (-1, model.config.head_size))
+        q, k, _ = heads_THC.split((*sizes, sizes[1]), dim=1)
+        return torch.cat((rms_norm(q, spec.q_norm_C, 1e-6), rms_norm(k, spec.k_norm_C, 1e-6)), 1)
 
     ours_THC = queries_and_keys()
-    again = order_C.argsort()
-    attention.rotary.order_C = again  # back to the checkpoint's order
-    arrange_for_rotary(attention)
+    layer.arrange(order_C.argsort())  # back to the checkpoint's order
     torch.testing.assert_close(ours_THC, queries_and_keys()[..., order_C], rtol=1e-12, atol=1e-12)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.layers.activation import silu_mul_cpu
+from outdraft.kernels.reference.pointwise import silu_mul
 from outdraft.models.layers.linear import Linear
 from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
@@ -73,10 +73,10 @@ def test_the_gate_gives_a_row_the_same_bits_in_chunks_of_any_size(
     torch.manual_seed(0)
     gate_up_T2I = torch.randn(NUM_ROWS, 2 * 679).to(dtype) * 4
 
-    whole_TI = silu_mul_cpu(gate_up_T2I)
+    whole_TI = silu_mul(gate_up_T2I)
 
     for size in CHUNKS:
-        assert torch.equal(in_chunks(silu_mul_cpu, gate_up_T2I, size), whole_TI)
+        assert torch.equal(in_chunks(silu_mul, gate_up_T2I, size), whole_TI)
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 679}

@@ -44,7 +44,7 @@ def read_afresh(target: CausalLM, text: Tensor, taps: Sequence[int]) -> tuple[Te
     """Hidden states of the whole text, and the tapped ones."""
     batch = causal_metadata(0, len(text), torch.arange(len(text)), torch.zeros(1).int())
     layers = cache_of(target.config, len(text)).layers
-    return target.forward_by_layers(text, batch.positions_T, layers, batch, taps)
+    return target.forward_tapped(text, layers, batch, taps)
 
 
 def drafter_afresh(target: CausalLM, network: Any, text: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ P blocks, K drafted rows of all requests, N most drafts of one, F rows of a leve
 S texts, L tokens, D inputs, E outputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -30,7 +31,7 @@ from outdraft.kernels.sampling_ops import (
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
-    from outdraft.attention.base import AttentionBackend
+    from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ class Product(Protocol):
     format: WeightFormat
     nbytes: int
 
-    def __call__(self, x_TD: "Tensor") -> "Tensor":
+    def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E], of x's dtype, which is the weight's. float32 sums or better; rounded once."""
         ...
 
@@ -181,11 +182,126 @@ class PackLinear(Protocol):
 
     def __call__(
         self,
-        weight_ED: "Tensor",
-        bias_E: "Tensor | None",
+        weight_ED: Tensor,
+        bias_E: Tensor | None,
         quantization: WeightFormat | None = None,
     ) -> Product:
         """Its numbers are those of `weight_ED`, or those that `quantization` rounds them to."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """One layer: attention, then the feed-forward block, each behind a norm and added to the
+    residual stream. None: it has no such norm; the weight of a norm has the size of what it norms.
+
+    Attributes:
+        qkv: to queries of all heads, then keys, then values of all kv heads; layer 0 of a network
+            with a `StateEntry` without an `fc` reads twice the hidden size.
+        gate_up: to the gate, then what it multiplies.
+        q_norm_C, k_norm_C: of each head, before it turns.
+        window: of its attention.
+    """
+
+    input_norm_D: Tensor | None
+    post_norm_D: Tensor
+    q_norm_C: Tensor | None
+    k_norm_C: Tensor | None
+    qkv: "Product"
+    o: "Product"
+    gate_up: "Product"
+    down: "Product"
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEntry:
+    """How a network takes in a state beside each token, as EAGLE does.
+
+    Attributes:
+        token_norm_D, state_norm_D: of each of the two.
+        fc: makes one state of both, to which the layers add. None: layer 0 reads both side by side
+            in place of its normed input, and the layers add to the state.
+        adds_to_normed: without an `fc`: they add to the normed state.
+    """
+
+    token_norm_D: Tensor | None
+    state_norm_D: Tensor | None
+    fc: "Product | None" = None
+    adds_to_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """A decoder-only network over a paged cache: Llama's and its relatives'.
+
+    Attributes:
+        embedding_VD: of the network's dtype, which is that of states and caches.
+        cos_sin_MC: float32 at least; cos of all frequencies, then sin, for each position.
+        scale: of queries and keys' products.
+        attention: where the decoder has no attention of its own.
+        final_norm_D: of the states that a pass returns.
+        entry: of a network that reads states; None: it reads tokens only.
+        head_norm_D: between states and the head.
+        draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    intermediate_size: int
+    eps: float
+    scale: float
+    embedding_VD: Tensor
+    cos_sin_MC: Tensor
+    layers: Sequence[LayerSpec]
+    attention: "AttentionBackend"
+    final_norm_D: Tensor | None
+    entry: StateEntry | None = None
+    head: "Product"
+    head_norm_D: Tensor | None = None
+    draft_ids_N: Tensor | None = None
+
+
+class DecoderPass(Protocol):
+    """What a decoder computes, for any number of rows.
+
+    On a CPU a row's bits depend neither on the rows beside it nor on the number of threads.
+    """
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence["LayerCache"],
+        metadata: "AttentionMetadata",
+        taps: Sequence[int] = (),
+        states_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The state of each row, [T, D], and the residual stream behind the first taps[k] layers,
+        [K, T, D], all of the network's dtype. Keys and values of the rows go to the caches.
+
+        Args:
+            token_ids_T: int64.
+            caches: one for each layer.
+            taps: each from 0 (what enters layer 0) to the number of layers.
+            states_TD: for a network with an entry.
+        """
+        ...
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """[R, N] of float32; of float64 for a float64 network."""
+        ...
+
+    def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
+        finite. A NaN counts as the highest; of equal ones the first wins."""
+        ...
+
+
+class CompileDecoder(Protocol):
+    """Prepare the passes of a network whose products are packed."""
+
+    def __call__(self, spec: DecoderSpec) -> DecoderPass:
+        """It reads the weights where they lie."""
         ...
 
 
@@ -193,9 +309,9 @@ class PackLinear(Protocol):
 class PlacedLevel:
     """Where the rows of a level stand; fields as in AttentionMetadata, T = B * F."""
 
-    ancestors_T: "Tensor"
-    positions_T: "Tensor"
-    slots_T: "Tensor"
+    ancestors_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
 
 
 class PlaceLevel(Protocol):
@@ -203,12 +319,12 @@ class PlaceLevel(Protocol):
 
     def __call__(
         self,
-        ancestors_BF: "Tensor",
+        ancestors_BF: Tensor,
         first_row: int,
         depth: int,
-        contexts_B: "Tensor",
-        num_drafts_B: "Tensor",
-        block_table_BP: "Tensor",
+        contexts_B: Tensor,
+        num_drafts_B: Tensor,
+        block_table_BP: Tensor,
         block_size: int,
     ) -> PlacedLevel:
         """New tensors. A row for which its request has no slot is kept nowhere, and no row sees it.
@@ -251,3 +367,4 @@ class Kernels:
     requests_of_rows: RequestsOfRows
     match: Match
     verify: Verify
+    compile_decoder: CompileDecoder

@@ -17,18 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.cpu import CpuAttention
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.ops import Kernels
-from outdraft.models.compiled_forward import CompiledForward
+from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
-from outdraft.models.eagle_layers import FirstLayer, FusedEntry, Kind, PairEntry, TapFusion
+from outdraft.models.eagle_layers import FusedEntry, PairEntry, TapFusion
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, are_bfloat16, memory_bytes, pack_linears
-from outdraft.models.layers.linear_team import shared_team
+from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
-from outdraft.models.layers.rotary import Rotary
-from outdraft.models.llama import CausalLM, DecoderLayer
+from outdraft.models.llama import CausalLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +101,16 @@ class EagleNetwork(nn.Module):
             self.fusion = TapFusion(config, len(self.taps), parts.fc_bias, kind)
             self.entry = PairEntry(config, kind)
         else:
-            self.entry = FusedEntry(config, parts.fc_bias, parts.input_norm, kind)
-        self._build_layers(kernels, kind)
+            self.entry = FusedEntry(config, parts.fc_bias, kind)
+        has_first_norm = self.fusion is None and parts.input_norm
+        self.decoder = Decoder(
+            layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm
+        )
         self._build_outputs(parts, kind)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self.kernels = kernels
-        self._compiled: CompiledForward | None = None
-
-    def _build_layers(self, kernels: Kernels, kind: Kind) -> None:
-        layer = self.config.layer
-        self.rotary = Rotary(layer.rope, layer.head_size, layer.max_model_len, **kind)
-        self._first = FirstLayer(layer, self.entry.num_outputs, kernels, self.rotary, kind)
-        self._further = [
-            DecoderLayer(layer, window, kernels, self.rotary, **kind)
-            for window in layer.windows[1:]
-        ]
-        self.layers = nn.ModuleList([self._first, *self._further])
+        self._passes: DecoderPass | None = None
 
     def _build_outputs(self, parts: EagleParts, kind: Kind) -> None:
         """The final norm, which EAGLE has only by exception, the head, and the mask."""
@@ -166,6 +156,22 @@ class EagleNetwork(nn.Module):
         """What `forward` reads for a token not known yet; None if config.json does not say."""
         return self.config.mask_token_id
 
+    @property
+    def passes(self) -> DecoderPass:
+        """What the network computes, once its weights and the target's are packed."""
+        if self._passes is None:
+            embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
+            is_fed_back = self.config.norm_output
+            self._passes = self.decoder.compile(
+                embed.weight.data,
+                self._target.lm_head if self.lm_head is None else self.lm_head,
+                final_norm=self.norm if is_fed_back else None,
+                head_norm=None if is_fed_back else self.norm,
+                entry=self.entry.spec(),
+                draft_ids_N=self.draft_ids_N,
+            )
+        return self._passes
+
     def forward(
         self,
         token_ids_T: Tensor,
@@ -177,46 +183,15 @@ class EagleNetwork(nn.Module):
 
         Writes the keys and values of the rows to the caches, one cache a layer.
 
-        A few rows on a CPU are one compiled call.
-
         Args:
             token_ids_T: int64, the token behind each row's position.
             states_TF: `features` of the row's position; in a draft, the state of its parent.
         """
-        if self._compiled is not None and self._compiled.suits([metadata]):
-            return self._compiled(token_ids_T, caches, metadata, states_TD=states_TF)[0]
-        return self.forward_by_layers(token_ids_T, states_TF, caches, metadata)
-
-    def forward_by_layers(
-        self,
-        token_ids_T: Tensor,
-        states_TF: Tensor,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        """As `forward`, on any device, for any number of rows."""
-        embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        cos_sin_TC = self.rotary.at(metadata.positions_T)
-        x_TD, residual_TD = self.entry(embed(token_ids_T), states_TF)
-        first_cache, *further_caches = caches
-        x_TD = self._first.self_attn(x_TD, cos_sin_TC, first_cache, metadata)
-        x_TD = self._first.post_attention_layernorm.add(x_TD, residual_TD)
-        x_TD = self._first.mlp(x_TD)
-        for layer, cache in zip(self._further, further_caches, strict=True):
-            x_TD = layer.input_layernorm.add(x_TD, residual_TD)
-            x_TD = layer.self_attn(x_TD, cos_sin_TC, cache, metadata)
-            x_TD = layer.post_attention_layernorm.add(x_TD, residual_TD)
-            x_TD = layer.mlp(x_TD)
-        if self.norm is not None and self.config.norm_output:
-            return self.norm.add(x_TD, residual_TD)
-        return residual_TD.add_(x_TD)
+        return self.passes(token_ids_T, caches, metadata, states_TD=states_TF)[0]
 
     def draft_logits(self, states_RD: Tensor) -> Tensor:
         """[R, N] of float32, of float64 for a float64 drafter, over the draft vocabulary."""
-        if self.norm is not None and not self.config.norm_output:
-            states_RD = self.norm(states_RD)
-        head = self._target.lm_head if self.lm_head is None else self.lm_head
-        return head(states_RD).to(torch.promote_types(self.dtype, torch.float32))
+        return self.passes.logits(states_RD)
 
     def logits(self, states_RD: Tensor) -> Tensor:
         """[R, V] over the target's vocabulary, -inf where the drafter has no such token."""
@@ -253,8 +228,7 @@ class EagleNetwork(nn.Module):
         slots: dict[str, Tensor | None] = dict(self.entry.slots())
         if self.fusion is not None:
             slots |= dict(self.fusion.slots())
-        for index, layer in enumerate([self._first, *self._further]):
-            slots |= {f"layers.{index}.{name}": slot for name, slot in layer.slots()}
+        slots |= {name: slot for name, slot in self.decoder.slots("") if slot is not None}
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
         parts = {"embed_tokens": self.embed_tokens, norm: self.norm, "lm_head": self.lm_head}
         for name, module in parts.items():
@@ -265,18 +239,3 @@ class EagleNetwork(nn.Module):
     def pack(self, quantization: WeightFormat | None = None) -> None:
         """Make its own products, once and for good."""
         pack_linears(self, self.kernels, quantization)
-        is_packed = self.dtype is torch.float32 and are_bfloat16(self)
-        if is_packed and isinstance(self.kernels.attention, CpuAttention):
-            self._compiled = self._compile()
-
-    def _compile(self) -> CompiledForward:
-        embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-        return CompiledForward(
-            self.config.layer,
-            self.entry.compiled(),
-            embed.weight,
-            self.rotary,
-            [self._first.parts(), *(layer.parts() for layer in self._further)],
-            self.norm if self.config.norm_output else None,
-            shared_team(torch.get_num_threads()),
-        )

@@ -20,7 +20,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork, EagleParts
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import arrange_for_rotary, fill_slots, tensor_names, weight_files
+from outdraft.models.loader import fill_slots, tensor_names, weight_files
 
 # Beginnings of names, and what they are in EAGLE's repository.
 _OTHER_NAMES = {
@@ -72,7 +72,7 @@ def load_eagle(
         for file, names in names_by_file.items()
     }
     fill_slots(network.checkpoint_slots(), weights_by_file)
-    arrange_for_rotary(network)
+    network.decoder.arrange()
     network.pack(quantization)
     return network.eval()
 

@@ -42,7 +42,6 @@ class LanguageModel(Protocol):
     def __call__(
         self,
         token_ids_T: Tensor,
-        positions_T: Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
-from outdraft.models.llama import CausalLM, SelfAttention
+from outdraft.models.llama import CausalLM
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
@@ -154,14 +154,7 @@ def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
         for names in names_by_file.values():
             names.pop("lm_head.weight", None)
     fill_slots(model.checkpoint_slots(), names_by_file)
-    arrange_for_rotary(model)
-
-
-def arrange_for_rotary(network: nn.Module) -> None:
-    """Put all queries and keys in the order in which they turn. To be called once."""
-    for module in network.modules():
-        if isinstance(module, SelfAttention):
-            module.arrange()
+    model.decoder.arrange()
 
 
 def fill_slots(

@@ -162,7 +162,7 @@ class ModelRunner:
         ids_T = self.state.read(rows, drafts)
         metadata = rows.metadata
         hidden_TD, tapped_KTD = self.model.forward_tapped(
-            ids_T, metadata.positions_T, self.cache.layers, metadata, self._taps
+            ids_T, self.cache.layers, metadata, self._taps
         )
         are_all = len(rows.logit_rows_R) == len(hidden_TD)
         logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]

@@ -85,9 +85,9 @@ def test_it_reads_translated_ids_and_predicts_shared_ones_only(model):
         torch.arange(90).flip(0)[:20],
         causal_metadata(0, 20, torch.arange(20), torch.arange(4, dtype=torch.int32)),
     )
-    hidden_TD = translated(ids_T, batch.positions_T, cache_of(model).layers, batch)
+    hidden_TD = translated(ids_T, cache_of(model).layers, batch)
     own_ids_T = vocabulary.target_to_draft_V[ids_T]
-    want_TD = model(own_ids_T, batch.positions_T, cache_of(model).layers, batch)
+    want_TD = model(own_ids_T, cache_of(model).layers, batch)
     assert torch.equal(hidden_TD, want_TD)
     logits_TV, own_TU = translated.logits(hidden_TD), model.logits(hidden_TD)
     assert logits_TV.shape == (20, 90)

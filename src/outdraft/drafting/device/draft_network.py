@@ -80,7 +80,7 @@ class LanguageModelNetwork:
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        return self._model(token_ids_T, metadata.positions_T, caches, metadata)
+        return self._model(token_ids_T, caches, metadata)
 
 
 class EagleDraftNetwork:

@@ -53,12 +53,11 @@ class TranslatedModel:
     def __call__(
         self,
         token_ids_T: Tensor,
-        positions_T: Tensor,
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
         """[T, D]; token_ids_T are the target's."""
-        return self.model(self._draft_ids_V[token_ids_T], positions_T, caches, metadata)
+        return self.model(self._draft_ids_V[token_ids_T], caches, metadata)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V]: -inf for the tokens that the model does not share."""

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
-from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.team import Team
 
 NO_WINDOW = 1 << 40
@@ -39,7 +38,8 @@ class NativeAttention:
 
     name = "native"
 
-    def __init__(self, library: Library, team: Team) -> None:
+    def __init__(self, team: Team) -> None:
+        library = team.library
         create = library.function("attention_create", [c_void_p], c_void_p)
         destroy = library.function("attention_destroy", [c_void_p], releases_gil=True)
         arguments = [c_void_p, POINTER(Batch), c_void_p]

@@ -1,10 +1,12 @@
 """The table of the compiled library."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from outdraft.attention.cpu import CpuAttention
+from outdraft.kernels.native.attention import NativeAttention
+from outdraft.kernels.native.decoder import NativeDecoder
 from outdraft.kernels.native.drafting import NativeDrafting
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
@@ -47,6 +49,7 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
 def native_kernels(library: Library, num_threads: int) -> Kernels:
     """For float32 and bfloat16 models on the CPU; `num_threads` compute, the caller included."""
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
+    team = shared_team(library.name, num_threads)
     sampling, verification = NativeSampling(library), NativeVerification(library)
     return replace(
         kernels,
@@ -59,6 +62,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,
-        attention=CpuAttention(num_threads),
-        pack_linear=NativeLinear(shared_team(library.name, num_threads)).pack_linear,
+        attention=NativeAttention(team),
+        pack_linear=NativeLinear(team).pack_linear,
+        compile_decoder=partial(NativeDecoder, team),
     )

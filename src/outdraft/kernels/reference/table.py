@@ -3,6 +3,7 @@
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
@@ -34,4 +35,5 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,
+        compile_decoder=ReferenceDecoder,
     )

@@ -1,27 +1,27 @@
-"""Rotary positions on the fused output of the query, key and value projections.
+"""Angles of rotary positions, and their frequencies.
 
 Su et al. 2021, in the layout of Hugging Face checkpoints: dimension i of a head turns together
 with dimension i + C / 2. Frequencies may be stretched to contexts longer than the trained one:
 linear (Chen et al. 2023), yarn (Peng et al. 2023), and the rule of Llama 3.1.
 
-Dimension key: T rows, M positions, H heads, G kv heads, C head size, F = C / 2 frequencies,
-E = (H + 2 G) * C.
+Dimension key: M positions, C head size, F = C / 2 frequencies.
 """
 
 import math
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from outdraft.models.layers import cpu_kernels
-from outdraft.models.layers.norm import RMSNorm, rms_norm
 from outdraft.models.rope_config import RopeConfig, RopeKind
 
 
 class Rotary(nn.Module):
-    """The table of cos and sin for all positions, and what is done with it."""
+    """The table of cos and sin for all positions: [M, C], cos of all frequencies, then sin.
+
+    Attributes:
+        order_C: which dimension of the checkpoint each of ours is; None: the same.
+    """
 
     cos_sin_MC: Tensor
 
@@ -48,62 +48,6 @@ class Rotary(nn.Module):
         )
         self.register_buffer("cos_sin_MC", cos_sin_MC.to(device), persistent=False)
         self.order_C = turning_order(config, head_size)
-        self._uses_kernels = cpu_kernels.are_usable(dtype, device)
-
-    def at(self, positions_T: Tensor) -> Tensor:
-        """[T, C]: cos of all frequencies, then sin, at each row's position."""
-        return self.cos_sin_MC.index_select(0, positions_T)
-
-    def split(
-        self,
-        qkv_TE: Tensor,
-        cos_sin_TC: Tensor,
-        num_heads: int,
-        num_kv_heads: int,
-        norms: tuple[RMSNorm, RMSNorm] | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [T, H, C], k and v [T, G, C], with q and k normed if there are `norms`, then turned."""
-        if not self._uses_kernels:
-            return split_rotate(qkv_TE, cos_sin_TC, num_heads, num_kv_heads, norms)
-        num_rows, head_size = cos_sin_TC.shape
-        q_THC = np.empty((num_rows, num_heads, head_size), dtype=np.float32)
-        k_TGC = np.empty((num_rows, num_kv_heads, head_size), dtype=np.float32)
-        v_TGC = np.empty((num_rows, num_kv_heads, head_size), dtype=np.float32)
-        qkv, cos_sin = qkv_TE.numpy(), cos_sin_TC.numpy()
-        if norms is None:
-            cpu_kernels.split_rotate(qkv, cos_sin, q_THC, k_TGC, v_TGC)
-        else:
-            q_norm, k_norm = norms
-            assert q_norm.numpy_D is not None
-            assert k_norm.numpy_D is not None
-            weights = (q_norm.numpy_D, k_norm.numpy_D)
-            cpu_kernels.split_norm_rotate(qkv, cos_sin, *weights, q_norm.eps, q_THC, k_TGC, v_TGC)
-        return torch.from_numpy(q_THC), torch.from_numpy(k_TGC), torch.from_numpy(v_TGC)
-
-
-def split_rotate(
-    qkv_TE: Tensor,
-    cos_sin_TC: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    norms: tuple[RMSNorm, RMSNorm] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`Rotary.split` for any device and dtype; v is a view of qkv."""
-    heads_THC = qkv_TE.unflatten(-1, (num_heads + 2 * num_kv_heads, cos_sin_TC.shape[1]))
-    q_THC, k_TGC, v_TGC = heads_THC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-    if norms is not None:
-        q_norm, k_norm = norms
-        q_THC = rms_norm(q_THC, q_norm.weight, q_norm.eps)
-        k_TGC = rms_norm(k_TGC, k_norm.weight, k_norm.eps)
-    return rotate(q_THC, cos_sin_TC), rotate(k_TGC, cos_sin_TC), v_TGC
-
-
-def rotate(x_THC: Tensor, cos_sin_TC: Tensor) -> Tensor:
-    """[T, H, C] of x's dtype: each pair (x[i], x[i + C / 2]) turned by its angle."""
-    cos_T1F, sin_T1F = cos_sin_TC[:, None].chunk(2, dim=-1)
-    low_THF, high_THF = x_THC.chunk(2, dim=-1)
-    turned = (low_THF * cos_T1F - high_THF * sin_T1F, high_THF * cos_T1F + low_THF * sin_T1F)
-    return torch.cat(turned, dim=-1).to(x_THC.dtype)
 
 
 def turning_order(config: RopeConfig, head_size: int) -> Tensor | None:

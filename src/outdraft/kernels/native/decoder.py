@@ -1,0 +1,243 @@
+"""Whole passes of a decoder by the compiled library, see csrc/forward.h.
+
+Dimension key: T rows, R rows whose logits are wanted, D hidden, K tapped layers, N the head's own
+vocabulary.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.native.attention import NO_WINDOW, address_of
+from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.native.team import Team
+from outdraft.kernels.ops import DecoderSpec, Product
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down")),
+        ("window", c_int64),
+    )
+
+
+class _Spec(ctypes.Structure):
+    _fields_ = (
+        ("team", c_void_p),
+        *((name, c_int64) for name in ("hidden", "intermediate", "num_heads", "num_kv_heads")),
+        *((name, c_int64) for name in ("head_size", "num_layers", "num_positions", "num_tokens")),
+        ("dtype", c_int64),
+        ("eps", c_float),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("embedding", "cos_sin", "final_norm")),
+        ("layers", POINTER(_Layer)),
+        *((name, c_int32) for name in ("reads_states", "adds_to_normed")),
+        *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
+        *((name, c_void_p) for name in ("head", "head_norm", "draft_ids")),
+    )
+
+
+class Rows(ctypes.Structure):
+    """The rows of a pass: addresses as in AttentionMetadata, then numbers."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_start")),
+        *((name, c_void_p) for name in ("context_lens", "num_causal", "ancestors", "block_table")),
+        *((name, c_int64) for name in ("num_rows", "num_requests", "table_stride")),
+    )
+
+
+class NativeDecoder:
+    """As `ops.DecoderPass`, for float32 and bfloat16 on the CPU.
+
+    Residuals and sums are float32. In a bfloat16 decoder these numbers are rounded: inputs of
+    products, cached keys and values, and what is returned.
+    """
+
+    def __init__(self, team: Team, spec: DecoderSpec) -> None:
+        self._spec, self._team = spec, team
+        self._dtype = spec.embedding_VD.dtype
+        self._norms: list[Tensor] = []  # float32; they live as long as this object
+        self._layers = (_Layer * len(spec.layers))(
+            *(
+                _Layer(
+                    *map(self._norm, (each.input_norm_D, each.post_norm_D)),
+                    *map(self._norm, (each.q_norm_C, each.k_norm_C)),
+                    *map(_weights, (each.qkv, each.o, each.gate_up, each.down)),
+                    NO_WINDOW if each.window is None else each.window,
+                )
+                for each in spec.layers
+            )
+        )
+        self._native_spec = self._describe()
+        function, handle = team.library.function, c_void_p
+        self._create = function(
+            "decoder_create", [POINTER(_Spec), c_void_p, c_int64], handle, releases_gil=True
+        )
+        self._destroy = function("decoder_destroy", [handle], releases_gil=True)
+        of_pass = [handle, POINTER(Rows), c_void_p, c_void_p, c_int64, c_void_p, c_void_p]
+        of_states = [handle, c_void_p, c_int64]
+        self._forward = function("decoder_forward", of_pass, c_int64, releases_gil=True)
+        self._logits = function("decoder_logits", [*of_states, c_void_p], releases_gil=True)
+        self._best_tokens = function(
+            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
+        )
+        self._bound: dict[tuple[int, ...], int] = {}
+        # For what needs no caches.
+        self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
+        weakref.finalize(self, self._destroy, self._unbound).atexit = False
+        self._num_outputs: int = function("decoder_num_outputs", [handle], c_int64)(self._unbound)
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int] = (),
+        states_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ops.DecoderPass`."""
+        size = self._spec.embedding_VD.shape[1]
+        out_TD = torch.empty((len(token_ids_T), size), dtype=self._dtype)
+        tapped_KTD = torch.empty((len(taps), *out_TD.shape), dtype=self._dtype)
+        taps_K = np.array(taps, dtype=np.int64)
+        states_TD = None if states_TD is None else states_TD.contiguous()
+        is_valid = self._forward(
+            self.handle(caches),
+            ctypes.byref(rows_of(metadata, address_of(token_ids_T, torch.int64))),
+            None if states_TD is None else address_of(states_TD, self._dtype),
+            taps_K.ctypes.data,
+            len(taps),
+            tapped_KTD.data_ptr(),
+            out_TD.data_ptr(),
+        )
+        assert is_valid, "a token or a position is out of its table"
+        return out_TD, tapped_KTD
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """As `ops.DecoderPass`."""
+        states_RD = states_RD.contiguous()
+        logits_RN = torch.empty((len(states_RD), self._num_outputs), dtype=torch.float32)
+        address = address_of(states_RD, self._dtype)
+        self._logits(self._unbound, address, len(states_RD), logits_RN.data_ptr())
+        return logits_RN
+
+    def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ops.DecoderPass`."""
+        states_RD = states_RD.contiguous()
+        ids_R = torch.empty(len(states_RD), dtype=torch.int64)
+        is_finite_R = torch.empty(len(states_RD), dtype=torch.bool)
+        self._best_tokens(
+            self._unbound,
+            address_of(states_RD, self._dtype),
+            len(states_RD),
+            ids_R.data_ptr(),
+            is_finite_R.data_ptr(),
+        )
+        return ids_R, is_finite_R
+
+    def handle(self, caches: Sequence[LayerCache]) -> int:
+        """Address of the `Decoder` with these caches; it lives as long as they do."""
+        first, last = caches[0].k_PSGC, caches[-1].v_PSGC
+        key = (first.data_ptr(), last.data_ptr(), first.shape[1])
+        handle = self._bound.get(key)
+        if handle is None:
+            addresses = [
+                address_of(tensor, self._dtype)
+                for cache in caches
+                for tensor in (cache.k_PSGC, cache.v_PSGC)
+            ]
+            assert len(addresses) == 2 * len(self._layers)
+            array = (c_void_p * len(addresses))(*addresses)
+            handle = self._create(ctypes.byref(self._native_spec), array, first.shape[1])
+            self._bound[key] = handle
+            # Before the memory of the caches is given back, no late helper may read it.
+            end = weakref.finalize(first, _unbind, self, key)
+            end.atexit = False
+        return handle
+
+    @property
+    def num_bound(self) -> int:
+        """How many engines' caches it knows."""
+        return len(self._bound)
+
+    def unbind(self, key: tuple[int, ...]) -> None:
+        """Forget caches."""
+        self._destroy(self._bound.pop(key))
+
+    def _norm(self, weight: Tensor | None) -> int | None:
+        if weight is None:
+            return None
+        self._norms.append(weight.detach().float().contiguous())
+        return self._norms[-1].data_ptr()
+
+    def _no_caches(self) -> ctypes.Array[c_void_p]:
+        return (c_void_p * (2 * len(self._layers)))()
+
+    def _describe(self) -> _Spec:
+        spec, entry = self._spec, self._spec.entry
+        num_tokens, hidden = spec.embedding_VD.shape
+        is_bf16 = self._dtype is torch.bfloat16
+        return _Spec(
+            team=self._team.address,
+            hidden=hidden,
+            intermediate=spec.intermediate_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.cos_sin_MC.shape[1],
+            num_layers=len(spec.layers),
+            num_positions=len(spec.cos_sin_MC),
+            num_tokens=num_tokens,
+            dtype=is_bf16,
+            eps=spec.eps,
+            scale=spec.scale,
+            embedding=address_of(spec.embedding_VD, self._dtype),
+            cos_sin=address_of(spec.cos_sin_MC, torch.float32),
+            final_norm=self._norm(spec.final_norm_D),
+            layers=self._layers,
+            reads_states=entry is not None,
+            adds_to_normed=entry is not None and entry.adds_to_normed,
+            token_norm=self._norm(entry and entry.token_norm_D),
+            state_norm=self._norm(entry and entry.state_norm_D),
+            fc=_weights(entry.fc) if entry is not None and entry.fc is not None else None,
+            head=_weights(spec.head),
+            head_norm=self._norm(spec.head_norm_D),
+            draft_ids=None
+            if spec.draft_ids_N is None
+            else address_of(spec.draft_ids_N, torch.int64),
+        )
+
+
+def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
+    """Where rows stand, and the address of their tokens; the tensors must stay alive."""
+    table_BP = metadata.block_table_BP
+    assert table_BP.stride(1) == 1
+    return Rows(
+        token_ids,
+        address_of(metadata.positions_T, torch.int64),
+        address_of(metadata.slots_T, torch.int64),
+        address_of(metadata.query_start_B1, torch.int32),
+        address_of(metadata.context_lens_B, torch.int32),
+        address_of(metadata.num_causal_B, torch.int32),
+        address_of(metadata.ancestors_T, torch.int64),
+        table_BP.data_ptr(),
+        len(metadata.slots_T),
+        len(metadata.context_lens_B),
+        table_BP.stride(0),
+    )
+
+
+def _weights(product: Product) -> int:
+    assert isinstance(product, NativeProduct)
+    return product.handle
+
+
+def _unbind(decoder: NativeDecoder, key: tuple[int, ...]) -> None:
+    decoder.unbind(key)

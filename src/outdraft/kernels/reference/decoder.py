@@ -1,0 +1,101 @@
+"""The decoder-only network of Llama, Mistral, Qwen 2, Qwen 3 and EAGLE, layer by layer.
+
+Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of layer 0, H heads, G kv
+heads, C head size, I intermediate, K tapped layers, N the head's own vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.ops import DecoderSpec, LayerSpec
+from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
+
+
+class ReferenceDecoder:
+    """As `ops.DecoderPass`, for any device and floating dtype.
+
+    All numbers have the network's dtype; statistics of norms, scores and softmax are float32 at
+    least. A bfloat16 decoder of the compiled library rounds less: only inputs of products, cached
+    keys and values, and what it returns.
+    """
+
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._spec = spec
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int] = (),
+        states_TD: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `ops.DecoderPass`."""
+        cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
+        x_TX, residual_TD = self._enter(token_ids_T, states_TD)
+        tapped = {0: residual_TD.clone()} if 0 in taps else {}
+        layers = zip(self._spec.layers, caches, strict=True)
+        for num_layers, (layer, cache) in enumerate(layers, start=1):
+            if num_layers > 1:
+                x_TX = self._norm(residual_TD, layer.input_norm_D)
+            residual_TD += self._attend(layer, x_TX, cos_sin_TC, cache, metadata)
+            x_TD = self._norm(residual_TD, layer.post_norm_D)
+            residual_TD += layer.down(silu_mul(layer.gate_up(x_TD)))
+            if num_layers in taps:
+                tapped[num_layers] = residual_TD.clone()  # the next layer adds to it in place
+        tapped_KTD = residual_TD.new_empty(0, *residual_TD.shape)
+        if taps:
+            tapped_KTD = torch.stack([tapped[tap] for tap in taps])
+        return self._norm(residual_TD, self._spec.final_norm_D), tapped_KTD
+
+    def logits(self, states_RD: Tensor) -> Tensor:
+        """As `ops.DecoderPass`."""
+        logits_RN = self._spec.head(self._norm(states_RD, self._spec.head_norm_D))
+        return logits_RN.to(torch.promote_types(logits_RN.dtype, torch.float32))
+
+    def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """As `ops.DecoderPass`."""
+        logits_RN = self.logits(states_RD)
+        best_R = logits_RN.argmax(dim=-1)
+        is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
+        ids_N = self._spec.draft_ids_N
+        return best_R if ids_N is None else ids_N[best_R], is_finite_R
+
+    def _enter(self, token_ids_T: Tensor, states_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""
+        embedded_TD = torch.nn.functional.embedding(token_ids_T, self._spec.embedding_VD)
+        entry, first_norm_D = self._spec.entry, self._spec.layers[0].input_norm_D
+        if entry is None:
+            return self._norm(embedded_TD, first_norm_D), embedded_TD
+        assert states_TD is not None
+        normed_TD = self._norm(states_TD, entry.state_norm_D)
+        x_TX = torch.cat((self._norm(embedded_TD, entry.token_norm_D), normed_TD), dim=-1)
+        if entry.fc is None:
+            return x_TX, (normed_TD if entry.adds_to_normed else states_TD).clone()
+        residual_TD = entry.fc(x_TX)
+        return self._norm(residual_TD, first_norm_D), residual_TD
+
+    def _norm(self, x_TD: Tensor, weight_D: Tensor | None) -> Tensor:
+        return x_TD if weight_D is None else rms_norm(x_TD, weight_D, self._spec.eps)
+
+    def _attend(
+        self,
+        layer: LayerSpec,
+        x_TX: Tensor,
+        cos_sin_TC: Tensor,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """[T, D]: what attention adds."""
+        num_heads, num_kv_heads = self._spec.num_heads, self._spec.num_kv_heads
+        heads_THC = layer.qkv(x_TX).unflatten(-1, (num_heads + 2 * num_kv_heads, -1))
+        q_THC, k_TGC, v_TGC = heads_THC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        q_THC = rotate(self._norm(q_THC, layer.q_norm_C), cos_sin_TC)
+        k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
+        attention = self._spec.attention
+        attention.write(k_TGC, v_TGC, cache, metadata.slots_T)
+        out_THC = attention.attend(q_THC, cache, metadata, self._spec.scale, layer.window)
+        return layer.o(out_THC.flatten(1))

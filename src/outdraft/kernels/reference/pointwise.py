@@ -1,0 +1,45 @@
+"""What a decoder computes number by number, in torch, for any device and floating dtype.
+
+On a CPU each row is computed as if it were alone.
+
+Dimension key: T rows, D hidden, H heads, G kv heads, C head size, I intermediate,
+E = (H + 2 G) * C.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """[..., D] of x's dtype: x / rms(x) * weight over the last dimension (Zhang, Sennrich 2019).
+
+    Statistics are float32 at least, as in the checkpoints' own code.
+    """
+    wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
+    scale_T1 = torch.rsqrt(wide_TD.square().mean(-1, keepdim=True) + eps)
+    return weight_D * (wide_TD * scale_T1).to(x_TD.dtype)
+
+
+def rotate(x_THC: Tensor, cos_sin_TC: Tensor) -> Tensor:
+    """[T, H, C] of x's dtype: each pair (x[i], x[i + C / 2]) turned by its angle (Su et al. 2021).
+
+    `cos_sin_TC`: cos of all frequencies, then sin, at each row's position.
+    """
+    cos_T1F, sin_T1F = cos_sin_TC[:, None].chunk(2, dim=-1)
+    low_THF, high_THF = x_THC.chunk(2, dim=-1)
+    turned = (low_THF * cos_T1F - high_THF * sin_T1F, high_THF * cos_T1F + low_THF * sin_T1F)
+    return torch.cat(turned, dim=-1).to(x_THC.dtype)
+
+
+def silu_mul(gate_up_T2I: Tensor) -> Tensor:
+    """silu(gate) * up, [T, I]: the first half of the columns is the gate (Shazeer 2020)."""
+    gate_TI, up_TI = gate_up_T2I.chunk(2, dim=-1)
+    if gate_up_T2I.device.type != "cpu":
+        return F.silu(gate_TI) * up_TI
+    # exp is numpy's: torch computes vectors by one method and what is left behind them by another.
+    wide_TI = gate_TI.to(torch.promote_types(gate_TI.dtype, torch.float32)).numpy()
+    with np.errstate(over="ignore"):  # infinity is right
+        silu_TI = torch.from_numpy(wide_TI / (1 + np.exp(-wide_TI)))
+    return (silu_TI * up_TI).to(gate_TI.dtype)
