@@ -5,6 +5,7 @@
 // drawn_level.cpp), others the likeliest tokens: EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -32,6 +33,8 @@ struct DraftTask {
   const int64_t *num_tokens, *positions, *contexts, *num_drafts, *seeds, *kinds;
   const bool* is_greedy;
   CutColumns cuts;
+  const bool* allowed;  // [B, V]; null: all tokens are
+  const float* bias;    // [B, V], added to logits; null: nothing is
   const int32_t* block_table;  // [B, P]
   // Results: [B, K], and [B, K, V]; probs may be null where no request draws.
   int64_t *token_ids, *parents;
@@ -121,8 +124,8 @@ class Drafting {
       for (int64_t f = 0; f < num_nodes_; ++f) {
         const int64_t row = b * num_nodes_ + f, place = first + f, index = context + place;
         ids_[row] = tree.token_ids[place];
-        positions_[row] = context + std::min(depth, wanted) - 1;  // deeper rows have no slot
         ancestors_[row] = tree.ancestors[place] & ((int64_t{1} << wanted) - 1);
+        positions_[row] = context - 1 + std::popcount(static_cast<uint64_t>(ancestors_[row]));
         slots_[row] = -1;
         if (place < wanted) {
           const int32_t* blocks = task_.block_table + b * task_.table_width;
@@ -162,18 +165,31 @@ class Drafting {
     for (int64_t e = b * num_nodes_; e < (b + 1) * num_nodes_; ++e) {
       const float* row = logits_ + e * num_outputs;
       float* to = processed_ + e * size;
-      if (draft_ids != nullptr) {
+      if (draft_ids == nullptr) {
+        std::copy_n(row, size, to);
+      } else {
         std::fill_n(to, size, kMasked);
         for (int64_t at = 0; at < num_outputs; ++at) to[draft_ids[at]] = row[at];
-        row = to;
       }
-      if (!task_.is_greedy[b]) {
-        process_row(row, size, task_.cuts.of(b), to);
-      } else if (row != to) {
-        std::copy_n(row, size, to);
+      if (task_.allowed != nullptr) keep_allowed(task_.allowed + b * size, to);
+      if (task_.bias != nullptr) {
+        for (int64_t id = 0; id < size; ++id) to[id] += task_.bias[b * size + id];
       }
+      if (!task_.is_greedy[b]) process_row(to, size, task_.cuts.of(b), to);
     }
     return processed_ + b * num_nodes_ * size;
+  }
+
+  // Without any allowed token that has mass the best token stays.
+  void keep_allowed(const bool* allowed, float* logits) const {
+    const int64_t best = argmax(logits, task_.size);
+    const float best_logit = logits[best];
+    bool has_any = false;
+    for (int64_t id = 0; id < task_.size; ++id) {
+      if (!allowed[id]) logits[id] = kMasked;
+      has_any |= logits[id] > kMasked;
+    }
+    if (!has_any) logits[best] = best_logit;
   }
 
   // The next level of a request, whose rows begin at `first`, behind nodes from `first_above` on.

@@ -2,13 +2,13 @@
 //
 // The readable twin is `place_level` in src/outdraft/kernels/reference/rows.py.
 
-#include <algorithm>
+#include <bit>
 
 #include "export.h"
 
 // As `place_level` of ops.py.
 OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t first_row,
-                                 int64_t depth, const int64_t* ancestors, const int64_t* contexts,
+                                 const int64_t* ancestors, const int64_t* contexts,
                                  const int64_t* num_drafts, const int32_t* block_table,
                                  int64_t table_width, int64_t block_size, int64_t* own_ancestors,
                                  int64_t* positions, int64_t* slots) {
@@ -20,7 +20,7 @@ OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t fi
       const int64_t place = first_row + f;
       const int64_t index = contexts[b] + place;
       own_ancestors[row] = ancestors[row] & own_bits;
-      positions[row] = contexts[b] + std::min(depth, num_drafts[b]) - 1;  // deeper: no slot
+      positions[row] = contexts[b] - 1 + std::popcount(static_cast<uint64_t>(own_ancestors[row]));
       slots[row] = -1;
       if (place < num_drafts[b]) {
         slots[row] = blocks[index / block_size] * block_size + index % block_size;

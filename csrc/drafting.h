@@ -6,7 +6,7 @@
 
 namespace outdraft {
 
-// What decides where drawn rows go, as in kernels/data/growth.py.
+// What decides where drawn rows go, as in kernels/draft_ops.py.
 struct Worth {
   double rank0_base, rank0_slope, own_base, own_slope, side_weight;
   int64_t num_shares;

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
 from tests.reference.processors import probabilities, processed_logits

@@ -18,9 +18,9 @@ from scipy.stats import chisquare
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting import policy as draft_policy
-from outdraft.drafting.device.model_drafts import ModelDrafts
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
+from outdraft.kernels.draft_ops import ModelDrafts
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import MixedPolicy
 from tests.oracle.heads import random_head

@@ -19,9 +19,10 @@ from outdraft.core.plan import Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
+from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
+from outdraft.kernels.draft_ops import DraftStart
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
@@ -111,20 +112,19 @@ class RandomAcceptance:
         return Verdict(ids_BN1, (ids_BN1 >= 0).sum(1), rows_BN)
 
     def _watch(self, drafter: NetworkDrafter) -> None:
-        levels_of = drafter.levels
+        start_of = drafter.start
 
-        def checked(
-            asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-        ) -> NetworkLevels:
-            found = levels_of(asks, token_ids_SL, depth)
-            for ask, logits_V in zip(asks, found.first_logits(), strict=True):
+        def checked(asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
+            found = start_of(asks, token_ids_SL)
+            logits_BV = drafter.network.logits(found.states_BD)
+            for ask, logits_V in zip(asks, logits_BV, strict=True):
                 text = token_ids_SL[ask.state_row, : ask.num_tokens]
                 fresh = drafter_afresh(self.runner.model, drafter.network, text)
                 torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
                 self.num_drafter_checks += 1
             return found
 
-        drafter.levels = checked
+        drafter.start = checked
 
 
 @settings(max_examples=5, deadline=None)

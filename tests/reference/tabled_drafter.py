@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.grower import Frontier
-from outdraft.drafting.device.model_drafts import ModelDrafts
+from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
 
 

@@ -10,7 +10,7 @@ P blocks, K drafted rows of all requests, N most drafts of one, F rows of a leve
 S texts, L tokens, D inputs, E outputs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.sampling_ops import (
     Choose,
     ChooseWithProbs,
@@ -296,6 +297,17 @@ class DecoderPass(Protocol):
         finite. A NaN counts as the highest; of equal ones the first wins."""
         ...
 
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """A whole draft behind texts that the network has read.
+
+        Args:
+            by_levels: makes the same draft level by level, with this network's passes; that is the
+                meaning of this operation.
+        """
+        ...
+
 
 class CompileDecoder(Protocol):
     """Prepare the passes of a network whose products are packed."""
@@ -321,18 +333,17 @@ class PlaceLevel(Protocol):
         self,
         ancestors_BF: Tensor,
         first_row: int,
-        depth: int,
         contexts_B: Tensor,
         num_drafts_B: Tensor,
         block_table_BP: Tensor,
         block_size: int,
     ) -> PlacedLevel:
         """New tensors. A row for which its request has no slot is kept nowhere, and no row sees it.
+        Its position follows from what it sees, as that of any other row.
 
         Args:
             ancestors_BF: int64; bit j: the row continues drafted row j, or is it.
             first_row: number of the level's first row; the others follow it.
-            depth: of all rows; the root's children have 1.
             contexts_B: int64; tokens of each request that the network has read.
             num_drafts_B: int64; slots behind these that belong to the request.
             block_table_BP: int32, contiguous; it covers them.

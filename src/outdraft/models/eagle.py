@@ -10,7 +10,7 @@ Dimension key: T rows, R rows that need logits, D hidden of the drafter, F what 
 target's pass for a row, N draft vocabulary, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
@@ -200,6 +201,12 @@ class EagleNetwork(nn.Module):
             return logits_RN
         logits_RV = logits_RN.new_full((len(logits_RN), self._target.vocab_size), -torch.inf)
         return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
+        return self.passes.draft(start, growth, by_levels)
 
     @property
     def memory_bytes(self) -> int:

@@ -3,13 +3,14 @@
 Dimension key: T rows, R rows that need logits, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 
@@ -50,4 +51,10 @@ class LanguageModel(Protocol):
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] of float32, of float64 for a float64 model; -inf for tokens it does not know."""
+        ...
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
         ...

@@ -3,13 +3,14 @@
 Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, K tapped layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind
@@ -83,6 +84,12 @@ class CausalLM(nn.Module):
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf."""
         return self.passes.best_tokens(hidden_RD)
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
+        return self.passes.draft(start, growth, by_levels)
 
     @property
     def weight_bytes(self) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
-from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.runner.step_rows import state_row
 
 

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.drawn_level import LevelTask, draw_level, side_shares
-from outdraft.drafting.device.grower import Growth, grow
+from outdraft.drafting.device.drawn_level import LevelTask, draw_level
+from outdraft.drafting.device.grower import grow
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.draft_ops import Growth, side_shares
 from outdraft.kernels.reference import noise
 from tests.kernels.tables import kernels_for
 from tests.reference.draft_trees import ancestor_masks, tree_depths

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import Frontier
-from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
-from outdraft.drafting.device.network_drafter import NetworkDrafter
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
@@ -83,11 +85,19 @@ def propose(
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
 
 
+def drafting_by_levels(network: Network) -> Network:
+    """The same network without a whole draft."""
+    drafting, cache = network
+    names = ("lag", "taps", "kernels", "keep", "read", "logits")
+    parts = {name: getattr(drafting, name) for name in names}
+    return SimpleNamespace(**parts, draft=lambda start, growth, by_levels: by_levels()), cache
+
+
 def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:
     """[V]: what follows these drafts, read one by one."""
     with torch.inference_mode():
-        one = [replace(ask, num_drafts=len(path) + 1)]
-        levels = drafter_of(network).levels(one, TEXTS_SL, len(path) + 1)
+        start = drafter_of(network).start([replace(ask, num_drafts=len(path) + 1)], TEXTS_SL)
+        levels = NetworkLevels(network[0], start, torch.tensor([len(path) + 1]))
         logits_V = levels.first_logits()[0]
         for place, token in enumerate(path):
             ids_11, bits_11 = torch.tensor([[token]]), torch.tensor([[(2 << place) - 1]])
@@ -115,6 +125,44 @@ def cases(draw: st.DrawFn) -> Case:
             draw(st.one_of(st.just(shape.num_rows), st.integers(1, shape.num_rows))) for _ in params
         ],
         seed=draw(st.integers(0, 1000)),
+    )
+
+
+OTHERS = [
+    SamplingParams(temperature=0.7, top_k=9),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=0.9, min_p=0.1, top_k=20, top_p=0.9),
+    SamplingParams(temperature=1.0, logit_bias={3: 4.0, 7: -1.0}, seed=4),
+    SamplingParams(temperature=1.0, allowed_token_ids=list(range(0, 60, 2))),
+    SamplingParams(temperature=0.0, allowed_token_ids=list(range(5, 35)), logit_bias={6: 9.0}),
+    SamplingParams(temperature=1.0, presence_penalty=1.0),
+]
+
+
+@settings(max_examples=20, deadline=None)
+@given(case=cases(), others=st.lists(st.sampled_from(OTHERS), max_size=2), samples=st.booleans())
+def test_a_whole_draft_is_that_of_single_levels(
+    network: Network, case: Case, others: list[SamplingParams], samples: bool
+):
+    if not samples:  # the likeliest tokens of a cut row may have no mass, all of them alike
+        others = [one for one in others if one.top_p == 1.0 and one.min_p == 0.0]
+    case = replace(case, params=[*others, *case.params][: len(case.params)])
+    mine = propose(network, case, samples=samples)
+    theirs = propose(drafting_by_levels(network), case, samples=samples)
+    assert torch.equal(mine.token_ids_BK, theirs.token_ids_BK)
+    for b, rows in enumerate(case.num_rows):
+        assert torch.equal(mine.parents_BK[b, :rows], theirs.parents_BK[b, :rows])
+    assert torch.equal(mine.num_drafts_B, theirs.num_drafts_B)
+    assert (mine.is_chain, mine.all_sampled) == (theirs.is_chain, theirs.all_sampled)
+    if theirs.is_sampled_BK is None or theirs.probs_BKV is None:
+        assert mine.is_sampled_BK is mine.probs_BKV is None
+        return
+    assert mine.is_sampled_BK is not None
+    assert mine.probs_BKV is not None
+    assert torch.equal(mine.is_sampled_BK, theirs.is_sampled_BK)
+    is_drawn_BK = mine.is_sampled_BK  # the other rows' probabilities are anything
+    torch.testing.assert_close(
+        mine.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK], rtol=1e-4, atol=1e-6
     )
 
 

@@ -17,11 +17,12 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.draft_network import LanguageModelNetwork
-from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import MaskStates
+from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.kv.feature_cache import FeatureCache

@@ -7,13 +7,14 @@ target's where the target has read the text, else EAGLE's own.
 Dimension key: T rows, R rows whose logits are needed, D state, V the target's vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle import EagleNetwork
@@ -58,6 +59,12 @@ class DraftNetwork(Protocol):
         """[R, V] of float32 at least; -inf for tokens that the network does not know."""
         ...
 
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
+        ...
+
 
 class LanguageModelNetwork:
     """A small language model."""
@@ -68,7 +75,7 @@ class LanguageModelNetwork:
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.kernels = model.kernels
-        self.logits = model.logits
+        self.logits, self.draft = model.logits, model.draft
 
     def keep(self, states: TargetStates) -> None:
         """It needs nothing of the target's."""
@@ -93,7 +100,7 @@ class EagleDraftNetwork:
         self._features = features
         self.kernels = network.kernels
         self.taps = network.taps
-        self.logits = network.logits
+        self.logits, self.draft = network.logits, network.draft
 
     def keep(self, states: TargetStates) -> None:
         features_TF = self._network.features(states.hidden_TD, states.tapped_KTD)

@@ -11,20 +11,17 @@ from torch import Tensor
 
 from outdraft.drafting.device.level_rows import best_places
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.draft_ops import (
+    DECAY,
+    OWN_BASE,
+    OWN_SLOPE,
+    PARENT_SHIFT,
+    RANK0_BASE,
+    RANK0_SLOPE,
+    SIDE_WEIGHT,
+    side_shares,
+)
 from outdraft.kernels.reference.noise import gumbel
-
-PARENT_SHIFT = 24  # an anchor of noise is committed tokens + (row of the parent << PARENT_SHIFT)
-
-# How much rows are worth, estimated from the drafter's own probabilities and fitted on the embedded
-# pair. The estimate only decides which nodes get the rows: a bad fit costs speed, never exactness.
-RANK0_BASE, RANK0_SLOPE = 0.47, 0.42  # acceptance of a first draw, by the best probability
-# The same of a drawn token, by the square root of its probability.
-OWN_BASE, OWN_SLOPE = 0.45, 0.5
-# An exponent: rows below make up for refusals, so a path is worth more than the product.
-DECAY = 0.5
-SIDE = (0.35, 0.2, 0.14)  # what ranks 1, 2 and 3 cover, as shares of what rank 0 has left
-SIDE_DECAY = 0.8  # each further rank covers this share of what the rank before it covers
-SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a share of its worth
 
 _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
@@ -98,12 +95,6 @@ def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnL
     side_BF = SIDE_WEIGHT * gain_BEC.flatten(1).gather(1, places_BF)
     weight_BF = torch.where(ranks_BF == 0, first_BF, side_BF) * is_drawn_BF
     return DrawnLevel(token_ids_BF, origins_BF, is_drawn_BF, probs_BFV, weight_BF)
-
-
-def side_shares(num_ranks: int) -> list[float]:
-    """What each rank from 1 to `num_ranks` - 1 covers, as a share of what rank 0 has left."""
-    further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
-    return [*SIDE, *further][: num_ranks - 1]
 
 
 def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:

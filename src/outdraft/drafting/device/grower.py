@@ -20,12 +20,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.drawn_tree import DrawnRows, DrawnTrees
 from outdraft.drafting.device.level_rows import NewRows
-from outdraft.drafting.device.model_drafts import ModelDrafts
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
@@ -78,32 +77,6 @@ class KnownLevels:
         """As `TreeLevels`."""
         width = frontier.token_ids_BF.shape[1]
         return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Growth:
-    """What is wanted of a batch.
-
-    Attributes:
-        kernels: process logits and draw noise.
-        shape: of the largest tree.
-        num_tokens_B: int64, committed tokens.
-        positions_B: int64, text positions of the first drafts.
-        num_drafts_B: int64; how many rows of the shape each request wants: the first ones.
-        fewest: known on the host: the smallest of these.
-        sampling: the requests' parameters, without those that look back at the text.
-        samples: draw drafts from the drafter's distribution; False: all requests get the
-            likeliest tokens.
-    """
-
-    kernels: Kernels
-    shape: TreeShape
-    num_tokens_B: Tensor
-    positions_B: Tensor
-    num_drafts_B: Tensor
-    fewest: int
-    sampling: SamplingBatch
-    samples: bool
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

@@ -20,9 +20,10 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.drafting.device.grower import Frontier, KnownLevels
+from outdraft.drafting.device.grower import Frontier, KnownLevels, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
 
@@ -78,10 +79,16 @@ class MedusaDrafter:
         self._heads, self._last = heads, LastHidden(num_state_rows, size, heads.dtype, heads.device)
         self.keep = self._last.keep
 
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
+        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
+
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
     ) -> KnownLevels:
-        """As `Drafter.levels`."""
+        """What may follow the texts, so many levels deep."""
         firsts = FirstHeads(asks, self._heads.num_heads, depth, token_ids_SL.device)
         (rows_B,) = to_device([np.array([ask.state_row for ask in asks])], token_ids_SL.device)
         logits_BJV = self._heads.logits(self._last.hidden_SD[rows_B], firsts.used)
@@ -109,10 +116,16 @@ class MLPSpeculatorDrafter:
         self._last = LastHidden(num_state_rows, size, dtype, speculator.device)
         self.keep = self._last.keep
 
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
+        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
+
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
     ) -> "MLPSpeculatorLevels":
-        """As `Drafter.levels`."""
+        """What may follow the texts, so many levels deep."""
         firsts = FirstHeads(asks, self._speculator.num_heads, depth, token_ids_SL.device)
         given_BJ = np.zeros((len(asks), firsts.distinct[-1]), dtype=np.int64)
         for given_J, ask in zip(given_BJ, asks, strict=True):

@@ -1,12 +1,10 @@
-"""What a drafter on the device is asked for, and what comes of it.
+"""What a drafter on the device is asked for.
 
-Dimension key: B requests that draft, K drafts, V vocabulary, S state rows, L tokens.
+Dimension key: K drafts, S state rows, L tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +26,3 @@ class DraftModelAsk:
     num_drafts: int
     block_ids: Sequence[int]
     continued: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDrafts:
-    """One tree per ask.
-
-    Attributes:
-        token_ids_BK: int64; -1 past the drafts that a request wants.
-        parents_BK: int64; row that each draft continues, as in `Draft`. Row 0 is the last token
-            before the drafts.
-        num_drafts_B: int64; how many each request wanted.
-        probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
-        is_sampled_BK: bool, which drafts were drawn from probs_BKV; None with it.
-        is_chain: known on the host: all trees are chains.
-        all_sampled: known on the host: of every request some were.
-    """
-
-    token_ids_BK: Tensor
-    parents_BK: Tensor
-    num_drafts_B: Tensor
-    probs_BKV: Tensor | None = None
-    is_sampled_BK: Tensor | None = None
-    is_chain: bool = False
-    all_sampled: bool = False

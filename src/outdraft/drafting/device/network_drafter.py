@@ -7,6 +7,7 @@ S state rows, L tokens of a text, D the network's state.
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
@@ -14,10 +15,11 @@ from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import Frontier
+from outdraft.drafting.device.grower import Frontier, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import TextReader
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 
 
@@ -39,55 +41,53 @@ class NetworkDrafter:
         """The target has computed these."""
         self.network.keep(states)
 
-    def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-    ) -> "NetworkLevels":
-        """As `Drafter.levels`."""
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
+        start = self.start(asks, token_ids_SL)
+
+        def by_levels() -> ModelDrafts:
+            return grow(NetworkLevels(self.network, start, growth.num_drafts_B), growth)
+
+        return self.network.draft(start, growth, by_levels)
+
+    def start(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
+        """Read all that the network has not seen."""
         states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
-        return NetworkLevels(self.network, self._reader.cache, asks, states_B1D, metadata)
+        lag = self.network.lag
+        contexts = [ask.num_tokens + len(ask.continued) - lag for ask in asks]
+        num_drafts = [ask.num_drafts for ask in asks]
+        (contexts_B,) = to_device([np.array(contexts)], states_B1D.device)
+        return DraftStart(
+            states_BD=states_B1D[:, 0],
+            caches=self._reader.cache.layers,
+            contexts_B=contexts_B,
+            block_table_BP=metadata.block_table_BP,
+            block_size=self._reader.cache.block_size,
+            # The longest request has so many tokens: no table of blocks reaches further.
+            max_seq_len=max(map(sum, zip(contexts, num_drafts, strict=True))),
+        )
 
 
 class NetworkLevels:
     """What follows each node of a level: its rows are read behind the text, each seeing its
     ancestors only."""
 
-    def __init__(
-        self,
-        network: DraftNetwork,
-        cache: KVCache,
-        asks: Sequence[DraftModelAsk],
-        states_B1D: Tensor,
-        text: AttentionMetadata,
-    ) -> None:
-        """
-        Args:
-            states_B1D: behind the last token before the drafts.
-            text: the batch that read it.
-        """
-        self._network = network
-        self._cache = cache
-        self._states_BED = states_B1D
-        self._block_table_BP = text.block_table_BP
-        contexts = [ask.num_tokens + len(ask.continued) - network.lag for ask in asks]
-        num_drafts = [ask.num_drafts for ask in asks]
-        sent = to_device(
-            [
-                np.array(contexts),
-                np.array(num_drafts),
-                np.array(contexts, dtype=np.int32),
-                np.zeros(len(asks), dtype=np.int32),
-                np.arange(len(asks) + 1, dtype=np.int32),
-            ],
-            states_B1D.device,
+    def __init__(self, network: DraftNetwork, start: DraftStart, num_drafts_B: Tensor) -> None:
+        """`num_drafts_B`: int64, slots of each request behind its text."""
+        self._network, self._start = network, start
+        self._num_drafts_B = num_drafts_B
+        self._states_BED = start.states_BD[:, None]
+        self._context_lens_B = start.contexts_B.int()
+        self._zeros_B = torch.zeros_like(self._context_lens_B)
+        self._starts_B1 = torch.arange(
+            len(num_drafts_B) + 1, dtype=torch.int32, device=num_drafts_B.device
         )
-        self._contexts_B, self._num_drafts_B, self._context_lens_B, self._zeros_B, starts = sent
-        self._starts_B1 = starts
-        # The longest request has so many tokens: no table of blocks reaches further.
-        self._max_seq_len = max(map(sum, zip(contexts, num_drafts, strict=True)))
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the last token before the drafts."""
-        return self._network.logits(self._states_BED[:, 0])
+        return self._network.logits(self._start.states_BD)
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]: behind the nodes of a level."""
@@ -99,7 +99,7 @@ class NetworkLevels:
         states_RD = self._network.read(
             frontier.token_ids_BF.flatten(),
             states_BFD.flatten(0, 1),
-            self._cache.layers,
+            self._start.caches,
             self._batch(frontier),
         )
         self._states_BED = states_RD.view(*shape, -1)
@@ -110,11 +110,10 @@ class NetworkLevels:
         placed = self._network.kernels.place_level(
             frontier.ancestors_BF,
             frontier.first_row,
-            frontier.depth,
-            self._contexts_B,
+            self._start.contexts_B,
             self._num_drafts_B,
-            self._block_table_BP,
-            self._cache.block_size,
+            self._start.block_table_BP,
+            self._start.block_size,
         )
         return AttentionMetadata(
             query_start_B1=self._starts_B1 * width,
@@ -123,7 +122,7 @@ class NetworkLevels:
             ancestors_T=placed.ancestors_T,
             positions_T=placed.positions_T,
             slots_T=placed.slots_T,
-            block_table_BP=self._block_table_BP,
+            block_table_BP=self._start.block_table_BP,
             max_rows=width,
-            max_seq_len=self._max_seq_len,
+            max_seq_len=self._start.max_seq_len,
         )

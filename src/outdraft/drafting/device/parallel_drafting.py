@@ -23,10 +23,11 @@ from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import KnownLevels
+from outdraft.drafting.device.grower import KnownLevels, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import MaskStates, TextReader
+from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json
 
@@ -85,10 +86,16 @@ class ParallelDrafter:
         """The target has computed these."""
         self.network.keep(states)
 
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
+        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
+
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
     ) -> KnownLevels:
-        """As `Drafter.levels`."""
+        """What may follow the texts, so many levels deep."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
         masked = [
             replace(ask, continued=(*ask.continued, *[self._mask] * (number - 1)))

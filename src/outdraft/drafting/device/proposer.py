@@ -16,9 +16,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.grower import Growth, TreeLevels, grow
-from outdraft.drafting.device.model_drafts import DraftModelAsk, ModelDrafts
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 
@@ -46,12 +46,13 @@ class Drafter(Protocol):
         """The target has computed these; called at the end of every step."""
         ...
 
-    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
-        """What may follow the text of each ask, and what is drafted behind it.
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """What grows behind the text of each ask: `grow` over what the drafter says may follow.
 
         Args:
             token_ids_SL: int64, the texts on the device; [S state rows, L tokens].
-            depth: how many levels will be asked for.
         """
         ...
 
@@ -101,7 +102,6 @@ class DeviceProposer:
         wanted = [ask.num_drafts for ask in asks]
         shape = self._shape.with_room_for(max(wanted))
         assert max(wanted) <= shape.num_rows, "more drafts than rows"
-        levels = self.drafter.levels(asks, token_ids_SL, shape.depth)
         counts_B3 = [(ask.num_tokens, len(ask.continued), ask.num_drafts) for ask in asks]
         num_tokens_B, num_before_B, num_drafts_B = to_device(
             list(np.array(counts_B3).T.copy()), token_ids_SL.device
@@ -119,4 +119,4 @@ class DeviceProposer:
             ),
             samples=self._samples,
         )
-        return grow(levels, growth)
+        return self.drafter.draft(asks, token_ids_SL, growth)

@@ -9,7 +9,7 @@ exact for such drafters is exact for this one.
 Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.models.language_model import LanguageModel
 
 
@@ -62,3 +63,9 @@ class TranslatedModel:
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V]: -inf for the tokens that the model does not share."""
         return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """Level by level: a compiled draft would continue with tokens that are not shared."""
+        return by_levels()

@@ -6,7 +6,7 @@ vocabulary.
 
 import ctypes
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.native.attention import NO_WINDOW, address_of
+from outdraft.kernels.native.drafting import draft, draft_function
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import DecoderSpec, Product
@@ -89,6 +91,7 @@ class NativeDecoder:
         self._best_tokens = function(
             "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
         )
+        self._draft = draft_function(team.library)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
         self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
@@ -142,6 +145,14 @@ class NativeDecoder:
             is_finite_R.data_ptr(),
         )
         return ids_R, is_finite_R
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `ops.DecoderPass`, in one call."""
+        reads_as_many = self._spec.draft_ids_N is not None
+        assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
+        return draft(self._draft, self.handle(start.caches), start, growth)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""

@@ -1,10 +1,20 @@
-"""Growing trees by the compiled library."""
+"""Growing trees by the compiled library.
 
-from ctypes import c_int64, c_void_p
+Dimension key: B requests that draft, K drafts, V vocabulary.
+"""
 
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import c_double, c_int64, c_void_p
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.kernels import draft_ops
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts, side_shares
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedLevel
 
@@ -15,14 +25,13 @@ class NativeDrafting:
     def __init__(self, library: Library) -> None:
         self._place_level = library.function(
             "place_level",
-            [*[c_int64] * 4, *[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3],
+            [*[c_int64] * 3, *[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3],
         )
 
     def place_level(
         self,
         ancestors_BF: Tensor,
         first_row: int,
-        depth: int,
         contexts_B: Tensor,
         num_drafts_B: Tensor,
         block_table_BP: Tensor,
@@ -38,7 +47,6 @@ class NativeDrafting:
             num_requests,
             width,
             first_row,
-            depth,
             ancestors_BF.data_ptr(),
             contexts_B.data_ptr(),
             num_drafts_B.data_ptr(),
@@ -50,3 +58,146 @@ class NativeDrafting:
             slots_T.data_ptr(),
         )
         return PlacedLevel(ancestors_T, positions_T, slots_T)
+
+
+class _Worth(ctypes.Structure):
+    _fields_ = (
+        *((name, c_double) for name in ("rank0_base", "rank0_slope", "own_base", "own_slope")),
+        ("side_weight", c_double),
+        ("num_shares", c_int64),
+        ("side_shares", c_void_p),
+    )
+
+
+class _Task(ctypes.Structure):
+    """As `DraftTask` of csrc/decoder_draft.cpp."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_requests", "num_levels", "num_rows", "size")),
+        *((name, c_int64) for name in ("table_width", "block_size")),
+        ("levels", c_void_p),
+        ("worth", _Worth),
+        *((name, c_void_p) for name in ("num_tokens", "positions", "contexts", "num_drafts")),
+        *((name, c_void_p) for name in ("seeds", "kinds", "is_greedy")),
+        *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("allowed", "bias", "block_table")),
+        *((name, c_void_p) for name in ("token_ids", "parents", "is_drawn", "probs")),
+    )
+
+
+_RANKED, _DRAWN, _RANKED_WITH_NOISE = range(3)
+_SIDE_SHARES = np.array(side_shares(64), dtype=np.float32)  # a level has no more rows
+
+
+def draft_function(library: Library) -> Callable[..., Any]:
+    """The function that `draft` calls."""
+    arguments = [c_void_p, ctypes.POINTER(_Task), c_void_p]
+    return library.function("decoder_draft", arguments, c_int64, releases_gil=True)
+
+
+def draft(
+    function: Callable[..., Any], decoder: int, start: DraftStart, growth: Growth
+) -> ModelDrafts:
+    """As `ops.DecoderPass.draft`.
+
+    Args:
+        decoder: address of the `Decoder`.
+
+    Raises:
+        ValueError: the vocabulary cannot fill a level.
+    """
+    sampling, shape, levels_L = growth.sampling, growth.shape, _levels(growth.shape.levels)
+    size, num_requests = sampling.vocab_size, len(growth.num_tokens_B)
+    _check_levels(shape.levels, size)
+    draws = growth.samples and sampling.any_draws
+    kept: list[Tensor] = []  # until the call is over
+
+    def at(tensor: Tensor) -> int:
+        kept.append(tensor.contiguous())
+        return kept[-1].data_ptr()
+
+    ids_2BK = torch.empty(2, num_requests, shape.num_rows, dtype=torch.int64)
+    is_drawn_BK = torch.empty(num_requests, shape.num_rows, dtype=torch.bool)
+    probs_BKV = torch.empty(num_requests, shape.num_rows, size) if draws else None
+    task = _Task(
+        num_requests=num_requests,
+        num_levels=shape.depth,
+        num_rows=shape.num_rows,
+        size=size,
+        table_width=start.block_table_BP.stride(0),
+        block_size=start.block_size,
+        levels=levels_L.ctypes.data,
+        worth=_Worth(
+            draft_ops.RANK0_BASE,
+            draft_ops.RANK0_SLOPE,
+            draft_ops.OWN_BASE,
+            draft_ops.OWN_SLOPE,
+            draft_ops.SIDE_WEIGHT,
+            0,
+            _SIDE_SHARES.ctypes.data,
+        ),
+        num_tokens=at(growth.num_tokens_B),
+        positions=at(growth.positions_B),
+        contexts=at(start.contexts_B),
+        num_drafts=at(growth.num_drafts_B),
+        seeds=at(sampling.seeds_B),
+        kinds=at(_kinds(growth)),
+        is_greedy=at(sampling.is_greedy_B),
+        temperature=at(sampling.temperature_B),
+        least=at(sampling.min_p_B.log()),
+        top_k=at(sampling.top_k_B),
+        top_p=at(sampling.top_p_B),
+        allowed=None if sampling.allowed is None else at(_allowed_BV(growth)),
+        bias=None if sampling.bias is None else at(_bias_BV(growth)),
+        block_table=start.block_table_BP.data_ptr(),
+        token_ids=ids_2BK[0].data_ptr(),
+        parents=ids_2BK[1].data_ptr(),
+        is_drawn=is_drawn_BK.data_ptr(),
+        probs=None if probs_BKV is None else probs_BKV.data_ptr(),
+    )
+    is_valid = function(decoder, ctypes.byref(task), at(start.states_BD))
+    assert is_valid, "a token or a position is out of its table"
+    return ModelDrafts(
+        ids_2BK[0],
+        ids_2BK[1],
+        growth.num_drafts_B,
+        probs_BKV,
+        is_drawn_BK if draws else None,
+        is_chain=shape.is_chain,
+        all_sampled=draws and sampling.all_draw,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _levels(levels: tuple[int, ...]) -> np.ndarray:
+    return np.array(levels, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _check_levels(levels: tuple[int, ...], size: int) -> None:
+    for num_nodes, num_rows in zip((1, *levels), levels, strict=False):
+        most = num_nodes * min(num_rows, size)
+        if most < num_rows:
+            raise ValueError(f"{most} tokens cannot fill {num_rows} rows of a level")
+
+
+def _kinds(growth: Growth) -> Tensor:
+    """int64 [B]."""
+    sampling = growth.sampling
+    if not growth.samples or sampling.all_greedy:
+        return torch.zeros_like(sampling.seeds_B)
+    return sampling.draws_B * _DRAWN + sampling.shares_noise_B * _RANKED_WITH_NOISE
+
+
+def _allowed_BV(growth: Growth) -> Tensor:
+    """bool."""
+    sets, size = growth.sampling.allowed, growth.sampling.vocab_size
+    assert sets is not None
+    is_in_set_BV = torch.zeros(len(sets.ids_BE), size, dtype=torch.bool)
+    return is_in_set_BV.scatter_(1, sets.ids_BE, True) | ~sets.is_set_B[:, None]
+
+
+def _bias_BV(growth: Growth) -> Tensor:
+    values, size = growth.sampling.bias, growth.sampling.vocab_size
+    assert values is not None
+    return torch.zeros(len(values.ids_BE), size).scatter_add_(1, values.ids_BE, values.values_BE)

@@ -4,12 +4,13 @@ Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of lay
 heads, C head size, I intermediate, K tapped layers, N the head's own vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import DecoderSpec, LayerSpec
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
 
@@ -63,6 +64,12 @@ class ReferenceDecoder:
         is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
         ids_N = self._spec.draft_ids_N
         return best_R if ids_N is None else ids_N[best_R], is_finite_R
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `ops.DecoderPass`."""
+        return by_levels()
 
     def _enter(self, token_ids_T: Tensor, states_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""

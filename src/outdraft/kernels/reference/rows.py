@@ -118,7 +118,6 @@ def append_token_ids(
 def place_level(
     ancestors_BF: Tensor,
     first_row: int,
-    depth: int,
     contexts_B: Tensor,
     num_drafts_B: Tensor,
     block_table_BP: Tensor,
@@ -131,10 +130,10 @@ def place_level(
     index_BF = torch.where(has_slot_BF, contexts_B[:, None] + places_F, 0)
     blocks_BF = block_table_BP.gather(1, index_BF // block_size)
     slots_BF = blocks_BF.long() * block_size + index_BF % block_size
-    own_bits_B = (1 << num_drafts_B) - 1
-    depth_B = num_drafts_B.clamp(max=depth)  # deeper rows have no slot
+    own_BF = ancestors_BF & ((1 << num_drafts_B) - 1)[:, None]
+    num_seen_BF = (own_BF[:, :, None] >> torch.arange(63, device=own_BF.device) & 1).sum(2)
     return PlacedLevel(
-        ancestors_T=(ancestors_BF & own_bits_B[:, None]).flatten(),
-        positions_T=(contexts_B + depth_B - 1).repeat_interleave(width),
+        ancestors_T=own_BF.flatten(),
+        positions_T=(contexts_B[:, None] - 1 + num_seen_BF).flatten(),
         slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
     )
