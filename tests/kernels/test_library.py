@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 import build_kernels
+from hatch_build import platform_tag
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.library import (
     INSTRUCTION_SETS,
@@ -102,20 +102,24 @@ def test_an_unknown_library_is_refused_by_name():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", ["installed", "of ziglang"])
-def test_a_wheel_holds_libraries_for_its_platform(compiler, tmp_path):
-    """Without a compiler on the PATH, the one of ziglang makes libraries for old systems too."""
-    environ = {"HOME": str(tmp_path), "PATH": str(tmp_path)}
-    if compiler == "installed":
-        if build_kernels.installed_compiler() is None:
-            pytest.skip("there is none")
-        environ["PATH"] = os.environ["PATH"]
+def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(tmp_path):
+    name = INSTRUCTION_SETS[ARCHITECTURE or ""][0]
+    build = [sys.executable, "build_kernels.py", "--folder", str(tmp_path), "--only", name]
+    run(*build, HOME=str(tmp_path), PATH=str(tmp_path))
+    library = Library(name, tmp_path)
+    assert_computes(library)
+    made = (tmp_path / f"outdraft-{name}.so").read_bytes()
+    versions = [int(one) for one in re.findall(rb"GLIBC_2\.(\d+)", made)]
+    assert max(versions, default=0) <= build_kernels.OLDEST_GLIBC[1]
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_libraries_for_its_platform(tmp_path):
+    environ = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
     run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path), **environ)
     (wheel,) = tmp_path.glob("*.whl")
-    machine = platform.machine()
-    if sys.platform == "linux":
-        want = f"linux_{machine}" if compiler == "installed" else f"manylinux_2_17_{machine}"
-        assert wheel.name.endswith(f"-py3-none-{want}.whl")
+    tag = platform_tag(ARCHITECTURE or "", build_kernels.installed_compiler() is None)
+    assert wheel.name.endswith(f"-py3-none-{tag}.whl")
     with zipfile.ZipFile(wheel) as archive:
         files = {Path(name).name: name for name in archive.namelist()}
         built = {f"outdraft-{name}.so" for name in NAMES}
@@ -124,11 +128,13 @@ def test_a_wheel_holds_libraries_for_its_platform(compiler, tmp_path):
         for name in built:
             assert files[name] == f"outdraft/kernels/native/lib/{name}"
             (tmp_path / name).write_bytes(archive.read(files[name]))
-    if compiler == "of ziglang":
-        asked = [(tmp_path / name).read_bytes() for name in built]
-        versions = [int(one) for text in asked for one in re.findall(rb"GLIBC_2\.(\d+)", text)]
-        assert max(versions, default=0) <= build_kernels.OLDEST_GLIBC[1]
     assert_computes(Library(usable_instruction_sets()[-1], tmp_path))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tags of Linux")
+def test_what_zig_makes_runs_on_old_systems_and_other_libraries_on_this_one():
+    assert platform_tag("x86_64", is_zig=True) == "manylinux_2_17_x86_64"
+    assert platform_tag("aarch64", is_zig=False) == "linux_aarch64"
 
 
 def test_without_any_compiler_the_build_says_what_to_install(tmp_path):

@@ -210,7 +210,7 @@ def _layered_drafter(
     device: torch.device,
     max_rows: int,
 ) -> NetworkDrafter | ParallelDrafter:
-    """Of a network with layers of its own: it reads its own drafts, or mask tokens."""
+    """For a network with layers of its own: it reads its own drafts, or mask tokens."""
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
     mask_states: MaskStates | None = None

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 class Addresses:
-    """Of CPU tensors, which it keeps alive until the call is over."""
+    """Addresses of CPU tensors, which it keeps alive until the call is over."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []

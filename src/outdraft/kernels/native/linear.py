@@ -91,7 +91,7 @@ class NativeProduct:
         self._multiply = functions.multiply if is_short else functions.multiply_long
 
     def addresses(self) -> tuple[int, int]:
-        """Of tiles and of the bias; 0: none."""
+        """Where tiles and bias lie; 0: none."""
         return self._functions.tiles(self.handle), self._functions.bias(self.handle) or 0
 
     def __call__(self, x_TD: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ class Linear(nn.Module):
 
     @property
     def packed_bytes(self) -> int:
-        """Of the layout that replaced the plain weight, or that copied a shared one."""
+        """Bytes of the layout that replaced the plain weight, or that copied a shared one."""
         return 0 if self.product is None else self.product.nbytes
 
     def forward(self, x_TD: Tensor) -> Tensor:

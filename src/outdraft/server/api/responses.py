@@ -184,7 +184,7 @@ class ResponseAnswer:
         return event({"type": kind, "sequence_number": number} | values, kind)
 
     def _place(self, item_id: str) -> Json:
-        """Of an item's part: the message stands behind the thoughts, if there are some."""
+        """Where an item's part is: the message stands behind the thoughts, if there are some."""
         index = 1 if self.thoughts and item_id == self.message_id else 0
         return {"item_id": item_id, "output_index": index, "content_index": 0}
 
