@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         ]
         self.layers = nn.ModuleList(self._layers)
 
-    def compile(
+    def compile_passes(
         self,
         embedding_VD: Tensor,
         head: Linear,

@@ -163,7 +163,7 @@ class EagleNetwork(nn.Module):
         if self._passes is None:
             embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
             is_fed_back = self.config.norm_output
-            self._passes = self.decoder.compile(
+            self._passes = self.decoder.compile_passes(
                 embed.weight.data,
                 self._target.lm_head if self.lm_head is None else self.lm_head,
                 final_norm=self.norm if is_fed_back else None,

@@ -50,7 +50,9 @@ class CausalLM(nn.Module):
         """What the network computes, once its weights are packed."""
         if self._passes is None:
             embedding_VD = self.embed_tokens.weight.data
-            self._passes = self.decoder.compile(embedding_VD, self.lm_head, final_norm=self.norm)
+            self._passes = self.decoder.compile_passes(
+                embedding_VD, self.lm_head, final_norm=self.norm
+            )
         return self._passes
 
     def forward(
