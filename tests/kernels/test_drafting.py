@@ -2,10 +2,12 @@
 
 from dataclasses import astuple
 
+import numpy as np
 import torch
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS
+from outdraft.kernels.draft_ops import LevelTask
 from tests.kernels.comparisons import Case
 
 MOST_CONTEXT = 40
@@ -29,4 +31,38 @@ def compare_place_level(case: Case) -> None:
         assert torch.equal(ours, theirs)
 
 
-COMPARISONS = {"place_level": compare_place_level}
+def compare_draw_level(case: Case) -> None:
+    rng = case.rng()
+    num_requests, num_nodes, size = 5, int(rng.integers(1, 4)), 60
+    num_rows = int(rng.integers(1, 9))
+    logits_BEV = torch.tensor(rng.normal(0, 2, (num_requests, num_nodes, size))).float()
+    most_with_mass = case.data.draw(st.sampled_from([1, 3, size]), "most tokens with mass")
+    num_with_mass_BE1 = rng.integers(1, most_with_mass + 1, (num_requests, num_nodes, 1))
+    places_BEV = rng.permuted(np.broadcast_to(np.arange(size), logits_BEV.shape), axis=2)
+    logits_BEV[torch.tensor(places_BEV >= num_with_mass_BE1)] = -torch.inf
+    weight_BE = torch.tensor(rng.random((num_requests, num_nodes))).float()
+    task = LevelTask(
+        num_rows=num_rows,
+        num_kept_B=torch.tensor(rng.integers(-1, num_rows + 2, num_requests)),
+        first_above=4,
+        positions_B=torch.tensor(rng.integers(1, 1000, num_requests)),
+        num_tokens_B=torch.tensor(rng.integers(1, 1000, num_requests)),
+        seeds_B=torch.tensor(rng.integers(0, 2**60, num_requests)),
+        draws_B=torch.tensor(rng.random(num_requests) < 0.8),
+    )
+    ours, theirs = (
+        one.draw_level(logits_BEV, weight_BE, task) for one in (case.kernels, case.reference)
+    )
+    for b in task.draws_B.nonzero()[:, 0].tolist():
+        num_kept = max(0, min(int(task.num_kept_B[b]), num_rows))
+        is_drawn_F = theirs.is_drawn_BF[b]
+        assert torch.equal(ours.origins_BF[b], theirs.origins_BF[b])
+        assert torch.equal(ours.is_drawn_BF[b], is_drawn_F)
+        assert torch.equal(ours.token_ids_BF[b, :num_kept], theirs.token_ids_BF[b, :num_kept])
+        assert torch.equal(ours.weight_BF[b] > 0, is_drawn_F)
+        torch.testing.assert_close(ours.weight_BF[b], theirs.weight_BF[b], rtol=1e-4, atol=1e-6)
+        probs = ours.probs_BFV[b, is_drawn_F], theirs.probs_BFV[b, is_drawn_F]
+        torch.testing.assert_close(*probs)
+
+
+COMPARISONS = {"place_level": compare_place_level, "draw_level": compare_draw_level}

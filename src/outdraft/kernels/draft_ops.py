@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from outdraft.core.tree_shape import TreeShape
@@ -100,7 +101,62 @@ class ModelDrafts:
     all_sampled: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LevelTask:
+    """Which rows are wanted.
+
+    Attributes:
+        num_rows: F.
+        num_kept_B: int64; how many of the rows each request wants; below 0 means none.
+        first_above: row of the first node above; the others follow it.
+        positions_B: int64, text positions of the rows.
+        num_tokens_B: int64, committed tokens.
+        seeds_B: int64, the requests' noise.
+        draws_B: bool; the rows of other requests have no meaning.
+    """
+
+    num_rows: int
+    num_kept_B: Tensor
+    first_above: int
+    positions_B: Tensor
+    num_tokens_B: Tensor
+    seeds_B: Tensor
+    draws_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnLevel:
+    """The rows of a level. In rows that a request does not want, only the origins have a meaning.
+
+    Attributes:
+        token_ids_BF: int64; every one is a token.
+        origins_BF: int64, place of each row's parent in the level above.
+        is_drawn_BF: bool. A node may have fewer tokens with mass than rows: the rows that are left
+            hold the lowest ids without mass and are not drawn.
+        probs_BFV: float32, what the drawn rows were drawn from; without meaning for other rows.
+        weight_BF: float32, how much each row is worth to the rows below it; 0 where it is not
+            wanted or not drawn.
+    """
+
+    token_ids_BF: Tensor
+    origins_BF: Tensor
+    is_drawn_BF: Tensor
+    probs_BFV: Tensor
+    weight_BF: Tensor
+
+
 def side_shares(num_ranks: int) -> list[float]:
     """What each rank from 1 to `num_ranks` - 1 covers, as a share of what rank 0 has left."""
     further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]
     return [*SIDE, *further][: num_ranks - 1]
+
+
+def best_places(values_BP: Tensor, num_rows: int) -> Tensor:
+    """int64 [B, F]: places of the largest values, the largest first, and equal ones in order.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if values_BP.shape[1] < num_rows:
+        raise ValueError(f"{values_BP.shape[1]} tokens cannot fill {num_rows} rows of a level")
+    return torch.sort(values_BP, dim=1, descending=True, stable=True).indices[:, :num_rows]

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, DrawnLevel, Growth, LevelTask, ModelDrafts
 from outdraft.kernels.sampling_ops import (
     Choose,
     ChooseWithProbs,
@@ -351,6 +351,25 @@ class PlaceLevel(Protocol):
         ...
 
 
+class DrawLevel(Protocol):
+    """Draw the rows of one level of growing trees, without replacement behind each node.
+
+    The rows go where the most accepted tokens are expected, before anything is drawn.
+    """
+
+    def __call__(self, logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
+        """New tensors.
+
+        Args:
+            logits_BEV: processed, float32 or float64, behind the nodes of the level above.
+            weight_BE: as in DrawnLevel, of the nodes.
+
+        Raises:
+            ValueError: the vocabulary cannot fill the level.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Which implementation runs for each operation.
@@ -370,6 +389,7 @@ class Kernels:
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker
     place_level: PlaceLevel
+    draw_level: DrawLevel
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
     scale_and_cut: ScaleAndCut

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.drawn_level import LevelTask, draw_level
 from outdraft.drafting.device.grower import grow
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.draft_ops import Growth, side_shares
+from outdraft.kernels.draft_ops import Growth, LevelTask, side_shares
 from outdraft.kernels.reference import noise
+from outdraft.kernels.reference.drawn_level import draw_level
 from tests.kernels.tables import kernels_for
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 from tests.reference.tabled_drafter import (

@@ -30,8 +30,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.drafting.device.drawn_level import DrawnLevel, LevelTask, draw_level
 from outdraft.drafting.device.level_rows import NewRows, join_levels
+from outdraft.kernels.draft_ops import DrawnLevel, LevelTask
+from outdraft.kernels.ops import DrawLevel
 from outdraft.sampling.batch import SamplingBatch
 
 
@@ -56,6 +57,7 @@ class DrawnTrees:
 
     def __init__(
         self,
+        draw_level: DrawLevel,
         levels: tuple[int, ...],
         num_rows_B: Tensor,
         num_tokens_B: Tensor,
@@ -69,6 +71,7 @@ class DrawnTrees:
             num_tokens_B: committed tokens.
             positions_B: text positions of the first level.
         """
+        self._draw_level = draw_level
         self._levels = levels
         self._num_rows_B = num_rows_B
         self._num_tokens_B = num_tokens_B
@@ -89,7 +92,7 @@ class DrawnTrees:
             seeds_B=self._sampling.seeds_B,
             draws_B=self._sampling.draws_B,
         )
-        level = draw_level(logits_BEV, self._weight_BE, task)
+        level = self._draw_level(logits_BEV, self._weight_BE, task)
         self._weight_BE = level.weight_BF
         self._drawn.append(level)
         return NewRows(level.token_ids_BF, level.origins_BF)

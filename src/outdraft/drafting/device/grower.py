@@ -90,7 +90,12 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     drawn: DrawnTrees | None = None
     if draws:
         drawn = DrawnTrees(
-            shape.levels, growth.num_drafts_B, growth.num_tokens_B, growth.positions_B, sampling
+            growth.kernels.draw_level,
+            shape.levels,
+            growth.num_drafts_B,
+            growth.num_tokens_B,
+            growth.positions_B,
+            sampling,
         )
     ranked = None if draws and sampling.all_draw else RankedTrees(shape)
     draws_B1 = sampling.draws_B[:, None]

@@ -39,14 +39,3 @@ def join_levels(levels: Sequence[NewRows]) -> tuple[Tensor, Tensor]:
         parents.append(level.origins_BF + first_above)
         first_above += above.token_ids_BF.shape[1]
     return torch.cat([level.token_ids_BF for level in levels], dim=1), torch.cat(parents, dim=1)
-
-
-def best_places(values_BP: Tensor, num_rows: int) -> Tensor:
-    """int64 [B, F]: places of the largest values, the largest first, and equal ones in order.
-
-    Raises:
-        ValueError: there are fewer.
-    """
-    if values_BP.shape[1] < num_rows:
-        raise ValueError(f"{values_BP.shape[1]} tokens cannot fill {num_rows} rows of a level")
-    return torch.sort(values_BP, dim=1, descending=True, stable=True).indices[:, :num_rows]

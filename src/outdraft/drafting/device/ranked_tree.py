@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.level_rows import NewRows, best_places
+from outdraft.drafting.device.level_rows import NewRows
+from outdraft.kernels.draft_ops import best_places
 
 _FEWEST_CANDIDATES = 8  # children of a node that are considered at all
 

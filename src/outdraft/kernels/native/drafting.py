@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels import draft_ops
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts, side_shares
+from outdraft.kernels.draft_ops import (
+    DraftStart,
+    DrawnLevel,
+    Growth,
+    LevelTask,
+    ModelDrafts,
+    side_shares,
+)
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedLevel
 
@@ -27,6 +34,43 @@ class NativeDrafting:
             "place_level",
             [*[c_int64] * 3, *[c_void_p] * 4, c_int64, c_int64, *[c_void_p] * 3],
         )
+
+        self._draw_level = library.function(
+            "draw_level",
+            [*[c_int64] * 5, ctypes.POINTER(_Worth), *[c_void_p] * 12],
+            releases_gil=True,
+        )
+
+    def draw_level(self, logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
+        """As `ops.DrawLevel`, of float32 logits."""
+        num_requests, num_nodes, size = logits_BEV.shape
+        shape_BF = (num_requests, task.num_rows)
+        _check_level(num_nodes, task.num_rows, size)
+        level = DrawnLevel(
+            torch.zeros(shape_BF, dtype=torch.int64),
+            torch.zeros(shape_BF, dtype=torch.int64),
+            torch.zeros(shape_BF, dtype=torch.bool),
+            torch.empty(*shape_BF, size),
+            torch.zeros(shape_BF),
+        )
+        worth = _worth(min(task.num_rows, size) - 1)
+        columns = (task.num_kept_B, task.positions_B, task.num_tokens_B, task.seeds_B, task.draws_B)
+        given = [one.contiguous() for one in (logits_BEV, weight_BE, *columns)]
+        self._draw_level(
+            num_requests,
+            num_nodes,
+            size,
+            task.num_rows,
+            task.first_above,
+            ctypes.byref(worth),
+            *(one.data_ptr() for one in given),
+            level.token_ids_BF.data_ptr(),
+            level.origins_BF.data_ptr(),
+            level.is_drawn_BF.data_ptr(),
+            level.probs_BFV.data_ptr(),
+            level.weight_BF.data_ptr(),
+        )
+        return level
 
     def place_level(
         self,
@@ -89,6 +133,18 @@ _RANKED, _DRAWN, _RANKED_WITH_NOISE = range(3)
 _SIDE_SHARES = np.array(side_shares(64), dtype=np.float32)  # a level has no more rows
 
 
+def _worth(num_shares: int) -> _Worth:
+    return _Worth(
+        draft_ops.RANK0_BASE,
+        draft_ops.RANK0_SLOPE,
+        draft_ops.OWN_BASE,
+        draft_ops.OWN_SLOPE,
+        draft_ops.SIDE_WEIGHT,
+        num_shares,
+        _SIDE_SHARES.ctypes.data,
+    )
+
+
 def draft_function(library: Library) -> Callable[..., Any]:
     """The function that `draft` calls."""
     arguments = [c_void_p, ctypes.POINTER(_Task), c_void_p]
@@ -108,7 +164,8 @@ def draft(
     """
     sampling, shape, levels_L = growth.sampling, growth.shape, _levels(growth.shape.levels)
     size, num_requests = sampling.vocab_size, len(growth.num_tokens_B)
-    _check_levels(shape.levels, size)
+    for num_nodes, num_rows in zip((1, *shape.levels), shape.levels, strict=False):
+        _check_level(num_nodes, num_rows, size)
     draws = growth.samples and sampling.any_draws
     kept: list[Tensor] = []  # until the call is over
 
@@ -127,15 +184,7 @@ def draft(
         table_width=start.block_table_BP.stride(0),
         block_size=start.block_size,
         levels=levels_L.ctypes.data,
-        worth=_Worth(
-            draft_ops.RANK0_BASE,
-            draft_ops.RANK0_SLOPE,
-            draft_ops.OWN_BASE,
-            draft_ops.OWN_SLOPE,
-            draft_ops.SIDE_WEIGHT,
-            0,
-            _SIDE_SHARES.ctypes.data,
-        ),
+        worth=_worth(0),  # each level sets the number of shares
         num_tokens=at(growth.num_tokens_B),
         positions=at(growth.positions_B),
         contexts=at(start.contexts_B),
@@ -173,12 +222,10 @@ def _levels(levels: tuple[int, ...]) -> np.ndarray:
     return np.array(levels, dtype=np.int64)
 
 
-@functools.lru_cache(maxsize=256)
-def _check_levels(levels: tuple[int, ...], size: int) -> None:
-    for num_nodes, num_rows in zip((1, *levels), levels, strict=False):
-        most = num_nodes * min(num_rows, size)
-        if most < num_rows:
-            raise ValueError(f"{most} tokens cannot fill {num_rows} rows of a level")
+def _check_level(num_nodes: int, num_rows: int, size: int) -> None:
+    most = num_nodes * min(num_rows, size)
+    if most < num_rows:
+        raise ValueError(f"{most} tokens cannot fill {num_rows} rows of a level")
 
 
 def _kinds(growth: Growth) -> Tensor:

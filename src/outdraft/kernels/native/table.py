@@ -65,4 +65,5 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         attention=NativeAttention(team),
         pack_linear=NativeLinear(team).pack_linear,
         compile_decoder=partial(NativeDecoder, team),
+        draw_level=NativeDrafting(library).draw_level,
     )

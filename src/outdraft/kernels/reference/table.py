@@ -4,6 +4,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.reference.drawn_level import draw_level
 from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
@@ -20,6 +21,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         attention=ReferenceAttention(in_order=in_order),
         place_rows=rows.place_rows,
         place_level=rows.place_level,
+        draw_level=draw_level,
         index_rows=rows.index_rows,
         shape_rows=rows.shape_rows,
         read_token_ids=rows.read_token_ids,

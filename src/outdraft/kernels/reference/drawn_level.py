@@ -4,12 +4,9 @@ Dimension key: B requests, E nodes of the level above (1: the root), F new rows,
 node's children (in the order in which they are drawn), V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from outdraft.drafting.device.level_rows import best_places
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import (
     DECAY,
@@ -19,6 +16,9 @@ from outdraft.kernels.draft_ops import (
     RANK0_BASE,
     RANK0_SLOPE,
     SIDE_WEIGHT,
+    DrawnLevel,
+    LevelTask,
+    best_places,
     side_shares,
 )
 from outdraft.kernels.reference.noise import gumbel
@@ -26,58 +26,8 @@ from outdraft.kernels.reference.noise import gumbel
 _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
 
-@dataclass(frozen=True, slots=True)
-class LevelTask:
-    """Which rows are wanted.
-
-    Attributes:
-        num_rows: F.
-        num_kept_B: int64; how many of the rows each request wants; below 0 means none.
-        first_above: row of the first node above; the others follow it.
-        positions_B: int64, text positions of the rows.
-        num_tokens_B: int64, committed tokens.
-        seeds_B: int64, the requests' noise.
-        draws_B: bool; the rows of other requests have no meaning.
-    """
-
-    num_rows: int
-    num_kept_B: Tensor
-    first_above: int
-    positions_B: Tensor
-    num_tokens_B: Tensor
-    seeds_B: Tensor
-    draws_B: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnLevel:
-    """The rows of a level. In rows that a request does not want, only the origins have a meaning.
-
-    Attributes:
-        token_ids_BF: int64; every one is a token.
-        origins_BF: int64, place of each row's parent in the level above.
-        is_drawn_BF: bool. A node may have fewer tokens with mass than rows: the rows that are left
-            hold the lowest ids without mass and are not drawn.
-        probs_BFV: float32, what the drawn rows were drawn from; without meaning for other rows.
-        weight_BF: float32, how much each row is worth to the rows below it; 0 where it is not
-            wanted or not drawn.
-    """
-
-    token_ids_BF: Tensor
-    origins_BF: Tensor
-    is_drawn_BF: Tensor
-    probs_BFV: Tensor
-    weight_BF: Tensor
-
-
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-    """The rows behind the nodes whose logits these are; `weight_BE` as in DrawnLevel.
-
-    The rows go where the most accepted tokens are expected.
-
-    Raises:
-        ValueError: the vocabulary cannot fill the level.
-    """
+    """As `ops.DrawLevel`."""
     num_ranks = min(task.num_rows, logits_BEV.shape[2])
     gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
     places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
