@@ -1,8 +1,7 @@
 """Drafts of networks that read their own drafts."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from outdraft.drafting.device.grower import Frontier
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
@@ -85,12 +84,17 @@ def propose(
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
 
 
-def drafting_by_levels(network: Network) -> Network:
-    """The same network without a whole draft."""
-    drafting, cache = network
-    names = ("lag", "taps", "kernels", "keep", "read", "logits")
-    parts = {name: getattr(drafting, name) for name in names}
-    return SimpleNamespace(**parts, draft=lambda start, growth, by_levels: by_levels()), cache
+class SingleLevels:
+    """A network without a whole draft."""
+
+    def __init__(self, network: DraftNetwork) -> None:
+        self.lag, self.taps, self.kernels = network.lag, network.taps, network.kernels
+        self.keep, self.read, self.logits = network.keep, network.read, network.logits
+
+    def draft(
+        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        return by_levels()
 
 
 def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:
@@ -148,7 +152,7 @@ def test_a_whole_draft_is_that_of_single_levels(
         others = [one for one in others if one.top_p == 1.0 and one.min_p == 0.0]
     case = replace(case, params=[*others, *case.params][: len(case.params)])
     mine = propose(network, case, samples=samples)
-    theirs = propose(drafting_by_levels(network), case, samples=samples)
+    theirs = propose((SingleLevels(network[0]), network[1]), case, samples=samples)
     assert torch.equal(mine.token_ids_BK, theirs.token_ids_BK)
     for b, rows in enumerate(case.num_rows):
         assert torch.equal(mine.parents_BK[b, :rows], theirs.parents_BK[b, :rows])

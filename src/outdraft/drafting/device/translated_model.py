@@ -18,6 +18,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.ops import Kernels
 from outdraft.models.language_model import LanguageModel
 
 
@@ -42,6 +43,10 @@ class TranslatedModel:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    @property
+    def kernels(self) -> Kernels:
+        return self.model.kernels
 
     @property
     def weight_bytes(self) -> int:
