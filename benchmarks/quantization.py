@@ -31,7 +31,7 @@ def perplexity(llm: LLM, texts: list[str]) -> float:
 
 
 def tokens_per_s(llm: LLM, text: str, num_tokens: int) -> float:
-    """Of plain greedy decoding."""
+    """Speed of plain greedy decoding."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
     start_s = time.perf_counter()
     llm.generate(text, params, use_tqdm=False)

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.process.engines import processes
 
 LONG = {"prompt": "def add(a, b):", "temperature": 0, "ignore_eos": True}
-START_S = 240  # kernels may have to be compiled first
+START_S = 240  # a process that imports torch, on a busy machine
 
 
 @dataclass
@@ -73,7 +73,7 @@ def serving(folder: Path, *flags: str, verify: ssl.SSLContext | bool = True) -> 
     """
     log = folder / "log"
     command = [sys.executable, "-m", "outdraft.cli", "serve", "--port", "0", *flags]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as file:
         process = subprocess.Popen(command, stderr=file, text=True, env=environ)
     try:

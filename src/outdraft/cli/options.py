@@ -63,7 +63,8 @@ class EngineOptions:
         "as x86-64-v3."
     )
     quantization: str | None = flag(
-        f"Of the target's weights, which changes what it says: one of {', '.join(QUANTIZATIONS)}."
+        "Bits of the target's weights, which change what it says: one of "
+        f"{', '.join(QUANTIZATIONS)}."
     )
     enforce_eager: bool | None = flag(
         "Accepted: steps are never captured as graphs.", "--enforce-eager"
