@@ -149,17 +149,16 @@ class Decoder(nn.Module):
         )
         return self.kernels.compile_decoder(spec)
 
-    def slots(self, prefix: str) -> Slots:
-        """As CausalLM.checkpoint_slots."""
+    def parts(self, prefix: str) -> Iterator[tuple["DecoderLayer", dict[str, Tensor]]]:
+        """Each layer with its part of CausalLM.checkpoint_slots."""
         for index, layer in enumerate(self._layers):
-            for name, slot in layer.slots():
-                yield f"{prefix}layers.{index}.{name}", slot
+            start = f"{prefix}layers.{index}."
+            yield layer, {start + name: slot for name, slot in layer.slots() if slot is not None}
 
-    def arrange(self) -> None:
-        """Put queries and keys in the order in which they turn. To be called once."""
-        if self.rotary.order_C is not None:
-            for layer in self._layers:
-                layer.arrange(self.rotary.order_C)
+    def arrange(self, part: nn.Module) -> None:
+        """Put queries and keys of a layer in the order in which they turn, once."""
+        if self.rotary.order_C is not None and isinstance(part, DecoderLayer):
+            part.arrange(self.rotary.order_C)
 
 
 def product_of(linear: Linear) -> Product:

@@ -235,7 +235,8 @@ class EagleNetwork(nn.Module):
         slots: dict[str, Tensor | None] = dict(self.entry.slots())
         if self.fusion is not None:
             slots |= dict(self.fusion.slots())
-        slots |= {name: slot for name, slot in self.decoder.slots("") if slot is not None}
+        for _, layer_slots in self.decoder.parts(""):
+            slots |= layer_slots
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
         parts = {"embed_tokens": self.embed_tokens, norm: self.norm, "lm_head": self.lm_head}
         for name, module in parts.items():

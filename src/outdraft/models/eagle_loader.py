@@ -72,7 +72,8 @@ def load_eagle(
         for file, names in names_by_file.items()
     }
     fill_slots(network.checkpoint_slots(), weights_by_file)
-    network.decoder.arrange()
+    for layer in network.decoder.layers:
+        network.decoder.arrange(layer)
     network.pack(quantization)
     return network.eval()
 

@@ -3,7 +3,7 @@
 Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, K tapped layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -120,14 +120,20 @@ class CausalLM(nn.Module):
 
         Only before the weights are packed. The head of a tied model has no place of its own.
         """
-        slots: dict[str, Tensor | None] = {
-            "model.embed_tokens.weight": self.embed_tokens.weight,
-            "model.norm.weight": self.norm.weight,
-            **dict(self.decoder.slots("model.")),
+        return {name: slot for _, slots in self.parts() for name, slot in slots.items()}
+
+    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+        """The layers and the head with their parts of `checkpoint_slots`; what belongs to neither
+        comes with the head."""
+        yield from self.decoder.parts("model.")
+        rest = {
+            "model.embed_tokens.weight": self.embed_tokens.weight.data,
+            "model.norm.weight": self.norm.weight.data,
         }
         if not self.config.tie_word_embeddings:
-            slots["lm_head.weight"] = self.lm_head.weight
-        return {name: slot.data for name, slot in slots.items() if slot is not None}
+            assert self.lm_head.weight is not None, "the weights are packed"
+            rest["lm_head.weight"] = self.lm_head.weight.data
+        yield self.lm_head, rest
 
     def pack(self, quantization: WeightFormat | None = None) -> None:
         """Make all products, once and for good.

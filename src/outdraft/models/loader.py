@@ -5,17 +5,18 @@ compared before any weight is copied, so a wrong checkpoint fails at once and by
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
+from outdraft.models.layers.linear import pack_linears
 from outdraft.models.llama import CausalLM
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -88,8 +89,8 @@ def load_model(
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     files = weight_files(path)
     model = CausalLM(config, kernels, dtype, device)
-    load_weights(model, files)
-    model.pack(quantization)
+    # Part by part: no more than one part is in memory twice.
+    load_weights(model, files, lambda part: pack_linears(part, kernels, quantization))
     return model.eval()
 
 
@@ -143,8 +144,14 @@ def weight_files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has neither {_SINGLE} nor {_INDEX}")
 
 
-def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
+def load_weights(
+    model: CausalLM,
+    files: Iterable[Path],
+    finish: Callable[[nn.Module], None] = lambda part: None,
+) -> None:
     """Copy a checkpoint into a model that is not packed yet; q, k, v and gate, up are fused here.
+
+    `finish` gets the layers and the head, each when its weights are there.
 
     Raises:
         ConfigError: as load_model.
@@ -153,8 +160,12 @@ def load_weights(model: CausalLM, files: Iterable[Path]) -> None:
     if model.config.tie_word_embeddings:  # some checkpoints store the tied head again
         for names in names_by_file.values():
             names.pop("lm_head.weight", None)
-    fill_slots(model.checkpoint_slots(), names_by_file)
-    model.decoder.arrange()
+    _check_slots(model.checkpoint_slots(), names_by_file)
+    for part, slots in model.parts():
+        _copy_slots(slots, names_by_file)
+        model.decoder.arrange(part)
+        del slots  # so that a plain weight is gone when it is packed
+        finish(part)
 
 
 def fill_slots(
@@ -169,13 +180,8 @@ def fill_slots(
     Raises:
         ConfigError: a tensor is missing, unknown, there twice, or of another shape.
     """
-    _check_names(slots, [slot for names in names_by_file.values() for slot in names.values()])
-    for file, names in names_by_file.items():
-        _check_shapes(file, {name: slots[slot] for name, slot in names.items()})
-    for file, names in names_by_file.items():
-        with safe_open(file, framework="pt") as tensors:
-            for name, slot in names.items():
-                slots[slot].copy_(tensors.get_tensor(name))
+    _check_slots(slots, names_by_file)
+    _copy_slots(slots, names_by_file)
 
 
 def tensor_names(file: Path) -> dict[str, str]:
@@ -190,6 +196,27 @@ def tensor_names(file: Path) -> dict[str, str]:
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{file} is damaged or cut short: {error}") from error
     return {name: name for name in names if not name.endswith("rotary_emb.inv_freq")}
+
+
+def _check_slots(
+    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
+) -> None:
+    _check_names(slots, [slot for names in names_by_file.values() for slot in names.values()])
+    for file, names in names_by_file.items():
+        _check_shapes(file, {name: slots[slot] for name, slot in names.items()})
+
+
+def _copy_slots(
+    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
+) -> None:
+    """Fill these slots; what was read of a file leaves the memory when the file is closed."""
+    for file, names in names_by_file.items():
+        wanted = [(name, slot) for name, slot in names.items() if slot in slots]
+        if not wanted:
+            continue
+        with safe_open(file, framework="pt") as tensors:
+            for name, slot in wanted:
+                slots[slot].copy_(tensors.get_tensor(name))
 
 
 def _check_names(slots: Mapping[str, Tensor], names: list[str]) -> None:
