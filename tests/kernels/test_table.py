@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outdraft.kernels.choose import REFERENCE, choose_kernels, kernels_options
+from outdraft.kernels.choose import REFERENCE, choose_kernels, computed_by, kernels_options
+from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.select import triton_attention
 from tests.kernels.comparisons import Case, Comparison
@@ -66,6 +67,7 @@ def implementations() -> Iterator[object]:
 
 def identity(implementation: object) -> str:
     """What in the sources computes an operation: a function, or the class of an object."""
+    implementation = getattr(implementation, "func", implementation)  # of a functools.partial
     named = implementation if hasattr(implementation, "__qualname__") else type(implementation)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -84,3 +86,12 @@ def test_every_operation_is_compared():
 def test_each_implementation_computes_what_the_reference_does(operation, option, dtype, data):
     kernels, reference = table(option, dtype), table(REFERENCE, dtype)
     COMPARISONS[operation](Case(kernels, reference, dtype, data))
+
+
+def test_the_table_of_the_library_computes_what_it_names_outside_of_the_reference():
+    """What `outdraft doctor` shows: modules of the library, but for what it does not have."""
+    named = computed_by(choose_kernels(usable_instruction_sets()[-1], CPU, torch.float32))
+    assert named.keys() == set(OPERATIONS)
+    assert {module.partition(".")[0] for module in named.values()} == {"native"}
+    named = computed_by(choose_kernels(REFERENCE, CPU, torch.float32))
+    assert {module.partition(".")[0] for module in named.values()} == {"reference"}

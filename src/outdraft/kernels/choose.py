@@ -35,6 +35,7 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
     found: dict[str, str] = {}
     for operation in (field.name for field in fields(Kernels) if field.name != "name"):
         computing = getattr(kernels, operation)
+        computing = getattr(computing, "func", computing)  # what a functools.partial calls
         named = computing if hasattr(computing, "__qualname__") else type(computing)
         found[operation] = named.__module__.removeprefix("outdraft.kernels.")
     return found
