@@ -35,7 +35,7 @@ class NativeRows:
     ) -> PlacedRows:
         """As `ops.PlaceRows`."""
         num_requests, table_width = block_table_BP.shape
-        num_rows = int(sizes_3B[1:].sum())
+        num_rows = sum(sizes_3B[1].tolist()) + len(parents_K)  # faster than numpy at a few
         starts_B1 = np.empty(num_requests + 1, dtype=np.int32)
         placed_3T = np.empty((3, num_rows), dtype=np.int64)
         self._place_rows(
