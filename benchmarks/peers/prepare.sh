@@ -26,6 +26,8 @@ if [ ! -x "$ENVS/llama.cpp/bin/llama-server" ]; then
     cat >> "$SOURCES/tools/mtmd/CMakeLists.txt" <<'END'
 set_target_properties(mtmd PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 64)
 target_compile_options(mtmd PRIVATE -O0)
+set_source_files_properties(
+    mtmd-helper.cpp mtmd-helper-gen.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
 END
     cmake -S "$SOURCES" -B "$ENVS/llama.cpp" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON \
         -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF \

@@ -72,12 +72,15 @@ def run_steps(
     return [*answers.values()]
 
 
-def serve(load: Callable[[Spec], Run], packages: list[str], children: list[int]) -> None:
+def serve(
+    load: Callable[[Spec], Run], packages: list[str], children: list[int], **versions: str
+) -> None:
     """Answer the driver until stdin ends. What libraries print on stdout goes to stderr."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     run = load(Spec(**json.loads(sys.stdin.readline())))
-    print(json.dumps({"versions": {name: version(name) for name in packages}}), file=replies)
+    versions |= {name: version(name) for name in packages}
+    print(json.dumps({"versions": versions}), file=replies)
     for line in sys.stdin:
         started_s = time.perf_counter()
         answers = run(*json.loads(line))

@@ -98,4 +98,4 @@ def is_ready(port: int) -> bool:
 
 
 if __name__ == "__main__":
-    serve(load, [], servers)
+    serve(load, [], servers, llama_cpp_python="0.3.36")
