@@ -112,7 +112,6 @@ def test_a_request_that_never_fits_the_cache_is_refused():
         ({"speculative_config": {"method": "draft_model"}}, "needs a model"),
         ({"speculative_config": {"method": "draft_model", "model": "/nowhere"}}, "/nowhere"),
         ({"kernels": "flash"}, "unknown kernels"),
-        ({"dtype": "float64"}, "reference"),
         ({"device": "gpu"}, "device"),
     ],
 )

@@ -18,7 +18,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting import policy as draft_policy
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
-from outdraft.models.llama import CausalLM
+from outdraft.kernels.reference.decoder import ReferenceDecoder
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
 
 COMPILED, BY_LAYERS = "llama-llama3-rope", "qwen2"
@@ -132,9 +132,10 @@ def spoilt(logits_RV: torch.Tensor, kind: str) -> torch.Tensor:
 def test_every_kind_of_logits_to_which_there_is_no_best_is_an_error(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    logits = CausalLM.logits
-    monkeypatch.setattr(CausalLM, "logits", lambda *args: spoilt(logits(*args), kind))
-    for output in outputs_of(engine(BY_LAYERS, "ngram"), GOOD, PARAMS[name]):
+    logits = ReferenceDecoder.logits
+    monkeypatch.setattr(ReferenceDecoder, "logits", lambda *args: spoilt(logits(*args), kind))
+    llm = engine("qwen2", "ngram", kernels="reference")
+    for output in outputs_of(llm, GOOD, PARAMS[name]):
         assert output.outputs[0].token_ids == []
         assert "they are NaN, infinite or all -inf" in output.error
 

@@ -41,10 +41,19 @@ def step_shape(
     samples_drafts: bool = False,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
+    noise_is_compiled: bool = False,
     **scheduler: int,
 ) -> StepShape:
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64} | scheduler
-    return StepShape(SchedulerConfig(**sizes), 100, num_draft_rows, samples_drafts, dtype, device)
+    return StepShape(
+        SchedulerConfig(**sizes),
+        100,
+        num_draft_rows,
+        samples_drafts,
+        dtype,
+        device,
+        noise_is_compiled=noise_is_compiled,
+    )
 
 
 class NoAttention:
@@ -141,7 +150,8 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
         return logits_RV, processed_RV.softmax(1)
 
     sample()
-    shape = step_shape(dtype=dtype, max_num_seqs=num_rows, max_num_batched_tokens=num_rows)
+    sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": num_rows}
+    shape = step_shape(dtype=dtype, noise_is_compiled=dtype is torch.float32, **sizes)
     planned = sampling_bytes(shape, vocab_size)
     assert 0.5 * planned <= peak_bytes(sample) <= planned
 
@@ -152,7 +162,7 @@ def test_noise_that_is_not_compiled_is_counted_on_a_gpu():
     taken = peak_bytes(lambda: noise.gumbel(keys, 4096))
     sizes = {"max_num_seqs": 16, "max_num_batched_tokens": 16}
     on_gpu = step_shape(device=torch.device("cuda"), **sizes)
-    on_cpu = replace(on_gpu, device=CPU)
+    on_cpu = replace(on_gpu, device=CPU, noise_is_compiled=True)
     logits = 2 * 16 * 4096 * 4
     assert 0.9 * taken <= sampling_bytes(on_gpu, 4096) - logits <= 1.2 * taken
     assert sampling_bytes(on_cpu, 4096) < sampling_bytes(on_gpu, 4096) / 2

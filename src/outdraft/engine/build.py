@@ -210,6 +210,7 @@ def _step_memory(
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
+        noise_is_compiled=models.device.type == "cpu" and models.kernels.name != "reference",
     )
     states = 0
     if drafter is not None and drafter.reads_states:

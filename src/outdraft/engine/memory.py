@@ -33,6 +33,7 @@ class StepShape:
         samples_drafts: the draft model draws from its distribution, which is then kept.
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
+        noise_is_compiled: and so takes no memory but its result.
     """
 
     scheduler: SchedulerConfig
@@ -42,6 +43,7 @@ class StepShape:
     dtype: torch.dtype
     device: torch.device
     tree: TreeShape | None = None
+    noise_is_compiled: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +93,7 @@ def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
     """What logits take on their way to ids, or a slice of a prompt's log-probabilities."""
     width, own = shape.logit_dtype.itemsize, shape.dtype.itemsize
-    noise = width if shape.device.type == "cpu" else NOISE_BYTES
+    noise = width if shape.noise_is_compiled else NOISE_BYTES
     per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
     sampled = shape.num_logit_rows * vocab_size * per_logit
     prompt = min(PROMPT_ROWS, shape.num_rows) * vocab_size * (own + 4 * width)
@@ -130,7 +132,8 @@ def _row_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     norm = 3 * hidden * own + 3 * hidden * wide
     rotary = (2 * hidden + qkv) * own + 4 * queries * wide
     attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
-    feed_forward = (2 * hidden + 4 * model.intermediate_size) * own
+    feed_forward = (3 * hidden + 4 * model.intermediate_size) * own
+    feed_forward += 2 * model.intermediate_size * wide
     return model.head_size * wide + max(norm, rotary, attention, feed_forward)  # angles: all along
 
 

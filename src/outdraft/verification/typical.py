@@ -73,7 +73,11 @@ def verify_typical(
     is_reached_BN1 &= pad(drafts.is_draft_BN, (1, 0), value=True)
     length_BN1 = torch.where(is_reached_BN1, seen_BN1N.sum(2), -1)
     is_longest_BN1 = length_BN1 == length_BN1.amax(1, keepdim=True)
-    likelihood_BN1 = torch.where(seen_BN1N, log_p_BN[:, None, :], 0.0).sum(2)
+    # Each path is summed from the root on, so that equal paths have equal sums.
+    likelihood_BN1 = log_p_BN.new_zeros(length_BN1.shape)
+    for row in range(drafts.width):
+        above_B = likelihood_BN1.gather(1, parents_BN[:, row, None])[:, 0]
+        likelihood_BN1[:, row + 1] = above_B + log_p_BN[:, row]
     last_row_B = torch.where(is_longest_BN1, likelihood_BN1, -torch.inf).argmax(1)
 
     requests_B = torch.arange(drafts.num_requests, device=drafts.device)

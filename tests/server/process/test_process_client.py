@@ -172,7 +172,7 @@ def test_leaving_a_stream_gives_all_blocks_back_and_ends_its_work(served: Served
     async def leave() -> tuple[int, Steps]:
         served.news.clear()
         encoded = served.client.inputs.encoded(PROMPTS[0])
-        params = SamplingParams(seed=1, max_tokens=180, ignore_eos=True, n=4)
+        params = SamplingParams(seed=1, max_tokens=180, ignore_eos=True, n=64)
         updates = served.client.generate("0", encoded, params)
         async for update in updates:
             num_tokens = sum(len(c.token_ids) for c in update.output.outputs)
@@ -183,7 +183,7 @@ def test_leaving_a_stream_gives_all_blocks_back_and_ends_its_work(served: Served
     num_seen, last = served.run(leave())
     num_emitted = sum(step.num_emitted for news in served.news for step in news.steps)
     assert last.kv_usage == 0.0
-    assert num_emitted < num_seen + 300, "of 720 tokens"
+    assert num_emitted < num_seen + 6_000, "of 11,520 tokens"
     assert served.client.num_unfinished == 0
 
 
