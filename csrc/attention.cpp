@@ -81,18 +81,6 @@ struct Sums {
   float* total;  // [L]; the weights, relative to it
 };
 
-void copy_numbers(const float* from, int64_t size, float* to) {
-  std::memcpy(to, from, sizeof(float) * size);
-}
-
-void copy_numbers(const uint16_t* from, int64_t size, float* to) {
-  for (int64_t i = 0; i < size; ++i) to[i] = widen(from[i]);
-}
-
-void round_numbers(const float* from, int64_t size, uint16_t* to) {
-  for (int64_t i = 0; i < size; ++i) to[i] = to_bf16(from[i]);
-}
-
 // out[lane, key] = q[lane] . k[key] for kLanes lanes and kKeys keys.
 template <typename Number>
 void dots(const float* q, int64_t size, const void* const* k, float* out) {
@@ -249,13 +237,9 @@ class TileWork {
       const float total = sums.total[lane];
       const float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
       const float* from = sums.out + lane * sizes_.head_size;
-      if (batch_.is_bf16_out) {
-        uint16_t* out = static_cast<uint16_t*>(batch_.out) + at;
-        for (int64_t c = 0; c < batch_.head_size; ++c) out[c] = to_bf16(from[c] * inverse);
-      } else {
-        float* out = static_cast<float*>(batch_.out) + at;
-        for (int64_t c = 0; c < batch_.head_size; ++c) out[c] = from[c] * inverse;
-      }
+      with_numbers(batch_.out, batch_.is_bf16_out, [&](auto* out) {
+        for (int64_t c = 0; c < batch_.head_size; ++c) put(out + at + c, from[c] * inverse);
+      });
     }
   }
 
@@ -275,13 +259,9 @@ class TileWork {
       const int64_t head = first_head_ + lane % sizes_.heads_per_kv;
       const int64_t at = row * batch_.q_stride + head * batch_.head_size;
       float* q = q_ + lane * size;
-      if (batch_.is_bf16_query) {
-        const uint16_t* from = static_cast<const uint16_t*>(batch_.q) + at;
-        for (int64_t c = 0; c < batch_.head_size; ++c) q[c] = widen(from[c]) * scale;
-      } else {
-        const float* from = static_cast<const float*>(batch_.q) + at;
-        for (int64_t c = 0; c < batch_.head_size; ++c) q[c] = from[c] * scale;
-      }
+      with_numbers(batch_.q, batch_.is_bf16_query, [&](const auto* from) {
+        for (int64_t c = 0; c < batch_.head_size; ++c) q[c] = number(from + at + c) * scale;
+      });
     }
   }
 
@@ -350,26 +330,21 @@ class TileWork {
     const int64_t slot =
         blocks_[key / batch_.block_size] * batch_.block_size + key % batch_.block_size;
     const int64_t at = slot * batch_.num_kv_heads * batch_.head_size + kv_offset_;
-    if (batch_.is_bf16_cache) {
-      put_row(static_cast<const uint16_t*>(batch_.k) + at,
-              static_cast<const uint16_t*>(batch_.v) + at, place);
-    } else {
-      put_row(static_cast<const float*>(batch_.k) + at, static_cast<const float*>(batch_.v) + at,
-              place);
-    }
+    k_rows_[place] = row_at(batch_.k, at, wide_k_ + place * sizes_.head_size);
+    v_rows_[place] = row_at(batch_.v, at, wide_v_ + place * sizes_.head_size);
   }
 
-  template <typename Number>
-  void put_row(const Number* k, const Number* v, int64_t place) {
-    k_rows_[place] = k;
-    v_rows_[place] = v;
-    if (is_in_place_) return;
-    float* wide_k = wide_k_ + place * sizes_.head_size;
-    float* wide_v = wide_v_ + place * sizes_.head_size;
-    copy_numbers(k, batch_.head_size, wide_k);
-    copy_numbers(v, batch_.head_size, wide_v);
-    k_rows_[place] = wide_k;
-    v_rows_[place] = wide_v;
+  // Where numbers of the cache are read: where they lie, or in a copy.
+  const void* row_at(const void* cached, int64_t at, float* copy) const {
+    const void* row = copy;
+    with_numbers(cached, batch_.is_bf16_cache, [&](const auto* from) {
+      if (is_in_place_) {
+        row = from + at;
+      } else {
+        convert(from + at, batch_.head_size, copy);
+      }
+    });
+    return row;
   }
 
   // The keys that fill the last kKeys repeat one.
@@ -617,27 +592,6 @@ void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
   if (is_split) merge(all);
 }
 
-void write_rows(const void* rows, int64_t row_stride, bool is_bf16_rows, void* cached,
-                bool is_bf16_cached, const int64_t* slots, int64_t num_rows, int64_t row_size) {
-  for (int64_t t = 0; t < num_rows; ++t) {
-    if (slots[t] < 0) continue;
-    const int64_t from = t * row_stride, to = slots[t] * row_size;
-    if (is_bf16_rows && is_bf16_cached) {
-      std::memcpy(static_cast<uint16_t*>(cached) + to, static_cast<const uint16_t*>(rows) + from,
-                  2 * row_size);
-    } else if (is_bf16_rows) {
-      copy_numbers(static_cast<const uint16_t*>(rows) + from, row_size,
-                   static_cast<float*>(cached) + to);
-    } else if (is_bf16_cached) {
-      round_numbers(static_cast<const float*>(rows) + from, row_size,
-                    static_cast<uint16_t*>(cached) + to);
-    } else {
-      std::memcpy(static_cast<float*>(cached) + to, static_cast<const float*>(rows) + from,
-                  4 * row_size);
-    }
-  }
-}
-
 }  // namespace outdraft
 
 using outdraft::AttentionBatch;
@@ -655,9 +609,16 @@ OUTDRAFT_EXPORT void attention_attend(Team* team, const AttentionBatch* batch,
   outdraft::wait_until_idle(team);
 }
 
+// cached[slots[t]] = rows[t] for slots that are not negative, converted where the dtypes differ.
 OUTDRAFT_EXPORT void attention_write(const void* rows, int64_t row_stride, int64_t is_bf16_rows,
                                      void* cached, int64_t is_bf16_cached, const int64_t* slots,
                                      int64_t num_rows, int64_t row_size) {
-  outdraft::write_rows(rows, row_stride, is_bf16_rows, cached, is_bf16_cached, slots, num_rows,
-                       row_size);
+  using namespace outdraft;
+  with_numbers(rows, is_bf16_rows, [&](const auto* from) {
+    with_numbers(cached, is_bf16_cached, [&](auto* to) {
+      for (int64_t t = 0; t < num_rows; ++t) {
+        if (slots[t] >= 0) convert(from + t * row_stride, row_size, to + slots[t] * row_size);
+      }
+    });
+  });
 }

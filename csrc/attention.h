@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 
-#include "kept_memory.h"
 #include "team.h"
 
 namespace outdraft {
@@ -43,9 +42,5 @@ struct AttentionMemory {
 // out = softmax(scale * q k^T) v over what each row sees; 0 for rows behind the last request.
 // `team` is not of a turn. With a team, what `batch` points to must be kept memory.
 void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory);
-
-// cached[slots[t]] = rows[t] for slots that are not negative, converted where the dtypes differ.
-void write_rows(const void* rows, int64_t row_stride, bool is_bf16_rows, void* cached,
-                bool is_bf16_cached, const int64_t* slots, int64_t num_rows, int64_t row_size);
 
 }  // namespace outdraft

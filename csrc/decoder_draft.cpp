@@ -5,7 +5,6 @@
 // drawn_level.cpp), others the likeliest tokens: EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -13,7 +12,6 @@
 #include <vector>
 
 #include "drafting.h"
-#include "export.h"
 #include "forward.h"
 #include "sampling.h"
 
@@ -120,22 +118,16 @@ class Drafting {
     zeros_.assign(static_cast<size_t>(task_.num_requests), 0);
     for (int64_t b = 0; b < task_.num_requests; ++b) {
       const Tree& tree = trees_[b];
-      const int64_t wanted = task_.num_drafts[b], context = task_.contexts[b];
       for (int64_t f = 0; f < num_nodes_; ++f) {
-        const int64_t row = b * num_nodes_ + f, place = first + f, index = context + place;
-        ids_[row] = tree.token_ids[place];
-        ancestors_[row] = tree.ancestors[place] & ((int64_t{1} << wanted) - 1);
-        positions_[row] = context - 1 + std::popcount(static_cast<uint64_t>(ancestors_[row]));
-        slots_[row] = -1;
-        if (place < wanted) {
-          const int32_t* blocks = task_.block_table + b * task_.table_width;
-          slots_[row] = blocks[index / task_.block_size] * task_.block_size +
-                        index % task_.block_size;
-        }
+        ids_[b * num_nodes_ + f] = tree.token_ids[first + f];
+        ancestors_[b * num_nodes_ + f] = tree.ancestors[first + f];
       }
       starts_.push_back(static_cast<int32_t>((b + 1) * num_nodes_));
-      contexts_.push_back(static_cast<int32_t>(context));
+      contexts_.push_back(static_cast<int32_t>(task_.contexts[b]));
     }
+    place_level(task_.num_requests, num_nodes_, first, ancestors_.data(), task_.contexts,
+                task_.num_drafts, task_.block_table, task_.table_width, task_.block_size,
+                ancestors_.data(), positions_.data(), slots_.data());
     gather(depth, first);
     const DecoderRows rows{ids_.data(),       positions_.data(), slots_.data(),
                            starts_.data(),    contexts_.data(),  zeros_.data(),
@@ -203,9 +195,9 @@ class Drafting {
     if (static_cast<Kind>(task_.kinds[b]) == Kind::kDrawn) {
       draw(b, depth, first, first_above, logits);
     } else if (is_chain_) {
-      const NoiseKey key = shared_noise(b, depth);
-      const bool is_plain = static_cast<Kind>(task_.kinds[b]) == Kind::kRanked;
-      tree.token_ids[first] = outdraft::choose(logits, task_.size, key, is_plain);
+      tree.token_ids[first] = static_cast<Kind>(task_.kinds[b]) == Kind::kRanked
+                                  ? argmax(logits, task_.size)
+                                  : sample_logits(logits, task_.size, shared_noise(b, depth));
     } else {
       rank(b, depth, first, logits);
     }

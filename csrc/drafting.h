@@ -2,7 +2,7 @@
 // drawn_tree.py there for why drawn trees are exact.
 #pragma once
 
-#include <cstdint>
+#include "export.h"
 
 namespace outdraft {
 
@@ -36,3 +36,11 @@ struct Nodes {
 void draw_rows(const Nodes& nodes, const Worth& worth, int64_t num_kept, const NewRows& rows);
 
 }  // namespace outdraft
+
+// Where the rows of a level of growing trees stand: as `PlaceLevel` of ops.py. `ancestors` may be
+// `own_ancestors`.
+OUTDRAFT_EXPORT void place_level(int64_t num_requests, int64_t width, int64_t first_row,
+                                 const int64_t* ancestors, const int64_t* contexts,
+                                 const int64_t* num_drafts, const int32_t* block_table,
+                                 int64_t table_width, int64_t block_size, int64_t* own_ancestors,
+                                 int64_t* positions, int64_t* slots);

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "export.h"
+#include "sampling.h"
 #include "simd.h"
 #include "vector_math.h"
 
@@ -20,20 +21,6 @@ namespace {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kHeadRows = 64;  // whose logits are kept at a time
-
-void put(float* to, float number) { *to = number; }
-void put(uint16_t* to, float number) { *to = to_bf16(number); }
-void put(float* to, Floats vector) { store(to, vector); }
-void put(uint16_t* to, Floats vector) { store(to, to_bf16(vector)); }
-float number(const float* from) { return *from; }
-float number(const uint16_t* from) { return widen(*from); }
-
-template <class From, class To>
-void convert(const From* from, int64_t size, To* to) {
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) put(to + i, numbers(from + i));
-  for (; i < size; ++i) put(to + i, number(from + i));
-}
 
 void add(const float* x, int64_t size, float* to) {
   for (int64_t i = 0; i < size; ++i) to[i] += x[i];
@@ -93,25 +80,10 @@ void gate(const float* gate_up, int64_t size, To* to) {
 
 // The first of the highest numbers; a NaN is higher than all.
 int64_t best_of(const float* x, int64_t size) {
-  Floats tops = broadcast(-INFINITY);
-  Ints are_nan = {};
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) {
-    const Floats part = numbers(x + i);
-    tops = part > tops ? part : tops;
-    are_nan |= part != part;
-  }
-  float top = max_of(tops);
   bool has_nan = false;
-  for (int lane = 0; lane < kWidth; ++lane) has_nan |= are_nan[lane] != 0;
-  for (; i < size; ++i) {
-    top = std::max(top, x[i]);
-    has_nan |= x[i] != x[i];
-  }
-  for (i = 0; i < size; ++i) {
-    if (has_nan ? x[i] != x[i] : x[i] == top) return i;
-  }
-  return 0;
+  for (int64_t i = 0; i < size; ++i) has_nan |= x[i] != x[i];
+  if (!has_nan) return argmax(x, size);
+  return std::find_if(x, x + size, [](float number) { return number != number; }) - x;
 }
 
 // Gives out parts of one piece of memory. Without memory it only counts.

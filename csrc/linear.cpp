@@ -20,10 +20,11 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "export.h"
-#include "simd.h"
+#include "vector_math.h"
 
 namespace outdraft {
 namespace {
@@ -114,60 +115,41 @@ struct Int4Words {
   }
 };
 
-template <class Decoder>
-struct WideKernel {
-  using Number = float;
-  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs;
+// `kDots`: rows are pairs of bfloat16, for the machine's dot products; else float32.
+template <class Decoder, bool kDots>
+struct PairKernel {
+  using Number = std::conditional_t<kDots, uint32_t, float>;
+  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kDots ? kInputs / 2 : kInputs;
 
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* weights, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* weights, const Number* x, Sums<R>& sums) {
     add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  OUTDRAFT_INLINE static void add_pairs(const char* weights, const float* x, Sums<R>& sums,
+  OUTDRAFT_INLINE static void add_pairs(const char* weights, const Number* x, Sums<R>& sums,
                                         std::index_sequence<kPairs...>) {
     Words words[kVectors];
     for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
-    (add_pair<R, kPairs>(words, x + 2 * kPairs, sums), ...);
+    (add_pair<R, kPairs>(words, x + kPairs * kRowNumbers * 2 / kInputs, sums), ...);
   }
   template <int R, size_t kPair>
-  OUTDRAFT_INLINE static void add_pair(const Words* words, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add_pair(const Words* words, const Number* x, Sums<R>& sums) {
     Words pairs[kVectors];
     for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
-    for (int r = 0; r < R; ++r) {
-      const Floats a = broadcast(x[r * kPiece]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
-    }
-    for (int r = 0; r < R; ++r) {
-      const Floats b = broadcast(x[r * kPiece + 1]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
-    }
-  }
-};
-
-template <class Decoder>
-struct DotKernel {
-  using Number = uint32_t;  // two inputs
-  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kInputs / 2;
-
-  template <int R>
-  OUTDRAFT_INLINE static void add(const char* weights, const uint32_t* x, Sums<R>& sums) {
-    add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
-  }
-  template <int R, size_t... kPairs>
-  OUTDRAFT_INLINE static void add_pairs(const char* weights, const uint32_t* x, Sums<R>& sums,
-                                        std::index_sequence<kPairs...>) {
-    Words words[kVectors];
-    for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
-    (add_pair<R, kPairs>(words, x + kPairs, sums), ...);
-  }
-  template <int R, size_t kPair>
-  OUTDRAFT_INLINE static void add_pair(const Words* words, const uint32_t* x, Sums<R>& sums) {
-    Words pairs[kVectors];
-    for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
-    for (int r = 0; r < R; ++r) {
-      const Words a = broadcast_word(x[r * kPiece / 2]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
+    if constexpr (kDots) {
+      for (int r = 0; r < R; ++r) {
+        const Words a = broadcast_word(x[r * kPiece / 2]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
+      }
+    } else {
+      for (int r = 0; r < R; ++r) {
+        const Floats a = broadcast(x[r * kPiece]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats b = broadcast(x[r * kPiece + 1]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
+      }
     }
   }
 };
@@ -287,9 +269,9 @@ using MultiplyTile = void (*)(const LinearWeights&, const Inputs&, int64_t, int6
 template <class Decoder>
 MultiplyTile kernel_of(bool keeps_bf16) {
   if constexpr (kHasBf16Dot) {
-    if (keeps_bf16) return multiply_tile<DotKernel<Decoder>>;
+    if (keeps_bf16) return multiply_tile<PairKernel<Decoder, true>>;
   }
-  return multiply_tile<WideKernel<Decoder>>;
+  return multiply_tile<PairKernel<Decoder, false>>;
 }
 
 MultiplyTile kernel_of(Format format, bool keeps_bf16) {
@@ -336,44 +318,19 @@ struct Product {
   }
 
   void store_outputs(const float* sums, int64_t at, int64_t first, int64_t count) const {
-    float* floats = static_cast<float*>(y.numbers) + at;
-    uint16_t* halves = static_cast<uint16_t*>(y.numbers) + at;
-    int64_t e = 0;
-    for (; e + kWidth <= count; e += kWidth) {
-      Floats sum = load<Floats>(sums + e);
-      if (weights.bias != nullptr) sum += load<Floats>(weights.bias + first + e);
-      if (y.dtype == Dtype::kFloat32) {
-        outdraft::store(floats + e, sum);
-      } else {
-        outdraft::store(halves + e, to_bf16(sum));
+    with_numbers(y.numbers, y.dtype == Dtype::kBfloat16, [&](auto* to) {
+      int64_t e = 0;
+      for (; e + kWidth <= count; e += kWidth) {
+        Floats sum = load<Floats>(sums + e);
+        if (weights.bias != nullptr) sum += load<Floats>(weights.bias + first + e);
+        put(to + at + e, sum);
       }
-    }
-    for (; e < count; ++e) {
-      const float sum = weights.bias != nullptr ? sums[e] + weights.bias[first + e] : sums[e];
-      if (y.dtype == Dtype::kFloat32) {
-        floats[e] = sum;
-      } else {
-        halves[e] = to_bf16(sum);
+      for (; e < count; ++e) {
+        put(to + at + e, weights.bias != nullptr ? sums[e] + weights.bias[first + e] : sums[e]);
       }
-    }
+    });
   }
 };
-
-float number_at(const void* numbers, Dtype dtype, int64_t at) {
-  return dtype == Dtype::kFloat32 ? static_cast<const float*>(numbers)[at]
-                                  : widen(static_cast<const uint16_t*>(numbers)[at]);
-}
-
-void copy_as_float(const void* from, Dtype dtype, int64_t at, int64_t count, float* to) {
-  if (dtype == Dtype::kFloat32) {
-    std::memcpy(to, static_cast<const float*>(from) + at, 4 * count);
-    return;
-  }
-  const uint16_t* bf16 = static_cast<const uint16_t*>(from) + at;
-  int64_t k = 0;
-  for (; k + kWidth <= count; k += kWidth) store(to + k, widen(load<Halves>(bf16 + k)));
-  for (; k < count; ++k) to[k] = widen(bf16[k]);
-}
 
 // Rows as the kernels read them: [piece][row][kPiece], zeros behind the last input.
 void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, bool keeps_bf16, void* block) {
@@ -386,7 +343,9 @@ void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, bool keeps_bf1
       if (keeps_bf16) {
         std::memcpy(to, static_cast<const uint16_t*>(x.numbers) + at, 2 * count);
       } else {
-        copy_as_float(x.numbers, x.dtype, at, count, reinterpret_cast<float*>(to));
+        with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
+          convert(from + at, count, reinterpret_cast<float*>(to));
+        });
       }
       std::memset(to + item * count, 0, item * (kPiece - count));
     }
@@ -400,7 +359,7 @@ void sum_groups(ConstRows x, int64_t num_rows, const LinearWeights& weights, flo
     const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
     for (int64_t r = 0; r < num_rows; ++r) {
       float sum = 0;
-      for (int64_t k = first; k < end; ++k) sum += number_at(x.numbers, x.dtype, r * x.stride + k);
+      for (int64_t k = first; k < end; ++k) sum += x.at(r, k);
       sums[group * num_rows + r] = sum;
     }
   }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "simd.h"
 #include "team.h"
 
 namespace outdraft {
@@ -35,6 +36,12 @@ struct ConstRows {
   const void* numbers;
   Dtype dtype;
   int64_t stride;  // elements from row to row
+
+  float at(int64_t row, int64_t k) const {
+    const int64_t place = row * stride + k;
+    return dtype == Dtype::kFloat32 ? static_cast<const float*>(numbers)[place]
+                                    : widen(static_cast<const uint16_t*>(numbers)[place]);
+  }
 };
 
 struct Rows {

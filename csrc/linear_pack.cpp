@@ -20,18 +20,6 @@ namespace {
 
 constexpr int64_t kHugePage = 1 << 21;
 
-struct Source {
-  const void* numbers;
-  Dtype dtype;
-  int64_t stride;
-
-  float at(int64_t output, int64_t input) const {
-    const int64_t place = output * stride + input;
-    return dtype == Dtype::kFloat32 ? static_cast<const float*>(numbers)[place]
-                                    : widen(static_cast<const uint16_t*>(numbers)[place]);
-  }
-};
-
 // Memory in huge pages where the system has them; zeros.
 void* map_memory(int64_t num_bytes) {
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
@@ -55,7 +43,7 @@ struct Group {
   }
 };
 
-Group group_of(const Source& source, const LinearWeights& weights, int64_t output, int64_t first,
+Group group_of(const ConstRows& source, const LinearWeights& weights, int64_t output, int64_t first,
                int64_t end) {
   float low = 0, high = 0;
   bool is_nan = false;
@@ -94,7 +82,7 @@ void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t co
   std::memcpy(at, &word, 4);
 }
 
-void quantize_output(const LinearWeights& weights, const Source& source, int64_t output) {
+void quantize_output(const LinearWeights& weights, const ConstRows& source, int64_t output) {
   char* tile = weights.tiles + output / kTile * weights.tile_bytes;
   for (int64_t g = 0; g < weights.num_groups; ++g) {
     const int64_t first = g * weights.group_inputs;
@@ -109,7 +97,7 @@ void quantize_output(const LinearWeights& weights, const Source& source, int64_t
   }
 }
 
-void pack_output(const LinearWeights& weights, const Source& source, int64_t output) {
+void pack_output(const LinearWeights& weights, const ConstRows& source, int64_t output) {
   char* tile = weights.tiles + output / kTile * weights.tile_bytes;
   const int64_t lane = output % kTile;
   for (int64_t k = 0; k < weights.num_inputs; ++k) {
@@ -188,7 +176,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
               num_bytes};
   if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
-  const Source source = {weight, Dtype{dtype}, stride};
+  const ConstRows source = {weight, Dtype{dtype}, stride};
   for (int64_t output = 0; output < num_outputs; ++output) {
     is_quantised ? quantize_output(*weights, source, output)
                  : pack_output(*weights, source, output);

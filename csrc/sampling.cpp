@@ -14,6 +14,7 @@
 
 #include "export.h"
 #include "simd.h"
+#include "vector_math.h"
 
 namespace outdraft {
 namespace {
@@ -22,27 +23,8 @@ constexpr float kMasked = -std::numeric_limits<float>::infinity();
 constexpr int64_t kChunk = 1024;  // words of noise that stay in the nearest cache
 
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kLog2E = 1.44269504088896341f;
-constexpr float kLn2High = 0.693359375f, kLn2Low = -2.12194440e-4f;  // their sum is log(2)
-constexpr float kRounder = 1.5f * (1 << 23);  // a float32 whose low bits count ones
-constexpr float kLeastExponent = -87.0f;      // below it exp would not be a normal number
-// exp(r) for |r| <= log(2) / 2: the polynomial of Cephes' expf.
-constexpr float kExp[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
-                          4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-
-// exp(x) of numbers up to 0; 0 of NaN.
-inline Floats exp_of(Floats x) {
-  const Ints is_normal = x >= kLeastExponent;
-  x = is_normal ? x : Floats{} + kLeastExponent;
-  const Floats rounded = x * kLog2E + kRounder;
-  const Floats whole = rounded - kRounder;
-  const Floats r = (x - whole * kLn2High) - whole * kLn2Low;
-  Floats series = Floats{} + kExp[0];
-  for (int at = 1; at < 6; ++at) series = series * r + kExp[at];
-  const Floats power = (series * r) * r + r + 1.0f;
-  const auto scale = (Floats)(((Ints)rounded + 127) << 23);
-  return is_normal ? power * scale : Floats{};
-}
+// exp(x) of numbers up to 0; 0 of NaN, and of what would not be a normal number.
+inline Floats exp_or_zero(Floats x) { return x >= -87.0f ? exp_of(x) : Floats{}; }
 
 // x * (number of ones in 2**-23) of a float32's bits is its base-2 logarithm, to 0.0861 from below.
 constexpr float kBitsToLog = kLn2 * 0x1p-23f;
@@ -200,10 +182,7 @@ float maximum(const float* numbers, int64_t size) {
     best = x > best ? x : best;
   }
   const auto last = load_some<Floats>(numbers + at, size - at, kMasked);
-  best = last > best ? last : best;
-  float largest = kMasked;
-  for (int64_t lane = 0; lane < kWidth; ++lane) largest = std::max(largest, best[lane]);
-  return largest;
+  return max_of(last > best ? last : best);
 }
 
 int64_t argmax(const float* numbers, int64_t size) {
@@ -230,10 +209,10 @@ double total(const float* numbers, int64_t size) {
 void exp_below(const float* numbers, int64_t size, float best, float* out) {
   int64_t at = 0;
   for (; at + kWidth <= size; at += kWidth) {
-    store(out + at, exp_of(load<Floats>(numbers + at) - best));
+    store(out + at, exp_or_zero(load<Floats>(numbers + at) - best));
   }
   const Floats last = load_some<Floats>(numbers + at, size - at, kMasked);
-  store_some(out + at, exp_of(last - best), size - at);
+  store_some(out + at, exp_or_zero(last - best), size - at);
 }
 
 void softmax(const float* logits, int64_t size, float* out) {
@@ -274,19 +253,5 @@ OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* l
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t start = row * size;
     outdraft::process_row(logits + start, size, cuts.of(requests[row]), processed + start);
-  }
-}
-
-// `choose` of rows [num_rows, size]; their softmax too, unless `probs` is null.
-OUTDRAFT_EXPORT void choose_rows(int64_t num_rows, int64_t size, const float* logits,
-                                 const int64_t* seeds, const int64_t* positions,
-                                 const int64_t* anchors, const int64_t* purposes,
-                                 const bool* is_greedy, int64_t* ids, float* probs) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const float* row_logits = logits + row * size;
-    const outdraft::NoiseKey key{seeds[row], positions[row], anchors[row],
-                                 static_cast<outdraft::Purpose>(purposes[row])};
-    ids[row] = outdraft::choose(row_logits, size, key, is_greedy[row]);
-    if (probs != nullptr) outdraft::softmax(row_logits, size, probs + row * size);
   }
 }

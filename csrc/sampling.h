@@ -54,9 +54,4 @@ int64_t sample_logits(const float* logits, int64_t size, const NoiseKey& key);
 // The same of the logarithms of weights, none of them negative, that need not sum to 1.
 int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key);
 
-// The argmax of a greedy row, a sample of another.
-inline int64_t choose(const float* logits, int64_t size, const NoiseKey& key, bool is_greedy) {
-  return is_greedy ? argmax(logits, size) : sample_logits(logits, size, key);
-}
-
 }  // namespace outdraft

@@ -16,7 +16,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdlib>
 #include <new>
 
 #include "export.h"
@@ -38,33 +37,6 @@ constexpr int kBackOff = 64;  // turns to work alone after a helper was late: th
 constexpr int kSpins = 32;    // between two looks at the clock
 constexpr size_t kAlignment = 64;
 constexpr size_t kWorkWords = kMaxWorkBytes / 8;
-
-// Memory that only grows; what it held is lost.
-class Buffer {
- public:
-  Buffer() = default;
-  ~Buffer() { std::free(memory_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  bool holds(size_t bytes) const { return bytes <= size_; }
-  void* memory() const { return memory_; }
-  void grow(size_t bytes) {
-    std::free(memory_);
-    size_ = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    memory_ = std::aligned_alloc(kAlignment, size_);
-    if (memory_ == nullptr) std::abort();
-  }
-
- private:
-  void* memory_ = nullptr;
-  size_t size_ = 0;
-};
-
-void* buffer_of(Buffer& buffer, size_t bytes) {
-  if (!buffer.holds(bytes)) buffer.grow(bytes);
-  return buffer.memory();
-}
 
 struct alignas(kAlignment) Helper {
   Team* team;
@@ -89,12 +61,12 @@ class Team {
   uint64_t last_job = 0;
   int turns_alone = 0;
   bool loses_next_unit = false;
-  Buffer inputs;
   std::atomic<int64_t> num_shared{0}, num_late{0};
 
   pid_t process = getpid();
   int64_t num_helpers = 0;
   Helper* helpers = nullptr;
+  KeptMemory inputs{this};  // the last: its end looks at the helpers
 };
 
 namespace {
@@ -114,7 +86,7 @@ bool exchange(Team& team, int64_t unit, uint64_t job, State from, State to) {
 }
 
 // Units of one job, beginning far from where the others begin.
-void help(Team& team, const Helper& helper, uint64_t job, Buffer& scratch) {
+void help(Team& team, const Helper& helper, uint64_t job, KeptMemory& scratch) {
   alignas(kAlignment) uint64_t work[kWorkWords];
   const auto calls = team.calls.load(std::memory_order_relaxed);
   const auto num_units = static_cast<int64_t>(team.num_units.load(std::memory_order_relaxed));
@@ -127,7 +99,7 @@ void help(Team& team, const Helper& helper, uint64_t job, Buffer& scratch) {
   for (int64_t i = 0; i < num_units; ++i) {
     const int64_t unit = start + i < num_units ? start + i : start + i - num_units;
     if (!claim(team, unit, job)) continue;
-    void* memory = buffer_of(scratch, scratch_bytes);
+    void* memory = scratch.reserve<char>(scratch_bytes);
     call.compute(work, unit, memory);
     if (!exchange(team, unit, job, kClaimed, kStoring)) return;  // taken back: this job is over
     call.store(work, unit, memory);
@@ -147,7 +119,7 @@ void sleep_until_woken(Team& team, Helper& helper, uint64_t last) {
 void* serve(void* argument) {
   Helper& helper = *static_cast<Helper*>(argument);
   Team& team = *helper.team;
-  Buffer scratch;
+  KeptMemory scratch(nullptr);
   uint64_t last = 0;
   auto since = Clock::now();
   for (int spins = 0;; ++spins) {
@@ -281,6 +253,7 @@ void destroy_team(Team* team) {
       if (team->helpers[i].team != nullptr) pthread_join(team->helpers[i].thread, nullptr);
     }
     ::operator delete[](team->helpers, std::align_val_t{kAlignment});
+    team->num_helpers = 0;
   }
   team->~Team();
   ::operator delete(team, std::align_val_t{kAlignment});
@@ -316,18 +289,13 @@ Turn::~Turn() {
 }
 
 void* input_block(Team* team, size_t bytes) {
-  thread_local Buffer own;
-  if (team == nullptr) return buffer_of(own, bytes);
-  if (!team->inputs.holds(bytes)) {
-    wait_until_idle(team);
-    team->inputs.grow(bytes);
-  }
-  return team->inputs.memory();
+  thread_local KeptMemory own(nullptr);
+  return (team == nullptr ? own : team->inputs).reserve<char>(bytes);
 }
 
 void* own_scratch(size_t bytes) {
-  thread_local Buffer own;
-  return buffer_of(own, bytes);
+  thread_local KeptMemory own(nullptr);
+  return own.reserve<char>(bytes);
 }
 
 }  // namespace outdraft

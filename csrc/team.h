@@ -21,6 +21,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <type_traits>
 
@@ -35,6 +36,44 @@ Team* create_team(int64_t num_threads);  // the caller included; never null
 void destroy_team(Team* team);           // ends its helpers; nobody may be in `run`
 void wait_until_idle(Team* team);        // no helper still reads inputs of a job that is over
 int64_t num_threads(const Team* team);   // 1 for a null team
+
+// Memory that only grows. A late helper of the team may still read it: it is given back only when
+// no helper can. Without a team nobody else reads it.
+class KeptMemory {
+ public:
+  explicit KeptMemory(Team* team) : team_(team) {}
+  KeptMemory(const KeptMemory&) = delete;
+  KeptMemory& operator=(const KeptMemory&) = delete;
+  ~KeptMemory() { give_back(); }
+
+  // At least so many numbers, from the start of a cache line on; what was there is lost where the
+  // memory grows.
+  template <class Number>
+  Number* reserve(int64_t count) {
+    const size_t bytes = sizeof(Number) * static_cast<size_t>(count);
+    if (bytes > size_) {
+      give_back();
+      size_ = (bytes + bytes / 2 + kLine) / kLine * kLine;
+      memory_ = std::aligned_alloc(kLine, size_);
+      if (memory_ == nullptr) std::abort();
+    }
+    return static_cast<Number*>(memory_);
+  }
+
+ private:
+  static constexpr size_t kLine = 64;
+
+  void give_back() {
+    if (memory_ == nullptr) return;
+    if (team_ != nullptr) wait_until_idle(team_);
+    std::free(memory_);
+    memory_ = nullptr;
+  }
+
+  Team* team_;
+  void* memory_ = nullptr;
+  size_t size_ = 0;
+};
 
 // The right to share jobs with the helpers, held until its end. Who comes while another turn lasts,
 // or soon after a helper was late, works alone: then `team` is null.

@@ -11,6 +11,36 @@ namespace outdraft {
 inline Floats numbers(const float* from) { return load<Floats>(from); }
 inline Floats numbers(const uint16_t* from) { return widen(load<Halves>(from)); }
 
+inline float number(const float* from) { return *from; }
+inline float number(const uint16_t* from) { return widen(*from); }
+
+// They are rounded to bfloat16 where they go to it.
+inline void put(float* to, float number) { *to = number; }
+inline void put(uint16_t* to, float number) { *to = to_bf16(number); }
+inline void put(float* to, Floats vector) { store(to, vector); }
+inline void put(uint16_t* to, Floats vector) { store(to, to_bf16(vector)); }
+
+template <class From, class To>
+inline void convert(const From* from, int64_t size, To* to) {
+  if constexpr (sizeof(From) == sizeof(To)) {
+    std::memcpy(to, from, sizeof(To) * static_cast<size_t>(size));
+  } else {
+    int64_t i = 0;
+    for (; i + kWidth <= size; i += kWidth) put(to + i, numbers(from + i));
+    for (; i < size; ++i) put(to + i, number(from + i));
+  }
+}
+
+// Calls with the address of numbers, as what they are.
+template <class Call>
+inline void with_numbers(const void* from, bool is_bf16, const Call& call) {
+  is_bf16 ? call(static_cast<const uint16_t*>(from)) : call(static_cast<const float*>(from));
+}
+template <class Call>
+inline void with_numbers(void* to, bool is_bf16, const Call& call) {
+  is_bf16 ? call(static_cast<uint16_t*>(to)) : call(static_cast<float*>(to));
+}
+
 // 2 ** x to about 1e-7 for x <= 127, exactly 0 below -126; a NaN stays one (Cephes' exp2f).
 inline Floats exp2_of(Floats x) {
   const Floats lowest = broadcast(-126.0f);

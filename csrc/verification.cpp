@@ -1,6 +1,6 @@
-// Walks through drafted trees, one request after the other; sums run as sampling.cpp says.
-
-#include "verification.h"
+// How far the drafts of a request survive, by the target's processed logits. A walk looks at a row
+// of the target only when it comes to it; sums run as sampling.cpp says. The readable twin is
+// src/outdraft/kernels/reference/verification.py.
 
 #include <algorithm>
 #include <limits>
@@ -11,6 +11,34 @@
 
 namespace outdraft {
 namespace {
+
+// As `Rule` of kernels/data/drafts.py.
+enum class Rule : int64_t { kMatch = 0, kToken = 1, kTraversal = 2 };
+
+// One request's tree, as in `DraftBatch`.
+struct Tree {
+  int64_t num_drafts;
+  const int64_t* tokens;
+  const int64_t* parents;  // the row that each draft continues: 0 = root, j + 1 = draft j
+  const bool* is_sampled;
+  const float* probs;  // [num_drafts, size]; read where a draft is sampled
+};
+
+// What the request knows, and the target's rows [num_drafts + 1, size], the root's first.
+struct Judge {
+  const float* logits;
+  int64_t size;
+  int64_t seed;
+  int64_t num_tokens;  // committed
+  bool is_greedy;
+};
+
+// Where the emitted tokens are written, and the accepted drafts: room for num_drafts + 1 and for
+// num_drafts. Returned is how many tokens are emitted.
+struct Path {
+  int64_t* tokens;
+  int64_t* drafts;
+};
 
 constexpr int64_t kMostRows = 64;  // a request has at most 63 drafts
 constexpr double kTiny = std::numeric_limits<double>::min();
@@ -108,8 +136,7 @@ int64_t finish(const Tree& tree, const Path& path, int64_t num_accepted, int64_t
   return num_accepted + 1;
 }
 
-}  // namespace
-
+// The path of the target's own choices.
 int64_t match_tree(const Judge& judge, const Tree& tree, const Path& path) {
   for (int64_t row = 0, depth = 0;; ++depth) {
     const int64_t choice = judge.is_greedy ? argmax(row_of(judge, row), judge.size)
@@ -121,7 +148,8 @@ int64_t match_tree(const Judge& judge, const Tree& tree, const Path& path) {
   }
 }
 
-// Goes down to the first leaf, and back as long as coins refuse.
+// Traversal verification (Weng et al. 2025, arXiv 2505.12398); block verification of chains. Goes
+// down to the first leaf, and back as long as coins refuse.
 int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
   const int64_t size = judge.size;
   Node nodes[kMostRows];
@@ -154,6 +182,7 @@ int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
   }
 }
 
+// Token-level rejection of a chain (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
   float* p = scratch(1, judge.size);
   for (int64_t draft = 0; draft < chain.num_drafts; ++draft) {
@@ -168,6 +197,8 @@ int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
   const int64_t last = draw(judge, chain.num_drafts, chain.num_drafts, Purpose::kSample);
   return finish(chain, path, chain.num_drafts, last);
 }
+
+}  // namespace
 
 }  // namespace outdraft
 

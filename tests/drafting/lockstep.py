@@ -18,7 +18,7 @@ from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
-from tests.kernels.tables import kernels_for
+from tests.kernels.tables import draw_tokens, kernels_for
 from tests.reference.processors import probabilities, processed_logits
 from tests.reference.verification import joint
 
@@ -99,7 +99,8 @@ class Decoding:
             shares_B = self.sampling.shares_noise_B
             purpose_B = torch.where(shares_B, int(Purpose.SAMPLE), int(Purpose.DRAFT))
             anchors_B = anchors_B.masked_fill(shares_B, 0)
-            last_B, probs_BV = self.kernels.choose_with_probs(
+            last_B, probs_BV = draw_tokens(
+                self.kernels,
                 processed_BV,
                 NoiseKeys(self.sampling.seeds_B, self.num_tokens_B + step, purpose_B, anchors_B),
                 self.sampling.is_greedy_B,

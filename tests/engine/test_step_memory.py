@@ -18,6 +18,7 @@ from outdraft.engine.memory import (
     sampling_bytes,
     text_bytes,
 )
+from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.attention import ReferenceAttention
@@ -141,12 +142,12 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
     lengths_R = torch.full((num_rows,), 6)
     paths = Paths(torch.randint(0, 9, (num_rows, 6)), lengths_R - 2, lengths_R, None)
     kernels = kernels_for(dtype)
-    keys = NoiseKeys.of(sampling.seeds_B, lengths_R, Purpose.SAMPLE)
+    drafts = DraftBatch.empty(num_rows, "cpu")
 
     def sample():
         logits_RV = torch.randn(num_rows, vocab_size, dtype=dtype)
         processed_RV = process_logits(kernels, logits_RV, rows_R, paths, sampling)
-        kernels.choose(processed_RV, keys, sampling.is_greedy_B)
+        kernels.verify(processed_RV, drafts, sampling, lengths_R, Rule.MATCH)
         return logits_RV, processed_RV.softmax(1)
 
     sample()

@@ -4,8 +4,10 @@ import functools
 
 import pytest
 import torch
+from torch import Tensor
 
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.library import Library, open_library, usable_instruction_sets
 from outdraft.kernels.native.table import native_kernels
@@ -38,3 +40,12 @@ def native_attention(num_threads: int = 1, name: str | None = None) -> NativeAtt
 def kernels_for(dtype: torch.dtype) -> Kernels:
     """What a model of this dtype gets on the CPU; of float64 these are the reference."""
     return choose_kernels("auto", torch.device("cpu"), dtype)
+
+
+def draw_tokens(
+    kernels: Kernels, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
+) -> tuple[Tensor, Tensor]:
+    """int64 [R]: samples, or the argmax of greedy rows; float32 [R, V]: their probabilities."""
+    noisy_RV = logits_RV + kernels.gumbel(keys, logits_RV.shape[1])
+    ids_R = torch.where(is_greedy_R, logits_RV.argmax(1), noisy_RV.argmax(1))
+    return ids_R, torch.softmax(logits_RV, 1, dtype=torch.float32)

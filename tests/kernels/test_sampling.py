@@ -7,10 +7,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from scipy import stats
+from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
+from outdraft.kernels.draft_ops import LevelTask
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
@@ -94,41 +97,22 @@ def compare_scale_and_cut(case: Case) -> None:
     check(case.kernels, logits_RV, request_R, batch([*requests, SamplingParams()], size))
 
 
-def draw_rows(case: Case):
-    """Logits, keys, and which rows are greedy."""
-    rng, size = case.rng(), case.data.draw(st.integers(1, 5000))
-    logits_RV = torch.from_numpy(case.data.draw(st.floats(0, 30)) * rng.normal(size=(4, size)))
-    if case.data.draw(st.booleans(), "is cut"):
-        logits_RV[:, size // 3 + 1 :] = -torch.inf
-    if case.data.draw(st.booleans(), "ties"):
-        logits_RV = logits_RV.round()
-    columns = [rng.integers(0, end, 4) for end in (2**62, 2**40, 4, 2**31)]
-    is_greedy_R = torch.from_numpy(rng.random(4) < 0.3)
-    return logits_RV.float(), NoiseKeys(*map(torch.from_numpy, columns)), is_greedy_R
-
-
-def compare_choose(case: Case) -> None:
-    """Id by id, whatever the logits."""
-    rows = draw_rows(case)
-    assert torch.equal(case.kernels.choose(*rows), case.reference.choose(*rows))
-
-
-def compare_choose_with_probs(case: Case) -> None:
-    logits_RV, keys, is_greedy_R = draw_rows(case)
-    got_R, probs_RV = case.kernels.choose_with_probs(logits_RV, keys, is_greedy_R)
-    assert torch.equal(got_R, case.reference.choose(logits_RV, keys, is_greedy_R))
-    assert probs_RV.dtype == torch.float32
-    # x - best is rounded: to 4e-6 where it is near the end of the range.
-    exact_RV = logits_RV.double().softmax(1)
-    torch.testing.assert_close(probs_RV.double(), exact_RV, rtol=6e-6, atol=1e-36)
-    assert (abs(probs_RV.double().sum(1) - 1) < 1e-6).all()
+def choose(kernels: Kernels, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
+    """The tokens behind empty drafts, int64 [R]: keys of Purpose.SAMPLE, without an anchor."""
+    sampling = replace(
+        batch([SamplingParams(temperature=0), SamplingParams()], logits_RV.shape[1]),
+        is_greedy_B=is_greedy_R,
+        shares_noise_B=torch.zeros_like(is_greedy_R),
+        seeds_B=keys.seeds_R,
+    )
+    drafts = DraftBatch.empty(len(logits_RV), "cpu")
+    verdict = kernels.verify(logits_RV, drafts, sampling, keys.positions_R, Rule.MATCH)
+    return verdict.token_ids_BN1[:, 0]
 
 
 COMPARISONS = {
     "mask_forbidden": compare_mask_forbidden,
     "scale_and_cut": compare_scale_and_cut,
-    "choose": compare_choose,
-    "choose_with_probs": compare_choose_with_probs,
 }
 
 
@@ -151,15 +135,28 @@ def test_a_row_does_not_see_the_others(kernels):
     rows_R, is_greedy_R = torch.arange(6), torch.zeros(6, dtype=torch.bool)
     whole_RV = kernels.scale_and_cut(logits_RV, rows_R, sampling)
     keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
-    ids_R, probs_RV = kernels.choose_with_probs(whole_RV, keys, is_greedy_R)
+    ids_R = choose(kernels, whole_RV, keys, is_greedy_R)
     for row in range(6):
         one = slice(row, row + 1)
         alone_RV = kernels.scale_and_cut(logits_RV[one], rows_R[one], sampling)
         assert torch.equal(alone_RV[0], whole_RV[row])
         key = NoiseKeys.of(rows_R[one], rows_R[one], Purpose.SAMPLE)
-        id_R, prob_RV = kernels.choose_with_probs(alone_RV, key, is_greedy_R[one])
-        assert id_R[0] == ids_R[row]
-        assert torch.equal(prob_RV[0], probs_RV[row])
+        assert choose(kernels, alone_RV, key, is_greedy_R[one])[0] == ids_R[row]
+
+
+@tables
+@pytest.mark.parametrize("seed", range(12))
+def test_tokens_are_those_of_the_reference_whatever_the_logits(kernels, seed):
+    rng = np.random.default_rng(seed)
+    size, scale = int(rng.integers(1, 5000)), rng.uniform(0, 30)
+    logits_RV = torch.from_numpy(scale * rng.normal(size=(4, size))).float()
+    if seed % 2:
+        logits_RV[:, size // 3 + 1 :] = -torch.inf
+    if seed % 3 == 0:
+        logits_RV = logits_RV.round()  # ties
+    columns = [torch.from_numpy(rng.integers(0, end, 4)) for end in (2**62, 2**40)]
+    rows = logits_RV, NoiseKeys.of(*columns, Purpose.SAMPLE), torch.from_numpy(rng.random(4) < 0.3)
+    assert torch.equal(choose(kernels, *rows), choose(table("reference"), *rows))
 
 
 @tables
@@ -172,14 +169,14 @@ def test_rows_of_nan_stay_nan_and_harm_nothing(kernels):
     assert not (got_RV[1] > -torch.inf).any()
     rows_R = torch.arange(3)
     keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
-    ids_R = kernels.choose(got_RV, keys, torch.zeros(3, dtype=torch.bool))
+    ids_R = choose(kernels, got_RV, keys, torch.zeros(3, dtype=torch.bool))
     assert ((ids_R >= 0) & (ids_R < 500)).all()
 
 
 def pick(kernels, processed_RV, greedy):
     rows_R = torch.arange(len(processed_RV))
     keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
-    return kernels.choose(processed_RV, keys, torch.tensor(greedy))
+    return choose(kernels, processed_RV, keys, torch.tensor(greedy))
 
 
 @tables
@@ -213,9 +210,10 @@ def test_exponentials_are_right_to_float32_over_their_whole_range(kernels):
     """Pairs (0, x): the second probability is exp(x) / (1 + exp(x))."""
     x_R = torch.linspace(-80, 0, 30_001)
     logits_RV = torch.stack([torch.zeros_like(x_R), x_R], dim=1)
-    rows_R = torch.arange(len(x_R))
-    keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
-    _, probs_RV = kernels.choose_with_probs(logits_RV, keys, torch.ones(len(x_R), dtype=torch.bool))
+    every_R = torch.ones(len(x_R), dtype=torch.int64)
+    task = LevelTask(1, every_R, 0, every_R, every_R, every_R, every_R.bool())
+    level = kernels.draw_level(logits_RV[:, None], every_R[:, None].float(), task)
+    probs_RV = level.probs_BFV[:, 0]
     exact_RV = logits_RV.double().softmax(1)
     torch.testing.assert_close(probs_RV.double(), exact_RV, rtol=4e-7, atol=0)
 
@@ -226,5 +224,5 @@ def test_the_sample_of_float64_logits_is_the_argmax_with_the_same_noise():
     rows_R = torch.arange(5)
     keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
     want_R = (logits_RV + noise.gumbel(keys, 90)).argmax(1)
-    got_R = table("reference").choose(logits_RV, keys, torch.zeros(5, dtype=torch.bool))
+    got_R = choose(table("reference"), logits_RV, keys, torch.zeros(5, dtype=torch.bool))
     assert torch.equal(got_R, want_R)

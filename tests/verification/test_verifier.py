@@ -26,7 +26,7 @@ from tests.drafting.lockstep import (
     exact_joint,
     p_value,
 )
-from tests.kernels.tables import kernels_for
+from tests.kernels.tables import draw_tokens, kernels_for
 
 
 def chains_of(length):
@@ -260,7 +260,7 @@ def test_plain_decoding_is_the_sampler_at_the_next_position():
         kernels, TARGET[decoding.root_B], torch.arange(50), decoding.committed, sampling
     )
     keys = NoiseKeys.of(sampling.seeds_B, decoding.num_tokens_B, Purpose.SAMPLE)
-    want_B = kernels.choose(processed_BV, keys, sampling.is_greedy_B)
+    want_B, _ = draw_tokens(kernels, processed_BV, keys, sampling.is_greedy_B)
     verdict = decoding.step(DraftBatch.empty(50, "cpu"))
     assert torch.equal(verdict.token_ids_BN1[:, 0], want_B)
     assert (verdict.num_emitted_B == 1).all()

@@ -15,7 +15,7 @@ from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALL, ALPHA, PLAIN, PROPOSER, Decoding, exact_joint, p_value
-from tests.kernels.tables import kernels_for
+from tests.kernels.tables import draw_tokens, kernels_for
 from tests.reference.drafted_trees import without
 from tests.reference.verification import total_variation, tree_outcomes
 
@@ -135,8 +135,8 @@ def drawn_trees(decoding):
                 Purpose.DRAFT,
                 decoding.num_tokens_B + (parent << 24),
             )
-            drawn_B, probs_BV = decoding.kernels.choose_with_probs(
-                processed_BV, keys, decoding.sampling.is_greedy_B
+            drawn_B, probs_BV = draw_tokens(
+                decoding.kernels, processed_BV, keys, decoding.sampling.is_greedy_B
             )
             # Where the best token was the only one, there is nothing to draw.
             chosen_B = torch.where(is_left_B, drawn_B, chosen_B)

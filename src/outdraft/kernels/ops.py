@@ -20,8 +20,6 @@ from torch import Tensor
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.draft_ops import DraftStart, DrawnLevel, Growth, LevelTask, ModelDrafts
 from outdraft.kernels.sampling_ops import (
-    Choose,
-    ChooseWithProbs,
     Gumbel,
     MaskForbidden,
     Match,
@@ -393,8 +391,6 @@ class Kernels:
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
     scale_and_cut: ScaleAndCut
-    choose: Choose
-    choose_with_probs: ChooseWithProbs
     requests_of_rows: RequestsOfRows
     match: Match
     verify: Verify

@@ -47,24 +47,6 @@ class ScaleAndCut(Protocol):
         ...
 
 
-class Choose(Protocol):
-    """The argmax of greedy rows, a sample of the softmax of others, each row by itself."""
-
-    def __call__(self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
-        """int64 [R]: the lowest id of a tie; samples are argmax(logits + Gumbel noise)."""
-        ...
-
-
-class ChooseWithProbs(Protocol):
-    """`Choose`, and what the ids were drawn from."""
-
-    def __call__(
-        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """int64 [R], and float32 [R, V]: the softmax, of greedy rows too."""
-        ...
-
-
 class RequestsOfRows(Protocol):
     """Whose the flat rows are."""
 

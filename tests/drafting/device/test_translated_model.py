@@ -26,7 +26,7 @@ from outdraft.models.loader import load_model
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
-from tests.kernels.tables import cpu_kernels, kernels_for
+from tests.kernels.tables import cpu_kernels, draw_tokens, kernels_for
 from tests.models.checkpoints import llama, randomised, save
 from tests.reference.processors import probabilities, processed_logits
 
@@ -181,7 +181,7 @@ def drawn(logits_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[list[i
         kernels, logits_BV, torch.arange(num), Paths(None, zeros_B, zeros_B, None), sampling
     )
     keys = NoiseKeys.of(sampling.seeds_B, zeros_B, Purpose.DRAFT, zeros_B)
-    ids_B, probs_BV = kernels.choose_with_probs(processed_BV, keys, sampling.is_greedy_B)
+    ids_B, probs_BV = draw_tokens(kernels, processed_BV, keys, sampling.is_greedy_B)
     return ids_B.tolist(), probs_BV
 
 

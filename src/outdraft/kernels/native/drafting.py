@@ -27,7 +27,7 @@ from outdraft.kernels.ops import PlacedLevel
 
 
 class NativeDrafting:
-    """The operations of csrc/drafting.cpp."""
+    """The operations of csrc/drawn_level.cpp."""
 
     def __init__(self, library: Library) -> None:
         self._place_level = library.function(

@@ -29,7 +29,6 @@ class NativeSampling:
         self._gumbel = function("fill_gumbel", 2, 5)
         self._mask = function("mask_forbidden", 3, 3)
         self._process = function("process_rows", 2, 7)
-        self._choose = function("choose_rows", 2, 8)
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
         """As `ops.Gumbel`."""
@@ -68,32 +67,6 @@ class NativeSampling:
             processed_RV.data_ptr(),
         )
         return processed_RV
-
-    def choose(self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
-        """As `ops.Choose`."""
-        return self._chosen(logits_RV, keys, is_greedy_R, None)
-
-    def choose_with_probs(
-        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """As `ops.ChooseWithProbs`."""
-        probs_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
-        return self._chosen(logits_RV, keys, is_greedy_R, probs_RV), probs_RV
-
-    def _chosen(
-        self, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor, probs_RV: Tensor | None
-    ) -> Tensor:
-        ids_R = torch.empty(len(logits_RV), dtype=torch.int64)
-        at = Addresses()
-        self._choose(
-            *logits_RV.shape,
-            at(logits_RV, torch.float32),
-            *_key_addresses(keys, at),
-            at(is_greedy_R, torch.bool),
-            ids_R.data_ptr(),
-            None if probs_RV is None else probs_RV.data_ptr(),
-        )
-        return ids_R
 
 
 def _key_addresses(keys: NoiseKeys, at: Addresses) -> list[int]:

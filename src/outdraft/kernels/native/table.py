@@ -57,8 +57,6 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         gumbel=sampling.gumbel,
         mask_forbidden=sampling.mask_forbidden,
         scale_and_cut=sampling.scale_and_cut,
-        choose=sampling.choose,
-        choose_with_probs=sampling.choose_with_probs,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
         verify=verification.verify,

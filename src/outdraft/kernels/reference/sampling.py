@@ -37,15 +37,8 @@ def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch
 
 
 def choose(logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
-    """As `ops.Choose`."""
+    """int64 [R]: the argmax of greedy rows, the lowest id of a tie; samples of others."""
     return torch.where(is_greedy_R, logits_RV.argmax(1), noise.sample_gumbel(logits_RV, keys))
-
-
-def choose_with_probs(
-    logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor
-) -> tuple[Tensor, Tensor]:
-    """As `ops.ChooseWithProbs`."""
-    return choose(logits_RV, keys, is_greedy_R), torch.softmax(logits_RV, 1, dtype=torch.float32)
 
 
 def apply_temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
