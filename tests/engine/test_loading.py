@@ -9,6 +9,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import NO_LIBRARY, choose_dtype, load_models
+from outdraft.kernels.choose import kernels_options
 from outdraft.kernels.native import library
 from tests.models.checkpoints import llama, randomised, save
 
@@ -16,10 +17,20 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 @pytest.mark.parametrize("checkpoint_dtype", ["bfloat16", "float16", "float32"])
-def test_auto_is_float32_on_a_cpu_and_the_checkpoints_own_on_a_gpu(checkpoint_dtype: str):
-    assert choose_dtype("auto", checkpoint_dtype, CPU) is torch.float32
+def test_auto_is_the_checkpoints_own_dtype_on_a_gpu(checkpoint_dtype: str):
     assert choose_dtype("auto", checkpoint_dtype, CUDA) is getattr(torch, checkpoint_dtype)
     assert choose_dtype("bfloat16", checkpoint_dtype, CPU) is torch.bfloat16
+
+
+@pytest.mark.parametrize("kernels", kernels_options())
+@pytest.mark.parametrize("checkpoint_dtype", ["bfloat16", "float16", "float32"])
+def test_auto_is_float32_on_a_cpu_unless_it_multiplies_what_the_checkpoint_holds(
+    checkpoint_dtype: str, kernels: str
+):
+    used = library.usable_instruction_sets()[-1] if kernels == "auto" else kernels
+    is_bf16 = checkpoint_dtype == "bfloat16" and used in ("x86-64-v4-bf16", "aarch64-bf16")
+    want = torch.bfloat16 if is_bf16 else torch.float32
+    assert choose_dtype("auto", checkpoint_dtype, CPU, kernels) is want
 
 
 @pytest.mark.parametrize(
@@ -30,11 +41,10 @@ def test_bfloat16_weights_stay_bfloat16_and_the_memory_plan_says_so(
 ):
     theirs = randomised(llama())
     save(theirs.bfloat16() if fits_bfloat16 else theirs, tmp_path)
-    config = EngineConfig.from_options(model=str(tmp_path), device="cpu", num_blocks=8)
+    options = {"model": str(tmp_path), "device": "cpu", "dtype": "float32", "num_blocks": 8}
 
-    llm = LLM.from_config(config)
+    llm = LLM.from_config(EngineConfig.from_options(**options))
 
-    assert llm.models.target.dtype is torch.float32
     assert f"target weights: {numbers}" in dict(llm.memory.table())
 
 

@@ -72,6 +72,7 @@ class EngineConfig:
     Attributes:
         model: directory of a Hugging Face checkpoint, or its name on the hub.
         dtype: of weights, activations and KV; "auto": the checkpoint's own on a GPU; on a CPU
+            bfloat16 for a checkpoint of bfloat16, where the processor multiplies that, else
             float32, with the weights kept in bfloat16 where that holds all of them exactly.
             half and float are other names of float16 and float32.
         revision: branch, tag or commit of a model of the hub.

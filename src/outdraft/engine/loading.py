@@ -12,7 +12,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
-from outdraft.kernels.choose import check_option, choose_kernels, has_library
+from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
@@ -48,7 +48,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
-    dtype = choose_dtype(config.dtype, own_dtype, device)
+    dtype = choose_dtype(config.dtype, own_dtype, device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
     load = random_model if is_dummy else load_model
     kept = WeightFormat(config.quantization) if config.quantization else None
@@ -112,8 +112,10 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu or cuda[:N], got {name!r}") from error
 
 
-def choose_dtype(name: str, checkpoint_dtype: str, device: torch.device) -> torch.dtype:
+def choose_dtype(
+    name: str, checkpoint_dtype: str, device: torch.device, kernels: str = AUTO
+) -> torch.dtype:
     """The dtype of that name; "auto" as EngineConfig documents it."""
     if name != "auto":
         return getattr(torch, name)
-    return torch.float32 if device.type == "cpu" else getattr(torch, checkpoint_dtype)
+    return automatic_dtype(kernels, device, getattr(torch, checkpoint_dtype))

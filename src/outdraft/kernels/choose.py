@@ -41,6 +41,24 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
     return found
 
 
+def automatic_dtype(option: str, device: torch.device, own: torch.dtype) -> torch.dtype:
+    """The fastest dtype that keeps what a checkpoint of dtype `own` holds.
+
+    On a GPU its own. On a CPU float32, but bfloat16 for bfloat16 weights where the library has
+    instructions that multiply bfloat16.
+
+    Raises:
+        ConfigError: an unknown option of the kernels.
+    """
+    check_option(option)
+    if device.type != "cpu":
+        return own
+    library = None if option == REFERENCE else open_library(None if option == AUTO else option)
+    if own is torch.bfloat16 and library is not None and library.name.endswith("bf16"):
+        return torch.bfloat16
+    return torch.float32
+
+
 def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:
     """The table for models of a dtype on a device.
 
