@@ -39,11 +39,10 @@ void normalize(const From* x, const float* weight, int64_t size, float eps, To* 
   float sum = sum_of(sums);
   for (; i < size; ++i) sum += number(x + i) * number(x + i);
   const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-  i = 0;
-  for (; i + kWidth <= size; i += kWidth) {
-    put(to + i, numbers(x + i) * broadcast(scale) * load<Floats>(weight + i));
-  }
-  for (; i < size; ++i) put(to + i, number(x + i) * scale * weight[i]);
+  for_numbers(size, [&](int64_t i, auto kind) {
+    using Kind = decltype(kind);
+    put(to + i, read<Kind>(x + i) * scale * read<Kind>(weight + i));
+  });
 }
 
 // Each pair (x[i], x[i + C / 2]) turned by its angle (Su et al. 2021).
@@ -51,17 +50,13 @@ template <class To>
 void rotate(const float* x, const float* cos_sin, int64_t size, To* to) {
   const int64_t half = size / 2;
   const float *high = x + half, *sin = cos_sin + half;
-  int64_t i = 0;
-  for (; i + kWidth <= half; i += kWidth) {
-    const Floats a = numbers(x + i), b = numbers(high + i);
-    const Floats c = numbers(cos_sin + i), s = numbers(sin + i);
+  for_numbers(half, [&](int64_t i, auto kind) {
+    using Kind = decltype(kind);
+    const Kind a = read<Kind>(x + i), b = read<Kind>(high + i);
+    const Kind c = read<Kind>(cos_sin + i), s = read<Kind>(sin + i);
     put(to + i, a * c - b * s);
     put(to + half + i, b * c + a * s);
-  }
-  for (; i < half; ++i) {
-    put(to + i, x[i] * cos_sin[i] - high[i] * sin[i]);
-    put(to + half + i, high[i] * cos_sin[i] + x[i] * sin[i]);
-  }
+  });
 }
 
 Floats silu_mul(Floats gate, Floats up) { return gate / (exp_of(-gate) + 1.0f) * up; }
@@ -365,19 +360,17 @@ void Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bo
   }
 }
 
-Decoder* create_decoder(const DecoderSpec& spec, const DecoderCache* caches, int64_t block_size) {
-  if (spec.dtype == Dtype::kFloat32) return new DecoderOf<float>(spec, caches, block_size);
-  return new DecoderOf<uint16_t>(spec, caches, block_size);
-}
-
 }  // namespace outdraft
 
 using outdraft::Decoder;
 using outdraft::DecoderRows;
 
+// `spec->layers` and `caches` are copied.
 OUTDRAFT_EXPORT Decoder* decoder_create(const outdraft::DecoderSpec* spec,
                                         const outdraft::DecoderCache* caches, int64_t block_size) {
-  return outdraft::create_decoder(*spec, caches, block_size);
+  using namespace outdraft;
+  if (spec->dtype == Dtype::kFloat32) return new DecoderOf<float>(*spec, caches, block_size);
+  return new DecoderOf<uint16_t>(*spec, caches, block_size);
 }
 
 OUTDRAFT_EXPORT void decoder_destroy(Decoder* decoder) { delete decoder; }

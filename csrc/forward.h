@@ -94,7 +94,4 @@ class Decoder {
   KeptMemory logits_;
 };
 
-// `spec.layers` and `caches` are copied.
-Decoder* create_decoder(const DecoderSpec& spec, const DecoderCache* caches, int64_t block_size);
-
 }  // namespace outdraft

@@ -319,15 +319,12 @@ struct Product {
 
   void store_outputs(const float* sums, int64_t at, int64_t first, int64_t count) const {
     with_numbers(y.numbers, y.dtype == Dtype::kBfloat16, [&](auto* to) {
-      int64_t e = 0;
-      for (; e + kWidth <= count; e += kWidth) {
-        Floats sum = load<Floats>(sums + e);
-        if (weights.bias != nullptr) sum += load<Floats>(weights.bias + first + e);
+      for_numbers(count, [&](int64_t e, auto sum) {
+        using Kind = decltype(sum);
+        sum = read<Kind>(sums + e);
+        if (weights.bias != nullptr) sum += read<Kind>(weights.bias + first + e);
         put(to + at + e, sum);
-      }
-      for (; e < count; ++e) {
-        put(to + at + e, weights.bias != nullptr ? sums[e] + weights.bias[first + e] : sums[e]);
-      }
+      });
     });
   }
 };

@@ -239,26 +239,6 @@ void run_shared(Team* shared, const Calls& calls, const void* work, size_t work_
 
 }  // namespace detail
 
-Team* create_team(int64_t num_threads) {
-  Team* team = new (std::align_val_t{kAlignment}) Team;
-  if (num_threads > 1) start_helpers(*team, num_threads - 1);
-  return team;
-}
-
-void destroy_team(Team* team) {
-  if (getpid() == team->process && team->helpers != nullptr) {
-    team->job.store(kStop, std::memory_order_seq_cst);
-    wake_helpers(*team);
-    for (int64_t i = 0; i < team->num_helpers; ++i) {
-      if (team->helpers[i].team != nullptr) pthread_join(team->helpers[i].thread, nullptr);
-    }
-    ::operator delete[](team->helpers, std::align_val_t{kAlignment});
-    team->num_helpers = 0;
-  }
-  team->~Team();
-  ::operator delete(team, std::align_val_t{kAlignment});
-}
-
 void wait_until_idle(Team* team) {
   if (team == nullptr || getpid() != team->process) return;  // forked: the helpers are not here
   for (int64_t i = 0; i < team->num_helpers; ++i) {
@@ -300,11 +280,29 @@ void* own_scratch(size_t bytes) {
 
 }  // namespace outdraft
 
+// `num_threads`: the caller included. Never null.
 OUTDRAFT_EXPORT outdraft::Team* team_create(int64_t num_threads) {
-  return outdraft::create_team(num_threads);
+  using namespace outdraft;
+  Team* team = new (std::align_val_t{kAlignment}) Team;
+  if (num_threads > 1) start_helpers(*team, num_threads - 1);
+  return team;
 }
 
-OUTDRAFT_EXPORT void team_destroy(outdraft::Team* team) { outdraft::destroy_team(team); }
+// Ends its helpers; nobody may be in `run`.
+OUTDRAFT_EXPORT void team_destroy(outdraft::Team* team) {
+  using namespace outdraft;
+  if (getpid() == team->process && team->helpers != nullptr) {
+    team->job.store(kStop, std::memory_order_seq_cst);
+    wake_helpers(*team);
+    for (int64_t i = 0; i < team->num_helpers; ++i) {
+      if (team->helpers[i].team != nullptr) pthread_join(team->helpers[i].thread, nullptr);
+    }
+    ::operator delete[](team->helpers, std::align_val_t{kAlignment});
+    team->num_helpers = 0;
+  }
+  team->~Team();
+  ::operator delete(team, std::align_val_t{kAlignment});
+}
 
 OUTDRAFT_EXPORT void team_wait_until_idle(outdraft::Team* team) {
   outdraft::wait_until_idle(team);

@@ -32,10 +32,8 @@ constexpr size_t kMaxWorkBytes = 256;
 
 class Team;
 
-Team* create_team(int64_t num_threads);  // the caller included; never null
-void destroy_team(Team* team);           // ends its helpers; nobody may be in `run`
-void wait_until_idle(Team* team);        // no helper still reads inputs of a job that is over
-int64_t num_threads(const Team* team);   // 1 for a null team
+void wait_until_idle(Team* team);       // no helper still reads inputs of a job that is over
+int64_t num_threads(const Team* team);  // the caller included; 1 for a null team
 
 // Memory that only grows. A late helper of the team may still read it: it is given back only when
 // no helper can. Without a team nobody else reads it.

@@ -13,6 +13,23 @@ inline Floats numbers(const uint16_t* from) { return widen(load<Halves>(from)); 
 
 inline float number(const float* from) { return *from; }
 inline float number(const uint16_t* from) { return widen(*from); }
+template <class Kind, class Number>
+inline Kind read(const Number* from) {
+  if constexpr (sizeof(Kind) == sizeof(Floats)) {
+    return numbers(from);
+  } else {
+    return number(from);
+  }
+}
+
+// step(i, kind) for whole vectors from place i on, then for each number that is left; `kind` is a
+// Floats or a float.
+template <class Step>
+inline void for_numbers(int64_t size, const Step& step) {
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) step(i, Floats{});
+  for (; i < size; ++i) step(i, 0.0f);
+}
 
 // They are rounded to bfloat16 where they go to it.
 inline void put(float* to, float number) { *to = number; }
@@ -25,9 +42,7 @@ inline void convert(const From* from, int64_t size, To* to) {
   if constexpr (sizeof(From) == sizeof(To)) {
     std::memcpy(to, from, sizeof(To) * static_cast<size_t>(size));
   } else {
-    int64_t i = 0;
-    for (; i + kWidth <= size; i += kWidth) put(to + i, numbers(from + i));
-    for (; i < size; ++i) put(to + i, number(from + i));
+    for_numbers(size, [&](int64_t i, auto kind) { put(to + i, read<decltype(kind)>(from + i)); });
   }
 }
 
@@ -109,24 +124,24 @@ inline Floats sums_of(Floats* vectors) {
   }
 }
 
-template <int kDistance = 1>
-inline float sum_of(Floats vector) {
-  if constexpr (kDistance == kWidth) {
-    return vector[0];
-  } else {
-    return sum_of<2 * kDistance>(vector + detail::turned<kDistance>(vector, detail::Places{}));
-  }
-}
-
-// The highest number; of a NaN and a number one of them.
-template <int kDistance = 1>
-inline float max_of(Floats vector) {
+// All numbers as one: pairs at growing distances are joined.
+template <int kDistance = 1, class Join>
+inline float joined(Floats vector, const Join& join) {
   if constexpr (kDistance == kWidth) {
     return vector[0];
   } else {
     const Floats other = detail::turned<kDistance>(vector, detail::Places{});
-    return max_of<2 * kDistance>(vector > other ? vector : other);
+    return joined<2 * kDistance>(join(vector, other), join);
   }
+}
+
+inline float sum_of(Floats vector) {
+  return joined(vector, [](Floats a, Floats b) { return a + b; });
+}
+
+// The highest number; of a NaN and a number one of them.
+inline float max_of(Floats vector) {
+  return joined(vector, [](Floats a, Floats b) { return a > b ? a : b; });
 }
 
 }  // namespace outdraft
