@@ -69,6 +69,7 @@ def counts(
     checkpoints: tuple[Path, Path, Any],
     speculative: dict[str, Any] | None,
     mixes: bool = False,
+    kernels: str = "auto",
     **changes: Any,
 ) -> np.ndarray:
     if speculative is not None and "model" in speculative:
@@ -78,6 +79,7 @@ def counts(
         speculative_config=speculative,
         dtype="float32",
         device="cpu",
+        kernels=kernels,
         max_num_seqs=100,
         num_blocks=400,
         seed=17,
@@ -149,9 +151,13 @@ CASES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_texts_follow_the_targets_distribution(case: str, checkpoints: Any):
-    assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) > ALPHA
+@pytest.mark.parametrize(
+    ("case", "kernels"),
+    [*((case, "auto") for case in CASES), *((case, "reference") for case in ("block", "tree"))],
+)
+def test_texts_follow_the_targets_distribution(case: str, kernels: str, checkpoints: Any):
+    found = counts(checkpoints, CASES[case], kernels=kernels)
+    assert p_value(found, exact(checkpoints)) > ALPHA
 
 
 @pytest.mark.slow

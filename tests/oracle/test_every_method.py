@@ -2,6 +2,7 @@
 
 import pytest
 
+from outdraft.kernels.choose import kernels_options
 from tests.oracle.engines import (
     FAMILIES,
     METHODS,
@@ -20,6 +21,8 @@ LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
     ("method", "family"),
     [(method, FAMILIES[i % len(FAMILIES)]) for i, method in enumerate(METHODS)],
 )
-def test_every_method_equals_transformers(method: str, family: str):
-    outputs = run(engine(family, method), prompts_of(LENGTHS), greedy(NUM_TOKENS))
+@pytest.mark.parametrize("kernels", kernels_options())
+def test_every_method_equals_transformers(method: str, family: str, kernels: str):
+    llm = engine(family, method, kernels=kernels)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
