@@ -12,6 +12,7 @@ def load(spec: Spec):
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, range(spec.threads))),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_AOT_COMPILE": "0",  # what it keeps, it cannot load again
     }
     from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
