@@ -59,7 +59,9 @@ def main() -> None:
         if args.only in f"{group.kind}/{group.model}/{group.method}":
             groups.append(measure_group(args, group))
             result = about | {"threads": args.threads, "groups": groups}
-            args.json.write_text(json.dumps(result, indent=1))
+            # Where the folder is matters to nobody else.
+            text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
+            args.json.write_text(text)
 
 
 def measure_group(args: argparse.Namespace, group: Group) -> dict[str, Any]:
