@@ -220,6 +220,8 @@ def test_requests_are_logged_when_asked_for_and_never_their_texts(caplog, logs):
     if not logs:
         assert lines == []
         return
+    # A request is logged when its connection is done with it: the next one may be faster.
+    lines.sort(key=lambda record: record.fields["status"])
     assert [record.fields["status"] for record in lines] == [200, 400]
     assert lines[0].fields["request_id"] == "r1"
     assert "POST /v1/completions: 200" in lines[0].getMessage()
