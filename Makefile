@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
-# What is newer than its sources is left as it is.
+# A library that carries the digest of its sources is left as it is.
 lib: setup
 	$(BIN)/python build_kernels.py
 

@@ -22,7 +22,7 @@ def environment() -> dict[str, Any]:
         "is_dirty": None if status is None else bool(status),
         "host": platform.node(),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
@@ -59,7 +59,8 @@ def _git(*arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name that Linux gives, else what Python knows; "" if that is nothing."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -4,13 +4,13 @@ import os
 import platform
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from outdraft import assets
+from outdraft.bench.environment import processor
 from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
 
@@ -82,23 +82,13 @@ def _machine(num_threads: int) -> Section:
     )
     memory = psutil.virtual_memory()
     return {
-        "processor": _processor(),
+        "processor": processor() or "unknown",
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cores": f"{num_physical_cores()} physical for this process, {os.cpu_count()} logical",
         "threads": str(num_threads),
         "vector features": ", ".join(features) or torch.backends.cpu.get_cpu_capability(),
         "memory": f"{memory.available / _GIB:.1f} GiB free of {memory.total / _GIB:.1f} GiB",
     }
-
-
-def _processor() -> str:
-    """The name that Linux gives, else what Python knows."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def _gpu() -> Section:

@@ -29,6 +29,7 @@ from outdraft.engine.memory import (
     state_bytes,
     text_bytes,
 )
+from outdraft.kernels.choose import computed_by
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
@@ -210,7 +211,7 @@ def _step_memory(
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
-        noise_is_compiled=models.device.type == "cpu" and models.kernels.name != "reference",
+        noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
     )
     states = 0
     if drafter is not None and drafter.reads_states:

@@ -19,7 +19,12 @@ from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.typical import TypicalAcceptance, verify_typical
 
 VerifyMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
-_RULES = {"block": Rule.TRAVERSAL, "token": Rule.TOKEN}
+_RULES: dict[VerifyMethod, Rule] = {
+    "block": Rule.TRAVERSAL,
+    "token": Rule.TOKEN,
+    "drafter_invariant": Rule.MATCH,
+    "lossy_typical": Rule.MATCH,  # of a step that draws nothing
+}
 
 
 class Verifier:
@@ -71,7 +76,7 @@ class Verifier:
             step = Step(processed_RV, drafts, sampling, committed.num_tokens_B)
             kept = verify_typical(processed_RV, drafts, self._typical, step.draw)
             return step.merged(sampling.draws_B, kept)
-        rule = _RULES.get(self.method, Rule.MATCH)
+        rule = _RULES[self.method]
         return self._kernels.verify(processed_RV, drafts, sampling, committed.num_tokens_B, rule)
 
 

@@ -14,6 +14,8 @@ Dimension key: B requests, E nodes of the level above (1: the root), F rows of t
 rows of a tree, V vocabulary.
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from outdraft.drafting.device.drawn_tree import DrawnRows, DrawnTrees
 from outdraft.drafting.device.level_rows import NewRows
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -77,6 +80,20 @@ class KnownLevels:
         """As `TreeLevels`."""
         width = frontier.token_ids_BF.shape[1]
         return self._logits_BKV[:, frontier.depth, None].expand(-1, width, -1)
+
+
+class LevelDrafter(ABC):
+    """A drafter that knows its levels, or reads them one by one."""
+
+    @abstractmethod
+    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
+        """What may follow the texts, so many levels deep."""
+
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
+        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

@@ -20,10 +20,9 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.drafting.device.grower import Frontier, KnownLevels, grow
+from outdraft.drafting.device.grower import Frontier, KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
 
@@ -65,7 +64,7 @@ class FirstHeads:
         return result
 
 
-class MedusaDrafter:
+class MedusaDrafter(LevelDrafter):
     """No head looks at what the others have drafted."""
 
     reads_states = True
@@ -78,12 +77,6 @@ class MedusaDrafter:
         size = heads.config.hidden_size
         self._heads, self._last = heads, LastHidden(num_state_rows, size, heads.dtype, heads.device)
         self.keep = self._last.keep
-
-    def draft(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
-        """As `Drafter.draft`."""
-        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
@@ -101,7 +94,7 @@ class MedusaDrafter:
         return KnownLevels(torch.stack(levels, dim=1))
 
 
-class MLPSpeculatorDrafter:
+class MLPSpeculatorDrafter(LevelDrafter):
     """Each head reads the draft of the head before it."""
 
     reads_states = True
@@ -115,12 +108,6 @@ class MLPSpeculatorDrafter:
         self._speculator = speculator
         self._last = LastHidden(num_state_rows, size, dtype, speculator.device)
         self.keep = self._last.keep
-
-    def draft(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
-        """As `Drafter.draft`."""
-        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int

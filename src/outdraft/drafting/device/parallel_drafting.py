@@ -23,11 +23,10 @@ from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import KnownLevels, grow
+from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import MaskStates, TextReader
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json
 
@@ -56,7 +55,7 @@ def mask_token_id(path: Path, vocab_size: int) -> int:
     return value
 
 
-class ParallelDrafter:
+class ParallelDrafter(LevelDrafter):
     """A network that was trained to read mask tokens."""
 
     def __init__(
@@ -85,12 +84,6 @@ class ParallelDrafter:
     def keep(self, states: TargetStates) -> None:
         """The target has computed these."""
         self.network.keep(states)
-
-    def draft(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
-    ) -> ModelDrafts:
-        """As `Drafter.draft`."""
-        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int

@@ -229,7 +229,6 @@ class NativeDecoder:
 def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
     """Where rows stand, and the address of their tokens; the tensors must stay alive."""
     table_BP = metadata.block_table_BP
-    assert table_BP.stride(1) == 1
     return Rows(
         token_ids,
         address_of(metadata.positions_T, torch.int64),
@@ -238,10 +237,10 @@ def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
         address_of(metadata.context_lens_B, torch.int32),
         address_of(metadata.num_causal_B, torch.int32),
         address_of(metadata.ancestors_T, torch.int64),
-        table_BP.data_ptr(),
+        address_of(table_BP, torch.int32),
         len(metadata.slots_T),
         len(metadata.context_lens_B),
-        table_BP.stride(0),
+        table_BP.shape[1],
     )
 
 

@@ -181,7 +181,7 @@ def draft(
         num_levels=shape.depth,
         num_rows=shape.num_rows,
         size=size,
-        table_width=start.block_table_BP.stride(0),
+        table_width=start.block_table_BP.shape[1],
         block_size=start.block_size,
         levels=levels_L.ctypes.data,
         worth=_worth(0),  # each level sets the number of shares
@@ -198,7 +198,7 @@ def draft(
         top_p=at(sampling.top_p_B),
         allowed=None if sampling.allowed is None else at(_allowed_BV(growth)),
         bias=None if sampling.bias is None else at(_bias_BV(growth)),
-        block_table=start.block_table_BP.data_ptr(),
+        block_table=at(start.block_table_BP),
         token_ids=ids_2BK[0].data_ptr(),
         parents=ids_2BK[1].data_ptr(),
         is_drawn=is_drawn_BK.data_ptr(),
