@@ -33,7 +33,7 @@ def test_default_taps_need_a_target_of_three_layers():
         ("eagle3", {"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
         ("eagle-two-layers", {"fc_norm": True}, "fc_norm is of eagle3, but this is eagle"),
         ("eagle3", {"layernorms": True}, "layernorms is of eagle, but this is eagle3"),
-        ("eagle3", {"pard_token": 61}, "the mask token 61 is not in the vocabulary"),
+        ("eagle3", {"pard_token": 61}, "pard_token must be a token id below 61, got 61"),
         ("eagle3", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state=False"),
         ("eagle3", {"eagle_config": [1]}, "eagle_config must be an object"),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": "1,2"}, "must be a list of layers"),

@@ -75,7 +75,7 @@ class ModelConfig:
                 raise ConfigError(f"config.json: {key}={raw[key]!r} is not supported")
         hidden_size = read_count(raw, "hidden_size")
         num_heads = read_count(raw, "num_attention_heads")
-        num_kv_heads = read_count(raw, "num_key_value_heads", num_heads)
+        num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
         if num_heads % num_kv_heads:
             raise ConfigError(
                 f"config.json: num_attention_heads ({num_heads}) must be a multiple of "
@@ -142,13 +142,15 @@ def _mistral_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | Non
     if raw.get("layer_types"):
         raise ConfigError("config.json: layer_types is not supported for MistralForCausalLM")
     window = raw.get("sliding_window", 4096)  # a missing key means 4096, null means none
-    return (None if window is None else read_count(raw, "sliding_window", 4096),) * num_layers
+    return (
+        None if window is None else read_count(raw, "sliding_window", default=4096),
+    ) * num_layers
 
 
 def _qwen_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, ...]:
     if not raw.get("use_sliding_window", False) or raw.get("sliding_window", 4096) is None:
         return (None,) * num_layers
-    window = read_count(raw, "sliding_window", 4096)
+    window = read_count(raw, "sliding_window", default=4096)
     layer_types = raw.get("layer_types")
     if layer_types is None:
         first = int(raw.get("max_window_layers", 28))
@@ -210,7 +212,7 @@ def _architecture(raw: Mapping[str, Any]) -> str:
 
 
 def _head_size(raw: Mapping[str, Any], family: _Family, hidden_size: int, num_heads: int) -> int:
-    head_size = read_count(raw, "head_dim", family.head_size or hidden_size // num_heads)
+    head_size = read_count(raw, "head_dim", default=family.head_size or hidden_size // num_heads)
     if head_size % 2:
         raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
     return head_size

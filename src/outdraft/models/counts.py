@@ -1,21 +1,43 @@
-"""Counts in a checkpoint's config.json."""
+"""Numbers in a checkpoint's config.json."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from outdraft.core.errors import ConfigError
 
+MASK_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
 
-def read_count(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """The positive whole number of that name.
+
+def read_count(raw: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The positive whole number under the first of these keys that is there.
 
     Raises:
         ConfigError: it is missing and there is no default, or it is none.
     """
-    value = raw.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ConfigError(f"config.json: {key} is missing")
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    key = next((key for key in keys if raw.get(key) is not None), None)
+    if key is None:
+        if default is None:
+            raise ConfigError(f"config.json: {keys[0]} is missing")
+        return default
+    value = raw[key]
+    if type(value) is not int or value < 1:
         raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
+    """What a drafter reads in place of tokens not known yet; None: it was not trained to.
+
+    Raises:
+        ConfigError: it is no token of the vocabulary.
+    """
+    values = {**raw, **(raw.get("dflash_config") or {})}
+    key = next((key for key in MASK_KEYS if values.get(key) is not None), None)
+    if key is None:
+        return None
+    value = values[key]
+    if type(value) is not int or not 0 <= value < vocab_size:
+        raise ConfigError(
+            f"config.json: {key} must be a token id below {vocab_size}, got {value!r}"
+        )
     return value

@@ -13,6 +13,7 @@ from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import ModelConfig, read_json
+from outdraft.models.counts import read_count, read_mask_token
 
 
 class EagleVersion(StrEnum):
@@ -71,8 +72,8 @@ class EagleConfig:
         Raises:
             ConfigError: a value is missing, contradicts another, or is not supported.
         """
-        version = _version(raw)
-        options = _options(raw)
+        version, options = _version(raw), _options(raw)
+        is_first = version is EagleVersion.EAGLE
         layer_raw = _layer_mapping(raw)
         layer = ModelConfig.from_mapping(layer_raw | {"architectures": [_architecture(layer_raw)]})
         for key, is_fine in _UNSUPPORTED.items():
@@ -84,10 +85,10 @@ class EagleConfig:
             version=version,
             layer=layer,
             draft_vocab_size=_draft_vocab_size(options, layer, version),
-            target_hidden_size=_count(options, "target_hidden_size", layer.hidden_size),
-            taps=_taps(options) if version is EagleVersion.EAGLE3 else None,
-            fc_bias=_fc_bias(options, version),
-            mask_token_id=_mask_token_id(raw, layer.vocab_size),
+            target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
+            taps=None if is_first else _taps(options),
+            fc_bias=is_first and (_flag(options, "bias") or _flag(options, "fusion_bias")),
+            mask_token_id=read_mask_token(raw, layer.vocab_size),
             **flags,
         )
 
@@ -134,7 +135,6 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-_MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def _version(raw: Mapping[str, Any]) -> EagleVersion:
@@ -208,12 +208,6 @@ def _refuse_other_flags(options: Mapping[str, Any], version: EagleVersion) -> No
                 raise ConfigError(f"config.json: {key} is of {other}, but this is {version}")
 
 
-def _fc_bias(options: Mapping[str, Any], version: EagleVersion) -> bool:
-    if version is EagleVersion.EAGLE3:
-        return False
-    return _flag(options, "bias") or _flag(options, "fusion_bias")
-
-
 def _flag(options: Mapping[str, Any], key: str) -> bool:
     value = options.get(key)
     if value is None and key == "norm_before_residual" and "speculators_model_type" in options:
@@ -225,7 +219,7 @@ def _flag(options: Mapping[str, Any], key: str) -> bool:
 
 
 def _draft_vocab_size(options: Mapping[str, Any], layer: ModelConfig, version: EagleVersion) -> int:
-    size = _count(options, "draft_vocab_size", layer.vocab_size)
+    size = read_count(options, "draft_vocab_size", default=layer.vocab_size)
     if size > layer.vocab_size or (version is EagleVersion.EAGLE and size != layer.vocab_size):
         raise ConfigError(
             f"config.json: draft_vocab_size {size} does not fit a vocabulary of {layer.vocab_size}"
@@ -247,19 +241,3 @@ def _taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
             f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, got {taps!r}"
         )
     return tuple(taps)
-
-
-def _mask_token_id(raw: Mapping[str, Any], vocab_size: int) -> int | None:
-    nested = raw.get("dflash_config") or {}
-    found = [place[key] for place in (nested, raw) for key in _MASK_KEYS if key in place]
-    token = next((value for value in found if value is not None), None)
-    if token is not None and (type(token) is not int or not 0 <= token < vocab_size):
-        raise ConfigError(f"config.json: the mask token {token!r} is not in the vocabulary")
-    return token
-
-
-def _count(options: Mapping[str, Any], key: str, default: int) -> int:
-    value = options.get(key, default)
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
-    return value

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
@@ -20,7 +19,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork, EagleParts
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import fill_slots, tensor_names, weight_files
+from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 
 # Beginnings of names, and what they are in EAGLE's repository.
 _OTHER_NAMES = {
@@ -57,50 +56,37 @@ def load_eagle(
             f"a drafter that reads hidden states runs as its target does, in {target.dtype} on "
             f"{target.device}, not in {dtype} on {device}"
         )
-    names_by_file = {file: _canonical_names(file) for file in weight_files(path)}
-    _drop_the_targets_embedding(names_by_file, target)
-    found = {
-        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
-    }
+    found = tensor_places(weight_files(path), _canonical_name)
+    _drop_the_targets_embedding(found, target)
     config = _with_biases(EagleConfig.from_directory(path), found)
     parts = _parts(config, found)
     _check_fit(config, parts, target)
     ids_N = _draft_ids(config, found)
     network = EagleNetwork(config, parts, target, kernels, ids_N)
-    weights_by_file = {
-        file: {name: slot for name, slot in names.items() if slot not in _VOCABULARY}
-        for file, names in names_by_file.items()
-    }
-    fill_slots(network.checkpoint_slots(), weights_by_file)
+    weights = {slot: place for slot, place in found.items() if slot not in _VOCABULARY}
+    fill_slots(network.checkpoint_slots(), weights)
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)
     network.pack(quantization)
     return network.eval()
 
 
-def _canonical_names(file: Path) -> dict[str, str]:
-    """By the name in the file: the name in EAGLE's repository, with layers.0 for its midlayer."""
-    canonical: dict[str, str] = {}
-    for name in tensor_names(file):
-        short = name.removeprefix("model.")
-        for prefix, own in _OTHER_NAMES.items():
-            if short.startswith(prefix):
-                short = own + short.removeprefix(prefix)
-        if short not in _OF_TRAINING:
-            canonical[name] = short
-    return canonical
+def _canonical_name(name: str) -> str | None:
+    """The name in EAGLE's repository, with layers.0 for its midlayer."""
+    name = name.removeprefix("model.")
+    for prefix, own in _OTHER_NAMES.items():
+        if name.startswith(prefix):
+            name = own + name.removeprefix(prefix)
+    return None if name in _OF_TRAINING else name
 
 
-def _drop_the_targets_embedding(
-    names_by_file: Mapping[Path, dict[str, str]], target: CausalLM
-) -> None:
+def _drop_the_targets_embedding(found: dict[str, Place], target: CausalLM) -> None:
     """Some checkpoints store it, unchanged: it is large, and not kept twice."""
-    for file, names in names_by_file.items():
-        for name in [name for name, slot in names.items() if slot == "embed_tokens.weight"]:
-            with safe_open(file, framework="pt") as tensors:
-                table_VD: Tensor = tensors.get_tensor(name).to(target.device, target.dtype)
-            if torch.equal(table_VD, target.embed_tokens.weight):
-                del names[name]
+    place = found.get("embed_tokens.weight")
+    if place is not None:
+        table_VD = read_tensor(place).to(target.device, target.dtype)
+        if torch.equal(table_VD, target.embed_tokens.weight):
+            del found["embed_tokens.weight"]
 
 
 def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfig:
@@ -116,18 +102,14 @@ def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfi
     return replace(config, layer=layer, layernorms=config.layernorms or is_normed)
 
 
-def _parts(config: EagleConfig, found: Mapping[str, tuple[Path, str]]) -> EagleParts:
-    mask_shape = None
-    if "mask_hidden" in found:
-        file, name = found["mask_hidden"]
-        with safe_open(file, framework="pt") as tensors:
-            mask_shape = tuple(tensors.get_slice(name).get_shape())
+def _parts(config: EagleConfig, found: Mapping[str, Place]) -> EagleParts:
+    mask = found.get("mask_hidden")
     return EagleParts(
         embedding="embed_tokens.weight" in found,
         head="lm_head.weight" in found,
         fc_bias=config.fc_bias or "fc.bias" in found,
         input_norm=config.layernorms or "layers.0.input_layernorm.weight" in found,
-        mask_shape=mask_shape,
+        mask_shape=None if mask is None else tuple(read_tensor(mask).shape),
     )
 
 
@@ -163,7 +145,7 @@ def _check_fit(config: EagleConfig, parts: EagleParts, target: CausalLM) -> None
         )
 
 
-def _draft_ids(config: EagleConfig, found: Mapping[str, tuple[Path, str]]) -> Tensor | None:
+def _draft_ids(config: EagleConfig, found: Mapping[str, Place]) -> Tensor | None:
     """int64 [N]: the target's id of each draft token; None if it is the same id."""
     num_drafts, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     own_N = torch.arange(num_drafts)
@@ -186,14 +168,12 @@ def _draft_ids(config: EagleConfig, found: Mapping[str, tuple[Path, str]]) -> Te
     return None if num_drafts == vocab_size and torch.equal(ids_N, own_N) else ids_N
 
 
-def _read_ints(place: tuple[Path, str], shape: tuple[int, ...]) -> Tensor:
+def _read_ints(place: Place, shape: tuple[int, ...]) -> Tensor:
     """int64, of a tensor of whole numbers or bools."""
-    file, name = place
-    with safe_open(file, framework="pt") as tensors:
-        tensor: Tensor = tensors.get_tensor(name)
+    tensor = read_tensor(place)
     if tensor.shape != shape or tensor.is_floating_point():
         raise ConfigError(
-            f"tensor {name!r} is {list(tensor.shape)} of {tensor.dtype}, but config.json asks for "
-            f"{list(shape)} of whole numbers"
+            f"tensor {place[1]!r} is {list(tensor.shape)} of {tensor.dtype}, but config.json "
+            f"asks for {list(shape)} of whole numbers"
         )
     return tensor.long()

@@ -25,6 +25,8 @@ _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, under other name
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _MAX_NAMED = 5  # tensors that an error names
 
+Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
+
 
 def resolve_model_path(
     name_or_path: str | os.PathLike[str],
@@ -156,96 +158,105 @@ def load_weights(
     Raises:
         ConfigError: as load_model.
     """
-    names_by_file = {file: tensor_names(file) for file in files}
+    places = tensor_places(files)
     if model.config.tie_word_embeddings:  # some checkpoints store the tied head again
-        for names in names_by_file.values():
-            names.pop("lm_head.weight", None)
-    _check_slots(model.checkpoint_slots(), names_by_file)
+        places.pop("lm_head.weight", None)
+    _check_slots(model.checkpoint_slots(), places)
     for part, slots in model.parts():
-        _copy_slots(slots, names_by_file)
+        _copy_slots(slots, places)
         model.decoder.arrange(part)
         del slots  # so that a plain weight is gone when it is packed
         finish(part)
 
 
-def fill_slots(
-    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
-) -> None:
-    """Copy tensors of some files to where they belong, after all names and shapes were compared.
+def fill_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+    """Copy tensors to where they belong, after all names and shapes were compared.
+
+    Raises:
+        ConfigError: a tensor is missing, unknown, or of another shape.
+    """
+    _check_slots(slots, places)
+    _copy_slots(slots, places)
+
+
+def tensor_places(
+    files: Iterable[Path], slot_of: Callable[[str], str | None] = lambda name: name
+) -> dict[str, Place]:
+    """Where the tensor of each slot is; the frequencies of old checkpoints are left out.
 
     Args:
-        slots: by name; every one must be filled, once.
-        names_by_file: the slot of each tensor, by its name in the file.
+        slot_of: the slot of a tensor of that name; None: nobody wants it.
 
     Raises:
-        ConfigError: a tensor is missing, unknown, there twice, or of another shape.
+        ConfigError: a file cannot be read, or there are two tensors for one slot.
     """
-    _check_slots(slots, names_by_file)
-    _copy_slots(slots, names_by_file)
+    places: dict[str, Place] = {}
+    twice: list[str] = []
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                names = [str(name) for name in tensors.keys()]  # noqa: SIM118  # not a mapping
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file} is damaged or cut short: {error}") from error
+        for name in names:
+            slot = None if name.endswith("rotary_emb.inv_freq") else slot_of(name)
+            if slot in places:
+                twice.append(slot)
+            elif slot is not None:
+                places[slot] = file, name
+    if twice:
+        raise ConfigError(f"the checkpoint has tensors twice: {_listed(sorted(twice))}")
+    return places
 
 
-def tensor_names(file: Path) -> dict[str, str]:
-    """The tensors of a file, each as its own slot, less the frequencies of old checkpoints.
-
-    Raises:
-        ConfigError: the file cannot be read.
-    """
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            names = [str(name) for name in tensors.keys()]  # noqa: SIM118  # not a mapping
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is damaged or cut short: {error}") from error
-    return {name: name for name in names if not name.endswith("rotary_emb.inv_freq")}
+def read_tensor(place: Place) -> Tensor:
+    """One tensor of a safetensors file."""
+    file, name = place
+    with safe_open(file, framework="pt") as tensors:
+        return tensors.get_tensor(name)
 
 
-def _check_slots(
-    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
-) -> None:
-    _check_names(slots, [slot for names in names_by_file.values() for slot in names.values()])
-    for file, names in names_by_file.items():
-        _check_shapes(file, {name: slots[slot] for name, slot in names.items()})
-
-
-def _copy_slots(
-    slots: Mapping[str, Tensor], names_by_file: Mapping[Path, Mapping[str, str]]
-) -> None:
-    """Fill these slots; what was read of a file leaves the memory when the file is closed."""
-    for file, names in names_by_file.items():
-        wanted = [(name, slot) for name, slot in names.items() if slot in slots]
-        if not wanted:
-            continue
-        with safe_open(file, framework="pt") as tensors:
-            for name, slot in wanted:
-                slots[slot].copy_(tensors.get_tensor(name))
-
-
-def _check_names(slots: Mapping[str, Tensor], names: list[str]) -> None:
-    found = set(names)
-    if len(found) != len(names):
-        twice = sorted(name for name in found if names.count(name) > 1)
-        raise ConfigError(f"the checkpoint has tensors twice: {_listed(twice)}")
-    if missing := [name for name in slots if name not in found]:
+def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+    """Every slot must be filled, by a tensor of its shape, and nothing be left."""
+    if missing := [name for name in slots if name not in places]:
         raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
-    if unknown := [name for name in names if name not in slots]:
+    if unknown := [name for name in places if name not in slots]:
         raise ConfigError(
             f"the checkpoint has tensors that its config.json has no use for: {_listed(unknown)}"
         )
+    for file, named in _by_file(slots, places):
+        with safe_open(file, framework="pt") as tensors:
+            for name, slot in named:
+                tensor = tensors.get_slice(name)
+                found, expected = list(tensor.get_shape()), list(slot.shape)
+                if found != expected:
+                    raise ConfigError(
+                        f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
+                    )
+                if tensor.get_dtype() not in _READABLE:
+                    raise ConfigError(
+                        f"tensor {name!r} has dtype {tensor.get_dtype()}, which is not supported; "
+                        f"supported: {', '.join(sorted(_READABLE))}"
+                    )
 
 
-def _check_shapes(file: Path, slots: Mapping[str, Tensor]) -> None:
-    with safe_open(file, framework="pt") as tensors:
-        for name, slot in slots.items():
-            tensor = tensors.get_slice(name)
-            found, expected = list(tensor.get_shape()), list(slot.shape)
-            if found != expected:
-                raise ConfigError(
-                    f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
-                )
-            if tensor.get_dtype() not in _READABLE:
-                raise ConfigError(
-                    f"tensor {name!r} has dtype {tensor.get_dtype()}, which is not supported; "
-                    f"supported: {', '.join(sorted(_READABLE))}"
-                )
+def _copy_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+    """Fill these slots; what was read of a file leaves the memory when the file is closed."""
+    for file, named in _by_file(slots, places):
+        with safe_open(file, framework="pt") as tensors:
+            for name, slot in named:
+                slot.copy_(tensors.get_tensor(name))
+
+
+def _by_file(
+    slots: Mapping[str, Tensor], places: Mapping[str, Place]
+) -> Iterable[tuple[Path, list[tuple[str, Tensor]]]]:
+    """For each file the names of its tensors, with their slots."""
+    named: dict[Path, list[tuple[str, Tensor]]] = {}
+    for slot, (file, name) in places.items():
+        if slot in slots:
+            named.setdefault(file, []).append((name, slots[slot]))
+    return named.items()
 
 
 def _listed(names: list[str]) -> str:

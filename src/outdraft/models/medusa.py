@@ -24,15 +24,11 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
-from outdraft.models.head_checkpoint import (
-    check_target,
-    head_count,
-    linear_bytes,
-    read_tensor,
-)
+from outdraft.models.counts import read_count
+from outdraft.models.head_checkpoint import check_target, linear_bytes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import fill_slots, tensor_names, weight_files
+from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
@@ -71,13 +67,13 @@ class MedusaConfig:
         """
         check_target(raw, target, hidden_key="hidden_size")
         is_original = "medusa_num_heads" in raw and not any(n.startswith("blocks.") for n in names)
-        num_heads = head_count(raw, "medusa_num_heads", "num_heads")
+        num_heads = read_count(raw, "medusa_num_heads", "num_heads")
         if is_original:
             # The published configs often tell fewer heads than were trained in the end.
             num_heads = max(num_heads, _heads_in(names))
-        num_layers = head_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
+        num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
         vocab_size = target.config.vocab_size
-        num_known = head_count(raw, "truncated_vocab_size", default=vocab_size)
+        num_known = read_count(raw, "truncated_vocab_size", default=vocab_size)
         if num_known < vocab_size and _TOKEN_MAP not in names:
             raise ConfigError(
                 f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
@@ -223,36 +219,26 @@ def load_medusa(
         )
     original = path / _ORIGINAL_FILE
     files = [original] if original.is_file() else weight_files(path)
-    names_by_file = {
-        file: {name: slot.removeprefix(_PREFIX) for name, slot in tensor_names(file).items()}
-        for file in files
-    }
-    slots = {slot for names in names_by_file.values() for slot in names.values()}
-    config = MedusaConfig.from_checkpoint(raw, slots, target)
+    places = tensor_places(files, lambda name: name.removeprefix(_PREFIX))
+    config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
     heads = MedusaHeads(config, target, dtype, torch.device(device))
-    _load(heads, names_by_file)
+    _load(heads, places)
     pack_linears(heads, kernels, quantization)
     return heads.eval()
 
 
-def _load(heads: MedusaHeads, names_by_file: Mapping[Path, dict[str, str]]) -> None:
+def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
     """Copy the tensors; heads that are stored for all tokens are cut to those of the token map."""
     config, slots = heads.config, heads.slots()
-    places = {
-        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
-    }
-    if _TOKEN_MAP in places:
-        file, name = places[_TOKEN_MAP]
-        del names_by_file[file][name]
-        if config.num_known < config.vocab_size:  # else it says nothing, as in vLLM
-            heads.token_map_E.copy_(_checked_map(read_tensor(file, name), config))
-            for head in {name for name in config.head_names if name in places}:
-                file, name = places[head]
-                whole = read_tensor(file, name)
-                if whole.shape == (config.vocab_size, config.hidden_size):
-                    del names_by_file[file][name]
-                    slots.pop(head).copy_(whole[heads.token_map_E.cpu()])
-    fill_slots(slots, names_by_file)
+    token_map = places.pop(_TOKEN_MAP, None)
+    if token_map is not None and config.num_known < config.vocab_size:  # else nothing, as in vLLM
+        heads.token_map_E.copy_(_checked_map(read_tensor(token_map), config))
+        for head in places.keys() & set(config.head_names):
+            whole = read_tensor(places[head])
+            if whole.shape == (config.vocab_size, config.hidden_size):
+                del places[head]
+                slots.pop(head).copy_(whole[heads.token_map_E.cpu()])
+    fill_slots(slots, places)
 
 
 def _heads_in(names: Collection[str]) -> int:

@@ -30,16 +30,12 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
-from outdraft.models.head_checkpoint import (
-    check_target,
-    head_count,
-    linear_bytes,
-    read_tensor,
-)
+from outdraft.models.counts import read_count
+from outdraft.models.head_checkpoint import check_target, linear_bytes
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import fill_slots, tensor_names, weight_files
+from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."
@@ -85,13 +81,13 @@ class MLPSpeculatorConfig:
                 f"{raw.get('method')!r} is not supported; supported: {_ARCHITECTURE}"
             )
         check_target(raw, target, hidden_key="emb_dim")
-        emb_dim = head_count(raw, "emb_dim")
+        emb_dim = read_count(raw, "emb_dim")
         inner_dim = emb_dim if raw.get("inner_dim") == 0 else None
         config = cls(
-            vocab_size=head_count(raw, "vocab_size"),
+            vocab_size=read_count(raw, "vocab_size"),
             emb_dim=emb_dim,
-            inner_dim=inner_dim or head_count(raw, "inner_dim", default=emb_dim),
-            num_heads=head_count(raw, "n_predict"),
+            inner_dim=inner_dim or read_count(raw, "inner_dim", default=emb_dim),
+            num_heads=read_count(raw, "n_predict"),
             tie_weights=bool(raw.get("tie_weights", False)),
             scale_input=bool(raw.get("scale_input", False)),
         )
@@ -210,14 +206,11 @@ def load_mlp_speculator(
             unknown, damaged or of another shape.
     """
     config = MLPSpeculatorConfig.from_mapping(read_json(path / "config.json"), target)
-    names_by_file = {
-        file: {name: slot.removeprefix(_PREFIX) for name, slot in tensor_names(file).items()}
-        for file in weight_files(path)
-    }
+    places = tensor_places(weight_files(path), lambda name: name.removeprefix(_PREFIX))
     if config.tie_weights:
-        _leave_out_copies(names_by_file, config)
+        _leave_out_copies(places, config)
     speculator = MLPSpeculator(config, dtype, torch.device(device))
-    fill_slots(speculator.slots(), names_by_file)
+    fill_slots(speculator.slots(), places)
     pack_linears(speculator, kernels, quantization)
     return speculator.eval()
 
@@ -234,14 +227,9 @@ def _of(parts: list[Part], head: int) -> Part:
     return parts[min(head, len(parts) - 1)]
 
 
-def _leave_out_copies(
-    names_by_file: Mapping[Path, dict[str, str]], config: MLPSpeculatorConfig
-) -> None:
+def _leave_out_copies(places: dict[str, Place], config: MLPSpeculatorConfig) -> None:
     """Drop the tensors that tied weights repeat; they must be the same numbers."""
-    places = {
-        slot: (file, name) for file, names in names_by_file.items() for name, slot in names.items()
-    }
-    for slot, (file, name) in places.items():
+    for slot, place in list(places.items()):
         match = re.fullmatch(r"(emb|proj|ln|head)\.(\d+)\.(\w+)", slot)
         if match is None:
             continue
@@ -250,8 +238,8 @@ def _leave_out_copies(
         shared = places.get(f"{part}.{last}.{kind}")
         if not last < int(head) < config.num_heads or shared is None:
             continue
-        if not torch.equal(read_tensor(file, name), read_tensor(*shared)):
+        if not torch.equal(read_tensor(place), read_tensor(shared)):
             raise ConfigError(
-                f"tensor {name!r} differs from {shared[1]!r}, but config.json has tie_weights"
+                f"tensor {place[1]!r} differs from {shared[1]!r}, but config.json has tie_weights"
             )
-        del names_by_file[file][name]
+        del places[slot]

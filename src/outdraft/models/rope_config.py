@@ -63,39 +63,26 @@ class RopeConfig:
         return int(head_size * self.turned)
 
 
-_ROPE_KEYS: dict[RopeKind, dict[str, str]] = {
-    RopeKind.PLAIN: {},
-    RopeKind.LINEAR: {"factor": "factor"},
-    RopeKind.DYNAMIC: {"factor": "factor", "original_max_position_embeddings": "original_max_len"},
-    RopeKind.LLAMA3: {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_len",
-    },
-    RopeKind.LONGROPE: {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_len",
-        "attention_factor": "attention_factor",
-        "short_factor": "short_factors",
-        "long_factor": "long_factors",
-    },
-    RopeKind.YARN: {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_len",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "truncate": "truncate",
-    },
+_ORIGINAL = "original_max_position_embeddings"
+# By their names in config.json: what each kind needs, and what it may have besides.
+_KEYS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    RopeKind.LINEAR: (("factor",), ()),
+    RopeKind.DYNAMIC: (("factor",), (_ORIGINAL,)),
+    RopeKind.LLAMA3: (("factor", "high_freq_factor", "low_freq_factor"), (_ORIGINAL,)),
+    RopeKind.LONGROPE: (
+        ("long_factor", "short_factor"),
+        ("factor", _ORIGINAL, "attention_factor"),
+    ),
+    RopeKind.YARN: (
+        ("factor",),
+        (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate"),
+    ),
 }
-_ROPE_REQUIRED: dict[RopeKind, set[str]] = {
-    RopeKind.PLAIN: set(),
-    RopeKind.LINEAR: {"factor"},
-    RopeKind.DYNAMIC: {"factor"},
-    RopeKind.LLAMA3: {"factor", "low_freq_factor", "high_freq_factor"},
-    RopeKind.LONGROPE: {"short_factor", "long_factor"},
-    RopeKind.YARN: {"factor"},
+# Where RopeConfig has other names.
+_FIELDS = {
+    _ORIGINAL: "original_max_len",
+    "short_factor": "short_factors",
+    "long_factor": "long_factors",
 }
 
 
@@ -118,8 +105,8 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
     max_positions = read_count(raw, "max_position_embeddings")
     turned = _turned(values.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
     fields = {} if kind is RopeKind.PLAIN else _rope_fields(kind, values)
-    if kind is RopeKind.LONGROPE and raw.get("original_max_position_embeddings") is not None:
-        fields["original_max_len"] = read_count(raw, "original_max_position_embeddings")
+    if kind is RopeKind.LONGROPE and raw.get(_ORIGINAL) is not None:
+        fields["original_max_len"] = read_count(raw, _ORIGINAL)
     fields.setdefault("original_max_len", max_positions)
     if kind is RopeKind.LONGROPE:
         fields.setdefault("factor", max_positions / fields["original_max_len"])
@@ -131,17 +118,17 @@ def read_rope(raw: Mapping[str, Any], head_size: int) -> RopeConfig:
 
 def _rope_fields(kind: RopeKind, values: Mapping[str, Any]) -> dict[str, Any]:
     """What the kind reads of rope_parameters, under the names of RopeConfig."""
-    known = _ROPE_KEYS[kind]
+    needed, others = _KEYS[kind]
     for key in values:
-        if key not in known:
+        if key not in needed + others:
             raise ConfigError(
                 f"config.json: rope type '{kind}' with {key!r} is not supported: "
-                f"{did_you_mean(key, known)}"
+                f"{did_you_mean(key, needed + others)}"
             )
     given = {key: value for key, value in values.items() if value is not None}
-    if missing := sorted(_ROPE_REQUIRED[kind] - given.keys()):
+    if missing := [key for key in needed if key not in given]:
         raise ConfigError(f"config.json: rope type '{kind}' needs {', '.join(missing)}")
-    return {known[key]: _checked(key, given) for key in given}
+    return {_FIELDS.get(key, key): _checked(key, given) for key in given}
 
 
 def _checked(key: str, given: Mapping[str, Any]) -> object:
@@ -149,7 +136,7 @@ def _checked(key: str, given: Mapping[str, Any]) -> object:
     value = given[key]
     if key in ("short_factor", "long_factor"):
         return _factors(key, value)
-    if key == "original_max_position_embeddings":
+    if key == _ORIGINAL:
         return read_count(given, key)
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and value > 0
     if key == "truncate" and not isinstance(value, bool):

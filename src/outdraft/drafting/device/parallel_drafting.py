@@ -29,8 +29,7 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import MaskStates, TextReader
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json
-
-_KEYS = ("pard_token", "mask_token_id", "ptd_token_id")
+from outdraft.models.counts import MASK_KEYS, read_mask_token
 
 
 def mask_token_id(path: Path, vocab_size: int) -> int:
@@ -40,19 +39,13 @@ def mask_token_id(path: Path, vocab_size: int) -> int:
         ConfigError: it names none, or one outside of the vocabulary: the checkpoint was not
             trained to draft in parallel.
     """
-    raw = read_json(path / "config.json")
-    key = next((key for key in _KEYS if raw.get(key) is not None), None)
-    if key is None:
+    token = read_mask_token(read_json(path / "config.json"), vocab_size)
+    if token is None:
         raise ConfigError(
             f"{path} was not trained for parallel drafting: its config.json has none of "
-            f"{', '.join(_KEYS)}"
+            f"{', '.join(MASK_KEYS)}"
         )
-    value = raw[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ConfigError(
-            f"config.json: {key} must be a token id below {vocab_size}, got {value!r}"
-        )
-    return value
+    return token
 
 
 class ParallelDrafter(LevelDrafter):
