@@ -151,7 +151,7 @@ def test_a_trace_has_a_range_around_every_phase_of_every_step(tmp_path):
 
 def test_a_trace_leaves_the_engine_as_it_was(tmp_path):
     llm = engine(FAMILY, "combined")
-    runner = llm.engine.executor.runner
+    runner = llm.engine.runner
     owners = (llm.engine, llm.engine.scheduler, llm.engine.drafting, runner)
     before = [dict(vars(owner)) for owner in owners]
     with traced(llm.engine, tmp_path / "one.json"):

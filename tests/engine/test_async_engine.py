@@ -68,7 +68,7 @@ def test_a_refused_request_harms_no_other():
 @pytest.mark.parametrize("num_failures", [1, 2])
 def test_a_failing_step_is_reported_and_a_second_one_ends_the_engine(num_failures: int):
     core = engine("qwen2", "plain").engine
-    launch, failures = core.executor.launch, [num_failures]
+    launch, failures = core.runner.launch, [num_failures]
 
     def breaking(plan: StepPlan):
         if failures[0]:
@@ -76,7 +76,7 @@ def test_a_failing_step_is_reported_and_a_second_one_ends_the_engine(num_failure
             raise RuntimeError("the device is on fire")
         return launch(plan)
 
-    core.executor.launch = breaking
+    core.runner.launch = breaking
 
     async def main() -> None:
         async with AsyncEngine(core) as streams:
@@ -95,7 +95,7 @@ def test_a_failing_step_is_reported_and_a_second_one_ends_the_engine(num_failure
 
 def test_a_failing_step_ends_only_what_ran_in_it():
     core = engine("qwen2", "plain", max_num_seqs=1).engine
-    launch, failures = core.executor.launch, [1]
+    launch, failures = core.runner.launch, [1]
 
     def breaking(plan: StepPlan):
         if failures[0]:
@@ -103,7 +103,7 @@ def test_a_failing_step_ends_only_what_ran_in_it():
             raise RuntimeError("the device is on fire")
         return launch(plan)
 
-    core.executor.launch = breaking
+    core.runner.launch = breaking
 
     async def main() -> RequestOutput:
         async with AsyncEngine(core) as streams:

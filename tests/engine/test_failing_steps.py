@@ -70,8 +70,8 @@ def places(core: Engine) -> dict[str, tuple[object, str]]:
     return {
         "choose": (core.drafting, "choose"),
         "schedule": (core.scheduler, "schedule"),
-        "launch": (core.executor, "launch"),
-        "collect": (core.executor, "collect"),
+        "launch": (core.runner, "launch"),
+        "collect": (core.runner, "collect"),
         "commit": (core.scheduler, "commit"),
         "finish a request": (core.scheduler, "finish"),
         "add to a delta": (RequestDeltas, "add"),

@@ -16,7 +16,7 @@ TEXT = "w5 w6 w7"
 def prompt_rows(llm: LLM, prompts: list[list[int]], params: Any) -> int:
     """Rows of prompts that the target computes."""
     rows: list[int] = []
-    launch = llm.engine.executor.launch
+    launch = llm.engine.runner.launch
 
     def counting(plan: StepPlan):
         for work in plan.works:
@@ -24,7 +24,7 @@ def prompt_rows(llm: LLM, prompts: list[list[int]], params: Any) -> int:
             rows.append(max(0, min(work.num_new, num_left)))
         return launch(plan)
 
-    llm.engine.executor.launch = counting
+    llm.engine.runner.launch = counting
     run(llm, prompts, params)
     return sum(rows)
 
@@ -58,14 +58,14 @@ def test_sequences_that_took_over_a_prompt_say_what_those_that_read_it_say():
 def test_the_log_probabilities_of_a_prompt_are_computed_once_for_n_sequences():
     llm = engine("qwen2", "plain", block_size=4, max_num_batched_tokens=200)
     computed: list[int] = []
-    collect = llm.engine.executor.collect
+    collect = llm.engine.runner.collect
 
     def counting(pending):
         result = collect(pending)
         computed.extend(len(work.prompt_logprobs) for work in result.works)
         return result
 
-    llm.engine.executor.collect = counting
+    llm.engine.runner.collect = counting
     params = greedy(4, n=3, prompt_logprobs=1)
     assert prompt_rows(llm, [PROMPT], params) == len(PROMPT) + 2
     assert sum(computed) == len(PROMPT) - 1

@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS
-from outdraft.kernels.draft_ops import LevelTask
+from outdraft.kernels.draft_ops import DraftStart, LevelTask
 from tests.kernels.comparisons import Case
 
 MOST_CONTEXT = 40
@@ -23,7 +23,9 @@ def compare_place_level(case: Case) -> None:
     contexts_B = torch.tensor(rng.integers(1, MOST_CONTEXT, num_requests))
     num_drafts_B = torch.tensor(rng.integers(1, MAX_DRAFTS + 1, num_requests))
     table_BP = torch.tensor(rng.integers(0, 99, (num_requests, num_blocks))).int()
-    level = (ancestors_BF, first_row, contexts_B, num_drafts_B, table_BP, block_size)
+    states_BD = torch.empty(num_requests, 0)  # the place of a level depends on no state
+    start = DraftStart(states_BD, [], contexts_B, table_BP, block_size, MOST_CONTEXT + MAX_DRAFTS)
+    level = (ancestors_BF, first_row, num_drafts_B, start)
     got, want = (one.place_level(*level) for one in (case.kernels, case.reference))
     for ours, theirs in zip(astuple(got), astuple(want), strict=True):
         assert ours.dtype is theirs.dtype

@@ -40,7 +40,7 @@ def test_outputs_of_a_form_equal_the_cpus(method: str, temperature: float):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_launching_a_step_waits_for_nothing(temperature: float):
     llm = engine("qwen2", "draft_model", device="cuda")
-    runner = llm.engine.executor.runner
+    runner = llm.engine.runner
     launch = runner.launch
 
     def strict_launch(plan):

@@ -67,7 +67,7 @@ class RandomAcceptance:
     """Stands in for verification, and compares first."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.runner = llm.engine.executor.runner
+        self.runner = llm.engine.runner
         self.runner._verify = self.verify
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0

@@ -22,7 +22,7 @@ def test_a_perfect_drafter_takes_the_fewest_steps(num_drafts: int):
 @pytest.mark.parametrize("method", ["plain", "ngram", "combined", "eagle3-tree", "medusa"])
 def test_rows_computed_are_rows_planned(method: str):
     llm = engine("qwen3-window", method)
-    runner = llm.engine.executor.runner
+    runner = llm.engine.runner
     computed = []
     forward = runner.model.forward_tapped
     runner.model.forward_tapped = lambda ids_T, *rest: (

@@ -34,7 +34,6 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
-from outdraft.runner.executor import LocalExecutor
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.verification.typical import TypicalAcceptance
@@ -82,7 +81,7 @@ def build_engine(
     cache = kv_cache(target.config, memory, target.dtype, target.device)
     verifier = _verifier(models.kernels, speculation)
     runner = ModelRunner(target, cache, state, verifier, proposer)
-    return Engine(inputs, scheduler, policy, LocalExecutor(runner)), memory
+    return Engine(inputs, scheduler, policy, runner), memory
 
 
 def warm_up(engine: Engine) -> None:

@@ -18,7 +18,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
 from outdraft.drafting.device.text_reader import MaskStates
-from outdraft.drafting.device.translated_model import TranslatedModel
+from outdraft.drafting.device.translated_model import LanguageModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
@@ -32,7 +32,6 @@ from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.language_model import LanguageModel
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
@@ -114,7 +113,7 @@ def load_drafter(
     if config.source is DraftSource.MLP:
         speculator = load_mlp_speculator(path, target, dtype, device, kernels, kept)
         return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
-    model: LanguageModel = load_model(path, dtype, device, kernels, quantization=kept)
+    model = load_model(path, dtype, device, kernels, quantization=kept)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:
@@ -123,7 +122,8 @@ def load_drafter(
                 f"parallel_drafting needs a drafter of the target's vocabulary, but {path} has "
                 "another one: its mask token has no id there"
             )
-        model = TranslatedModel(model, vocabulary)
+        translated = TranslatedModel(model, vocabulary)
+        return LoadedDrafter(translated, dtype, translated.config)
     return LoadedDrafter(model, dtype, model.config, mask_token_id=mask)
 
 
@@ -131,7 +131,7 @@ def check_vocabularies(
     target_path: Path,
     target: CausalLM,
     drafter_path: Path,
-    drafter: LanguageModel,
+    drafter: CausalLM,
     least_overlap: float,
 ) -> VocabularyMap | None:
     """How the drafter's ids map to the target's; None: they mean the same.

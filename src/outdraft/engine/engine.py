@@ -19,7 +19,7 @@ from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
-from outdraft.runner.executor import Executor
+from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 
 
@@ -38,7 +38,7 @@ class _Sequence:
 
 
 class Engine:
-    """Composes scheduler, draft policy and executor; tells callers what came of their requests.
+    """Composes scheduler, draft policy and runner; tells callers what came of their requests.
 
     Not safe to use from several threads: AsyncEngine does that.
     """
@@ -48,13 +48,13 @@ class Engine:
         inputs: InputProcessor,
         scheduler: Scheduler,
         drafting: DraftPolicy,
-        executor: Executor,
+        runner: ModelRunner,
         on_step: Callable[[StepStats], None] | None = None,
     ) -> None:
         self.inputs = inputs
         self.scheduler = scheduler
         self.drafting = drafting
-        self.executor = executor
+        self.runner = runner
         self.stats = StatsTotal()
         self.on_step = on_step
         self._sequences: dict[str, _Sequence] = {}
@@ -137,7 +137,7 @@ class Engine:
         plan = self.scheduler.schedule(choices)
         if not plan.works:
             return []
-        result = self.executor.collect(self.executor.launch(plan))
+        result = self.runner.collect(self.runner.launch(plan))
         booked = self.scheduler.commit(plan, result)
         grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []

@@ -14,7 +14,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from outdraft.engine.engine import Engine
-from outdraft.runner.executor import LocalExecutor
 
 RANGES = ("step", "schedule", "draft", "verify", "sample", "commit")
 
@@ -36,8 +35,7 @@ def traced(engine: Engine, path: Path) -> Generator[None, None, None]:
 
 def _phases(engine: Engine) -> list[tuple[object, str, str]]:
     """Which method is which phase; drafts come from the host's sources and from the model."""
-    assert isinstance(engine.executor, LocalExecutor)
-    runner = engine.executor.runner
+    runner = engine.runner
     return [
         (engine, "step", "step"),
         (engine.drafting, "choose", "draft"),

@@ -328,13 +328,7 @@ class PlaceLevel(Protocol):
     """Place one level of growing trees, whose rows are kept behind what a network has read."""
 
     def __call__(
-        self,
-        ancestors_BF: Tensor,
-        first_row: int,
-        contexts_B: Tensor,
-        num_drafts_B: Tensor,
-        block_table_BP: Tensor,
-        block_size: int,
+        self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
     ) -> PlacedLevel:
         """New tensors. A row for which its request has no slot is kept nowhere, and no row sees it.
         Its position follows from what it sees, as that of any other row.
@@ -342,9 +336,8 @@ class PlaceLevel(Protocol):
         Args:
             ancestors_BF: int64; bit j: the row continues drafted row j, or is it.
             first_row: number of the level's first row; the others follow it.
-            contexts_B: int64; tokens of each request that the network has read.
-            num_drafts_B: int64; slots behind these that belong to the request.
-            block_table_BP: int32, contiguous; it covers them.
+            num_drafts_B: int64; slots behind what was read that belong to each request.
+            start: where the network stands; its table of blocks is contiguous.
         """
         ...
 

@@ -213,7 +213,7 @@ def test_requests_that_cannot_run_are_refused_and_harm_no_other(sockets):
 
 def test_a_failing_step_ends_what_ran_in_it_and_a_second_one_the_loop(sockets):
     core = engine(max_num_seqs=1)
-    launch, failing = core.executor.launch, [True]
+    launch, failing = core.runner.launch, [True]
 
     def breaking(plan):
         if failing.pop():
@@ -221,7 +221,7 @@ def test_a_failing_step_ends_what_ran_in_it_and_a_second_one_the_loop(sockets):
         failing.append(False)
         return launch(plan)
 
-    core.executor.launch = breaking
+    core.runner.launch = breaking
     Script(core, sockets, {})
     failing.insert(0, False)
     adds = [Add("0", [5], greedy(4)), Add("1", [6], greedy(4))]
@@ -239,7 +239,7 @@ def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
     def breaking(plan):
         raise RuntimeError("on fire")
 
-    core.executor.launch = breaking
+    core.runner.launch = breaking
     ended_well, reports = live(core, sockets, *(Add(str(i), [5], greedy(4)) for i in range(70)))
     assert not ended_well
     assert isinstance(reports[-1], Failed)

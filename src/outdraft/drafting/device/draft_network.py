@@ -14,11 +14,11 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.translated_model import LanguageModel
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle import EagleNetwork
-from outdraft.models.language_model import LanguageModel
 
 
 class DraftNetwork(Protocol):

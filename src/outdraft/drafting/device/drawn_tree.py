@@ -25,85 +25,47 @@ Dimension key: B requests, E nodes of the level above (1: the root), F new rows,
 V vocabulary.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from outdraft.drafting.device.level_rows import NewRows, join_levels
-from outdraft.kernels.draft_ops import DrawnLevel, LevelTask
-from outdraft.kernels.ops import DrawLevel
-from outdraft.sampling.batch import SamplingBatch
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnRows:
-    """All rows of the drawn trees.
-
-    Attributes:
-        token_ids_BK, parents_BK: int64, level after level; parents as in `ModelDrafts`.
-        is_drawn_BK: bool.
-        probs_BKV: float32, what the drawn ones were drawn from.
-    """
-
-    token_ids_BK: Tensor
-    parents_BK: Tensor
-    is_drawn_BK: Tensor
-    probs_BKV: Tensor
+from outdraft.kernels.draft_ops import DrawnLevel, Growth, LevelTask, ModelDrafts
 
 
 class DrawnTrees:
     """Grows the trees of a batch, level by level."""
 
-    def __init__(
-        self,
-        draw_level: DrawLevel,
-        levels: tuple[int, ...],
-        num_rows_B: Tensor,
-        num_tokens_B: Tensor,
-        positions_B: Tensor,
-        sampling: SamplingBatch,
-    ) -> None:
-        """
-        Args:
-            levels: rows of each level.
-            num_rows_B: how many rows each request wants.
-            num_tokens_B: committed tokens.
-            positions_B: text positions of the first level.
-        """
-        self._draw_level = draw_level
-        self._levels = levels
-        self._num_rows_B = num_rows_B
-        self._num_tokens_B = num_tokens_B
-        self._positions_B = positions_B
-        self._sampling = sampling
+    def __init__(self, growth: Growth) -> None:
+        self._growth = growth
         self._drawn: list[DrawnLevel] = []
-        self._weight_BE = torch.ones_like(num_tokens_B, dtype=torch.float32)[:, None]
+        self._weight_BE = torch.ones_like(growth.num_tokens_B, dtype=torch.float32)[:, None]
 
     def extend(self, logits_BEV: Tensor) -> NewRows:
         """The next level, behind the nodes of the last one; the root at first."""
-        depth = len(self._drawn)
+        growth, depth = self._growth, len(self._drawn)
+        levels = growth.shape.levels
         task = LevelTask(
-            num_rows=self._levels[depth],
-            num_kept_B=self._num_rows_B - sum(self._levels[:depth]),
-            first_above=sum(self._levels[: depth - 1]) + 1 if depth else 0,
-            positions_B=self._positions_B + depth,
-            num_tokens_B=self._num_tokens_B,
-            seeds_B=self._sampling.seeds_B,
-            draws_B=self._sampling.draws_B,
+            num_rows=levels[depth],
+            num_kept_B=growth.num_drafts_B - sum(levels[:depth]),
+            first_above=sum(levels[: depth - 1]) + 1 if depth else 0,
+            positions_B=growth.positions_B + depth,
+            num_tokens_B=growth.num_tokens_B,
+            seeds_B=growth.sampling.seeds_B,
+            draws_B=growth.sampling.draws_B,
         )
-        level = self._draw_level(logits_BEV, self._weight_BE, task)
+        level = growth.kernels.draw_level(logits_BEV, self._weight_BE, task)
         self._weight_BE = level.weight_BF
         self._drawn.append(level)
         return NewRows(level.token_ids_BF, level.origins_BF)
 
-    def finish(self) -> DrawnRows:
+    def finish(self) -> ModelDrafts:
         """The whole trees."""
         rows = [NewRows(level.token_ids_BF, level.origins_BF) for level in self._drawn]
-        token_ids_BK, parents_BK = join_levels(rows)
-        return DrawnRows(
-            token_ids_BK,
-            parents_BK,
-            torch.cat([level.is_drawn_BF for level in self._drawn], dim=1),
+        return ModelDrafts(
+            *join_levels(rows),
+            self._growth.num_drafts_B,
             torch.cat([level.probs_BFV for level in self._drawn], dim=1),
+            torch.cat([level.is_drawn_BF for level in self._drawn], dim=1),
+            is_chain=self._growth.shape.is_chain,
+            all_sampled=True,  # the first row of every request, if not every row
         )

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outdraft.drafting.device.drawn_tree import DrawnRows, DrawnTrees
+from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.level_rows import NewRows
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
@@ -104,16 +104,7 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     """
     sampling, shape = growth.sampling, growth.shape
     draws = growth.samples and sampling.any_draws
-    drawn: DrawnTrees | None = None
-    if draws:
-        drawn = DrawnTrees(
-            growth.kernels.draw_level,
-            shape.levels,
-            growth.num_drafts_B,
-            growth.num_tokens_B,
-            growth.positions_B,
-            sampling,
-        )
+    drawn = DrawnTrees(growth) if draws else None
     ranked = None if draws and sampling.all_draw else RankedTrees(shape)
     draws_B1 = sampling.draws_B[:, None]
     logits_BEV, frontier = levels.first_logits()[:, None], None
@@ -169,31 +160,24 @@ def _frontier(above: Frontier | None, rows: NewRows) -> Frontier:
 
 
 def _finished(
-    growth: Growth, drawn: DrawnRows | None, ranked: tuple[Tensor, Tensor] | None
+    growth: Growth, drawn: ModelDrafts | None, ranked: tuple[Tensor, Tensor] | None
 ) -> ModelDrafts:
     """The drafts of both kinds of requests."""
-    is_chain, num_rows = growth.shape.is_chain, growth.shape.num_rows
-    if drawn is None:
-        assert ranked is not None
-        drafts = ModelDrafts(*ranked, growth.num_drafts_B, is_chain=is_chain)
-    else:
-        drafts = ModelDrafts(
-            drawn.token_ids_BK,
-            drawn.parents_BK,
-            growth.num_drafts_B,
-            drawn.probs_BKV,
-            drawn.is_drawn_BK,
-            is_chain=is_chain,
-            all_sampled=ranked is None,  # the first row of every request, if not every row
-        )
-        if ranked is not None:
+    drafts, num_rows = drawn, growth.shape.num_rows
+    if ranked is not None:
+        token_ids_BK, parents_BK = ranked
+        is_chain = growth.shape.is_chain
+        drafts = ModelDrafts(token_ids_BK, parents_BK, growth.num_drafts_B, is_chain=is_chain)
+        if drawn is not None and drawn.is_sampled_BK is not None:
             draws_B1 = growth.sampling.draws_B[:, None]
             drafts = replace(
-                drafts,
-                token_ids_BK=torch.where(draws_B1, drawn.token_ids_BK, ranked[0]),
-                parents_BK=torch.where(draws_B1, drawn.parents_BK, ranked[1]),
-                is_sampled_BK=drawn.is_drawn_BK & draws_B1,
+                drawn,
+                token_ids_BK=torch.where(draws_B1, drawn.token_ids_BK, token_ids_BK),
+                parents_BK=torch.where(draws_B1, drawn.parents_BK, parents_BK),
+                is_sampled_BK=drawn.is_sampled_BK & draws_B1,
+                all_sampled=False,
             )
+    assert drafts is not None
     if growth.fewest == num_rows:
         return drafts
     places_K = torch.arange(num_rows, device=growth.num_drafts_B.device)

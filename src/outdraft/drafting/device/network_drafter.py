@@ -108,12 +108,7 @@ class NetworkLevels:
     def _batch(self, frontier: Frontier) -> AttentionMetadata:
         width = frontier.token_ids_BF.shape[1]
         placed = self._network.kernels.place_level(
-            frontier.ancestors_BF,
-            frontier.first_row,
-            self._start.contexts_B,
-            self._num_drafts_B,
-            self._start.block_table_BP,
-            self._start.block_size,
+            frontier.ancestors_BF, frontier.first_row, self._num_drafts_B, self._start
         )
         return AttentionMetadata(
             query_start_B1=self._starts_B1 * width,

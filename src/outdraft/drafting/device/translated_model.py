@@ -19,48 +19,31 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
-from outdraft.models.language_model import LanguageModel
+from outdraft.models.llama import CausalLM
 
 
 class TranslatedModel:
-    """`model` for callers with the target's vocabulary; see `models.language_model`."""
+    """`model` for callers with the target's vocabulary."""
 
-    def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
+    def __init__(self, model: CausalLM, vocabulary: VocabularyMap) -> None:
         """The vocabularies share a token at least: no row of logits is all -inf."""
         assert vocabulary.num_shared > 0, "no token to draft"
-        self.model = model
+        self.model, self.dtype, self.device = model, model.dtype, model.device
         # The model has these shapes itself; only its logits have another width.
         self.config = replace(model.config, vocab_size=len(vocabulary.target_to_draft_V))
         self._draft_ids_V = vocabulary.target_to_draft_V.to(model.device)
         is_shared_V = vocabulary.is_shared_V.to(model.device)
         # Added to logits: a product and a comparison less than masking them.
         self._mask_V = torch.where(is_shared_V, 0.0, -torch.inf)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.model.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
+        own_bytes = self._draft_ids_V.nbytes + self._mask_V.nbytes
+        self.weight_bytes, self.memory_bytes = model.weight_bytes, model.memory_bytes + own_bytes
 
     @property
     def kernels(self) -> Kernels:
         return self.model.kernels
 
-    @property
-    def weight_bytes(self) -> int:
-        return self.model.weight_bytes
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.model.memory_bytes + self._draft_ids_V.nbytes + self._mask_V.nbytes
-
     def __call__(
-        self,
-        token_ids_T: Tensor,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
+        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> Tensor:
         """[T, D]; token_ids_T are the target's."""
         return self.model(self._draft_ids_V[token_ids_T], caches, metadata)
@@ -74,3 +57,6 @@ class TranslatedModel:
     ) -> ModelDrafts:
         """Level by level: a compiled draft would continue with tokens that are not shared."""
         return by_levels()
+
+
+LanguageModel = CausalLM | TranslatedModel

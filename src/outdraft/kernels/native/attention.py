@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
 
 NO_WINDOW = 1 << 40
@@ -116,14 +117,6 @@ class NativeAttention:
         )
         self._attend(self._team.address, ctypes.byref(batch), self._memory)
         return out_THC
-
-
-def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
-    """The address of the numbers; the caller must keep the tensor alive."""
-    assert tensor.dtype is dtype, f"expected {dtype}, got {tensor.dtype}"
-    assert tensor.is_cpu
-    assert tensor.is_contiguous()
-    return tensor.data_ptr()
 
 
 def _with_dense_rows(rows_THC: Tensor) -> Tensor:

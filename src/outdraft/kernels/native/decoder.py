@@ -15,7 +15,8 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
-from outdraft.kernels.native.attention import NO_WINDOW, address_of
+from outdraft.kernels.native.arrays import address_of
+from outdraft.kernels.native.attention import NO_WINDOW
 from outdraft.kernels.native.drafting import draft, draft_function
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team

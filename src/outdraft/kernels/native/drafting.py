@@ -22,6 +22,7 @@ from outdraft.kernels.draft_ops import (
     ModelDrafts,
     side_shares,
 )
+from outdraft.kernels.native.arrays import Addresses
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedLevel
 
@@ -73,18 +74,12 @@ class NativeDrafting:
         return level
 
     def place_level(
-        self,
-        ancestors_BF: Tensor,
-        first_row: int,
-        contexts_B: Tensor,
-        num_drafts_B: Tensor,
-        block_table_BP: Tensor,
-        block_size: int,
+        self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
     ) -> PlacedLevel:
         """As `ops.PlaceLevel`."""
         num_requests, width = ancestors_BF.shape
         ancestors_BF = ancestors_BF.contiguous()
-        contexts_B, num_drafts_B = contexts_B.contiguous(), num_drafts_B.contiguous()
+        contexts_B, num_drafts_B = start.contexts_B.contiguous(), num_drafts_B.contiguous()
         placed_3T = torch.empty(3, num_requests * width, dtype=torch.int64)
         ancestors_T, positions_T, slots_T = placed_3T.unbind()
         self._place_level(
@@ -94,9 +89,9 @@ class NativeDrafting:
             ancestors_BF.data_ptr(),
             contexts_B.data_ptr(),
             num_drafts_B.data_ptr(),
-            block_table_BP.data_ptr(),
-            block_table_BP.shape[1],
-            block_size,
+            start.block_table_BP.data_ptr(),
+            start.block_table_BP.shape[1],
+            start.block_size,
             ancestors_T.data_ptr(),
             positions_T.data_ptr(),
             slots_T.data_ptr(),
@@ -167,12 +162,7 @@ def draft(
     for num_nodes, num_rows in zip((1, *shape.levels), shape.levels, strict=False):
         _check_level(num_nodes, num_rows, size)
     draws = growth.samples and sampling.any_draws
-    kept: list[Tensor] = []  # until the call is over
-
-    def at(tensor: Tensor) -> int:
-        kept.append(tensor.contiguous())
-        return kept[-1].data_ptr()
-
+    at = Addresses()
     ids_2BK = torch.empty(2, num_requests, shape.num_rows, dtype=torch.int64)
     is_drawn_BK = torch.empty(num_requests, shape.num_rows, dtype=torch.bool)
     probs_BKV = torch.empty(num_requests, shape.num_rows, size) if draws else None
@@ -185,26 +175,26 @@ def draft(
         block_size=start.block_size,
         levels=levels_L.ctypes.data,
         worth=_worth(0),  # each level sets the number of shares
-        num_tokens=at(growth.num_tokens_B),
-        positions=at(growth.positions_B),
-        contexts=at(start.contexts_B),
-        num_drafts=at(growth.num_drafts_B),
-        seeds=at(sampling.seeds_B),
-        kinds=at(_kinds(growth)),
-        is_greedy=at(sampling.is_greedy_B),
-        temperature=at(sampling.temperature_B),
-        least=at(sampling.min_p_B.log()),
-        top_k=at(sampling.top_k_B),
-        top_p=at(sampling.top_p_B),
-        allowed=None if sampling.allowed is None else at(_allowed_BV(growth)),
-        bias=None if sampling.bias is None else at(_bias_BV(growth)),
-        block_table=at(start.block_table_BP),
+        num_tokens=at(growth.num_tokens_B, torch.int64),
+        positions=at(growth.positions_B, torch.int64),
+        contexts=at(start.contexts_B, torch.int64),
+        num_drafts=at(growth.num_drafts_B, torch.int64),
+        seeds=at(sampling.seeds_B, torch.int64),
+        kinds=at(_kinds(growth), torch.int64),
+        is_greedy=at(sampling.is_greedy_B, torch.bool),
+        temperature=at(sampling.temperature_B, torch.float32),
+        least=at(sampling.min_p_B.log(), torch.float32),
+        top_k=at(sampling.top_k_B, torch.int64),
+        top_p=at(sampling.top_p_B, torch.float32),
+        allowed=None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
+        bias=None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
+        block_table=at(start.block_table_BP, torch.int32),
         token_ids=ids_2BK[0].data_ptr(),
         parents=ids_2BK[1].data_ptr(),
         is_drawn=is_drawn_BK.data_ptr(),
         probs=None if probs_BKV is None else probs_BKV.data_ptr(),
     )
-    is_valid = function(decoder, ctypes.byref(task), at(start.states_BD))
+    is_valid = function(decoder, ctypes.byref(task), at(start.states_BD, start.states_BD.dtype))
     assert is_valid, "a token or a position is out of its table"
     return ModelDrafts(
         ids_2BK[0],

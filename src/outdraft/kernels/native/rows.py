@@ -1,12 +1,12 @@
 """Rows of a step by the compiled library."""
 
-import ctypes
 from ctypes import c_int64, c_void_p
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.kernels.native.arrays import array_address
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedRows, RowIndex
 
@@ -40,14 +40,14 @@ class NativeRows:
         placed_3T = np.empty((3, num_rows), dtype=np.int64)
         self._place_rows(
             num_requests,
-            address_of(sizes_3B),
-            address_of(parents_K),
-            address_of(block_table_BP),
+            array_address(sizes_3B),
+            array_address(parents_K),
+            array_address(block_table_BP),
             table_width,
             block_size,
             num_rows,
-            address_of(starts_B1),
-            address_of(placed_3T),
+            array_address(starts_B1),
+            array_address(placed_3T),
         )
         return PlacedRows(starts_B1, *placed_3T)
 
@@ -66,15 +66,15 @@ class NativeRows:
         num_sampling = self._index_rows(
             num_works,
             num_rows,
-            address_of(placed.query_start_B1),
-            address_of(num_causal_W),
-            address_of(samples_W),
-            address_of(state_rows_W),
-            address_of(placed.positions_T),
-            address_of(placed.slots_T),
+            array_address(placed.query_start_B1),
+            array_address(num_causal_W),
+            array_address(samples_W),
+            array_address(state_rows_W),
+            array_address(placed.positions_T),
+            array_address(placed.slots_T),
             row_len,
             width,
-            address_of(found),
+            array_address(found),
         )
         roots = 3 * num_rows
         slots = roots + num_works
@@ -132,8 +132,3 @@ class NativeRows:
             starts_B.data_ptr(),
             token_ids_BN.data_ptr(),
         )
-
-
-def address_of(array: np.ndarray) -> int:
-    """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0

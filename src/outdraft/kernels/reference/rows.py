@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outdraft.kernels.draft_ops import DraftStart
 from outdraft.kernels.ops import PlacedLevel, PlacedRows, RowIndex
 
 
@@ -116,19 +117,14 @@ def append_token_ids(
 
 
 def place_level(
-    ancestors_BF: Tensor,
-    first_row: int,
-    contexts_B: Tensor,
-    num_drafts_B: Tensor,
-    block_table_BP: Tensor,
-    block_size: int,
+    ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
 ) -> PlacedLevel:
     """As `ops.PlaceLevel`."""
-    width = ancestors_BF.shape[1]
+    width, contexts_B, block_size = ancestors_BF.shape[1], start.contexts_B, start.block_size
     places_F = torch.arange(first_row, first_row + width, device=contexts_B.device)
     has_slot_BF = places_F < num_drafts_B[:, None]
     index_BF = torch.where(has_slot_BF, contexts_B[:, None] + places_F, 0)
-    blocks_BF = block_table_BP.gather(1, index_BF // block_size)
+    blocks_BF = start.block_table_BP.gather(1, index_BF // block_size)
     slots_BF = blocks_BF.long() * block_size + index_BF % block_size
     own_BF = ancestors_BF & ((1 << num_drafts_B) - 1)[:, None]
     num_seen_BF = (own_BF[:, :, None] >> torch.arange(63, device=own_BF.device) & 1).sum(2)
