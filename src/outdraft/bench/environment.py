@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "load_average": list(os.getloadavg()) if hasattr(os, "getloadavg") else None,
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: installed_version(name) for name in PACKAGES},
     }
 
 
@@ -69,7 +69,8 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def _version(name: str) -> str | None:
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution; a source tree on the path is none."""
     try:
         return version(name)
     except PackageNotFoundError:

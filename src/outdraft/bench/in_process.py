@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from outdraft.bench.metrics import SpecCounters, acceptance_report, per_second
-from outdraft.bench.workloads import BenchRequest, num_distinct_prompts
+from outdraft.bench.workloads import BenchRequest, num_distinct_prompts, repetition_notes
+from outdraft.config.benchmarks import LatencyPlan
 from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
@@ -40,15 +41,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What became of some requests that were queued at once.
+    """What became of some requests that were queued at once."""
 
-    Attributes:
-        outputs: of those that finished, in the order they did.
-        num_unfinished: requests that the deadline ended.
-    """
-
-    outputs: list[RequestOutput]
-    num_unfinished: int
+    outputs: list[RequestOutput]  # of those that finished, in the order they did
+    num_unfinished: int  # requests that the deadline ended
     elapsed_s: float
 
     @property
@@ -113,27 +109,6 @@ def stats_report(total: StatsTotal) -> dict[str, Any]:
         for source, drafted in total.drafted_by_source.items()
     }
     return result | acceptance_report(counters) | {"spec_decode_tokens_by_source": by_source}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatencyPlan:
-    """How often a batch is run; names as in vLLM.
-
-    Every iteration has prompts of its own: the memory of earlier answers would draft the same ones
-    again, and a user's next batch is another one.
-    """
-
-    batch_size: int = 1
-    num_iters_warmup: int = 2
-    num_iters: int = 10
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:
-            raise ConfigError("batch_size and num_iters must be at least 1, num_iters_warmup 0")
-
-    @property
-    def num_requests(self) -> int:
-        return self.batch_size * (self.num_iters_warmup + self.num_iters)
 
 
 def measure_latency(
@@ -202,11 +177,7 @@ def _describe(latencies: Sequence[float]) -> dict[str, Any]:
 
 def _notes(num_distinct: int, num_prompts: int, num_cut: int) -> list[str]:
     notes = ["every iteration has prompts of its own, so the spread is that of the prompts too"]
-    if num_distinct < num_prompts:
-        notes.append(
-            f"only {num_distinct} of {num_prompts} prompts differ: drafts from earlier answers "
-            "make repeated ones faster"
-        )
+    notes += repetition_notes(num_distinct, num_prompts)
     if num_cut:
         notes.append(f"the time was over before {num_cut} of the iterations")
     return notes
@@ -236,14 +207,9 @@ def measure_throughput(
         engine.on_step = None
     num_tokens = done.num_input_tokens + done.num_output_tokens
     distinct = num_distinct_prompts(requests)
-    notes: list[str] = []
+    notes = repetition_notes(distinct, len(requests))
     if done.num_unfinished:
         notes.append(f"the time was over before {done.num_unfinished} of the requests were done")
-    if distinct < len(requests):
-        notes.append(
-            f"only {distinct} of {len(requests)} prompts differ: caches of prompts, and drafts "
-            "from earlier answers, make repeated ones faster"
-        )
     return {
         "elapsed_time": done.elapsed_s,
         "num_requests": len(done.outputs),

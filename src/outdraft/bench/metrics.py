@@ -5,46 +5,34 @@ arrival, however late the client came to send it: counting from the sending woul
 requests that a stalled server held up (coordinated omission).
 """
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 BUNCHED_S = 0.0005  # no step of an engine is that short: such chunks were held up together
 METRICS = ("ttft", "tpot", "itl", "e2el", "client_queue_time")
 
-_COUNTER = re.compile(
-    r"^(?:outdraft|vllm):spec_decode_(?P<name>num_[a-z_]+?)(?:_total)?"
-    r"(?:\{(?P<labels>.*)\})?\s+(?P<value>[-+0-9.eE]+)(?:\s+-?\d+)?$"
-)
-_POSITION = re.compile(r'(?:^|,)position="(\d+)"')
-
 
 @dataclass(slots=True)
 class RequestSample:
-    """One request, in seconds since the start of the test.
+    """One request, in seconds since the start of the test."""
 
-    Attributes:
-        due_s: when it was to be sent.
-        sent_s: None if it never was.
-        chunk_times_s: of the chunks that brought text.
-        ended_s: of the last chunk that brought a choice, or of the failure.
-        prompt_tokens, completion_tokens: from the response's usage, None without.
-        error: None if it was answered to its end.
-    """
-
-    due_s: float
-    sent_s: float | None = None
+    due_s: float  # when it was to be sent
+    sent_s: float | None = None  # None if it never was
+    # of the chunks that brought text
     chunk_times_s: list[float] = field(default_factory=list[float])
-    ended_s: float | None = None
+    ended_s: float | None = None  # of the last chunk that brought a choice, or of the failure
+    # prompt_tokens, completion_tokens: from the response's usage, None without
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     text: str = ""
     finish_reason: str | None = None
-    error: str | None = None
+    error: str | None = None  # None if it was answered to its end
 
     @property
     def ttft_s(self) -> float | None:
@@ -104,15 +92,16 @@ def parse_spec_counters(exposition: str) -> SpecCounters | None:
     """The counters in Prometheus' text format, summed over engines; None if there are none."""
     sums: dict[str, float] = defaultdict(float)
     per_pos: dict[int, float] = defaultdict(float)
-    for line in exposition.splitlines():
-        match = _COUNTER.match(line.strip())
-        if match is None:
-            continue
-        value = float(match["value"])
-        if match["name"] != "num_accepted_tokens_per_pos":
-            sums[match["name"]] += value
-        elif (position := _POSITION.search(match["labels"] or "")) is not None:
-            per_pos[int(position[1])] += value
+    try:
+        families = list(text_string_to_metric_families(exposition))
+    except ValueError:  # it is something else
+        return None
+    for sample in chain.from_iterable(family.samples for family in families):
+        prefix, _, name = sample.name.removesuffix("_total").partition(":spec_decode_")
+        if prefix in ("outdraft", "vllm") and "position" in sample.labels:
+            per_pos[int(sample.labels["position"])] += sample.value
+        elif prefix in ("outdraft", "vllm"):
+            sums[name] += sample.value
     if "num_drafts" not in sums:
         return None
     return SpecCounters(

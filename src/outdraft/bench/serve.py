@@ -25,6 +25,7 @@ from outdraft.bench.metrics import (
     load_report,
 )
 from outdraft.bench.workloads import BenchRequest, arrival_times, num_distinct_prompts
+from outdraft.config.benchmarks import Traffic
 from outdraft.core.errors import ConfigError
 
 MAX_BUNCHED_SHARE = 0.1  # of the chunks, without a word about it
@@ -33,43 +34,12 @@ OnDone = Callable[[RequestSample], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """How requests arrive; names as in vLLM.
-
-    Attributes:
-        max_concurrency: requests under way at most; None: any number.
-        num_warmups: requests that are sent first and not measured.
-    """
-
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    max_concurrency: int | None = None
-    num_warmups: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
-        if self.num_warmups < 0:
-            raise ConfigError(f"num_warmups must not be negative, got {self.num_warmups}")
-        arrival_times(1, self.request_rate, self.burstiness, np.random.default_rng(0))
-
-    @property
-    def is_closed_loop(self) -> bool:
-        return math.isinf(self.request_rate) and self.max_concurrency is not None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reporting:
-    """What of the samples is reported; names of metrics as in vLLM.
-
-    Attributes:
-        is_detailed: every request's own times and text too.
-    """
+    """What of the samples is reported; names of metrics as in vLLM."""
 
     metrics: tuple[str, ...] = ("ttft", "tpot", "itl", "e2el")
     percentiles: tuple[float, ...] = (99.0,)
-    is_detailed: bool = False
+    is_detailed: bool = False  # every request's own times and text too
 
     def __post_init__(self) -> None:
         for name in self.metrics:
@@ -82,15 +52,11 @@ class Reporting:
 
 @dataclass(frozen=True, slots=True)
 class LoadRun:
-    """What was measured: a sample per request, in order.
-
-    Attributes:
-        speculation: what the server's counters rose by; None if it has none.
-    """
+    """What was measured: a sample per request, in order."""
 
     samples: list[RequestSample]
     duration_s: float
-    speculation: SpecCounters | None
+    speculation: SpecCounters | None  # what the server's counters rose by; None if it has none
     num_failed_warmups: int
 
 

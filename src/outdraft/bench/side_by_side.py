@@ -23,18 +23,12 @@ PLAIN = "plain"  # decoding without drafts, with which everything is compared
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One prompt that one engine completed.
-
-    Attributes:
-        num_decoded: tokens behind the first ones.
-        decode_s: time inside of the steps that made them.
-        stats: of those steps; the prompt's own is left out.
-    """
+    """One prompt that one engine completed."""
 
     token_ids: list[int]
-    num_decoded: int
-    decode_s: float
-    stats: StatsTotal
+    num_decoded: int  # tokens behind the first ones
+    decode_s: float  # time inside of the steps that made them
+    stats: StatsTotal  # of those steps; the prompt's own is left out
     origins: Sequence[TokenOrigin] = ()
 
     @property

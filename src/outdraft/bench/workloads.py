@@ -14,54 +14,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outdraft import assets
-from outdraft.config.checks import check_choice
+from outdraft.config.benchmarks import DEFAULT_OUTPUT_LEN, Dataset, check_rates
 from outdraft.core.errors import ConfigError
-
-DATASETS = ("embedded", "custom", "sharegpt", "random")
-DEFAULT_OUTPUT_LEN = 128
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRequest:
-    """One prompt, as text or as token ids, and what is asked for.
-
-    Attributes:
-        prediction: sent as the expected output.
-    """
+    """One prompt, as text or as token ids, and what is asked for."""
 
     prompt: str | tuple[int, ...]
     max_tokens: int
-    prediction: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dataset:
-    """Where prompts come from; names as in vLLM, `embedded` is the held-out code of the package.
-
-    Attributes:
-        path: of "custom", one JSON object a line with prompt and maybe max_tokens and prediction;
-            of "sharegpt", a JSON list of conversations.
-        input_len: tokens of a random prompt.
-        output_len: tokens to generate; None: what the data say, else 128.
-        range_ratio: random lengths are even over [len * (1 - r), len * (1 + r)].
-    """
-
-    name: str = "embedded"
-    path: Path | None = None
-    input_len: int = 1024
-    output_len: int | None = None
-    range_ratio: float = 0.0
-
-    def __post_init__(self) -> None:
-        check_choice("dataset_name", self.name, DATASETS)
-        needs_path = self.name in ("custom", "sharegpt")
-        if needs_path != (self.path is not None):
-            need = "needs" if needs_path else "takes no"
-            raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
-        if not 0 <= self.range_ratio < 1:
-            raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
-        if self.input_len < 1 or (self.output_len is not None and self.output_len < 1):
-            raise ConfigError("input_len and output_len must be at least 1")
+    prediction: str | None = None  # sent as the expected output
 
 
 def load_requests(
@@ -95,11 +58,7 @@ def load_requests(
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """From a directory, or by its name on the hub.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """From a directory, or by its name on the hub. Raises ConfigError if there is none."""
     path = Path(name) / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(path)) if path.exists() else Tokenizer.from_pretrained(name)
@@ -112,6 +71,16 @@ def num_distinct_prompts(requests: Iterable[BenchRequest]) -> int:
     return len({request.prompt for request in requests})
 
 
+def repetition_notes(num_distinct: int, num_prompts: int) -> list[str]:
+    """What a reader has to know of numbers of prompts that came again."""
+    if num_distinct == num_prompts:
+        return []
+    return [
+        f"only {num_distinct} of {num_prompts} prompts differ: caches of prompts, and drafts from "
+        "earlier answers, make repeated ones faster"
+    ]
+
+
 def arrival_times(
     count: int, request_rate: float, burstiness: float, rng: np.random.Generator
 ) -> list[float]:
@@ -121,10 +90,7 @@ def arrival_times(
     bursts below, even gaps in the limit of infinity. They are scaled, as in vLLM, so that the last
     request is due at count / rate whatever the seed. An infinite rate is everything at once.
     """
-    if not request_rate > 0 or not burstiness > 0:
-        raise ConfigError(
-            f"request_rate and burstiness must be above 0, got {request_rate} and {burstiness}"
-        )
+    check_rates(request_rate, burstiness)
     if math.isinf(request_rate):
         return [0.0] * count
     gaps = np.ones(count) if math.isinf(burstiness) else rng.gamma(burstiness, size=count)

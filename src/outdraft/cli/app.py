@@ -10,7 +10,7 @@ from outdraft.cli.bench import bench
 from outdraft.cli.chat import chat
 from outdraft.cli.command import CONTEXT, Command
 from outdraft.cli.demo import demo
-from outdraft.cli.doctor import doctor, installed_version
+from outdraft.cli.doctor import doctor
 from outdraft.cli.generate import generate
 from outdraft.cli.serve import serve
 from outdraft.core.errors import ConfigError, OutdraftError, RequestError
@@ -47,7 +47,9 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        typer.echo(f"outdraft {installed_version('outdraft')}")
+        from outdraft.bench.environment import installed_version
+
+        typer.echo(f"outdraft {installed_version('outdraft') or 'not installed'}")
         raise typer.Exit
 
 

@@ -13,12 +13,10 @@ from tqdm import tqdm
 
 from outdraft.cli.bench_methods import methods
 from outdraft.cli.bench_options import (
-    DatasetOptions,
+    LengthOptions,
     ResultOptions,
     RunOptions,
     ServerOptions,
-    TrafficOptions,
-    dataset_of,
     endpoint_of,
     numbers,
     traffics_of,
@@ -26,6 +24,7 @@ from outdraft.cli.bench_options import (
 from outdraft.cli.command import Command
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
+from outdraft.config.benchmarks import Dataset, LatencyPlan, Traffic
 from outdraft.config.engine import SchedulerConfig
 
 if TYPE_CHECKING:
@@ -49,8 +48,9 @@ ModelFlag = Annotated[
 def serve(
     *,
     server: ServerOptions,
-    dataset: DatasetOptions,
-    traffic: TrafficOptions,
+    dataset: Dataset,
+    length: LengthOptions,
+    traffic: Traffic,
     result: ResultOptions,
     tokenizer: Annotated[
         str | None, typer.Option(help="The served model's; random and sharegpt need it.")
@@ -63,7 +63,7 @@ def serve(
     """
     from outdraft.bench.report import as_table, check_installed
 
-    check_installed("httpx", *(("matplotlib", "plotext") if traffic.sweep is not None else ()))
+    check_installed("httpx", *(("matplotlib", "plotext") if length.sweep is not None else ()))
     from outdraft.bench.serve import Reporting, run_load, serve_report, with_model
     from outdraft.bench.workloads import load_requests, load_tokenizer
 
@@ -72,18 +72,18 @@ def serve(
         percentiles=tuple(numbers(result.metric_percentiles, "--metric-percentiles", float)),
         is_detailed=result.save_detailed,
     )
-    endpoint = endpoint_of(server, ignores_eos=dataset.dataset_name == "random")
-    runs = traffics_of(traffic)
-    each = traffic.num_warmups + traffic.num_prompts
+    endpoint = endpoint_of(server, ignores_eos=dataset.name == "random")
+    runs = traffics_of(traffic, length.sweep)
+    each = traffic.num_warmups + length.num_prompts
     vocabulary = load_tokenizer(tokenizer) if tokenizer is not None else None
-    requests = load_requests(dataset_of(dataset), each * len(runs), traffic.seed, vocabulary)
-    deadline_s = time.monotonic() + traffic.max_seconds
+    requests = load_requests(dataset, each * len(runs), traffic.seed, vocabulary)
+    deadline_s = time.monotonic() + length.max_seconds
     endpoint = asyncio.run(with_model(endpoint))
     results: list[dict[str, Any]] = []
     for place, one in enumerate(runs):
         part = requests[place * each : (place + 1) * each]
         with tqdm(
-            total=traffic.num_prompts, desc="requests", unit="req", leave=False, disable=None
+            total=length.num_prompts, desc="requests", unit="req", leave=False, disable=None
         ) as bar:
             run = asyncio.run(run_load(endpoint, part, one, deadline_s, lambda _: bar.update()))
         results.append(serve_report(run, part, one, reporting))
@@ -92,9 +92,9 @@ def serve(
         "base_url": endpoint.base_url,
         "endpoint": endpoint.path,
         "model_id": endpoint.model,
-        "dataset_name": dataset.dataset_name,
+        "dataset_name": dataset.name,
     }
-    _keep(where, results, traffic, result)
+    _keep(where, results, None if length.sweep is not None else traffic, result)
     if not any(one["completed"] for one in results):
         raise typer.Exit(1)
 
@@ -104,34 +104,28 @@ def serve(
 def latency(
     model: ModelFlag = None,
     *,
-    batch_size: Annotated[int, typer.Option(min=1)] = 1,
-    num_iters_warmup: Annotated[int, typer.Option(min=0)] = 2,
-    num_iters: Annotated[int, typer.Option(min=1)] = 10,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace one more batch with torch's profiler.")
     ] = False,
+    plan: LatencyPlan,
     run: RunOptions,
-    dataset: DatasetOptions,
+    dataset: Dataset,
     engine: EngineOptions,
 ) -> None:
     """Time batches of a fixed size, one after the other, without a server.
 
     Every request generates its full number of tokens. Prompts are not cached unless asked for.
     """
-    from outdraft.bench.in_process import LatencyPlan, measure_latency
+    from outdraft.bench.in_process import measure_latency
     from outdraft.bench.workloads import load_requests
 
-    plan = LatencyPlan(
-        batch_size=batch_size, num_iters_warmup=num_iters_warmup, num_iters=num_iters
-    )
-    source = dataset_of(dataset)
-    llm = _llm(model, engine, SchedulerConfig(max_num_seqs=batch_size))
-    count = plan.num_requests + batch_size * profile
-    requests = load_requests(source, count, engine.seed or 0, llm.models.tokenizer)
+    llm = _llm(model, engine, SchedulerConfig(max_num_seqs=plan.batch_size))
+    count = plan.num_requests + plan.batch_size * profile
+    requests = load_requests(dataset, count, engine.seed or 0, llm.models.tokenizer)
     generation = _generation(run)
     measured = requests[: plan.num_requests]
     deadline_s = time.monotonic() + run.max_seconds
-    with tqdm(total=num_iters, desc="iterations", leave=False, disable=None) as bar:
+    with tqdm(total=plan.num_iters, desc="iterations", leave=False, disable=None) as bar:
         result = measure_latency(
             llm.engine, measured, plan, generation, deadline_s, lambda _: bar.update()
         )
@@ -155,7 +149,7 @@ def throughput(
     num_prompts: Annotated[int, typer.Option(min=1)] = 24,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Running requests.")] = None,
     run: RunOptions,
-    dataset: DatasetOptions,
+    dataset: Dataset,
     engine: EngineOptions,
 ) -> None:
     """Complete many prompts that are all there at once, without a server.
@@ -165,12 +159,11 @@ def throughput(
     from outdraft.bench.in_process import measure_throughput
     from outdraft.bench.workloads import load_requests
 
-    source = dataset_of(dataset)
     scheduler = SchedulerConfig()
     if max_num_seqs is not None:
         scheduler = replace(scheduler, max_num_seqs=max_num_seqs)
     llm = _llm(model, engine, scheduler)
-    requests = load_requests(source, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
+    requests = load_requests(dataset, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
     deadline_s = time.monotonic() + run.max_seconds
     with tqdm(total=num_prompts, desc="requests", unit="req", leave=False, disable=None) as bar:
         result = measure_throughput(
@@ -194,24 +187,24 @@ def _generation(run: RunOptions) -> "Generation":
 def _keep(
     where: dict[str, Any],
     results: list[dict[str, Any]],
-    traffic: TrafficOptions,
+    traffic: Traffic | None,
     options: ResultOptions,
 ) -> None:
-    """Write what was asked for; a sweep is one file, and has its plots."""
+    """Write what was asked for; a sweep, whose traffic is None, is one file and has its plots."""
     from outdraft.bench.environment import environment
     from outdraft.bench.report import sweep_picture, sweep_plot, sweep_table, write_json
 
     now = datetime.now().strftime("%Y%m%d-%H%M%S")
     whole = {"date": now, "backend": "openai", **where}
-    whole |= results[0] if traffic.sweep is None else {"sweep": results}
+    whole |= results[0] if traffic is not None else {"sweep": results}
     name = options.result_filename
     if name is None:
-        arrivals = "sweep" if traffic.sweep is not None else f"{traffic.request_rate:g}qps"
-        if traffic.max_concurrency is not None:
+        arrivals = "sweep" if traffic is None else f"{traffic.request_rate:g}qps"
+        if traffic is not None and traffic.max_concurrency is not None:
             arrivals += f"-concurrency{traffic.max_concurrency}"
         name = f"openai-{arrivals}-{Path(where['model_id']).name}-{now}.json"
     path = options.result_dir / name
-    if traffic.sweep is not None:
+    if traffic is None:
         picture = path.with_suffix(".png")
         sweep_picture(results, picture)
         typer.echo(f"{sweep_table(results)}\n\n{sweep_plot(results)}\nplot: {picture}")
@@ -235,7 +228,7 @@ def _show_in_process(
     title: str,
     result: dict[str, Any],
     llm: "LLM",
-    dataset: DatasetOptions,
+    dataset: Dataset,
     output_json: Path | None,
 ) -> None:
     from outdraft.bench.environment import compute, environment
@@ -250,7 +243,7 @@ def _show_in_process(
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(llm.models.device),
         "speculation_methods": [str(method) for method in llm.config.speculation.methods],
-        "dataset_name": dataset.dataset_name,
+        "dataset_name": dataset.name,
     }
     write_json(output_json, where | result | {"environment": environment() | compute()})
     typer.echo(f"result: {output_json}")

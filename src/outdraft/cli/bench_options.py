@@ -6,33 +6,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outdraft.cli.options import flag, json_object
+from outdraft.cli.options import json_object
+from outdraft.config.benchmarks import Traffic
+from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from outdraft.bench.client import Endpoint
-    from outdraft.bench.serve import Traffic
-    from outdraft.bench.workloads import Dataset
 
 MAX_SECONDS = "For the whole measurement; what is not done then has failed."
 _Number = TypeVar("_Number", int, float)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetOptions:
-    """What is asked; names as in vLLM."""
-
-    dataset_name: str = flag(
-        "embedded (held-out code), custom (JSONL), sharegpt or random.", default="embedded"
-    )
-    dataset_path: Path | None = flag(
-        "custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON."
-    )
-    input_len: int = flag("Tokens of a random prompt.", default=1024, min=1)
-    output_len: int | None = flag("Tokens to generate; default: the data's, else 128.", min=1)
-    random_range_ratio: float = flag(
-        "Random lengths are even over len * (1 - r) to len * (1 + r).", default=0.0
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,18 +38,11 @@ class ServerOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficOptions:
-    """How requests arrive; names as in vLLM."""
+class LengthOptions:
+    """How long a load test is; names as in vLLM."""
 
     num_prompts: int = flag("Prompts of each run.", default=100, min=1)
-    request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)
-    burstiness: float = flag(
-        "Shape of the gamma distributed gaps; 1 is a Poisson process.", default=1.0
-    )
-    max_concurrency: int | None = flag("Most requests under way.", min=1)
     sweep: str | None = flag("A run for each concurrency, and a plot.", metavar="1,2,4")
-    num_warmups: int = flag("Sent first, not measured.", default=0, min=0)
-    seed: int = flag("For prompts and arrivals.", default=0, min=0)
     max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
@@ -98,19 +74,6 @@ class RunOptions:
     max_seconds: float = flag(MAX_SECONDS, default=600, min=1)
 
 
-def dataset_of(options: DatasetOptions) -> "Dataset":
-    """Raises ConfigError if the options contradict each other."""
-    from outdraft.bench.workloads import Dataset
-
-    return Dataset(
-        name=options.dataset_name,
-        path=options.dataset_path,
-        input_len=options.input_len,
-        output_len=options.output_len,
-        range_ratio=options.random_range_ratio,
-    )
-
-
 def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     """Where requests go, and the fields that all of them carry."""
     from outdraft.bench.client import Endpoint
@@ -134,22 +97,13 @@ def endpoint_of(options: ServerOptions, *, ignores_eos: bool) -> "Endpoint":
     )
 
 
-def traffics_of(options: TrafficOptions) -> "list[Traffic]":
+def traffics_of(traffic: Traffic, sweep: str | None) -> list[Traffic]:
     """One, or one for each concurrency of a sweep."""
-    from outdraft.bench.serve import Traffic
-
-    traffic = Traffic(
-        request_rate=options.request_rate,
-        burstiness=options.burstiness,
-        max_concurrency=options.max_concurrency,
-        num_warmups=options.num_warmups,
-        seed=options.seed,
-    )
-    if options.sweep is None:
+    if sweep is None:
         return [traffic]
-    if options.max_concurrency is not None or not math.isinf(options.request_rate):
+    if traffic.max_concurrency is not None or not math.isinf(traffic.request_rate):
         raise ConfigError("--sweep chooses the concurrency: leave out the other two")
-    levels = numbers(options.sweep, "--sweep", int)
+    levels = numbers(sweep, "--sweep", int)
     return [replace(traffic, max_concurrency=level) for level in levels]
 
 

@@ -3,14 +3,12 @@
 import os
 import platform
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from outdraft import assets
-from outdraft.bench.environment import processor
 from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
 
@@ -40,14 +38,6 @@ def doctor() -> None:
         console.print(line, markup=False)
 
 
-def installed_version(name: str) -> str:
-    """The version of an installed distribution; a source tree on the path is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
-
-
 def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     """Facts by section, and what would make outdraft faster or more complete."""
     num_threads = use_physical_cores(environ)
@@ -74,6 +64,8 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
 def _machine(num_threads: int) -> Section:
     import psutil
     import torch
+
+    from outdraft.bench.environment import processor
 
     features = sorted(
         name
@@ -107,13 +99,15 @@ def _gpu() -> Section:
 def _libraries() -> Section:
     import torch
 
+    from outdraft.bench.environment import installed_version
+
     backends = {
         "MKL": torch.backends.mkl.is_available(),
         "oneDNN": torch.backends.mkldnn.is_available(),
         "OpenMP": torch.backends.openmp.is_available(),
     }
     names = ("outdraft", "torch", "numpy", "tokenizers")
-    rows = {name: installed_version(name) for name in names}
+    rows = {name: installed_version(name) or "not installed" for name in names}
     rows["torch has"] = ", ".join(name for name, has in backends.items() if has) or "none of them"
     return rows
 

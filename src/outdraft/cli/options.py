@@ -8,8 +8,7 @@ import inspect
 import json
 import tomllib
 from collections.abc import Callable, Mapping
-from copy import copy
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, cast
 
@@ -17,17 +16,12 @@ import typer
 
 from outdraft import assets
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from outdraft.config.flags import Flag, flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.weight_format import QUANTIZATIONS
 
 DEFAULT_MAX_TOKENS = 256
-
-
-def flag(text: str | None = None, *spellings: str, default: Any = None, **settings: Any) -> Any:
-    """A field of a group of options. `text`: its help; `settings`: more of typer.Option."""
-    option = typer.Option(*spellings, help=text, **settings)
-    return field(default=default, metadata={"option": option})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +226,9 @@ def _config(
 
 def _in_panel(one: Field[Any], group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group."""
-    option = copy(one.metadata["option"])
-    option.rich_help_panel = group.__name__.removesuffix("Options")
+    flag: Flag = one.metadata["flag"]
+    panel = group.__name__.removesuffix("Options").removesuffix("Plan")
+    option = typer.Option(*flag.spellings, help=flag.text, rich_help_panel=panel, **flag.settings)
     return Annotated[one.type, option]
 
 

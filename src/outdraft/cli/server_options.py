@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outdraft.cli.options import flag, json_object
+from outdraft.cli.options import json_object
+from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
 

@@ -1,0 +1,97 @@
+"""What a benchmark sends, when, and how often; names of flags as in vLLM."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from outdraft.config.checks import check_choice
+from outdraft.config.flags import flag
+from outdraft.core.errors import ConfigError
+
+DATASETS = ("embedded", "custom", "sharegpt", "random")
+DEFAULT_OUTPUT_LEN = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """Where prompts come from."""
+
+    name: str = flag(
+        "embedded (held-out code), custom (JSONL), sharegpt or random.",
+        "--dataset-name",
+        default="embedded",
+    )
+    path: Path | None = flag(
+        "custom: a line is {prompt, max_tokens?, prediction?}; sharegpt: JSON.", "--dataset-path"
+    )
+    input_len: int = flag("Tokens of a random prompt.", default=1024)
+    output_len: int | None = flag("Tokens to generate; default: the data's, else 128.")
+    range_ratio: float = flag(
+        "Random lengths are even over len * (1 - r) to len * (1 + r).",
+        "--random-range-ratio",
+        default=0.0,
+    )
+
+    def __post_init__(self) -> None:
+        check_choice("dataset_name", self.name, DATASETS)
+        needs_path = self.name in ("custom", "sharegpt")
+        if needs_path != (self.path is not None):
+            need = "needs" if needs_path else "takes no"
+            raise ConfigError(f"dataset {self.name!r} {need} --dataset-path")
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"range_ratio must be in [0, 1), got {self.range_ratio}")
+        if self.input_len < 1 or (self.output_len is not None and self.output_len < 1):
+            raise ConfigError("input_len and output_len must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """How requests arrive."""
+
+    request_rate: float = flag("Requests a second; inf: all at once.", default=math.inf)
+    burstiness: float = flag(
+        "Shape of the gamma distributed gaps; 1 is a Poisson process.", default=1.0
+    )
+    max_concurrency: int | None = flag("Most requests under way.")
+    num_warmups: int = flag("Sent first, not measured.", default=0)
+    seed: int = flag("For prompts and arrivals.", default=0, min=0)
+
+    def __post_init__(self) -> None:
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"max_concurrency must be at least 1, got {self.max_concurrency}")
+        if self.num_warmups < 0:
+            raise ConfigError(f"num_warmups must not be negative, got {self.num_warmups}")
+        check_rates(self.request_rate, self.burstiness)
+
+    @property
+    def is_closed_loop(self) -> bool:
+        return math.isinf(self.request_rate) and self.max_concurrency is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencyPlan:
+    """How often a batch is run.
+
+    Every iteration has prompts of its own: the memory of earlier answers would draft the same ones
+    again, and a user's next batch is another one.
+    """
+
+    batch_size: int = flag(default=1)
+    num_iters_warmup: int = flag(default=2)
+    num_iters: int = flag(default=10)
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1 or self.num_iters < 1 or self.num_iters_warmup < 0:
+            raise ConfigError("batch_size and num_iters must be at least 1, num_iters_warmup 0")
+
+    @property
+    def num_requests(self) -> int:
+        return self.batch_size * (self.num_iters_warmup + self.num_iters)
+
+
+def check_rates(request_rate: float, burstiness: float) -> None:
+    """Raise ConfigError unless requests can arrive like that."""
+    if not request_rate > 0 or not burstiness > 0:  # also for NaN
+        raise ConfigError(
+            f"request_rate and burstiness must be above 0, got {request_rate} and {burstiness}"
+        )
