@@ -10,8 +10,13 @@ Choice = TypeVar("Choice", bound=StrEnum)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
-def check_whole(name: str, value: object, low: int, high: float = math.inf) -> None:
-    """Raise ConfigError unless `value` is a whole number from `low` to `high`."""
+def check_whole(
+    name: str, value: object, low: int, high: float = math.inf, *, optional: bool = False
+) -> None:
+    """Raise ConfigError unless `value` is a whole number from `low` to `high`, or None if it may be
+    `optional`."""
+    if optional and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name} must be a whole number, got {value!r}")
     _check_bounds(name, value, low, high)
@@ -38,10 +43,18 @@ def parse_bytes(text: str) -> int:
         raise ConfigError(f"{text!r} is no number of bytes: write 268435456, 256Mi or 1G") from None
 
 
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless `value` is one of `allowed`."""
-    if value not in allowed:
+def check_choice(
+    name: str, value: object, allowed: tuple[str, ...], *, optional: bool = False
+) -> None:
+    """Raise ConfigError unless `value` is one of `allowed`, or None if it may be `optional`."""
+    if value not in allowed and not (optional and value is None):
         raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_truth(name: str, value: object) -> None:
+    """Raise ConfigError unless `value` is true or false."""
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def as_choice(name: str, value: str, kind: type[Choice]) -> Choice:

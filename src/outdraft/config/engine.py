@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from outdraft.config.checks import check_choice, check_number, check_whole, parse_bytes
+from outdraft.config.checks import check_choice, check_number, check_truth, check_whole, parse_bytes
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -41,8 +41,7 @@ class CacheConfig:
             if self.gpu_memory_utilization == 0:
                 raise ConfigError("gpu_memory_utilization must be above 0")
         for name in ("kv_cache_memory_bytes", "num_blocks"):
-            if getattr(self, name) is not None:
-                check_whole(name, getattr(self, name), 1)
+            check_whole(name, getattr(self, name), 1, optional=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,12 +106,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
-        if self.quantization is not None:
-            check_choice("quantization", self.quantization, QUANTIZATIONS)
-        if not isinstance(self.enforce_eager, bool):
-            raise ConfigError(f"enforce_eager must be true or false, got {self.enforce_eager!r}")
-        if self.max_model_len is not None:
-            check_whole("max_model_len", self.max_model_len, 2)
+        check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
+        check_truth("enforce_eager", self.enforce_eager)
+        check_whole("max_model_len", self.max_model_len, 2, optional=True)
 
     @classmethod
     def from_options(

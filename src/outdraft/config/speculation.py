@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outdraft.config.checks import check_choice, check_number, check_whole
+from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
@@ -101,14 +101,9 @@ class DraftNetworkConfig:
         check_choice("method", self.source, NETWORK_SOURCES)
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be a directory or a name, got {self.model!r}")
-        if not isinstance(self.parallel_drafting, bool):
-            raise ConfigError(
-                f"parallel_drafting must be true or false, got {self.parallel_drafting!r}"
-            )
-        if self.max_model_len is not None:
-            check_whole("max_model_len", self.max_model_len, 1)
-        if self.quantization is not None:
-            check_choice("quantization", self.quantization, QUANTIZATIONS)
+        check_truth("parallel_drafting", self.parallel_drafting)
+        check_whole("max_model_len", self.max_model_len, 1, optional=True)
+        check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
         check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
         check_number("min_vocabulary_overlap", self.min_vocabulary_overlap, 0, 1)
         if self.parallel_drafting and self.source not in PARALLEL_SOURCES:
@@ -164,8 +159,7 @@ class SpeculationConfig:
                 "posterior_threshold and posterior_alpha have a meaning for "
                 "rejection_sample_method='lossy_typical' only"
             )
-        if self.disable_by_batch_size is not None:
-            check_whole("disable_by_batch_size", self.disable_by_batch_size, 1)
+        check_whole("disable_by_batch_size", self.disable_by_batch_size, 1, optional=True)
         if twice := [source for source in self.methods if self.methods.count(source) > 1]:
             raise ConfigError(f"sources names {twice[0]} twice")
         networks = [s.source for s in self.sources if isinstance(s, DraftNetworkConfig)]

@@ -37,23 +37,15 @@ class SequenceDelta:
 
 @dataclass(frozen=True, slots=True)
 class RequestDelta:
-    """What one request gained in a step; times and counts are those of the whole request so far.
-
-    Attributes:
-        sequences: those that gained tokens, or failed.
-        first_scheduled_s: of the monotonic clock, which all processes of a machine share.
-        num_cached_tokens: prompt tokens that the prefix cache supplied.
-        num_spec_tokens: most drafts a step.
-        lossless: the output has the target's own distribution.
-        prompt_logprobs: of all prompt tokens but the first, if the request asked; with the first
-            token of its first sequence.
-    """
+    """What one request gained in a step; times and counts are those of the whole request so far."""
 
     request_id: str
-    sequences: tuple[SequenceDelta, ...]
-    first_scheduled_s: float
-    num_cached_tokens: int
+    sequences: tuple[SequenceDelta, ...]  # those that gained tokens, or failed
+    first_scheduled_s: float  # of the monotonic clock, which all processes of a machine share
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied
     num_preemptions: int
-    num_spec_tokens: int
-    lossless: bool
+    num_spec_tokens: int  # most drafts a step
+    lossless: bool  # the output has the target's own distribution
+    # of all prompt tokens but the first, if the request asked; with the first token of its first
+    # sequence
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

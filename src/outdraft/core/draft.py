@@ -32,14 +32,11 @@ class Draft:
 
     Row 0 is the last committed token; row i + 1 is token_ids[i]. parents[i] is the row that
     token_ids[i] continues, so a chain has parents (0, 1, 2, ...) and no draft at all is Draft().
-
-    Attributes:
-        score: expected number of accepted tokens, as estimated by the proposer.
     """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    score: float = 0.0
+    score: float = 0.0  # expected number of accepted tokens, as estimated by the proposer
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.parents):

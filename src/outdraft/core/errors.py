@@ -8,13 +8,15 @@ OutdraftError
   EngineDeadError             the step loop ended; `__cause__` says why
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from outdraft.core.outputs import RequestOutput
+
+Parsed = TypeVar("Parsed")
 
 
 class OutdraftError(Exception):
@@ -61,18 +63,24 @@ class EngineDeadError(OutdraftError):
         self.ended_by = ended_by
 
 
-def check_names(kind: type, values: Iterable[str], unknown: str, field: str | None = None) -> None:
-    """Raise RequestError at the first of `values` that is no field of the dataclass `kind`.
+def from_mapping(kind: type[Parsed], values: Mapping[str, Any], where: str) -> Parsed:
+    """A dataclass made of JSON-like values.
 
     Args:
-        unknown: the message's beginning, with {} where the name is to stand.
-        field: of the error; None: the name itself.
+        where: the parameter that the values came as; "": they are parameters themselves.
+
+    Raises:
+        RequestError: an unknown name, one that is missing, or a wrong value.
     """
-    known = {one.name for one in fields(kind)}
+    known = {one.name: one for one in fields(kind)}
     for name in values:
         if name not in known:
-            hint = did_you_mean(name, known)
-            raise RequestError(f"{unknown.format(repr(name))}: {hint}", field or name)
+            place = f"name {name!r} in {where}" if where else f"parameter {name!r}"
+            raise RequestError(f"unknown {place}: {did_you_mean(name, known)}", where or name)
+    for name, one in known.items():
+        if name not in values and one.default is MISSING and one.default_factory is MISSING:
+            raise RequestError(f"{where} needs a {name}", where or name)
+    return kind(**values)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -35,25 +35,17 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class DraftTrace:
-    """One step of a sequence: what was drafted, and what was accepted.
+    """One step of a sequence: what was drafted, and what was accepted."""
 
-    Attributes:
-        sources: of each drafted token; empty: nothing was drafted.
-        drafted_ids: in the order of the draft's rows.
-        parents: as in core.draft.Draft.
-        accepted_rows: rows of the draft, from the root down.
-        num_emitted: tokens of the output that the step brought.
-        seconds: how long the engine's step took, all its requests included.
-        drafted_logprobs: natural logarithm of the target's raw probability of each drafted token
-            behind its parent; empty unless the request asked for log-probabilities too.
-    """
-
-    sources: tuple[str, ...]
-    drafted_ids: tuple[int, ...]
-    parents: tuple[int, ...]
-    accepted_rows: tuple[int, ...]
-    num_emitted: int
+    sources: tuple[str, ...]  # of each drafted token; empty: nothing was drafted
+    drafted_ids: tuple[int, ...]  # in the order of the draft's rows
+    parents: tuple[int, ...]  # as in core.draft.Draft
+    accepted_rows: tuple[int, ...]  # rows of the draft, from the root down
+    num_emitted: int  # tokens of the output that the step brought
+    # how long the engine's step took, all its requests included
     seconds: float = field(default=0.0, compare=False)
+    # natural logarithm of the target's raw probability of each drafted token behind its parent;
+    # empty unless the request asked for log-probabilities too
     drafted_logprobs: tuple[float, ...] = ()
 
 

@@ -53,16 +53,12 @@ class DraftChoice:
 
     It is a draft from the host, a number of drafts that a network makes on the device at the start
     of the step, or both. If both, the host's draft is a chain and the network continues it.
-
-    Attributes:
-        source: the source that drafts first.
-        model: how the network drafts.
     """
 
-    source: DraftSource
+    source: DraftSource  # the source that drafts first
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
-    model: ModelDrafting = MODEL_CHAIN
+    model: ModelDrafting = MODEL_CHAIN  # how the network drafts
 
     def __post_init__(self) -> None:
         if self.num_model_drafts and len(self.draft):
@@ -106,22 +102,14 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's part of a step.
-
-    Attributes:
-        start: tokens of the text that were computed before.
-        num_new: tokens of the text that are computed now.
-        drafts: what is verified behind them; None unless the work samples.
-        block_ids: the request's blocks; they cover all rows of the work.
-        samples: the newest token is among them, so the step yields at least one token more.
-    """
+    """One request's part of a step."""
 
     request: Request
-    start: int
-    num_new: int
-    block_ids: Sequence[int]
-    samples: bool
-    drafts: DraftChoice | None = None
+    start: int  # tokens of the text that were computed before
+    num_new: int  # tokens of the text that are computed now
+    block_ids: Sequence[int]  # the request's blocks; they cover all rows of the work
+    samples: bool  # the newest token is among them, so the step yields at least one token more
+    drafts: DraftChoice | None = None  # what is verified behind them; None unless the work samples
 
     @property
     def num_drafts(self) -> int:

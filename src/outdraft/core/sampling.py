@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outdraft.core.errors import RequestError, check_names
+from outdraft.core.errors import RequestError, from_mapping
 from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
 
 MAX_SEED = 2**63 - 1
@@ -44,16 +44,6 @@ class SpeculationParams:
             must = "must be a whole number of at least 0"
             return f"num_speculative_tokens of speculation {must}, got {number!r}"
         return None
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "SpeculationParams":
-        """Parameters from JSON-like values.
-
-        Raises:
-            RequestError: an unknown name, or a value out of range.
-        """
-        check_names(cls, values, "unknown speculation parameter {}", "speculation")
-        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,12 +90,16 @@ class SamplingParams:
     speculation: SpeculationParams = field(default_factory=SpeculationParams)
 
     def __post_init__(self) -> None:
-        for name, kind in (("speculation", SpeculationParams), ("structured", StructuredOutput)):
+        for name, kind in _PARTS.items():
             if isinstance(values := getattr(self, name), Mapping):
-                object.__setattr__(self, name, kind.from_mapping(values))
-        if self.structured_outputs is not None:
-            self._take_structured_outputs(self.structured_outputs)
+                object.__setattr__(self, name, from_mapping(kind, values, name))
         self._check_types()
+        if self.structured_outputs is not None:
+            structured = self.structured_outputs.structured_output()
+            if self.structured not in (None, structured):
+                told = "structured and structured_outputs ask for different forms"
+                raise RequestError(told, "structured_outputs")
+            object.__setattr__(self, "structured", structured)
         for name, bound in (("repetition_penalty", "above 0"), ("top_p", "above 0 and at most 1")):
             if getattr(self, name) <= 0:
                 raise RequestError(f"{name} must be {bound}, got {getattr(self, name)}", name)
@@ -128,8 +122,7 @@ class SamplingParams:
         Raises:
             RequestError: an unknown name, or a value out of range.
         """
-        check_names(cls, values, "unknown sampling parameter {}")
-        return cls(**values)
+        return from_mapping(cls, values, "")
 
     @property
     def is_greedy(self) -> bool:
@@ -144,32 +137,13 @@ class SamplingParams:
         added = self.presence_penalty, self.frequency_penalty
         return any(added) or self.repetition_penalty != 1.0
 
-    def _take_structured_outputs(self, asked: object) -> None:
-        """Make `structured` of vLLM's form."""
-        if isinstance(asked, Mapping):
-            asked = StructuredOutputsParams.from_mapping(asked)
-            object.__setattr__(self, "structured_outputs", asked)
-        if not isinstance(asked, StructuredOutputsParams):
-            raise RequestError(
-                "structured_outputs must be StructuredOutputsParams or a mapping",
-                "structured_outputs",
-            )
-        structured = asked.structured_output()
-        if self.structured not in (None, structured):
-            raise RequestError(
-                "structured and structured_outputs ask for different forms", "structured_outputs"
-            )
-        object.__setattr__(self, "structured", structured)
-
     def _check_types(self) -> None:
         for name, low, high in _RANGES:
             if getattr(self, name) is not None or name not in _OPTIONAL:
                 _check_range(name, getattr(self, name), low, high)
         for name in _WHOLE:
-            if not isinstance(getattr(self, name), int | None):
-                raise RequestError(
-                    f"{name} must be a whole number, got {getattr(self, name)!r}", name
-                )
+            if not isinstance(value := getattr(self, name), int | None):
+                raise RequestError(f"{name} must be a whole number, got {value!r}", name)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be true or false", name)
@@ -184,10 +158,10 @@ class SamplingParams:
             raise RequestError("logit_bias must map token ids to numbers", "logit_bias")
         for bias in (self.logit_bias or {}).values():
             _check_range("logit_bias", bias, -100, 100)
-        if not isinstance(self.speculation, SpeculationParams):
-            raise RequestError("speculation must be SpeculationParams or a mapping", "speculation")
-        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
-            raise RequestError("structured must be StructuredOutput or a mapping", "structured")
+        for name, kind in _PARTS.items():
+            part = getattr(self, name)
+            if not isinstance(part, kind) and (part is not None or name == "speculation"):
+                raise RequestError(f"{name} must be {kind.__name__} or a mapping", name)
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
@@ -205,12 +179,15 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("prompt_logprobs", 0, 100),
     ("seed", 0, MAX_SEED),
 )
-
-
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 _WHOLE = ("n", "top_k", "min_tokens", *_OPTIONAL)
 _FLAGS = ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens")
 _LISTS = (("stop_token_ids", int), ("allowed_token_ids", int), ("bad_words", str))
+_PARTS: dict[str, type] = {
+    "speculation": SpeculationParams,
+    "structured": StructuredOutput,
+    "structured_outputs": StructuredOutputsParams,
+}
 
 
 def _check_list(name: str, values: object, kind: type) -> None:

@@ -1,11 +1,11 @@
 """What form an output must have: as the engine takes it, and as vLLM writes it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from outdraft.core.errors import RequestError, check_names
+from outdraft.core.errors import RequestError
 
 MAX_STRUCTURED_CHARS = 2**18
 
@@ -72,18 +72,6 @@ class StructuredOutput:
             return "text of structured is not valid Unicode text"
         return None
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutput":
-        """From JSON-like values.
-
-        Raises:
-            RequestError: an unknown name or a wrong value.
-        """
-        check_names(cls, values, "unknown name {} in structured", "structured")
-        if "kind" not in values:
-            raise RequestError("structured needs a kind", "structured")
-        return cls(**values)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
@@ -110,45 +98,28 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         self.structured_output()
 
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "StructuredOutputsParams":
-        """From JSON-like values.
-
-        Raises:
-            RequestError: an unknown name or a wrong value.
-        """
-        field = "structured_outputs"
-        check_names(cls, values, f"unknown name {{}} in {field}", field)
-        return cls(**values)
-
     def structured_output(self) -> StructuredOutput:
         """The same as the engine takes it."""
-        asked = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        asked = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if len(asked) != 1:
             found = f"got {', '.join(asked)}" if asked else "got none"
-            names = ", ".join(_KINDS)
+            names = ", ".join(KINDS)
             raise RequestError(
                 f"structured_outputs takes exactly one of {names}: {found}", "structured_outputs"
             )
-        kind, value = _KINDS[asked[0]], getattr(self, asked[0])
+        kind, value = KINDS[asked[0]], getattr(self, asked[0])
         is_compact = True
         # What is said of white space in JSON means nothing elsewhere.
         if kind.startswith("json") and self.disable_any_whitespace is not None:
             is_compact = self.disable_any_whitespace
         try:
-            if kind == "json_object":
-                value = ""
-            elif kind == "json_schema" and not isinstance(value, str):
-                value = schema_text(value)
-            elif kind == "choice":
-                value = choice_text(value)
-            return StructuredOutput(kind, value, disable_any_whitespace=is_compact)
+            return StructuredOutput(kind, form_text(kind, value), disable_any_whitespace=is_compact)
         except RequestError as error:  # it speaks of `structured`
             field = f"structured_outputs.{asked[0]}"
             raise RequestError(f"{field}: {error}", field) from error
 
 
-_KINDS: dict[str, StructuredKind] = {
+KINDS: dict[str, StructuredKind] = {
     "json": "json_schema",
     "regex": "regex",
     "choice": "choice",
@@ -157,27 +128,24 @@ _KINDS: dict[str, StructuredKind] = {
 }
 
 
-def schema_text(schema: object) -> str:
-    """A JSON schema as text.
+def form_text(kind: StructuredKind, value: Any) -> Any:
+    """The text of a StructuredOutput that stands for a value of StructuredOutputsParams.
 
     Raises:
-        RequestError: it is no JSON.
+        RequestError: a schema is no JSON, or a choice no list of texts.
     """
+    if kind == "json_object":
+        return ""
+    if kind == "choice":
+        texts = [] if isinstance(value, str) or not isinstance(value, Sequence) else list(value)
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise RequestError(
+                f"a choice must be a list of texts, got {value!r:.100}", "structured"
+            )
+        return json.dumps(texts)
+    if kind != "json_schema" or isinstance(value, str):
+        return value
     try:
-        return json.dumps(schema)
+        return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(f"the schema is no JSON: {error}", "structured") from error
-
-
-def choice_text(choices: object) -> str:
-    """Texts to choose from, as StructuredOutput takes them.
-
-    Raises:
-        RequestError: they are none, or not a list of texts.
-    """
-    texts: list[Any] = []
-    if isinstance(choices, Sequence) and not isinstance(choices, str):
-        texts = list(choices)
-    if not texts or not all(isinstance(text, str) for text in texts):
-        raise RequestError(f"a choice must be a list of texts, got {choices!r:.100}", "structured")
-    return json.dumps(texts)

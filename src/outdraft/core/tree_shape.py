@@ -11,13 +11,9 @@ from outdraft.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:
-    """Rows of each level below the root; which row continues which is decided while drafting.
+    """Rows of each level below the root; which row continues which is decided while drafting."""
 
-    Attributes:
-        levels: at least one row each, at most MAX_DRAFTS together.
-    """
-
-    levels: tuple[int, ...]
+    levels: tuple[int, ...]  # at least one row each, at most MAX_DRAFTS together
 
     def __post_init__(self) -> None:
         if not self.levels or any(rows < 1 for rows in self.levels):
@@ -51,11 +47,7 @@ class TreeShape:
 
     @classmethod
     def of_levels(cls, levels: Any) -> "TreeShape":
-        """From configuration.
-
-        Raises:
-            ConfigError: it is no list of whole numbers.
-        """
+        """From configuration. Raises ConfigError if it is no list of whole numbers."""
         is_list = isinstance(levels, list | tuple)
         if not is_list or any(type(number) is not int for number in levels):
             raise ConfigError(f"tree_levels must be a list of whole numbers, got {levels!r}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.core.sampling import SamplingParams
-from outdraft.core.structured_outputs import StructuredKind, StructuredOutput, choice_text
+from outdraft.core.structured_outputs import KINDS, StructuredKind, StructuredOutput, form_text
 from outdraft.server.api.bodies import ChatRequest, ResponsesRequest
 from outdraft.server.api.fields import (
     ChoiceFields,
@@ -25,13 +25,6 @@ _logger = logging.getLogger(__name__)
 _SAME = {field.name for field in fields(SamplingParams)} - {
     *("max_tokens", "logprobs", "detokenize"),
     *("prediction", "speculation", "structured", "structured_outputs"),
-}
-_KINDS: dict[str, StructuredKind] = {
-    "json": "json_schema",
-    "json_object": "json_object",
-    "regex": "regex",
-    "grammar": "grammar",
-    "choice": "choice",
 }
 
 
@@ -102,13 +95,13 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
     """Field, kind and text of everything that the output is asked to match."""
     asked = body.structured_outputs
     named = asked.model_dump(by_alias=True) if asked is not None else {}
-    values = {f"structured_outputs.{name}": named.get(name) for name in _KINDS}
-    old = [f"guided_{name}" for name in _KINDS]
+    values = {f"structured_outputs.{name}": named.get(name) for name in KINDS}
+    old = [f"guided_{name}" for name in KINDS]
     values |= {name: getattr(body, name, None) for name in ("regex", "grammar", *old)}
     for field, value in values.items():
         name = field.removeprefix("structured_outputs.").removeprefix("guided_")
         if value is not None and value is not False:
-            yield field, _KINDS[name], _text(name, value)
+            yield field, KINDS[name], form_text(KINDS[name], value)
     if isinstance(body, ChoiceFields):
         yield from _response_format("response_format", body.response_format)
     if isinstance(body, ResponsesRequest) and body.text is not None:
@@ -117,15 +110,6 @@ def _structures(body: SamplingFields) -> Iterator[tuple[str, StructuredKind, str
         names = forced_functions(body)
         if names:
             yield "tool_choice", "json_schema", json.dumps(call_schema(body.tools, names))
-
-
-def _text(name: str, value: Any) -> str:
-    """What StructuredOutput takes for a value of a field of StructuredOutputs."""
-    if name == "json_object":
-        return ""
-    if name == "choice":
-        return choice_text(value)
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _response_format(field: str, asked: object) -> Iterator[tuple[str, StructuredKind, str]]:
