@@ -135,21 +135,16 @@ WINDOW_S = 300
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the page says about the engine, and offers as settings.
-
-    Attributes:
-        speculation_methods: sources that a request may name, most preferred first; empty: the
-            engine runs without speculation.
-        num_speculative_tokens: most drafts a step.
-        lossless: False: the engine was told to accept what is plausible.
-    """
+    """What the page says about the engine, and offers as settings."""
 
     model: str
     dtype: str
     device: str
+    # sources that a request may name, most preferred first; empty: the engine runs without
+    # speculation
     speculation_methods: Sequence[str]
-    num_speculative_tokens: int
-    lossless: bool = True
+    num_speculative_tokens: int  # most drafts a step
+    lossless: bool = True  # False: the engine was told to accept what is plausible
 
 
 class LiveFeed:

@@ -1,12 +1,9 @@
-"""What the routes know of the engine: a client that streams requests. See process_client.py."""
+"""What a client of the engine gives to the reader of a request."""
 
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from outdraft.core.outputs import CompletionOutput, RequestOutput
-from outdraft.core.sampling import SamplingParams
-from outdraft.engine.inputs import EncodedPrompt
 
 Item = TypeVar("Item")
 
@@ -57,46 +54,3 @@ class Unread:
 
 def _behind(count: int, items: list[Item] | None) -> list[Item] | None:
     return None if items is None else items[count:]
-
-
-class EngineClient(Protocol):
-    """An engine somewhere else."""
-
-    @property
-    def is_alive(self) -> bool:
-        """False once the engine has died; it never comes back as the same object."""
-        ...
-
-    @property
-    def ended_by(self) -> str | None:
-        """The signal or exit code of a dead engine's process, in words; None: not known."""
-        ...
-
-    @property
-    def num_unfinished(self) -> int:
-        """Requests that were accepted and have not ended."""
-        ...
-
-    def generate(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
-    ) -> AsyncGenerator[Update]:
-        """Stream a request. The last update's output is finished.
-
-        Closing the generator early aborts the request.
-
-        Raises:
-            RequestError, CapacityError: it was not accepted.
-            GenerationError: it failed while it ran; others go on.
-            EngineDeadError: the engine died, or a step failed, while it ran.
-        """
-        ...
-
-    async def profile(self, path: str | None) -> str | None:
-        """Begin a trace of the engine's steps; without a path: end it, and write it.
-
-        Returns why that could not be done, None if it was.
-
-        Raises:
-            EngineDeadError: the engine is dead, or died meanwhile.
-        """
-        ...

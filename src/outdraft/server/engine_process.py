@@ -5,9 +5,10 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, TypeVar
 
 import msgspec
 import zmq
@@ -23,6 +24,7 @@ GOODBYE_S = 0.2  # for reports that were under way when the process ended
 _HINTS = {signal.SIGKILL: ", as the kernel does when memory runs out"}
 
 OnLoading = Callable[[Loading], None]
+Result = TypeVar("Result")
 
 
 class EngineProcess:
@@ -61,16 +63,7 @@ class EngineProcess:
             ConfigError: its configuration is to blame that it never will be.
             EngineDeadError: something else is.
         """
-        info = asyncio.create_task(self._info(on_loading))
-        death = asyncio.create_task(self.death())
-        try:
-            await asyncio.wait({info, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not info.done():
-                raise EngineDeadError(f"the engine died while it started: {death.result()}")
-            return info.result()
-        finally:
-            info.cancel()
-            death.cancel()
+        return await self.while_alive(self._info(on_loading), "the engine died while it started")
 
     async def _info(self, on_loading: OnLoading) -> EngineInfo:
         while True:
@@ -92,7 +85,21 @@ class EngineProcess:
         """Never waits: the engine reads commands between two steps."""
         self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
 
-    async def death(self) -> str:
+    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
+        """What some work results in. Raises EngineDeadError, `told`, if the process ends first."""
+        working = asyncio.create_task(work)
+        death = asyncio.create_task(self._death())
+        try:
+            await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise EngineDeadError(f"{told}: {death.result()}", death.result())
+            return working.result()
+        finally:
+            working.cancel()
+            death.cancel()
+            await asyncio.gather(working, death, return_exceptions=True)
+
+    async def _death(self) -> str:
         """Wait for the end of the process, and of what it had to tell; how it ended, in words."""
         while (code := self._process.poll()) is None:
             await asyncio.sleep(DEATH_POLL_S)

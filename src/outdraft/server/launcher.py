@@ -53,16 +53,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
-    """How connections are served.
+    """How connections are served."""
 
-    Attributes:
-        ssl_certfile: PEM file; None: without TLS.
-        ssl_keyfile: PEM file; None: the certificate's file holds the key, too.
-        header_timeout_s, body_timeout_s: for requests that were begun; see bounded_http.
-    """
-
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None  # PEM file; None: without TLS
+    ssl_keyfile: Path | None = None  # PEM file; None: the certificate's file holds the key, too
+    # header_timeout_s, body_timeout_s: for requests that were begun; see bounded_http
     header_timeout_s: float = HEADER_TIMEOUT_S
     body_timeout_s: float = BODY_TIMEOUT_S
 

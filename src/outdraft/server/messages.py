@@ -49,15 +49,11 @@ class Abort(Struct, tag=True, frozen=True):
 
 
 class EndSequence(Struct, tag=True, frozen=True):
-    """One of a request's sequences has reached a stop string; an unknown one is ignored.
-
-    Attributes:
-        num_tokens: of its output, up to the one that completes the stop string.
-    """
+    """One of a request's sequences has reached a stop string; an unknown one is ignored."""
 
     request_id: str
     index: int
-    num_tokens: int
+    num_tokens: int  # of its output, up to the one that completes the stop string
 
 
 class Profile(Struct, tag=True, frozen=True):
@@ -94,14 +90,7 @@ class Refused(Struct, tag=True, frozen=True):
 
 
 class EngineInfo(Struct, tag=True, frozen=True):
-    """The first report: the engine is ready.
-
-    Attributes:
-        speculation_methods: sources that requests may name, most preferred first; empty: off.
-        lossless: outputs have the target's own distribution.
-        memory: the memory table, as text.
-        tokenizer_path: a directory.
-    """
+    """The first report: the engine is ready."""
 
     model_path: str
     dtype: str
@@ -109,11 +98,12 @@ class EngineInfo(Struct, tag=True, frozen=True):
     vocab_size: int
     max_model_len: int
     eos_token_ids: list[int]
+    # sources that requests may name, most preferred first; empty: off
     speculation_methods: list[str]
     num_speculative_tokens: int
-    memory: str
-    tokenizer_path: str = ""
-    lossless: bool = True
+    memory: str  # the memory table, as text
+    tokenizer_path: str = ""  # a directory
+    lossless: bool = True  # outputs have the target's own distribution
 
 
 class Steps(Struct, tag=True, frozen=True):
@@ -137,23 +127,15 @@ class Loading(Struct, tag=True, frozen=True):
 
 
 class Profiled(Struct, tag=True, frozen=True):
-    """The answer to one Profile.
+    """The answer to one Profile."""
 
-    Attributes:
-        error: why it was not done; None: it was.
-    """
-
-    error: str | None
+    error: str | None  # why it was not done; None: it was
 
 
 class Failed(Struct, tag=True, frozen=True):
-    """The last report: the engine could not start, or cannot go on.
+    """The last report: the engine could not start, or cannot go on."""
 
-    Attributes:
-        kind: "config" if its configuration is to blame.
-    """
-
-    kind: str
+    kind: str  # "config" if its configuration is to blame
     message: str
 
 

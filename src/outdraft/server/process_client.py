@@ -1,4 +1,4 @@
-"""The engine of another process as an EngineClient, for a server's whole life.
+"""The engine of another process, for a server's whole life.
 
 Texts are made here: the engine knows ids only. Each request has an assembly that grows with every
 step, whether its reader comes for it or not, so a slow reader costs no more than its output.
@@ -22,27 +22,15 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.server import messages
 from outdraft.server.client import Unread, Update
 from outdraft.server.engine_process import EngineProcess, OnLoading
-from outdraft.server.messages import (
-    Abort,
-    Add,
-    Command,
-    EndSequence,
-    EngineInfo,
-    Failed,
-    Profile,
-    Profiled,
-    Progress,
-    Refused,
-    Report,
-    Steps,
-)
+from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 
 
 class Supervisor:
-    """One EngineClient for the whole life of a server; `run` has to run beside it.
+    """One client of the engine for the whole life of a server; `run` has to run beside it.
 
     It starts an engine process, and another one when that dies if `restarts`. While there is none,
     `is_alive` is false and requests are refused.
@@ -79,10 +67,12 @@ class Supervisor:
 
     @property
     def ended_by(self) -> str | None:
+        """The signal or exit code of a dead engine's process, in words; None: not known."""
         return self._ended_by
 
     @property
     def num_unfinished(self) -> int:
+        """Requests that were accepted and have not ended."""
         return len(self._streams)
 
     def observe(self, metrics: Metrics) -> None:
@@ -132,15 +122,28 @@ class Supervisor:
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
+        """Stream a request. The last update's output is finished.
+
+        Closing the generator early aborts the request.
+
+        Raises:
+            RequestError, CapacityError: it was not accepted.
+            GenerationError: it failed while it ran; others go on.
+            EngineDeadError: the engine died, or a step failed, while it ran.
+        """
         stream = self._generate(request_id, prompt, params, priority)
         return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
+        """Begin a trace of the engine's steps; without a path: end it, and write it.
+
+        Returns why that could not be done, None if it was. Raises EngineDeadError.
+        """
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         self._profiles.append(answer)
-        self._send(Profile(path))
+        self._send(messages.Profile(path))
         return await answer
 
     @property
@@ -152,25 +155,22 @@ class Supervisor:
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(self._cause or "the engine process has died", self._ended_by)
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: messages.Command) -> None:
         self._engine[0].send(command)
 
     async def _run(self) -> None:
         """Read reports until the engine dies."""
-        process = self._engine[0]
-        reading = asyncio.create_task(self._read(process))
-        death = asyncio.create_task(process.death())
-        cause = "the engine process has died"
+        process, cause = self._engine[0], "the engine process has died"
         try:
-            await asyncio.wait({reading, death}, return_when=asyncio.FIRST_COMPLETED)
-            if death.done() and self.is_alive:
-                self._ended_by = death.result()
-                cause = f"{cause}: {self._ended_by}"
-            elif self.is_alive:
-                reading.result()  # a report that cannot be read is no better than none
+            # A report that cannot be read is no better than none.
+            await process.while_alive(self._read(process), cause)
+        except EngineDeadError as error:
+            if self.is_alive:
+                cause, self._ended_by = str(error), error.ended_by
+        except asyncio.CancelledError:
+            if self.is_alive:  # else the sockets were closed, which cancels who reads from them
+                raise
         finally:
-            death.cancel()
-            reading.cancel()
             self._end(cause)
 
     def _end(self, cause: str) -> None:
@@ -202,7 +202,7 @@ class Supervisor:
         stream = self._streams[wire_id] = _Stream(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
-        self._send(Add(wire_id, ids, sent, priority, prompt.cache_salt))
+        self._send(messages.Add(wire_id, ids, sent, priority, prompt.cache_salt))
         try:
             is_last = False
             while not is_last:
@@ -212,7 +212,7 @@ class Supervisor:
         finally:
             del self._streams[wire_id]
             if not assembly.output.finished and self.is_alive:
-                self._send(Abort(wire_id))
+                self._send(messages.Abort(wire_id))
 
     async def _read(self, process: EngineProcess) -> None:
         while self.is_alive:
@@ -220,20 +220,20 @@ class Supervisor:
                 self._handle(report)
             await asyncio.sleep(0)  # a report that is there already is received without waiting
 
-    def _handle(self, report: Report) -> None:
-        if isinstance(report, Progress):
+    def _handle(self, report: messages.Report) -> None:
+        if isinstance(report, messages.Progress):
             for delta in report.deltas:
                 self._advance(delta)
-        elif isinstance(report, Refused):
+        elif isinstance(report, messages.Refused):
             if (stream := self._streams.get(report.request_id)) is not None:
                 stream.fail(_refusal(report))
-        elif isinstance(report, Profiled):
+        elif isinstance(report, messages.Profiled):
             if not (answer := self._profiles.popleft()).done():  # its reader may have left
                 answer.set_result(report.error)
         elif isinstance(report, Steps):
             for on_steps in self._watchers:
                 on_steps(report)
-        elif isinstance(report, Failed):
+        elif isinstance(report, messages.Failed):
             self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:
@@ -245,7 +245,7 @@ class Supervisor:
         stream.wake()
         for completion in stopped:
             num_tokens = len(completion.token_ids)
-            self._send(EndSequence(wire_id, completion.index, num_tokens))
+            self._send(messages.EndSequence(wire_id, completion.index, num_tokens))
 
 
 class _Stream:
@@ -276,7 +276,7 @@ class _Stream:
             self._news.set()
 
 
-def _refusal(report: Refused) -> OutdraftError:
+def _refusal(report: messages.Refused) -> OutdraftError:
     if report.kind == "request":
         return RequestError(report.message, report.field)
     if report.kind == "capacity":

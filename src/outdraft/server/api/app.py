@@ -1,6 +1,5 @@
 """The web application: all routes, one shape of errors."""
 
-import time
 from collections.abc import Iterable
 from importlib.metadata import version
 
@@ -12,13 +11,7 @@ from outdraft.server.api.completions import completions_router
 from outdraft.server.api.docs_page import docs_router
 from outdraft.server.api.errors import install_error_handlers
 from outdraft.server.api.middleware import HEADER, EarlyErrors, HostGuard, RequestIds
-from outdraft.server.api.plain_routes import (
-    health_router,
-    models_router,
-    profile_router,
-    stored_responses_router,
-    tokens_router,
-)
+from outdraft.server.api.plain_routes import plain_routers
 from outdraft.server.api.responses import responses_router
 from outdraft.server.api.settings import ApiContext
 
@@ -50,18 +43,7 @@ def create_app(context: ApiContext, routers: Iterable[APIRouter] = ()) -> FastAP
         app.add_middleware(HostGuard, allowed_hosts=settings.allowed_hosts)
     app.add_middleware(EarlyErrors)
     app.add_middleware(RequestIds, logs=settings.log_requests)  # the outermost one
-    for router in (
-        chat_router(context),
-        completions_router(context),
-        responses_router(context),
-        models_router(context, int(time.time())),
-        tokens_router(context),
-        health_router(context),
-        stored_responses_router(context),
-        *routers,
-    ):
+    own = [make(context) for make in (chat_router, completions_router, responses_router)]
+    for router in (*own, *plain_routers(context), *routers, docs_router(app)):
         app.include_router(router)
-    if settings.profiler_dir is not None:
-        app.include_router(profile_router(context, settings.profiler_dir))
-    app.include_router(docs_router(app))
     return app

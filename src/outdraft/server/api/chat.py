@@ -12,7 +12,7 @@ from outdraft.server.api.bodies import ChatRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_options
+from outdraft.server.api.prompts import conversation, encode_chat, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
     Part,
@@ -43,8 +43,8 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         tools = active_tools(body)
         calls = call_format(body, tools, context.settings)
-        options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
-        prompt = await encode_chat(context, conversation(body, tools), options)
+        encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
+        prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
         stage = first_stage(context.settings, prompt, continued)
         if stage is not None:

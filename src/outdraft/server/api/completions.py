@@ -11,7 +11,7 @@ from outdraft.server.api.bodies import CompletionRequest
 from outdraft.server.api.generation import new_generation
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params
-from outdraft.server.api.prompts import encode_prompts, model_name, prompt_options
+from outdraft.server.api.prompts import encode_prompts, model_name, prompt_encoder
 from outdraft.server.api.reports import CompletionLogprobs, Row, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
 
@@ -27,8 +27,8 @@ def completions_router(context: ApiContext) -> APIRouter:
         model = model_name(context, body.model)
         check_stream_options(body)
         params = _params(body, context)
-        options = prompt_options(context, body, params.max_tokens, adds_special_tokens=True)
-        prompts = await encode_prompts(context, body.prompt, options)
+        encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
+        prompts = await encode_prompts(context, body.prompt, encode)
         generation = new_generation(context, "cmpl-", prompts, params, body)
         shape = CompletionShape(context, body, prompts)
         counts = not is_echo_only(body)

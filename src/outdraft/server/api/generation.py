@@ -18,18 +18,13 @@ from outdraft.server.client import Update
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the engine is asked for.
-
-    Attributes:
-        params: of every prompt.
-        form_field: the body's field that asks for a form of the output, if one does.
-    """
+    """What the engine is asked for."""
 
     request_id: str
     prompts: Sequence[EncodedPrompt]
-    params: SamplingParams
+    params: SamplingParams  # of every prompt
     priority: int
-    form_field: str
+    form_field: str  # the body's field that asks for a form of the output, if one does
 
     @property
     def num_choices(self) -> int:
@@ -83,8 +78,7 @@ async def updates(
     """Every update with the number of its prompt. Closing it early aborts all that runs.
 
     Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as
-            EngineClient.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as Supervisor.generate.
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncGenerator[Update]] = []
@@ -111,8 +105,7 @@ async def outputs(context: ApiContext, generation: Generation) -> list[RequestOu
     """The finished outputs, one a prompt.
 
     Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as
-            EngineClient.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as Supervisor.generate.
     """
     last: dict[int, RequestOutput] = {}
     async with aclosing(updates(context, generation)) as stream:

@@ -1,6 +1,7 @@
 """The routes that generate nothing: models, tokens, health, version."""
 
 import asyncio
+import time
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,15 @@ from outdraft.server.api.prompts import chat_text, conversation, model_name
 from outdraft.server.api.settings import ApiContext
 
 
-def health_router(context: ApiContext) -> APIRouter:
+def plain_routers(context: ApiContext) -> list[APIRouter]:
+    """All of them."""
+    makers = [_models, _tokens, _health, _stored_responses]
+    if context.settings.profiler_dir is not None:
+        makers.append(_profiles)
+    return [make(context) for make in makers]
+
+
+def _health(context: ApiContext) -> APIRouter:
     """What anybody may ask, without a key."""
     router = APIRouter()
 
@@ -52,9 +61,11 @@ def health_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def profile_router(context: ApiContext, folder: Path) -> APIRouter:
+def _profiles(context: ApiContext) -> APIRouter:
     """Traces of the engine's steps, written to a folder of the server's machine."""
     router = guarded_router(context)
+    folder = context.settings.profiler_dir
+    assert folder is not None
 
     async def profile(path: Path | None) -> None:
         error = await context.client.profile(None if path is None else str(path))
@@ -78,7 +89,7 @@ def profile_router(context: ApiContext, folder: Path) -> APIRouter:
     return router
 
 
-def stored_responses_router(context: ApiContext) -> APIRouter:
+def _stored_responses(context: ApiContext) -> APIRouter:
     """What OpenAI's API has for answers that it stores: here a clear error."""
     router = guarded_router(context)
 
@@ -101,9 +112,9 @@ def stored_responses_router(context: ApiContext) -> APIRouter:
     return router
 
 
-def models_router(context: ApiContext, created_s: int) -> APIRouter:
-    """`created_s`: when the models were loaded, in seconds since 1970."""
+def _models(context: ApiContext) -> APIRouter:
     router = guarded_router(context)
+    created_s = int(time.time())  # when the models were loaded
     names = context.settings.served_model_names
 
     def card(name: str) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def models_router(context: ApiContext, created_s: int) -> APIRouter:
     return router
 
 
-def tokens_router(context: ApiContext) -> APIRouter:
+def _tokens(context: ApiContext) -> APIRouter:
     router = guarded_router(context)
 
     def encode(body: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:

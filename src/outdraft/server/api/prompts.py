@@ -2,9 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.engine.inputs import EncodedPrompt
@@ -12,44 +12,20 @@ from outdraft.server.api.bodies import (
     ChatMessage,
     ChatRequest,
     InputMessage,
-    InputPart,
     TemplateFields,
     Tool,
     ToolCall,
 )
 from outdraft.server.api.errors import unknown_model
-from outdraft.server.api.fields import ChoiceFields, SamplingFields, TextPart
+from outdraft.server.api.fields import ChoiceFields, SamplingFields
 from outdraft.server.api.settings import ApiContext
 
 AnyPrompts = str | list[int] | list[str] | list[list[int]]
-
-
-class PromptOptions(TypedDict):
-    """How prompts are made ids of; see InputProcessor.encoded."""
-
-    add_special_tokens: bool
-    keep_last: int | None
-    cache_salt: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """What a template writes. `field`: the parameter that it came as.
-
-    `options`: of ChatTemplate.render.
-    """
-
-    messages: list[dict[str, Any]]
-    field: str
-    options: Mapping[str, Any]
+Encode = Callable[[str | list[int]], EncodedPrompt]
 
 
 def model_name(context: ApiContext, asked: str | None) -> str:
-    """The served name that a request means.
-
-    Raises:
-        ApiError: there is no such model.
-    """
+    """The served name that a request means. Raises ApiError if there is no such model."""
     names = context.settings.served_model_names
     if asked is None:
         return names[0]
@@ -58,10 +34,10 @@ def model_name(context: ApiContext, asked: str | None) -> str:
     return asked
 
 
-def prompt_options(
+def prompt_encoder(
     context: ApiContext, body: SamplingFields, max_tokens: int | None, *, adds_special_tokens: bool
-) -> PromptOptions:
-    """What a body says about its prompts; `adds_special_tokens` where it says nothing.
+) -> Encode:
+    """Makes ids of a prompt as the body says, `adds_special_tokens` where it says nothing.
 
     Raises:
         RequestError: more tokens would be kept than the model reads.
@@ -77,12 +53,16 @@ def prompt_options(
         )
     if keep_last == -1:
         keep_last = max(1, most - (max_tokens or 1))
-    adds = adds_special_tokens if special is None else special
-    return {"add_special_tokens": adds, "keep_last": keep_last, "cache_salt": body.cache_salt}
+    return partial(
+        context.inputs.encoded,
+        add_special_tokens=adds_special_tokens if special is None else special,
+        keep_last=keep_last,
+        cache_salt=body.cache_salt,
+    )
 
 
 async def encode_prompts(
-    context: ApiContext, prompts: AnyPrompts, options: PromptOptions
+    context: ApiContext, prompts: AnyPrompts, encode: Encode
 ) -> list[EncodedPrompt]:
     """Ids of one text or id list, or of several.
 
@@ -98,8 +78,7 @@ async def encode_prompts(
         raise RequestError(
             f"there are {len(several)} prompts, at most {most} are allowed", "prompt"
         )
-    encoded = context.inputs.encoded
-    return await asyncio.to_thread(lambda: [encoded(one, **options) for one in several])
+    return await asyncio.to_thread(lambda: [encode(one) for one in several])
 
 
 def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
@@ -112,73 +91,65 @@ def _several(prompts: AnyPrompts) -> Sequence[str | list[int]]:
 
 
 async def encode_chat(
-    context: ApiContext, chat: Conversation, options: PromptOptions
+    context: ApiContext, chat: Mapping[str, Any], encode: Encode, field: str = "messages"
 ) -> EncodedPrompt:
     """Text and ids of a conversation.
+
+    Args:
+        chat: arguments of ChatTemplate.render.
+        field: the parameter that the messages came as.
 
     Raises:
         RequestError: it is too long, or the model's template cannot write it.
     """
 
-    def encode() -> EncodedPrompt:
+    def encode_text() -> EncodedPrompt:
         try:
-            return context.inputs.encoded(chat_text(context, chat), **options)
+            return encode(chat_text(context, chat))
         except RequestError as error:  # it speaks of messages, or of the prompt made of them
-            field = chat.field if error.field in ("messages", "prompt") else error.field
-            raise RequestError(str(error), field) from error
+            named = field if error.field in ("messages", "prompt") else error.field
+            raise RequestError(str(error), named) from error
 
-    return await asyncio.to_thread(encode)
+    return await asyncio.to_thread(encode_text)
 
 
-def chat_text(context: ApiContext, chat: Conversation) -> str:
-    """What the model reads of a conversation.
-
-    Raises:
-        RequestError: the model's template cannot write it.
-    """
+def chat_text(context: ApiContext, chat: Mapping[str, Any]) -> str:
+    """What the model reads of a conversation. Raises RequestError if no template can write it."""
     if context.chat_template is None:
-        raise RequestError("the model has no chat template: use /v1/completions", chat.field)
-    return context.chat_template.render(chat.messages, **chat.options)
+        raise RequestError("the model has no chat template: use /v1/completions", "messages")
+    return context.chat_template.render(**chat)
 
 
-def conversation(body: TemplateFields, tools: list[Tool] | None) -> Conversation:
-    """What a body says of its conversation.
+def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, Any]:
+    """What a body says of its conversation, as arguments of ChatTemplate.render.
 
     Raises:
-        RequestError: as `chat_messages`.
+        RequestError: a call's arguments are not a JSON object.
     """
     variables = dict(body.chat_template_kwargs or {})
     if isinstance(body, ChatRequest) and body.reasoning_effort is not None:
         variables["reasoning_effort"] = body.reasoning_effort
-    options = {
+    return {
+        "messages": [_template_message(message) for message in body.messages],
         "tools": [tool.model_dump(exclude_none=True) for tool in tools] if tools else None,
         "add_generation_prompt": body.add_generation_prompt,
         "continue_final_message": bool(body.continue_final_message),
         "variables": variables,
     }
-    return Conversation(messages=chat_messages(body.messages), field="messages", options=options)
 
 
-def chat_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as templates expect them.
-
-    Raises:
-        RequestError: a call's arguments are not a JSON object.
-    """
-    result: list[dict[str, Any]] = []
-    for message in messages:
-        entry: dict[str, Any] = {"role": _role(message.role), "content": _content(message.content)}
-        thoughts = message.reasoning or message.reasoning_content
-        if thoughts:  # templates know one name or the other
-            entry |= {"reasoning": thoughts, "reasoning_content": thoughts}
-        if message.name is not None:
-            entry["name"] = message.name
-        if message.tool_call_id is not None:
-            entry["tool_call_id"] = message.tool_call_id
-        if message.tool_calls:
-            entry["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
-        result.append(entry)
-    return result
+def _template_message(message: ChatMessage) -> dict[str, Any]:
+    entry = _turn(message)
+    thoughts = message.reasoning or message.reasoning_content
+    if thoughts:  # templates know one name or the other
+        entry |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        entry["tool_calls"] = [_tool_call(call) for call in message.tool_calls]
+    return entry
 
 
 def input_messages(
@@ -188,19 +159,18 @@ def input_messages(
     result = [] if instructions is None else [{"role": "system", "content": instructions}]
     if isinstance(messages, str):
         return [*result, {"role": "user", "content": messages}]
-    return result + [
-        {"role": _role(message.role), "content": _content(message.content)} for message in messages
-    ]
+    return [*result, *map(_turn, messages)]
 
 
-def _role(role: str) -> str:
-    return "system" if role == "developer" else role  # the newer name, which templates do not know
-
-
-def _content(content: str | Sequence[TextPart | InputPart] | None) -> str | list[dict[str, str]]:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return [{"type": "text", "text": part.text} for part in content]
+def _turn(message: ChatMessage | InputMessage) -> dict[str, Any]:
+    role = message.role
+    parts = message.content or ""
+    return {
+        "role": "system" if role == "developer" else role,  # templates do not know the newer name
+        "content": parts
+        if isinstance(parts, str)
+        else [{"type": "text", "text": part.text} for part in parts],
+    }
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -50,16 +50,11 @@ def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """For /v1/completions: parallel lists, with a running offset into the choice's text.
+    """For /v1/completions: parallel lists, with a running offset into the choice's text."""
 
-    Attributes:
-        num_top: most likely tokens to tell; the chosen one is always told.
-        offset: characters of the tokens so far.
-    """
-
-    num_top: int
+    num_top: int  # most likely tokens to tell; the chosen one is always told
     as_ids: bool
-    offset: int = field(default=0, init=False)
+    offset: int = field(default=0, init=False)  # characters of the tokens so far
 
     def take(self, rows: Sequence[Row | None], first_token: str = "") -> dict[str, Any]:
         """The lists of the next tokens. A row is None where nothing precedes `first_token`."""

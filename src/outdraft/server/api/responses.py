@@ -16,13 +16,7 @@ from outdraft.server.api.errors import ApiError
 from outdraft.server.api.generation import Generation, new_generation, outputs, updates
 from outdraft.server.api.guard import guarded_router
 from outdraft.server.api.params import sampling_params, wants_metrics
-from outdraft.server.api.prompts import (
-    Conversation,
-    encode_chat,
-    input_messages,
-    model_name,
-    prompt_options,
-)
+from outdraft.server.api.prompts import encode_chat, input_messages, model_name, prompt_encoder
 from outdraft.server.api.reasoning import (
     AnswerParser,
     Part,
@@ -52,10 +46,9 @@ def responses_router(context: ApiContext) -> APIRouter:
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.include else None,
         )
-        messages = input_messages(body.input, body.instructions)
-        options = prompt_options(context, body, params.max_tokens, adds_special_tokens=False)
-        chat = Conversation(messages=messages, field="input", options={})
-        prompt = await encode_chat(context, chat, options)
+        chat = {"messages": input_messages(body.input, body.instructions)}
+        encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
+        prompt = await encode_chat(context, chat, encode, "input")
         stage = first_stage(context.settings, prompt)
         if stage is not None:
             if body.include:
@@ -75,16 +68,13 @@ def responses_router(context: ApiContext) -> APIRouter:
 class ResponseAnswer:
     """A response under way: one message with one part of text, and before it the thoughts, if the
     server tells them apart.
-
-    Attributes:
-        stage: where the model begins; None: thoughts are part of the text.
     """
 
     context: ApiContext
     body: ResponsesRequest
     generation: Generation
     model: str
-    stage: Stage | None = None
+    stage: Stage | None = None  # where the model begins; None: thoughts are part of the text
     created_s: int = field(default_factory=lambda: int(time.time()), init=False)
     message_id: str = field(default_factory=lambda: f"msg_{uuid4().hex}", init=False)
     thoughts_id: str = field(default_factory=lambda: f"rs_{uuid4().hex}", init=False)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
-from outdraft.server.client import EngineClient
+from outdraft.server.process_client import Supervisor
 
 ToolCallFormat = Literal["hermes", "llama3_json"]
 ReasoningFormat = Literal["qwen3", "deepseek_r1"]
@@ -59,16 +59,11 @@ class ApiSettings:
 
 @dataclass(frozen=True, slots=True)
 class ApiContext:
-    """What every route works with.
+    """What every route works with."""
 
-    Attributes:
-        inputs: of the engine's model; its tokenizer encodes prompts, in threads.
-        chat_template: None: the model cannot chat, and conversations are refused.
-        is_draining: asked for every request; while it says yes, new ones get a 503.
-    """
-
-    client: EngineClient
-    inputs: InputProcessor
-    chat_template: ChatTemplate | None
+    client: Supervisor
+    inputs: InputProcessor  # of the engine's model; its tokenizer encodes prompts, in threads
+    chat_template: ChatTemplate | None  # None: the model cannot chat, and conversations are refused
     settings: ApiSettings
+    # asked for every request; while it says yes, new ones get a 503
     is_draining: Callable[[], bool] = lambda: False

@@ -8,7 +8,7 @@ same. What looks like a call and is none remains text.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from outdraft.core.errors import RequestError
 from outdraft.engine.detokenizer import overlap
@@ -27,18 +27,6 @@ class ParsedCall:
 Piece = str | ParsedCall
 
 
-class ToolCallParser(Protocol):
-    """The calls in one answer."""
-
-    def push(self, text: str) -> list[Piece]:
-        """What is certain now that the answer goes on with `text`."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """What remains, now that the answer has ended."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ForcedCall:
     """The model has to call one of the named functions, and writes what `call_schema` says."""
@@ -49,7 +37,11 @@ class ForcedCall:
 CallFormat = ToolCallFormat | ForcedCall
 
 
-def tool_call_parser(calls: CallFormat) -> ToolCallParser:
+def tool_call_parser(
+    calls: CallFormat,
+) -> "ForcedCallParser | HermesParser | Llama3JsonParser":
+    """For one answer. `push` gives what is certain now that the answer goes on with a text,
+    `finish` what remains when it has ended."""
     if isinstance(calls, ForcedCall):
         return ForcedCallParser(calls.names)
     return HermesParser() if calls == "hermes" else Llama3JsonParser()
@@ -241,11 +233,7 @@ def active_tools(body: ChatRequest) -> list[Tool] | None:
 def call_format(
     body: ChatRequest, tools: list[Tool] | None, settings: ApiSettings
 ) -> CallFormat | None:
-    """How calls will be written.
-
-    Raises:
-        RequestError: a call could not be understood.
-    """
+    """How calls will be written. Raises RequestError if a call could not be understood."""
     if tools is None:
         return None
     names = forced_functions(body)
