@@ -197,6 +197,3 @@ OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t kinds = (weights->scales != nullptr) + (weights->offsets != nullptr);
   return num_tiles * weights->tile_bytes + kinds * of_scales;
 }
-
-OUTDRAFT_EXPORT const void* linear_tiles(const LinearWeights* weights) { return weights->tiles; }
-OUTDRAFT_EXPORT const void* linear_bias(const LinearWeights* weights) { return weights->bias; }

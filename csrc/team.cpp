@@ -304,10 +304,6 @@ OUTDRAFT_EXPORT void team_destroy(outdraft::Team* team) {
   ::operator delete(team, std::align_val_t{kAlignment});
 }
 
-OUTDRAFT_EXPORT void team_wait_until_idle(outdraft::Team* team) {
-  outdraft::wait_until_idle(team);
-}
-
 // Jobs that were shared, and units that were taken back from late helpers, since the start.
 OUTDRAFT_EXPORT int64_t team_num_shared(const outdraft::Team* team) {
   return team->num_shared.load(std::memory_order_relaxed);

@@ -170,8 +170,7 @@ def product_of(linear: Linear) -> Product:
 def _fused(prefix: str, linear: Linear, sizes: dict[str, int]) -> Slots:
     """Rows of one fused weight and bias, by the names of the parts."""
     assert linear.weight is not None, "the weights are packed"
-    for name, weight in zip(sizes, linear.weight.data.split(list(sizes.values())), strict=True):
-        yield f"{prefix}.{name}.weight", weight
-    if linear.bias is not None:
-        for name, bias in zip(sizes, linear.bias.data.split(list(sizes.values())), strict=True):
-            yield f"{prefix}.{name}.bias", bias
+    for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
+        if fused is not None:
+            for name, part in zip(sizes, fused.data.split(list(sizes.values())), strict=True):
+                yield f"{prefix}.{name}.{kind}", part

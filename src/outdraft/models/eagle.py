@@ -29,24 +29,6 @@ from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.llama import CausalLM
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleParts:
-    """Which parts a checkpoint has, where its config does not tell.
-
-    Attributes:
-        embedding, head: its own; else the target's are read.
-        fc_bias: of the layer that takes in the target's states.
-        input_norm: EAGLE: before layer 0.
-        mask_shape: of the tensor that stands in for a state not known yet, if there is one.
-    """
-
-    embedding: bool
-    head: bool
-    fc_bias: bool
-    input_norm: bool
-    mask_shape: tuple[int, ...] | None
-
-
 @dataclass(frozen=True, slots=True)
 class _Target:
     """What is read of the target: no modules of the drafter, which would count and pack them."""
@@ -73,7 +55,6 @@ class EagleNetwork(nn.Module):
     def __init__(
         self,
         config: EagleConfig,
-        parts: EagleParts,
         target: CausalLM,
         kernels: Kernels,
         draft_ids_N: Tensor | None,
@@ -94,38 +75,36 @@ class EagleNetwork(nn.Module):
         self.num_layers, self.num_kv_heads = layer.num_layers, layer.num_kv_heads
         self.head_size, self.feature_size = layer.head_size, layer.hidden_size
         self._target = _Target(target.embed_tokens, target.lm_head, target.config.vocab_size)
-        self.embed_tokens = (
-            Embedding(layer.vocab_size, layer.hidden_size, **kind) if parts.embedding else None
-        )
+        self.embed_tokens: Embedding | None = None
+        if config.own_embedding:
+            self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size, **kind)
         self.fusion: TapFusion | None = None
         if config.version is EagleVersion.EAGLE3:
-            self.fusion = TapFusion(config, len(self.taps), parts.fc_bias, kind)
+            self.fusion = TapFusion(config, len(self.taps), kind)
             self.entry = PairEntry(config, kind)
         else:
-            self.entry = FusedEntry(config, parts.fc_bias, kind)
-        has_first_norm = self.fusion is None and parts.input_norm
+            self.entry = FusedEntry(config, kind)
+        has_first_norm = self.fusion is None and config.input_norm
         self.decoder = Decoder(
             layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm
         )
-        self._build_outputs(parts, kind)
+        self._build_outputs(kind)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self.kernels = kernels
         self._passes: DecoderPass | None = None
 
-    def _build_outputs(self, parts: EagleParts, kind: Kind) -> None:
+    def _build_outputs(self, kind: Kind) -> None:
         """The final norm, which EAGLE has only by exception, the head, and the mask."""
-        layer = self.config.layer
-        has_norm = self.config.version is EagleVersion.EAGLE3 or self.config.layernorms
+        config, layer = self.config, self.config.layer
+        has_norm = config.version is EagleVersion.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
         self.lm_head: Linear | None = None
-        if parts.head:
-            self.lm_head = Linear(
-                layer.hidden_size, self.config.draft_vocab_size, bias=False, **kind
-            )
+        if config.own_head:
+            self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False, **kind)
         self.mask_hidden: nn.Parameter | None = None
-        if parts.mask_shape is not None:
-            mask = torch.empty(parts.mask_shape, **kind)
+        if config.mask_shape is not None:
+            mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
 
     def features(self, hidden_TD: Tensor, tapped: Sequence[Tensor] | Tensor) -> Tensor:

@@ -8,11 +8,10 @@ setting that changes what is computed and is not understood is refused by name.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.config import ModelConfig, read_json
+from outdraft.models.config import ModelConfig
 from outdraft.models.counts import read_count, read_mask_token
 
 
@@ -33,12 +32,15 @@ class EagleConfig:
         target_hidden_size: of the states that the drafter reads.
         taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
             the paper's checkpoints.
-        fc_bias: whether the config promises one.
+        own_embedding, own_head: the checkpoint has them; else the target's are read.
+        fc_bias: of the layer that takes in the target's states.
         layernorms: EAGLE: norms of the embedding, before layer 0 and before the head.
+        input_norm: EAGLE: before layer 0.
         norm_before_fc: EAGLE-3: one norm over all tapped states together.
         fc_norm: EAGLE-3.1: a norm for each tapped state.
         norm_output: EAGLE-3.1: the state that is fed back is the one behind the final norm.
         norm_before_residual: layer 0 adds to the normed state rather than to the state.
+        mask_shape: of the tensor that stands in for a state not known yet, if there is one.
         mask_token_id: stands for tokens that are not known yet, in parallel drafting (P-EAGLE,
             arXiv 2602.01469).
     """
@@ -48,22 +50,17 @@ class EagleConfig:
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...] | None = None
+    own_embedding: bool = False
+    own_head: bool = False
     fc_bias: bool = False
     layernorms: bool = False
+    input_norm: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
     norm_before_residual: bool = False
+    mask_shape: tuple[int, ...] | None = None
     mask_token_id: int | None = None
-
-    @classmethod
-    def from_directory(cls, path: Path) -> "EagleConfig":
-        """The config of a checkpoint directory.
-
-        Raises:
-            ConfigError: no readable config.json, or it asks for something that is not supported.
-        """
-        return cls.from_mapping(read_json(path / "config.json"))
 
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any]) -> "EagleConfig":
@@ -79,7 +76,7 @@ class EagleConfig:
         for key, is_fine in _UNSUPPORTED.items():
             if not is_fine(options.get(key)):
                 raise ConfigError(f"config.json: {key}={options[key]!r} is not supported")
-        flags = {key: _flag(options, key) for key in _FLAGS[version]}
+        flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
         return cls(
             version=version,

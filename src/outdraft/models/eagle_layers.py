@@ -16,11 +16,11 @@ from outdraft.models.layers.norm import RMSNorm, norm_weight
 class TapFusion(nn.Module):
     """EAGLE-3: the states of a row, tapped between the target's layers, as one of the drafter."""
 
-    def __init__(self, config: EagleConfig, num_taps: int, has_bias: bool, kind: Kind) -> None:
+    def __init__(self, config: EagleConfig, num_taps: int, kind: Kind) -> None:
         super().__init__()
         state_size, eps = config.target_hidden_size, config.layer.rms_norm_eps
         self.num_inputs = num_taps * state_size
-        self.fc = Linear(self.num_inputs, config.layer.hidden_size, bias=has_bias, **kind)
+        self.fc = Linear(self.num_inputs, config.layer.hidden_size, bias=config.fc_bias, **kind)
         self.input_norm = RMSNorm(self.num_inputs, eps, **kind) if config.norm_before_fc else None
         num_norms = num_taps if config.fc_norm else 0
         self._norms = [RMSNorm(state_size, eps, **kind) for _ in range(num_norms)]
@@ -73,10 +73,10 @@ class PairEntry(nn.Module):
 class FusedEntry(nn.Module):
     """EAGLE: layer 0 reads one state made of the token and the target's."""
 
-    def __init__(self, config: EagleConfig, has_bias: bool, kind: Kind) -> None:
+    def __init__(self, config: EagleConfig, kind: Kind) -> None:
         super().__init__()
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.fc = Linear(2 * size, size, bias=has_bias, **kind)
+        self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
         self.embedding_layernorm = RMSNorm(size, eps, **kind) if config.layernorms else None
         self.num_outputs = size
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
-from outdraft.models.eagle import EagleNetwork, EagleParts
+from outdraft.models.config import read_json
+from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
@@ -58,11 +59,11 @@ def load_eagle(
         )
     found = tensor_places(weight_files(path), _canonical_name)
     _drop_the_targets_embedding(found, target)
-    config = _with_biases(EagleConfig.from_directory(path), found)
-    parts = _parts(config, found)
-    _check_fit(config, parts, target)
+    raw = read_json(path / "config.json")
+    config = _completed(EagleConfig.from_mapping(raw), found)
+    _check_fit(config, target)
     ids_N = _draft_ids(config, found)
-    network = EagleNetwork(config, parts, target, kernels, ids_N)
+    network = EagleNetwork(config, target, kernels, ids_N)
     weights = {slot: place for slot, place in found.items() if slot not in _VOCABULARY}
     fill_slots(network.checkpoint_slots(), weights)
     for layer in network.decoder.layers:
@@ -89,9 +90,9 @@ def _drop_the_targets_embedding(found: dict[str, Place], target: CausalLM) -> No
             del found["embed_tokens.weight"]
 
 
-def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfig:
-    """The config, with the biases that the checkpoint has: config.json does not always tell."""
-    layer = config.layer
+def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
+    """The config with what the checkpoint has: config.json does not always tell."""
+    layer, mask = config.layer, found.get("mask_hidden")
     layer = replace(
         layer,
         qkv_bias=layer.qkv_bias or "layers.0.self_attn.q_proj.bias" in found,
@@ -99,21 +100,20 @@ def _with_biases(config: EagleConfig, found: Mapping[str, object]) -> EagleConfi
         mlp_bias=layer.mlp_bias or "layers.0.mlp.gate_proj.bias" in found,
     )
     is_normed = config.version is EagleVersion.EAGLE and "embedding_layernorm.weight" in found
-    return replace(config, layer=layer, layernorms=config.layernorms or is_normed)
-
-
-def _parts(config: EagleConfig, found: Mapping[str, Place]) -> EagleParts:
-    mask = found.get("mask_hidden")
-    return EagleParts(
-        embedding="embed_tokens.weight" in found,
-        head="lm_head.weight" in found,
+    layernorms = config.layernorms or is_normed
+    return replace(
+        config,
+        layer=layer,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
         fc_bias=config.fc_bias or "fc.bias" in found,
-        input_norm=config.layernorms or "layers.0.input_layernorm.weight" in found,
+        layernorms=layernorms,
+        input_norm=layernorms or "layers.0.input_layernorm.weight" in found,
         mask_shape=None if mask is None else tuple(read_tensor(mask).shape),
     )
 
 
-def _check_fit(config: EagleConfig, parts: EagleParts, target: CausalLM) -> None:
+def _check_fit(config: EagleConfig, target: CausalLM) -> None:
     """Whether the drafter can read this target's states, and both mean the same tokens."""
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     if config.target_hidden_size != size:
@@ -121,7 +121,7 @@ def _check_fit(config: EagleConfig, parts: EagleParts, target: CausalLM) -> None
             f"the drafter reads states of size {config.target_hidden_size}, but the target's "
             f"hidden size is {size}"
         )
-    borrows = not (parts.embedding and parts.head)
+    borrows = not (config.own_embedding and config.own_head)
     if own_size != size and (borrows or config.version is EagleVersion.EAGLE):
         raise ConfigError(
             f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
@@ -132,15 +132,15 @@ def _check_fit(config: EagleConfig, parts: EagleParts, target: CausalLM) -> None
             f"the drafter knows {config.layer.vocab_size} tokens, but the target "
             f"{target.config.vocab_size}: they must have the same vocabulary"
         )
-    if not parts.head and config.draft_vocab_size < config.layer.vocab_size:
+    if not config.own_head and config.draft_vocab_size < config.layer.vocab_size:
         raise ConfigError(
             "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
             f"{config.draft_vocab_size} tokens needs"
         )
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
-    if parts.mask_shape is not None and torch.Size(parts.mask_shape).numel() not in widths:
+    if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
         raise ConfigError(
-            f"tensor 'mask_hidden' has shape {list(parts.mask_shape)}, but config.json asks for "
+            f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
             f"{widths[0] or widths[1]} numbers"
         )
 

@@ -6,7 +6,7 @@ prefill phase and no decode phase, and no plain or speculative mode.
 """
 
 from bisect import insort
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import CapacityError, RequestError
@@ -15,7 +15,12 @@ from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
-from outdraft.scheduling.policy import POLICIES
+
+# Which request comes first: the one of the lowest key. Priorities are as in vLLM.
+_ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
+    "fcfs": lambda request: (request.arrival_s,),
+    "priority": lambda request: (request.priority, request.arrival_s),
+}
 
 
 class Scheduler:
@@ -45,7 +50,7 @@ class Scheduler:
         self._block_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self._look_ahead = 1 if drafter_reads_ahead else 0
-        self._order = POLICIES[config.policy]
+        self._order = _ORDERS[config.policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))

@@ -25,10 +25,12 @@ Dimension key: B requests, E nodes of the level above (1: the root), F new rows,
 V vocabulary.
 """
 
+import itertools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from outdraft.drafting.device.level_rows import NewRows, join_levels
 from outdraft.kernels.draft_ops import DrawnLevel, Growth, LevelTask, ModelDrafts
 
 
@@ -40,8 +42,11 @@ class DrawnTrees:
         self._drawn: list[DrawnLevel] = []
         self._weight_BE = torch.ones_like(growth.num_tokens_B, dtype=torch.float32)[:, None]
 
-    def extend(self, logits_BEV: Tensor) -> NewRows:
-        """The next level, behind the nodes of the last one; the root at first."""
+    def extend(self, logits_BEV: Tensor) -> tuple[Tensor, Tensor]:
+        """The next level, behind the nodes of the last one; the root at first.
+
+        Returns token ids and the places of their parents in the level above, int64 [B, F].
+        """
         growth, depth = self._growth, len(self._drawn)
         levels = growth.shape.levels
         task = LevelTask(
@@ -56,16 +61,26 @@ class DrawnTrees:
         level = growth.kernels.draw_level(logits_BEV, self._weight_BE, task)
         self._weight_BE = level.weight_BF
         self._drawn.append(level)
-        return NewRows(level.token_ids_BF, level.origins_BF)
+        return level.token_ids_BF, level.origins_BF
 
     def finish(self) -> ModelDrafts:
         """The whole trees."""
-        rows = [NewRows(level.token_ids_BF, level.origins_BF) for level in self._drawn]
         return ModelDrafts(
-            *join_levels(rows),
+            torch.cat([level.token_ids_BF for level in self._drawn], dim=1),
+            _parents(self._drawn),
             self._growth.num_drafts_B,
             torch.cat([level.probs_BFV for level in self._drawn], dim=1),
             torch.cat([level.is_drawn_BF for level in self._drawn], dim=1),
             is_chain=self._growth.shape.is_chain,
             all_sampled=True,  # the first row of every request, if not every row
         )
+
+
+def _parents(levels: Sequence[DrawnLevel]) -> Tensor:
+    """int64 [B, K], of rows that are numbered level after level."""
+    parents: list[Tensor] = [levels[0].origins_BF]  # all of them the root, row 0
+    first_above = 1
+    for above, level in itertools.pairwise(levels):
+        parents.append(level.origins_BF + first_above)
+        first_above += above.token_ids_BF.shape[1]
+    return torch.cat(parents, dim=1)

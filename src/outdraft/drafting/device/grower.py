@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from outdraft.drafting.device.drawn_tree import DrawnTrees
-from outdraft.drafting.device.level_rows import NewRows
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
@@ -112,14 +111,14 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
         if frontier is not None:
             logits_BEV = levels.next_logits(frontier)
         logits_BEV = _processed(growth.kernels, logits_BEV, sampling)
-        rows: NewRows | None = None
-        if ranked is not None:
-            rows = ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
-        if drawn is not None:
-            drawn_rows = drawn.extend(logits_BEV)
-            rows = drawn_rows if rows is None else rows.replaced_where(draws_B1, drawn_rows)
+        drawn_rows = drawn and drawn.extend(logits_BEV)
+        ranked_rows = ranked and ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
+        rows = drawn_rows or ranked_rows
+        if drawn_rows and ranked_rows:
+            pairs = zip(drawn_rows, ranked_rows, strict=True)
+            rows = tuple(torch.where(draws_B1, *pair) for pair in pairs)
         assert rows is not None
-        frontier = _frontier(frontier, rows)
+        frontier = _frontier(frontier, *rows)
     return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish())
 
 
@@ -147,16 +146,16 @@ def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor
     return torch.where(shares_B11, logits_BEV + noise_BV[:, None], logits_BEV)
 
 
-def _frontier(above: Frontier | None, rows: NewRows) -> Frontier:
-    width = rows.token_ids_BF.shape[1]
+def _frontier(above: Frontier | None, token_ids_BF: Tensor, origins_BF: Tensor) -> Frontier:
+    width = origins_BF.shape[1]
     first_row = 0 if above is None else above.first_row + above.token_ids_BF.shape[1]
-    places_F = torch.arange(first_row, first_row + width, device=rows.origins_BF.device)
-    own_BF = (1 << places_F).expand_as(rows.origins_BF)
+    places_F = torch.arange(first_row, first_row + width, device=origins_BF.device)
+    own_BF = (1 << places_F).expand_as(origins_BF)
     if above is None:
-        return Frontier(rows.token_ids_BF, rows.origins_BF, own_BF, 1, 0)
-    ancestors_BF = own_BF | above.ancestors_BF.gather(1, rows.origins_BF)
+        return Frontier(token_ids_BF, origins_BF, own_BF, 1, 0)
+    ancestors_BF = own_BF | above.ancestors_BF.gather(1, origins_BF)
     depth = above.depth + 1
-    return Frontier(rows.token_ids_BF, rows.origins_BF, ancestors_BF, depth, first_row)
+    return Frontier(token_ids_BF, origins_BF, ancestors_BF, depth, first_row)
 
 
 def _finished(

@@ -17,7 +17,6 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import Frontier, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
@@ -32,14 +31,10 @@ class NetworkDrafter:
         """`max_rows`: of one pass over texts."""
         self.network = network
         self.reads_states = network.lag > 0
-        self.taps = network.taps
+        self.taps, self.keep = network.taps, network.keep
         self.max_drafts = self.max_passes = MAX_DRAFTS
         self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
         self._reader = TextReader(network, cache, max_rows)
-
-    def keep(self, states: TargetStates) -> None:
-        """The target has computed these."""
-        self.network.keep(states)
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth

@@ -25,7 +25,6 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import MaskStates, TextReader
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json
@@ -68,15 +67,11 @@ class ParallelDrafter(LevelDrafter):
         """
         self.network = network
         self.reads_states = network.lag > 0
-        self.taps = network.taps
+        self.taps, self.keep = network.taps, network.keep
         self.drafting = ModelDrafting(source, max_kept=-network.lag)
         self.max_drafts, self.max_passes = MAX_DRAFTS, 1
         self._reader = TextReader(network, cache, max_rows, mask_states)
         self._mask = mask_token_id
-
-    def keep(self, states: TargetStates) -> None:
-        """The target has computed these."""
-        self.network.keep(states)
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.level_rows import NewRows
 from outdraft.kernels.draft_ops import best_places
 
 _FEWEST_CANDIDATES = 8  # children of a node that are considered at all
@@ -32,8 +31,8 @@ class RankedTrees:
         self._num_candidates = 0
         self._node_BE = self._weight_BE = torch.empty(0)
 
-    def extend(self, logits_BEV: Tensor) -> NewRows:
-        """The next level, behind the nodes that the last one chose; the root at first."""
+    def extend(self, logits_BEV: Tensor) -> tuple[Tensor, Tensor]:
+        """The next level, behind the nodes that the last one chose; returns as `DrawnTrees`."""
         if not self._token_ids:
             self._node_BE = logits_BEV.new_zeros(len(logits_BEV), 1, dtype=torch.int64)
             self._weight_BE = torch.ones_like(self._node_BE, dtype=torch.float32)
@@ -49,7 +48,7 @@ class RankedTrees:
         self._node_BE = places_BF + (1 + self._num_candidates)
         self._weight_BE = weights_BP.gather(1, places_BF)
         self._num_candidates += weights_BP.shape[1]
-        return NewRows(token_ids_BP.gather(1, places_BF), places_BF // num_children)
+        return token_ids_BP.gather(1, places_BF), places_BF // num_children
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Token ids and parents, int64 [B, K], the best rows first."""

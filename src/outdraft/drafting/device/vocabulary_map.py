@@ -5,6 +5,7 @@ Dimension key: V the target's vocabulary, U the drafter's.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -29,7 +30,8 @@ class VocabularyMap:
     @property
     def is_shared_V(self) -> Tensor:
         """bool; the drafter can draft these of the target's ids."""
-        return self.draft_to_target_U[self.target_to_draft_V] == self._own_ids_V
+        ids_V = torch.arange(len(self.target_to_draft_V), device=self.target_to_draft_V.device)
+        return self.draft_to_target_U[self.target_to_draft_V] == ids_V
 
     @property
     def num_shared(self) -> int:
@@ -50,7 +52,3 @@ class VocabularyMap:
             f"{self.num_shared:,} of {self.num_target_tokens:,} ids ({self.target_share:.1%}) of "
             f"the target's vocabulary, {self.draft_share:.1%} of its own"
         )
-
-    @property
-    def _own_ids_V(self) -> Tensor:
-        return self.target_to_draft_V.new_ones(len(self.target_to_draft_V)).cumsum(0) - 1

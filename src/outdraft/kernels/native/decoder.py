@@ -107,7 +107,6 @@ class NativeDecoder:
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `ops.DecoderPass`."""
         size = self._spec.embedding_VD.shape[1]
         out_TD = torch.empty((len(token_ids_T), size), dtype=self._dtype)
         tapped_KTD = torch.empty((len(taps), *out_TD.shape), dtype=self._dtype)
@@ -126,7 +125,6 @@ class NativeDecoder:
         return out_TD, tapped_KTD
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        """As `ops.DecoderPass`."""
         states_RD = states_RD.contiguous()
         logits_RN = torch.empty((len(states_RD), self._num_outputs), dtype=torch.float32)
         address = address_of(states_RD, self._dtype)
@@ -134,7 +132,6 @@ class NativeDecoder:
         return logits_RN
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ops.DecoderPass`."""
         states_RD = states_RD.contiguous()
         ids_R = torch.empty(len(states_RD), dtype=torch.int64)
         is_finite_R = torch.empty(len(states_RD), dtype=torch.bool)

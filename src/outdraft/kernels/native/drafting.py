@@ -76,7 +76,6 @@ class NativeDrafting:
     def place_level(
         self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
     ) -> PlacedLevel:
-        """As `ops.PlaceLevel`."""
         num_requests, width = ancestors_BF.shape
         ancestors_BF = ancestors_BF.contiguous()
         contexts_B, num_drafts_B = start.contexts_B.contiguous(), num_drafts_B.contiguous()

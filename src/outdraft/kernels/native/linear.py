@@ -30,8 +30,6 @@ class NativeLinear:
         )
         self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
         self.bytes = function("linear_bytes", [c_void_p], c_int64)
-        self.tiles = function("linear_tiles", [c_void_p], c_void_p)
-        self.bias = function("linear_bias", [c_void_p], c_void_p)
         of_product = [*[c_void_p] * 3, c_int64, c_int64, c_void_p, *[c_int64] * 3]
         self.multiply = function("linear_multiply", of_product)
         self.multiply_long = function("linear_multiply", of_product, releases_gil=True)
@@ -60,7 +58,6 @@ class NativeProduct:
         if weight_ED.stride(1) != 1:
             weight_ED = weight_ED.contiguous()
         bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
-        self._functions = functions
         self._dtype = weight_ED.dtype
         self.num_outputs, self.num_inputs = weight_ED.shape
         weight = (
@@ -89,10 +86,6 @@ class NativeProduct:
         self.nbytes: int = functions.bytes(self.handle)
         is_short = self.nbytes < _SHORT_BYTES
         self._multiply = functions.multiply if is_short else functions.multiply_long
-
-    def addresses(self) -> tuple[int, int]:
-        """Where tiles and bias lie; 0: none."""
-        return self._functions.tiles(self.handle), self._functions.bias(self.handle) or 0
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""

@@ -33,7 +33,6 @@ class NativeRows:
         block_table_BP: np.ndarray,
         block_size: int,
     ) -> PlacedRows:
-        """As `ops.PlaceRows`."""
         num_requests, table_width = block_table_BP.shape
         num_rows = sum(sizes_3B[1].tolist()) + len(parents_K)  # faster than numpy at a few
         starts_B1 = np.empty(num_requests + 1, dtype=np.int32)
@@ -60,7 +59,6 @@ class NativeRows:
         row_len: int,
         width: int,
     ) -> RowIndex:
-        """As `ops.IndexRows`."""
         num_works, num_rows = len(num_causal_W), len(placed.positions_T)
         found = np.empty(3 * num_rows + num_works * (1 + width) + 1, dtype=np.int64)
         num_sampling = self._index_rows(
@@ -93,7 +91,6 @@ class NativeRows:
         positions_T: Tensor,
         ancestors_T: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """As `ops.ShapeRows`."""
         positions_T, ancestors_T = positions_T.clone(), ancestors_T.clone()
         self._shape_rows(
             len(draft_index_T),
@@ -108,7 +105,6 @@ class NativeRows:
     def read_token_ids(
         self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
     ) -> Tensor:
-        """As `ops.ReadTokenIds`."""
         ids_T = torch.empty_like(state_index_T)
         self._read_token_ids(
             len(ids_T),
@@ -123,7 +119,6 @@ class NativeRows:
     def append_token_ids(
         self, texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
     ) -> None:
-        """As `ops.AppendTokenIds`."""
         self._append_token_ids(
             *token_ids_BN.shape,
             texts_SL.shape[1],

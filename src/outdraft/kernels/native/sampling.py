@@ -31,14 +31,14 @@ class NativeSampling:
         self._process = function("process_rows", 2, 7)
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
-        """As `ops.Gumbel`."""
         noise_RV = torch.empty(len(keys.seeds_R), vocab_size)
         at = Addresses()
-        self._gumbel(*noise_RV.shape, *_key_addresses(keys, at), noise_RV.data_ptr())
+        columns = (keys.seeds_R, keys.positions_R, keys.anchors_R, keys.purposes_R)
+        addresses = [at(column_R, torch.int64) for column_R in columns]
+        self._gumbel(*noise_RV.shape, *addresses, noise_RV.data_ptr())
         return noise_RV
 
     def mask_forbidden(self, logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
-        """As `ops.MaskForbidden`."""
         masked_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
         at = Addresses()
         self._mask(
@@ -53,7 +53,6 @@ class NativeSampling:
     def scale_and_cut(
         self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"
     ) -> Tensor:
-        """As `ops.ScaleAndCut`."""
         processed_RV = torch.empty_like(logits_RV, memory_format=torch.contiguous_format)
         at = Addresses()
         self._process(
@@ -67,8 +66,3 @@ class NativeSampling:
             processed_RV.data_ptr(),
         )
         return processed_RV
-
-
-def _key_addresses(keys: NoiseKeys, at: Addresses) -> list[int]:
-    columns = (keys.seeds_R, keys.positions_R, keys.anchors_R, keys.purposes_R)
-    return [at(column_R, torch.int64) for column_R in columns]

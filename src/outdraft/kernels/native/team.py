@@ -21,11 +21,6 @@ class Team:
         self.address: int = create(num_threads)
         end = weakref.finalize(self, destroy, self.address)
         end.atexit = False  # the process ends them
-        self._wait = library.function("team_wait_until_idle", [c_void_p], releases_gil=True)
-
-    def wait_until_idle(self) -> None:
-        """Return when no late helper reads memory any more that a job of the past was given."""
-        self._wait(self.address)
 
 
 @functools.cache

@@ -39,7 +39,6 @@ class NativeVerification:
         num_tokens_B: Tensor,
         rule: Rule,
     ) -> Verdict:
-        """As `ops.Verify`."""
         verdict, at = _blank(drafts), Addresses()
         probs_BNV = drafts.probs_BNV
         self._verify(
@@ -60,7 +59,6 @@ class NativeVerification:
         return verdict
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-        """As `ops.Match`."""
         verdict, at = _blank(drafts), Addresses()
         self._match(
             *drafts.token_ids_BN.shape,
@@ -71,7 +69,6 @@ class NativeVerification:
         return verdict
 
     def requests_of_rows(self, drafts: DraftBatch, num_rows: int) -> Tensor:
-        """As `ops.RequestsOfRows`."""
         request_R = torch.empty(num_rows, dtype=torch.int64)
         at = Addresses()
         num_drafts_B = at(drafts.num_drafts_B, torch.int64)

@@ -34,7 +34,6 @@ class ReferenceDecoder:
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As `ops.DecoderPass`."""
         cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
         x_TX, residual_TD = self._enter(token_ids_T, states_TD)
         tapped = {0: residual_TD.clone()} if 0 in taps else {}
@@ -53,12 +52,10 @@ class ReferenceDecoder:
         return self._norm(residual_TD, self._spec.final_norm_D), tapped_KTD
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        """As `ops.DecoderPass`."""
         logits_RN = self._spec.head(self._norm(states_RD, self._spec.head_norm_D))
         return logits_RN.to(torch.promote_types(logits_RN.dtype, torch.float32))
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ops.DecoderPass`."""
         logits_RN = self.logits(states_RD)
         best_R = logits_RN.argmax(dim=-1)
         is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
@@ -68,7 +65,6 @@ class ReferenceDecoder:
     def draft(
         self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """As `ops.DecoderPass`."""
         return by_levels()
 
     def _enter(self, token_ids_T: Tensor, states_TD: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,6 @@ _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is fin
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
-    """As `ops.DrawLevel`."""
     num_ranks = min(task.num_rows, logits_BEV.shape[2])
     gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
     places_BF = best_places(gain_BEC.flatten(1), task.num_rows)

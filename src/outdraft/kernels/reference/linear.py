@@ -71,5 +71,4 @@ class PlainProduct:
 def pack_linear(
     weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None = None
 ) -> PlainProduct:
-    """As `ops.PackLinear`."""
     return PlainProduct(weight_ED, bias_E, quantization)

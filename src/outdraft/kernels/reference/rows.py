@@ -12,7 +12,6 @@ from outdraft.kernels.ops import PlacedLevel, PlacedRows, RowIndex
 def place_rows(
     sizes_3B: np.ndarray, parents_K: np.ndarray, block_table_BP: np.ndarray, block_size: int
 ) -> PlacedRows:
-    """As `ops.PlaceRows`."""
     starts, ancestors, positions, slots = [0], list[int](), list[int](), list[int]()
     parents = iter(parents_K.tolist())
     sizes = zip(block_table_BP, sizes_3B.T.tolist(), strict=True)
@@ -43,7 +42,6 @@ def index_rows(
     row_len: int,
     width: int,
 ) -> RowIndex:
-    """As `ops.IndexRows`."""
     num_rows = len(placed.positions_T)
     state_index_T, draft_index_T = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
     logit_rows, root_rows, draft_slots = list[int](), list[int](), list[np.ndarray]()
@@ -73,7 +71,6 @@ def index_rows(
 def shape_rows(
     parents_BN: Tensor, draft_index_T: Tensor, positions_T: Tensor, ancestors_T: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As `ops.ShapeRows`."""
     width, device = parents_BN.shape[1], parents_BN.device
     # Row 0 is the root, which is above itself; padding may hold anything.
     places_N = torch.arange(width, device=device)
@@ -98,7 +95,6 @@ def shape_rows(
 def read_token_ids(
     texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor
 ) -> Tensor:
-    """As `ops.ReadTokenIds`."""
     ids_T = texts_SL.view(-1)[state_index_T]
     if drafts_BN.numel() == 0:
         return ids_T
@@ -109,7 +105,6 @@ def read_token_ids(
 def append_token_ids(
     texts_SL: Tensor, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor
 ) -> None:
-    """As `ops.AppendTokenIds`."""
     places_N = torch.arange(token_ids_BN.shape[1], device=token_ids_BN.device)
     columns_BN = starts_B[:, None] + places_N
     columns_BN = torch.where(token_ids_BN >= 0, columns_BN, texts_SL.shape[1] - 1)
@@ -119,7 +114,6 @@ def append_token_ids(
 def place_level(
     ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
 ) -> PlacedLevel:
-    """As `ops.PlaceLevel`."""
     width, contexts_B, block_size = ancestors_BF.shape[1], start.contexts_B, start.block_size
     places_F = torch.arange(first_row, first_row + width, device=contexts_B.device)
     has_slot_BF = places_F < num_drafts_B[:, None]

@@ -22,14 +22,12 @@ _MASKED = -torch.inf
 
 
 def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
-    """As `ops.MaskForbidden`."""
     bits_32 = torch.arange(32, dtype=torch.int32, device=grammar_RW.device)
     is_allowed_RV = (grammar_RW[:, :, None] >> bits_32 & 1).bool().flatten(1)
     return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
 
 
 def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
-    """As `ops.ScaleAndCut`."""
     logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
     if sampling.needs_min_p:
         logits_RV = apply_min_p(logits_RV, sampling.min_p_B[request_R])

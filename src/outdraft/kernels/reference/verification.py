@@ -59,7 +59,6 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
-    """As `ops.RequestsOfRows`."""
     ends_B = (drafts.num_drafts_B + 1).cumsum(0)
     rows_R = torch.arange(num_rows, device=drafts.device)
     return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
@@ -72,7 +71,6 @@ def verify(
     num_tokens_B: Tensor,
     rule: Rule,
 ) -> Verdict:
-    """As `ops.Verify`."""
     step = Step(processed_RV, drafts, sampling, num_tokens_B)
     if rule == Rule.MATCH or not (drafts.any_sampled and sampling.any_draws):
         return step.matched()
@@ -141,7 +139,6 @@ class Step:
 
 
 def match(choices_R: Tensor, drafts: DraftBatch) -> Verdict:
-    """As `ops.Match`."""
     choices_BN1 = choices_R[row_index_BN1(drafts)]
     parents_BN = torch.where(drafts.is_draft_BN, drafts.parents_BN, 0)
     is_hit_BN = (choices_BN1.gather(1, parents_BN) == drafts.token_ids_BN) & drafts.is_draft_BN
