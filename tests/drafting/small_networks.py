@@ -27,7 +27,7 @@ def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwor
     if kind == "language model":
         shape, drafting = target.config, LanguageModelNetwork(target)
     else:
-        shape = load_eagle(LAYOUTS[kind].save(folder), target, torch.float32, "cpu", kernels)
+        shape = load_eagle(LAYOUTS[kind].save(folder), target, kernels)
         features = FeatureCache(num_blocks, BLOCK_SIZE, shape.feature_size, torch.float32, CPU)
         generator = torch.Generator().manual_seed(4)
         slots_T = torch.arange(num_blocks * BLOCK_SIZE)

@@ -1,7 +1,5 @@
 """Growing trees: each library places and draws their levels as the reference does."""
 
-from dataclasses import astuple
-
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -27,7 +25,7 @@ def compare_place_level(case: Case) -> None:
     start = DraftStart(states_BD, [], contexts_B, table_BP, block_size, MOST_CONTEXT + MAX_DRAFTS)
     level = (ancestors_BF, first_row, num_drafts_B, start)
     got, want = (one.place_level(*level) for one in (case.kernels, case.reference))
-    for ours, theirs in zip(astuple(got), astuple(want), strict=True):
+    for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype is theirs.dtype
         assert ours.is_contiguous()
         assert torch.equal(ours, theirs)

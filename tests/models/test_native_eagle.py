@@ -26,7 +26,7 @@ def networks(path: Path, layout: str) -> list[EagleNetwork]:
     for kernels in (cpu_kernels(), reference_kernels()):
         target = random_target(kernels, torch.float32)
         checkpoint = LAYOUTS[layout].save(path)
-        found.append(load_eagle(checkpoint, target, torch.float32, "cpu", kernels))
+        found.append(load_eagle(checkpoint, target, kernels))
     return found
 
 

@@ -87,7 +87,7 @@ def _kept(config: EngineConfig, models: LoadedModels) -> dict[str, Any]:
     """Memory, and the time of the host's search."""
     kept: dict[str, Any] = {"weight_bytes": 0, "kv_bytes_per_1k_tokens": 0}
     if models.drafter is not None:
-        kept["weight_bytes"] = models.drafter.memory_bytes
+        kept["weight_bytes"] = models.drafter.network.memory_bytes
         kept["kv_bytes_per_1k_tokens"] = _per_1k_tokens(config, models.drafter.bytes_per_block)
     if config.speculation.sources:
         host_us = draft_us_per_request_32k(config.speculation.sources, models.kernels)

@@ -164,7 +164,7 @@ def _drafter_limits(
     longest = drafter.layers.max_model_len if drafter.layers else target.config.max_model_len
     return DrafterLimits(
         min(config.max_model_len or longest, longest),
-        drafter.weight_bytes / target.weight_bytes,
+        drafter.network.weight_bytes / target.weight_bytes,
         proposer.drafting,
         max_passes=proposer.max_passes,
         max_drafts=proposer.max_drafts,
@@ -180,7 +180,7 @@ def _plan_memory(
     if drafter is not None:
         block_bytes += drafter.bytes_per_block(size)
     step = _step_memory(config, models, drafter, max_model_len)
-    drafter_weights = drafter.memory_bytes if drafter is not None else 0
+    drafter_weights = drafter.network.memory_bytes if drafter is not None else 0
     count = num_blocks(
         config.cache,
         block_bytes=block_bytes,

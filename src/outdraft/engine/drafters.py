@@ -63,14 +63,6 @@ class LoadedDrafter:
     mask_token_id: int | None = None
 
     @property
-    def memory_bytes(self) -> int:
-        return self.network.memory_bytes
-
-    @property
-    def weight_bytes(self) -> int:
-        return self.network.weight_bytes
-
-    @property
     def reads_states(self) -> bool:
         """Whether it needs the target's."""
         return self.feature_size > 0 or self.layers is None
@@ -100,7 +92,7 @@ def load_drafter(
     dtype, device = target.dtype, target.device
     kept = WeightFormat(config.quantization) if config.quantization else None
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, dtype, device, kernels, kept)
+        eagle = load_eagle(path, target, kernels, kept)
         version = str(eagle.config.version)
         if version != str(config.source):
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")

@@ -315,22 +315,15 @@ class CompileDecoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedLevel:
-    """Where the rows of a level stand; fields as in AttentionMetadata, T = B * F."""
-
-    ancestors_T: Tensor
-    positions_T: Tensor
-    slots_T: Tensor
-
-
 class PlaceLevel(Protocol):
     """Place one level of growing trees, whose rows are kept behind what a network has read."""
 
     def __call__(
         self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
-    ) -> PlacedLevel:
-        """New tensors. A row for which its request has no slot is kept nowhere, and no row sees it.
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """ancestors_T, positions_T and slots_T as in AttentionMetadata, new, T = B * F.
+
+        A row for which its request has no slot is kept nowhere, and no row sees it.
         Its position follows from what it sees, as that of any other row.
 
         Args:

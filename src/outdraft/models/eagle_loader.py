@@ -36,27 +36,16 @@ _VOCABULARY = ("d2t", "t2d")
 
 
 def load_eagle(
-    path: Path,
-    target: CausalLM,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
+    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
-    Args:
-        dtype, device: those of the target, whose embedding and head it may read.
+    It has the dtype and the device of the target, whose embedding and head it may read.
 
     Raises:
         ConfigError: the config is not supported or does not fit the target, or a tensor is missing,
             unknown, damaged or of another shape.
     """
-    if dtype is not target.dtype or torch.device(device) != target.device:
-        raise ConfigError(
-            f"a drafter that reads hidden states runs as its target does, in {target.dtype} on "
-            f"{target.device}, not in {dtype} on {device}"
-        )
     found = tensor_places(weight_files(path), _canonical_name)
     _drop_the_targets_embedding(found, target)
     raw = read_json(path / "config.json")

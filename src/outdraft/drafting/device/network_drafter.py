@@ -102,16 +102,16 @@ class NetworkLevels:
 
     def _batch(self, frontier: Frontier) -> AttentionMetadata:
         width = frontier.token_ids_BF.shape[1]
-        placed = self._network.kernels.place_level(
+        ancestors_T, positions_T, slots_T = self._network.kernels.place_level(
             frontier.ancestors_BF, frontier.first_row, self._num_drafts_B, self._start
         )
         return AttentionMetadata(
             query_start_B1=self._starts_B1 * width,
             context_lens_B=self._context_lens_B,
             num_causal_B=self._zeros_B,
-            ancestors_T=placed.ancestors_T,
-            positions_T=placed.positions_T,
-            slots_T=placed.slots_T,
+            ancestors_T=ancestors_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
             block_table_BP=self._start.block_table_BP,
             max_rows=width,
             max_seq_len=self._start.max_seq_len,

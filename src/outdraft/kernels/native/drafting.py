@@ -24,7 +24,6 @@ from outdraft.kernels.draft_ops import (
 )
 from outdraft.kernels.native.arrays import Addresses
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.ops import PlacedLevel
 
 
 class NativeDrafting:
@@ -75,7 +74,7 @@ class NativeDrafting:
 
     def place_level(
         self, ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
-    ) -> PlacedLevel:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         num_requests, width = ancestors_BF.shape
         ancestors_BF = ancestors_BF.contiguous()
         contexts_B, num_drafts_B = start.contexts_B.contiguous(), num_drafts_B.contiguous()
@@ -95,7 +94,7 @@ class NativeDrafting:
             positions_T.data_ptr(),
             slots_T.data_ptr(),
         )
-        return PlacedLevel(ancestors_T, positions_T, slots_T)
+        return ancestors_T, positions_T, slots_T
 
 
 class _Worth(ctypes.Structure):

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outdraft.kernels.draft_ops import DraftStart
-from outdraft.kernels.ops import PlacedLevel, PlacedRows, RowIndex
+from outdraft.kernels.ops import PlacedRows, RowIndex
 
 
 def place_rows(
@@ -113,7 +113,7 @@ def append_token_ids(
 
 def place_level(
     ancestors_BF: Tensor, first_row: int, num_drafts_B: Tensor, start: DraftStart
-) -> PlacedLevel:
+) -> tuple[Tensor, Tensor, Tensor]:
     width, contexts_B, block_size = ancestors_BF.shape[1], start.contexts_B, start.block_size
     places_F = torch.arange(first_row, first_row + width, device=contexts_B.device)
     has_slot_BF = places_F < num_drafts_B[:, None]
@@ -122,8 +122,6 @@ def place_level(
     slots_BF = blocks_BF.long() * block_size + index_BF % block_size
     own_BF = ancestors_BF & ((1 << num_drafts_B) - 1)[:, None]
     num_seen_BF = (own_BF[:, :, None] >> torch.arange(63, device=own_BF.device) & 1).sum(2)
-    return PlacedLevel(
-        ancestors_T=own_BF.flatten(),
-        positions_T=(contexts_B[:, None] - 1 + num_seen_BF).flatten(),
-        slots_T=torch.where(has_slot_BF, slots_BF, -1).flatten(),
-    )
+    positions_BF = contexts_B[:, None] - 1 + num_seen_BF
+    slots_BF = torch.where(has_slot_BF, slots_BF, -1)
+    return own_BF.flatten(), positions_BF.flatten(), slots_BF.flatten()
