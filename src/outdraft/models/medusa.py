@@ -4,13 +4,14 @@ All heads read the target's last hidden state h, behind the final norm, of the n
 target computed: that of token t_i, while t_{i+1} is the newest token. Head j predicts t_{i+2+j},
 whatever the tokens between: residual blocks h + SiLU(W h + b), then a language model head.
 
-Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}) and that of the
-original repository ({j}.{k}.linear, {j}.{number of layers}).
+Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}), whose names are used
+here, and that of the original repository ({j}.{k}.linear, {j}.{number of layers}).
 
 Dimension key: B requests, J heads, K some of them, R rows, D hidden, V vocabulary of the target, E
 tokens that a head knows.
 """
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,13 +41,11 @@ class MedusaConfig:
     """The shape of a set of heads.
 
     Attributes:
-        is_original: names are those of the original repository.
         num_known: E, tokens of the heads' own language model heads.
         head_names: for each head the tensor of its language model head; None: the target's.
         logit_scale: what logits are multiplied by.
     """
 
-    is_original: bool
     num_heads: int
     num_layers: int
     has_bias: bool
@@ -66,11 +65,11 @@ class MedusaConfig:
             ConfigError: a value is missing, wrong, or contradicts the target.
         """
         check_target(raw, target, hidden_key="hidden_size")
-        is_original = "medusa_num_heads" in raw and not any(n.startswith("blocks.") for n in names)
         num_heads = read_count(raw, "medusa_num_heads", "num_heads")
-        if is_original:
+        if "medusa_num_heads" in raw:
             # The published configs often tell fewer heads than were trained in the end.
-            num_heads = max(num_heads, _heads_in(names))
+            found = [int(one[1]) for name in names if (one := re.match(r"blocks\.(\d+)\.", name))]
+            num_heads = max(num_heads, 1 + max(found, default=-1))
         num_layers = read_count(raw, "medusa_num_layers", "num_hidden_layers", default=1)
         vocab_size = target.config.vocab_size
         num_known = read_count(raw, "truncated_vocab_size", default=vocab_size)
@@ -78,26 +77,17 @@ class MedusaConfig:
             raise ConfigError(
                 f"config.json: truncated_vocab_size={num_known} needs a tensor {_TOKEN_MAP!r}"
             )
-        own = [
-            f"{head}.{num_layers}.weight" if is_original else f"lm_heads.{head}.weight"
-            for head in range(num_heads)
-        ]
+        own = [f"lm_heads.{head}.weight" for head in range(num_heads)]
         return cls(
-            is_original=is_original,
             num_heads=num_heads,
             num_layers=num_layers,
-            has_bias=bool(raw.get("medusa_fc_bias", is_original)),
+            has_bias=bool(raw.get("medusa_fc_bias", "blocks.0.layers.0.bias" in names)),
             hidden_size=target.config.hidden_size,
             vocab_size=vocab_size,
             num_known=min(num_known, vocab_size),
             head_names=_shared(own, names) if raw.get("original_lm_head") else tuple(own),
             logit_scale=float(raw.get("logit_scale", 1.0)),
         )
-
-    def block_name(self, head: int, layer: int) -> str:
-        if self.is_original:
-            return f"{head}.{layer}.linear"
-        return f"blocks.{head}.layers.{layer}"
 
 
 class MedusaHeads(nn.Module):
@@ -187,8 +177,8 @@ class MedusaHeads(nn.Module):
         slots: dict[str, Tensor] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):
-                name = self.config.block_name(head, layer)
-                slots |= {f"{name}.{part}": one.data for part, one in linear.named_parameters()}
+                for part, weight in linear.named_parameters():
+                    slots[f"blocks.{head}.layers.{layer}.{part}"] = weight.data
         for name, linear in self._own_heads.items():
             assert linear.weight is not None, "the weights are packed"
             slots[name] = linear.weight.data
@@ -219,7 +209,7 @@ def load_medusa(
         )
     original = path / _ORIGINAL_FILE
     files = [original] if original.is_file() else weight_files(path)
-    places = tensor_places(files, lambda name: name.removeprefix(_PREFIX))
+    places = tensor_places(files, _slot)
     config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
     heads = MedusaHeads(config, target, dtype, torch.device(device))
     _load(heads, places)
@@ -241,12 +231,11 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
     fill_slots(slots, places)
 
 
-def _heads_in(names: Collection[str]) -> int:
-    """How many heads the names {head}.{layer}... speak of."""
-    numbers = [
-        int(head) for head, _, _ in (name.partition(".") for name in names) if head.isdigit()
-    ]
-    return max(numbers, default=-1) + 1
+def _slot(name: str) -> str:
+    """By the name of a tensor in either form."""
+    name = name.removeprefix(_PREFIX)
+    name = re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)
+    return re.sub(r"^(\d+)\.\d+\.weight$", r"lm_heads.\1.weight", name)
 
 
 def _shared(own: list[str], names: Collection[str]) -> tuple[str | None, ...]:
