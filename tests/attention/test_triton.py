@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
@@ -182,7 +182,9 @@ def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_d
 def test_no_more_memory_is_taken_than_was_told():
     requests, model = [Shape(520, 1, ())] * 3, Model(2, 1, 16, 16)
     batch = build_batch(requests, model, FP32, seed=0)
-    told = TritonAttention().temporary_bytes(3, 3, batch.metadata.max_seq_len, 2, (1, 16), FP32)
+    told = TritonAttention().temporary_bytes(
+        AttentionSizes(3, 3, batch.metadata.max_seq_len, 2, 1, 16, FP32)
+    )
     taken = []
     empty = torch.empty
 

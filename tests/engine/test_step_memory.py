@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
@@ -215,9 +216,8 @@ def test_the_reference_attention_takes_no_more_than_it_says(
     batch = build_batch(requests, model, dtype, seed=0)
     attention = ReferenceAttention(max_elements, in_order=in_order)
     taken = peak_bytes(lambda: attention.attend(batch.q_THC, batch.cache, batch.metadata, 1.0, 100))
-    said = attention.temporary_bytes(
-        len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8, (4, 32), dtype
-    )
+    sizes = (len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8, 4, 32)
+    said = attention.temporary_bytes(AttentionSizes(*sizes, dtype))
     queries = len(batch.q_THC) * 8 * 32 * 8 * 4
     assert taken <= said + queries
     assert said < 12 * taken or max_elements == 1

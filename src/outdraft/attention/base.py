@@ -30,6 +30,7 @@ from outdraft.kv.cache import LayerCache
 __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
+    "AttentionSizes",
     "LayerCache",
     "MeasuredAttention",
     "causal_metadata",
@@ -68,6 +69,19 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionSizes:
+    """How large a batch of a model may be; queries and cache have one dtype."""
+
+    num_requests: int
+    num_rows: int
+    num_keys: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+
 class AttentionBackend(Protocol):
     """Writes new keys and values to the paged cache, and attends over it."""
 
@@ -100,20 +114,16 @@ class AttentionBackend(Protocol):
 class MeasuredAttention(Protocol):
     """A backend that needs temporary memory in every call."""
 
-    def temporary_bytes(
-        self,
-        num_requests: int,
-        num_rows: int,
-        num_keys: int,
-        num_heads: int,
-        key_shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> int:
-        """Most bytes that `attend` takes besides queries and result, for batches up to these sizes.
-
-        `key_shape` is (G, C). Queries and cache have `dtype`.
-        """
+    def temporary_bytes(self, most: AttentionSizes) -> int:
+        """Most bytes that `attend` takes besides queries and result, for batches up to this."""
         ...
+
+
+def with_dense_rows(rows_THC: Tensor) -> Tensor:
+    """The same values with contiguous rows; a slice of a fused projection has them already."""
+    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
+        return rows_THC
+    return rows_THC.contiguous()
 
 
 def causal_metadata(

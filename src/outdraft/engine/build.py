@@ -1,6 +1,6 @@
 """From a configuration to an engine that is ready to step."""
 
-from outdraft.attention.base import MeasuredAttention
+from outdraft.attention.base import AttentionSizes, MeasuredAttention
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
 from outdraft.core.errors import ConfigError
@@ -221,12 +221,15 @@ def _step_memory(
     if isinstance(backend, MeasuredAttention):
         attention = max(
             backend.temporary_bytes(
-                config.scheduler.max_num_seqs,
-                shape.num_rows,
-                max_model_len,
-                each.num_heads,
-                (each.num_kv_heads, each.head_size),
-                target.dtype,
+                AttentionSizes(
+                    config.scheduler.max_num_seqs,
+                    shape.num_rows,
+                    max_model_len,
+                    each.num_heads,
+                    each.num_kv_heads,
+                    each.head_size,
+                    target.dtype,
+                )
             )
             for each in layers
         )

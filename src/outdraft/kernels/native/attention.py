@@ -7,7 +7,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, LayerCache, with_dense_rows
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
@@ -60,7 +60,7 @@ class NativeAttention:
             ConfigError: a dtype that the library does not read.
         """
         for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
-            new_TGC = _with_dense_rows(new_TGC)
+            new_TGC = with_dense_rows(new_TGC)
             self._write(
                 new_TGC.data_ptr(),
                 new_TGC.stride(0),
@@ -85,7 +85,7 @@ class NativeAttention:
         Raises:
             ConfigError: a dtype that the library does not read.
         """
-        q_THC = _with_dense_rows(q_THC)
+        q_THC = with_dense_rows(q_THC)
         num_rows, num_heads, head_size = q_THC.shape
         out_THC = torch.empty((num_rows, num_heads, head_size), dtype=q_THC.dtype)
         _, block_size, num_kv_heads, _ = cache.k_PSGC.shape
@@ -117,13 +117,6 @@ class NativeAttention:
         )
         self._attend(self._team.address, ctypes.byref(batch), self._memory)
         return out_THC
-
-
-def _with_dense_rows(rows_THC: Tensor) -> Tensor:
-    """The same values with contiguous rows; a slice of a fused projection has them already."""
-    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
-        return rows_THC
-    return rows_THC.contiguous()
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache
 from outdraft.core.draft import MAX_DRAFTS
 
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
@@ -44,30 +44,19 @@ class ReferenceAttention:
         self._max_elements = max_elements
         self._in_order = in_order
 
-    def temporary_bytes(
-        self,
-        num_requests: int,
-        num_rows: int,
-        num_keys: int,
-        num_heads: int,
-        key_shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> int:
-        """Most bytes that `attend` takes besides queries and result, for batches up to these sizes.
-
-        `key_shape` is (G, C). Queries and cache have `dtype`.
-        """
-        own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-        key = num_keys * key_shape[0] * key_shape[1]
-        keys = min(num_requests * key, max(self._max_elements, key))
-        size = key_shape[1] if self._in_order else 1  # of what is summed for a score
-        score = num_keys * num_heads * size
+    def temporary_bytes(self, most: AttentionSizes) -> int:
+        """As `MeasuredAttention`."""
+        own, wide = most.dtype.itemsize, torch.promote_types(most.dtype, torch.float32).itemsize
+        key = most.num_keys * most.num_kv_heads * most.head_size
+        keys = min(most.num_requests * key, max(self._max_elements, key))
+        size = most.head_size if self._in_order else 1  # of what is summed for a score
+        score = most.num_keys * most.num_heads * size
         # The bounds of _pieces pad a piece to twice the rows of the batch at most.
-        numbers = min(2 * num_rows * score, max(self._max_elements, score))
+        numbers = min(2 * most.num_rows * score, max(self._max_elements, score))
         scores = numbers // size
         if self._in_order:
             keys += 2 * numbers // 3  # the products, and their running sums
-        return keys * (own + 3 * wide) + scores * 3 * wide + scores // num_heads * _MASK_BYTES
+        return keys * (own + 3 * wide) + scores * 3 * wide + scores // most.num_heads * _MASK_BYTES
 
     def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped."""

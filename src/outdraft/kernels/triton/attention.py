@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache, with_dense_rows
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.triton import attention_kernels as kernels
@@ -62,7 +62,7 @@ class TritonAttention:
         _check_dtypes(k_TGC, v_TGC, cache.k_PSGC, cache.v_PSGC)
         if len(slots_T) == 0:
             return
-        k_TGC, v_TGC = _with_dense_rows(k_TGC), _with_dense_rows(v_TGC)
+        k_TGC, v_TGC = with_dense_rows(k_TGC), with_dense_rows(v_TGC)
         row_size = k_TGC.shape[1] * k_TGC.shape[2]
         kernels.write_rows[(len(slots_T),)](
             k_TGC,
@@ -91,7 +91,7 @@ class TritonAttention:
             ConfigError: a dtype that the kernels do not read.
         """
         _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGC)
-        q_THC = _with_dense_rows(q_THC)
+        q_THC = with_dense_rows(q_THC)
         out_THC = torch.zeros(q_THC.shape, dtype=q_THC.dtype, device=q_THC.device)
         call = _Call(out_THC, q_THC, cache, metadata, scale, window)
         wide = max(q_THC.dtype.itemsize, cache.k_PSGC.dtype.itemsize)
@@ -100,28 +100,17 @@ class TritonAttention:
                 self._launch(launch, call)
         return out_THC
 
-    def temporary_bytes(
-        self,
-        num_requests: int,
-        num_rows: int,
-        num_keys: int,
-        num_heads: int,
-        key_shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> int:
-        """Most bytes that `attend` takes beside queries and result, for a batch of at most this.
-
-        `key_shape` is (G, C); `dtype` that of queries and cache.
-        """
-        num_kv_heads, head_size = key_shape
-        heads_per_kv = num_heads // num_kv_heads
-        most = 0
-        for launch in _launches(heads_per_kv, head_size, dtype.itemsize):
-            if num_keys > launch.split_keys and num_rows >= launch.min_rows:
-                numbers = self._part_numbers(launch, num_keys, num_kv_heads, head_size)
-                num_tiles = num_rows // (launch.lanes // heads_per_kv) + num_requests
-                most = max(most, numbers * min(num_tiles, max(1, self._max_elements // numbers)))
-        return 4 * most
+    def temporary_bytes(self, most: AttentionSizes) -> int:
+        """As `MeasuredAttention`."""
+        heads_per_kv = most.num_heads // most.num_kv_heads
+        found = 0
+        for launch in _launches(heads_per_kv, most.head_size, most.dtype.itemsize):
+            if most.num_keys > launch.split_keys and most.num_rows >= launch.min_rows:
+                sizes = (most.num_kv_heads, most.head_size)
+                numbers = self._part_numbers(launch, most.num_keys, *sizes)
+                num_tiles = most.num_rows // (launch.lanes // heads_per_kv) + most.num_requests
+                found = max(found, numbers * min(num_tiles, max(1, self._max_elements // numbers)))
+        return 4 * found
 
     def _part_numbers(
         self, launch: _Launch, num_keys: int, num_kv_heads: int, head_size: int
@@ -282,13 +271,6 @@ def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int)
 
 def _tile_size(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
-
-
-def _with_dense_rows(rows_THC: Tensor) -> Tensor:
-    """The same values with contiguous rows; a slice of a fused projection has them already."""
-    if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
-        return rows_THC
-    return rows_THC.contiguous()
 
 
 def _check_dtypes(*tensors: Tensor) -> None:
