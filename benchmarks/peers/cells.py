@@ -1,73 +1,152 @@
-"""What is measured: which model, method and batches, with which prompts, in which order."""
+"""What is measured: which models and methods, and what is asked of the engines that load them."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from outdraft import assets
 
-ENGINES = ("outdraft", "llama.cpp", "openvino", "vllm", "transformers")
-OURS, TWO, FAST = ENGINES[:1], ENGINES[:2], ENGINES[:4]
-OWN_METHODS = ("suffix", "combined", "eagle3", "medusa", "mlp_speculator")  # heads are small's
+OURS, *_ = ENGINES = ("outdraft", "llama.cpp", "openvino", "vllm", "transformers")
+FAST = ENGINES[:4]
+HEADS = ("eagle3", "medusa", "mlp_speculator")  # of the embedded model
+PLAIN = "plain"
+BLOCK = 64  # requests' lengths are whole blocks of as many tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What each engine is asked, again in every repeat.
+
+    A batch of one goes through its prompts one after the other; a larger one begins them at once.
+    """
+
+    batch: int = 1
+    depth: int = 0  # drafts a step
+    num_prompts: int = 2  # of a batch of one
+    prompt_tokens: int = 128
+    new_tokens: int = 128
+    repeats: int = 3
+    busy: int = 0  # other processes that compute all the time
+
+    @property
+    def name(self) -> str:
+        parts = {"batch": self.batch, "depth": self.depth, "after": self.prompt_tokens}
+        return ", ".join(f"{word} {n}" for word, n in {**parts, "beside": self.busy}.items())
+
+    def batches(self, prompts: list[list[int]]) -> list[list[list[int]]]:
+        return [[one] for one in prompts] if self.batch == 1 else [prompts]
+
+    def num_repeats(self, engine: str) -> int:
+        return 1 if engine == "transformers" else self.repeats  # it is slow
+
+    def num_runs(self, engine: str) -> int:
+        """How many batches a whole measurement of an engine has."""
+        return self.num_repeats(engine) * (self.num_prompts if self.batch == 1 else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Group:
-    """Cells of one runner for each engine: what they load, then what they run."""
+    """Cells that each engine goes through in one process, with what it loads for them."""
 
     model: str
-    method: str = "plain"
-    engines: tuple[str, ...] = ENGINES
-    batches: tuple[int, ...] = (1, 8, 16)  # requests that begin at once
-    depth: int = 4
-    kind: str = "decode"  # or "first token", "busy", "quantised"
-    prompt_lengths: tuple[int, ...] = (128,)
-    num_prompts: int = 5  # that a batch of one goes through, in every repeat
-    max_tokens: int = 128
-    busy: tuple[int, ...] = (0,)  # other processes that compute all the time
+    method: str = PLAIN
+    what: str = ""  # is measured, if it is not decoding: "first token", "busy", "int8", "int4"
+    engines: tuple[str, ...] = FAST
+    cells: tuple[Cell, ...]
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # for runners, by engine
-    variants: dict[str, str] = field(default_factory=dict)  # ends of the target's name, by engine
+    endings: dict[str, str] = field(default_factory=dict)  # of the target's name, by engine
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.what or self.method}"
+
+    def cells_of(self, engine: str) -> list[Cell]:
+        """Those that it can do: transformers drafts for one request only."""
+        is_alone = engine == "transformers" and self.method != PLAIN
+        return [cell for cell in self.cells if cell.batch == 1 or not is_alone]
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest request and its last drafts, in whole blocks."""
-        return (max(self.prompt_lengths) + self.max_tokens + 16 + 63) // 64 * 64
-
-
-def quick() -> list[Group]:
-    """The cells that matter most, in some ten minutes."""
-    return [
-        Group("big", engines=FAST, batches=(1, 8), num_prompts=2),
-        Group("big", "draft_model", FAST, (1, 8), num_prompts=2),
-        Group("small", engines=FAST, batches=(1, 8)),
-        Group("small", "draft_model", FAST, (1, 8)),
-        Group("small", "ngram", FAST, (1,)),
-        Group("small", "suffix", OURS, (1, 8)),
-        first_tokens(128, 512),
-    ]
+        """Tokens of the longest request and its last drafts."""
+        longest = max(cell.prompt_tokens + cell.new_tokens for cell in self.cells)
+        return (longest + 16 + BLOCK - 1) // BLOCK * BLOCK
 
 
 def whole() -> list[Group]:
-    """All cells; depths other than 4 only to find each engine's best one."""
-    groups: list[Group] = []
-    for model in ("big", "small"):
-        groups += [Group(model), Group(model, "draft_model"), Group(model, "ngram")]
-        groups += [Group(model, "draft_model", ENGINES, (1,), n) for n in (2, 3, 5, 6, 7, 8)]
-        methods = OWN_METHODS if model == "small" else OWN_METHODS[:2]
-        groups += [Group(model, method, OURS) for method in methods]
-        groups.append(Group(model, "plain", TWO, (1,), kind="busy", busy=(0, 1, 2)))
-    for ours, theirs in (("int8", "-q8_0"), ("int4", "-q4_0")):
-        bits = {"outdraft": {"quantization": ours}}
-        file = {"llama.cpp": theirs}
-        groups.append(Group("big", "plain", TWO, kind="quantised", options=bits, variants=file))
-    return [*groups, first_tokens(128, 512, 2048)]
+    """Every case, in some 45 minutes: each engine's best of depths 2 to 8, three repeats."""
+    deep = range(2, 9)
+    big = (1, 8, 16)
+    one = Cell(num_prompts=5)
+    small = (one, Cell(batch=8), Cell(batch=16))
+    small_drafts = (*over(one, deep), *over(small[1], (2, 4, 8)), *over(small[2], (2, 4)))
+    big_drafts = (
+        *over(Cell(), deep),
+        *over(Cell(batch=8), (2, 4, 8)),
+        *over(Cell(batch=16, repeats=2), (2, 4)),
+    )
+    beside = Cell(num_prompts=1, new_tokens=192)
+    return [
+        Group(model="big", engines=ENGINES, cells=tuple(Cell(batch=n) for n in big)),
+        Group(model="big", method="draft_model", engines=ENGINES, cells=big_drafts),
+        Group(model="small", engines=ENGINES, cells=small),
+        Group(model="small", method="draft_model", engines=ENGINES, cells=small_drafts),
+        Group(
+            model="small",
+            method="ngram",
+            engines=ENGINES,
+            cells=(*over(one, (2, 4, 6, 8)), *over(small[1], (2, 4, 8)), *over(small[2], (2, 4))),
+        ),
+        Group(model="small", method="suffix", engines=(OURS,), cells=small),
+        Group(model="small", method="combined", engines=(OURS,), cells=over(one, (4,))),
+        *(Group(model="small", method=m, engines=(OURS,), cells=over(one, (4,))) for m in HEADS),
+        first_tokens(128, 512, 2048),
+        Group(
+            model="big",
+            what="busy",
+            engines=(OURS, "llama.cpp"),
+            cells=tuple(replace(beside, busy=busy) for busy in (0, 1, 2)),
+        ),
+        quantised("int8", "-q8_0"),
+        quantised("int4", "-q4_0"),
+    ]
+
+
+def quick() -> list[Group]:
+    """The cases that matter most, once each, in some ten minutes."""
+    one, eight = Cell(repeats=1), Cell(batch=8, repeats=1)
+    four = replace(one, depth=4)
+    groups = [
+        Group(model=model, method=method, cells=(replace(one, depth=n), replace(eight, depth=n)))
+        for model in ("big", "small")
+        for method, n in ((PLAIN, 0), ("draft_model", 4))
+    ]
+    groups.append(Group(model="small", method="ngram", cells=(four,)))
+    groups.append(Group(model="small", method="suffix", engines=(OURS,), cells=(one, eight)))
+    tokens = first_tokens(128, 512)
+    once = tuple(replace(cell, repeats=1) for cell in tokens.cells)
+    return [*groups, replace(tokens, cells=once)]
+
+
+def over(cell: Cell, depths: tuple[int, ...] | range) -> tuple[Cell, ...]:
+    return tuple(replace(cell, depth=depth) for depth in depths)
 
 
 def first_tokens(*lengths: int) -> Group:
-    """How long prompts take."""
-    return Group("big", "plain", FAST, (1,), 0, "first token", lengths, num_prompts=3, max_tokens=1)
+    cells = tuple(Cell(prompt_tokens=n, new_tokens=1) for n in lengths)
+    return Group(model="big", what="first token", engines=ENGINES, cells=cells)
+
+
+def quantised(bits: str, gguf: str) -> Group:
+    return Group(
+        model="big",
+        what=bits,
+        engines=(OURS, "llama.cpp", "openvino"),
+        cells=(Cell(), Cell(batch=8)),
+        options={OURS: {"quantization": bits}},
+        endings={"llama.cpp": gguf, "openvino": f"-{bits}"},
+    )
 
 
 def prompts(model: str, length: int, count: int) -> list[list[int]]:

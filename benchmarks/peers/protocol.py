@@ -1,7 +1,7 @@
 """How the driver and the runner of an engine talk: a line of JSON each way, on stdin and stdout.
 
-The first line says what to load, a `Spec`; the answer, with which versions. Each further line is a
-batch of requests that begin together; the answer has their tokens and times. This file runs in the
+The first line says what to load, a `Spec`; the answer, with which versions. Each further line is an
+`Ask`, requests that begin together; the answer has their tokens and times. This file runs in the
 environment of each engine and needs only Python.
 """
 
@@ -24,11 +24,21 @@ class Spec:
     target: str  # a checkpoint, or what convert.py made of it
     drafter: str
     method: str  # "plain", "draft_model", "ngram", or another one that only this engine has
-    depth: int  # drafts a step
+    max_depth: int  # drafts a step, at most
     threads: int
     max_requests: int  # at once
     max_length: int  # tokens of each, prompt and output
     options: dict[str, Any]  # of the engine, by its own names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """Greedy requests that begin together; a text's end does not end them."""
+
+    prompts: list[list[int]]
+    new_tokens: int  # of each
+    depth: int  # drafts a step, at most those of the `Spec`
+    with_steps: bool  # tell the time of each token; costs some engines time
 
 
 @dataclass(kw_only=True)
@@ -52,38 +62,43 @@ class Answer:
         self.last_s = now_s
 
 
-Batch = list[list[int]]  # prompts
-Run = Callable[[Batch, int, bool], list[Answer]]  # prompts, tokens of each output, with step_s
+Run = Callable[[Ask], list[Answer]]
 Grown = Iterator[tuple[int, list[int]]]  # requests by their numbers, and their new tokens
 _numbers = count()
 
 
 def run_steps(
-    prompts: Batch, num_tokens: int, add: Callable[[int, list[int]], Any], step: Callable[[], Grown]
+    ask: Ask, add: Callable[[int, list[int]], Any], step: Callable[[], Grown]
 ) -> list[Answer]:
     """The answers of an engine whose steps the runner calls itself; no number comes twice."""
-    answers = {next(_numbers): Answer() for _ in prompts}
+    answers = {next(_numbers): Answer() for _ in ask.prompts}
     started_s = time.perf_counter()
-    for number, prompt in zip(answers, prompts, strict=True):
+    for number, prompt in zip(answers, ask.prompts, strict=True):
         add(number, prompt)
-    while any(len(answer.token_ids) < num_tokens for answer in answers.values()):
+    while any(len(answer.token_ids) < ask.new_tokens for answer in answers.values()):
         for number, token_ids in step():
             answers[number].add(token_ids, time.perf_counter() - started_s)
     return [*answers.values()]
 
 
 def serve(
-    load: Callable[[Spec], Run], packages: list[str], children: list[int], **versions: str
+    load: Callable[[Spec], tuple[Run, dict[str, Any]]],
+    packages: list[str],
+    children: list[int],
+    **versions: str,
 ) -> None:
-    """Answer the driver until stdin ends. What libraries print on stdout goes to stderr."""
+    """Answer the driver until stdin ends. What libraries print on stdout goes to stderr.
+
+    `load` gives what runs a batch, and the settings to keep with the result.
+    """
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    run = load(Spec(**json.loads(sys.stdin.readline())))
+    run, settings = load(Spec(**json.loads(sys.stdin.readline())))
     versions |= {name: version(name) for name in packages}
-    print(json.dumps({"versions": versions}), file=replies)
+    print(json.dumps({"versions": versions, "settings": settings}, default=str), file=replies)
     for line in sys.stdin:
         started_s = time.perf_counter()
-        answers = run(*json.loads(line))
+        answers = run(Ask(**json.loads(line)))
         wall_s = time.perf_counter() - started_s
         peak = sum(peak_bytes(process) for process in [os.getpid(), *children])
         answered = [asdict(answer) for answer in answers]

@@ -1,17 +1,17 @@
 """Measures outdraft and other engines on the same weights and prompts, cell by cell in turn.
 
-`python benchmarks/peers/run.py --folder FOLDER --quick` measures what matters most in some ten
-minutes; without --quick everything. FOLDER is what prepare.sh made. Each engine runs in a process
-and an environment of its own, with as many threads. While one is measured, the others are stopped
-by a signal. Before each measurement the machine's read bandwidth is taken. The result is JSON with
-every measurement, written after each group; report.py makes a table of it.
+`python benchmarks/peers/run.py --folder FOLDER` measures every case, with --quick those that matter
+most. FOLDER is what prepare.sh made. Each engine runs in a process and an environment of its own,
+with as many threads. While one is measured, the others are stopped by a signal. Before each
+measurement the machine's read bandwidth is taken. The result is JSON with every measurement,
+written after each repeat, so an engine or a run that breaks off loses only its own; --resume
+measures what is missing. report.py makes a table of it.
 """
 
 import argparse
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import mmap
 import os
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from datetime import datetime
@@ -28,13 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cells import ENGINES, Group, prompts, quick, whole
-from protocol import Spec
+from cells import ENGINES, OURS, Cell, Group, prompts, quick, whole
+from protocol import Ask, Spec
 
 from outdraft.bench.environment import environment
 
 HERE = Path(__file__).parent
-PATIENCE_S = 1800.0
+PATIENCE_S = 300.0  # vLLM compiles for a minute when it first meets a model
 WARM_UP_TOKENS = 16
 READ_BYTES = 2**30
 BUSY = "while True: pass"
@@ -44,84 +45,112 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="what prepare.sh made")
     parser.add_argument("--json", type=Path, default=HERE.parent / "results" / "peers.json")
-    parser.add_argument("--quick", action="store_true", help="only the cells that matter most")
+    parser.add_argument("--quick", action="store_true", help="only the cases that matter most")
+    parser.add_argument("--cells", nargs="+", default=[""], help="those whose names have a text")
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--only", default="", help="groups whose names have this: small/plain")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--add", action="store_true", help="keep what the file has of others")
+    parser.add_argument("--resume", action="store_true", help="measure only what the file lacks")
+    parser.add_argument("--repeats", type=int, default=9, help="at most")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--max-tokens", type=int, default=128, help="most of an output")
     parser.add_argument("--outdraft", type=json.loads, default={}, help="more options, as JSON")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # engines end with this process
-    about = {"date": f"{datetime.now():%d %B %Y %H:%M}", "environment": environment()}
-    groups: list[dict[str, Any]] = []
+    keeps = args.json.exists() and (args.add or args.resume)
+    result: dict[str, Any] = json.loads(args.json.read_text()) if keeps else {"groups": {}}
+    result |= {"threads": args.threads, "environment": environment()}
+
+    def save() -> None:
+        # Where the folder is matters to nobody else.
+        text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
+        args.json.write_text(text)
+
     for group in quick() if args.quick else whole():
-        if args.only in f"{group.kind}/{group.model}/{group.method}":
-            groups.append(measure_group(args, group))
-            result = about | {"threads": args.threads, "groups": groups}
-            # Where the folder is matters to nobody else.
-            text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
-            args.json.write_text(text)
-
-
-def measure_group(args: argparse.Namespace, group: Group) -> dict[str, Any]:
-    """Start the engines, measure each cell with all of them in turn, and end them."""
-    runners: dict[str, Runner] = {}
-    cells: list[dict[str, Any]] = []
-    with contextlib.ExitStack() as ends:
+        kept = result["groups"].setdefault(group.name, {"engines": {}})
+        kept |= {"model": group.model, "method": group.method, "what": group.what}
+        todo: dict[str, list[Cell]] = {}
         for name in group.engines:
-            if name in args.engines.split(","):
-                runners[name] = Runner(name, args, group)
-                ends.callback(runners[name].end)
-                runners[name].start(group)
-        for where in itertools.product(group.prompt_lengths, group.batches, group.busy):
-            cells += measure_cell(args, group, runners, where)
-    about = {name: runner.about for name, runner in runners.items()}
-    return asdict(group) | {"runners": about, "cells": cells}
+            measured = kept["engines"].get(name, {"cells": {}})["cells"]
+            cells = [cell for cell in group.cells_of(name) if is_chosen(args, group, cell)]
+            if args.resume:
+                cells = [one for one in cells if lacks(measured.get(one.name, {}), one, name)]
+            if cells and name in args.engines.split(","):
+                todo[name] = cells
+        if todo:
+            measure_group(args, group, todo, kept["engines"], save)
+
+
+def is_chosen(args: argparse.Namespace, group: Group, cell: Cell) -> bool:
+    return any(text in f"{group.name}, {cell.name}" for text in args.cells)
+
+
+def lacks(measured: dict[str, Any], cell: Cell, engine: str) -> bool:
+    return len(measured.get("runs", ())) < cell.num_runs(engine)
+
+
+def measure_group(
+    args: argparse.Namespace,
+    group: Group,
+    todo: dict[str, list[Cell]],
+    measured: dict[str, Any],
+    save: Callable[[], None],
+) -> None:
+    """Start the engines, go through the cells once for each repeat, and end them."""
+    with contextlib.ExitStack() as ends:
+        runners: dict[str, Runner] = {}
+        for name, cells in todo.items():
+            runners[name] = Runner(name, args, group)
+            ends.callback(runners[name].end)
+            runners[name].start(group)
+            kept = measured.setdefault(name, {"cells": {}})
+            kept["about"] = runners[name].about
+            kept["cells"] |= {cell.name: asdict(cell) | {"runs": []} for cell in cells}
+        for repeat in range(args.repeats):
+            for cell in group.cells:
+                taking_part = {
+                    name: measured[name]["cells"][cell.name]["runs"]
+                    for name, cells in todo.items()
+                    if cell in cells and repeat < cell.num_repeats(name)
+                }
+                measure_cell(group, cell, runners, taking_part)
+            save()
 
 
 def measure_cell(
-    args: argparse.Namespace,
-    group: Group,
-    runners: dict[str, "Runner"],
-    where: tuple[int, int, int],
-) -> list[dict[str, Any]]:
-    """One cell of every engine: they take turns prompt by prompt, or batch by batch."""
-    length, batch, busy = where
-    max_tokens = min(group.max_tokens, args.max_tokens)
-    *asked, warm_up = prompts(group.model, length, 1 + (group.num_prompts if batch == 1 else batch))
-    batches = [[prompt] for prompt in asked] if batch == 1 else [asked]
-    can = [n for n in runners if n != "transformers" or batch == 1 or group.method == "plain"]
-    runs: dict[str, list[Any]] = {name: [] for name in can}
-    for name in can:
-        runners[name].ask([warm_up] * batch, min(WARM_UP_TOKENS, max_tokens), False)
-    for one in batches * args.repeats:
-        for name in random.sample(can, len(can)):
-            run = measure(runners[name], one, max_tokens, group.kind == "busy", busy)
-            runs[name] += [run] if run else []
-    for name, done in runs.items():
-        rate = batch * max_tokens * len(done) / (sum(run["wall_s"] for run in done) or 1)
-        told = f"{rate:.1f} tokens/s with prompts" if done else runners[name].about["failure"]
-        print(group.kind, group.model, group.method, group.depth, *where, name, told, flush=True)
-    about = {"prompt_tokens": length, "batch": batch, "busy": busy}
-    return [about | {"engine": name, "runs": done} for name, done in runs.items()]
+    group: Group, cell: Cell, runners: dict[str, "Runner"], runs: dict[str, list[Any]]
+) -> None:
+    """Add each engine's next runs: they take turns prompt by prompt, or batch by batch."""
+    count = cell.num_prompts if cell.batch == 1 else cell.batch
+    warm_up, *asked = prompts(group.model, cell.prompt_tokens, 1 + count)
+    for name, before in runs.items():
+        if not before:
+            runners[name].ask([warm_up] * cell.batch, cell, min(WARM_UP_TOKENS, cell.new_tokens))
+    done: dict[str, list[Any]] = {name: [] for name in runs}
+    for batch in cell.batches(asked):
+        for name in random.sample([*runs], len(runs)):
+            run = measure(runners[name], batch, cell, group.what == "busy")
+            done[name] += [run] if run else []
+    for name, new in done.items():
+        runs[name] += new
+        rate = cell.batch * cell.new_tokens * len(new) / (sum(run["wall_s"] for run in new) or 1)
+        told = f"{rate:.1f} tokens/s with prompts" if new else runners[name].about["failure"]
+        print(f"{datetime.now():%H:%M:%S} {group.name}, {cell.name}: {name}: {told}", flush=True)
 
 
 def measure(
-    runner: "Runner", batch: list[list[int]], max_tokens: int, with_steps: bool, busy: int
+    runner: "Runner", batch: list[list[int]], cell: Cell, with_steps: bool
 ) -> dict[str, Any] | None:
     """What a runner answers, with what the machine was like right before; None if it failed."""
     state = {"bandwidth_gb_per_s": read_bandwidth(), "load_average": os.getloadavg()[0]}
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(cell.busy)]
     try:
-        reply = runner.ask(batch, max_tokens, with_steps)
+        reply = runner.ask(batch, cell, cell.new_tokens, with_steps)
     finally:
         for other in others:
             other.kill()
             other.wait()
     for answer in reply["answers"] if reply else []:
         text = json.dumps(answer.pop("token_ids")).encode()
-        answer |= {"num_tokens": max_tokens, "text": hashlib.sha256(text).hexdigest()[:12]}
+        answer |= {"text": hashlib.sha256(text).hexdigest()[:12]}
         if not with_steps:
             del answer["step_s"]
     return state | reply if reply else None
@@ -137,16 +166,20 @@ class Runner:
         python, environ, ending = place(name, args.folder.absolute())
         target = args.folder.absolute() / "models" / group.model
         self._spec = Spec(
-            target=f"{target}{group.variants.get(name, '')}{ending}",
+            target=f"{target}{group.endings.get(name, '')}{ending}",
             drafter=f"{target}_drafter{ending}",
             method=group.method,
-            depth=group.depth,
+            max_depth=max(cell.depth for cell in group.cells),
             threads=args.threads,
-            max_requests=max(group.batches),
+            max_requests=max(cell.batch for cell in group.cells),
             max_length=group.max_length,
-            options=(args.outdraft if name == "outdraft" else {}) | group.options.get(name, {}),
+            options=(args.outdraft if name == OURS else {}) | group.options.get(name, {}),
         )
-        self.about: dict[str, Any] = {"spec": asdict(self._spec)}
+        self.about: dict[str, Any] = {
+            "date": f"{datetime.now():%Y-%m-%d %H:%M}",
+            "commit": environment()["commit"],
+            "spec": asdict(self._spec),
+        }
         self._started_s = time.perf_counter()
         with (args.folder / f"{name}.log").open("a") as errors:
             self._process = subprocess.Popen(
@@ -162,20 +195,24 @@ class Runner:
     def start(self, group: Group) -> None:
         """Load the model and answer one prompt."""
         self.about |= self._exchange(asdict(self._spec)) or {}
-        self.ask(prompts(group.model, min(group.prompt_lengths), 1), 1, False)
+        cell = group.cells[0]
+        self.ask(prompts(group.model, cell.prompt_tokens, 1), cell, 1)
         self.about["start_s"] = time.perf_counter() - self._started_s
 
-    def ask(self, batch: list[list[int]], max_tokens: int, with_steps: bool) -> Any:
+    def ask(
+        self, batch: list[list[int]], cell: Cell, new_tokens: int, with_steps: bool = False
+    ) -> Any:
         """The answer to a batch."""
         os.killpg(self._process.pid, signal.SIGCONT)
-        reply = self._exchange([batch, max_tokens, with_steps])
+        ask = Ask(prompts=batch, new_tokens=new_tokens, depth=cell.depth, with_steps=with_steps)
+        reply = self._exchange(asdict(ask))
         os.killpg(self._process.pid, signal.SIGSTOP)
         if reply is None:
             return None
         self.about["peak_bytes"] = reply.pop("peak_bytes")
         lengths = {len(answer["token_ids"]) for answer in reply["answers"]}
-        if lengths != {max_tokens}:
-            self.about["failure"] = f"{lengths} tokens in place of {max_tokens}"
+        if lengths != {new_tokens}:
+            self.about["failure"] = f"{lengths} tokens in place of {new_tokens}"
         return None if "failure" in self.about else reply
 
     def end(self) -> None:
@@ -198,7 +235,7 @@ class Runner:
 def place(name: str, folder: Path) -> tuple[str, dict[str, str], str]:
     """An engine's Python, what its environment adds, and how the names of its models end."""
     home = folder / "envs" / name
-    if name == "outdraft":
+    if name == OURS:
         return sys.executable, {}, ""
     if name == "llama.cpp":
         return sys.executable, {"LLAMA_SERVER": str(home / "bin" / "llama-server")}, ".gguf"

@@ -3,7 +3,7 @@
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from protocol import Batch, Grown, Spec, run_steps, serve
+from protocol import Ask, Grown, Spec, run_steps, serve
 
 
 def load(spec: Spec):
@@ -24,11 +24,11 @@ def load(spec: Spec):
         properties["prompt_lookup"] = True
     pipeline = genai.ContinuousBatchingPipeline(spec.target, scheduler, "CPU", properties)
 
-    def run(prompts: Batch, max_tokens: int, with_steps: bool):
+    def run(ask: Ask):
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = max_tokens, True, False
+        config.max_new_tokens, config.ignore_eos, config.do_sample = ask.new_tokens, True, False
         if spec.method != "plain":
-            config.num_assistant_tokens = spec.depth
+            config.num_assistant_tokens = ask.depth
         if spec.method == "ngram":
             config.max_ngram_size = 3
         handles = {}
@@ -44,12 +44,14 @@ def load(spec: Spec):
                     for output in handle.read().values():
                         yield number, list(output.generated_ids)
 
-        answers = run_steps(prompts, max_tokens, add, step)
+        answers = run_steps(ask, add, step)
         while pipeline.has_non_finished_requests():
             pipeline.step()
         return answers
 
-    return run
+    limits = ("max_num_batched_tokens", "max_num_seqs", "cache_size", "enable_prefix_caching")
+    kept = {name: getattr(scheduler, name) for name in limits}
+    return run, kept | {name: str(value) for name, value in properties.items()}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import os
 
-from protocol import Batch, Grown, Spec, run_steps, serve
+from protocol import Ask, Grown, Spec, run_steps, serve
 
 from outdraft.cli.threads import prepare_openmp
 
@@ -16,22 +16,26 @@ from outdraft.engine.assembler import Assembler  # noqa: E402
 
 def load(spec: Spec):
     torch.set_num_threads(spec.threads)
-    llm = LLM(
-        spec.target,
-        device="cpu",
-        speculative_config=speculation(spec),
-        max_num_seqs=spec.max_requests,
-        max_model_len=spec.max_length,
-        num_blocks=spec.max_requests * (spec.max_length // 16 + 2),
-        enable_prefix_caching=False,
+    settings = {
+        "device": "cpu",
+        "speculative_config": speculation(spec),
+        "max_num_seqs": spec.max_requests,
+        "max_model_len": spec.max_length,
+        "num_blocks": spec.max_requests * (spec.max_length // 16 + 2),
+        "enable_prefix_caching": False,
         **spec.options,
-    )
-    assembler = Assembler(llm.engine)
+    }
+    assembler = Assembler(LLM(spec.target, **settings).engine)
 
-    def run(prompts: Batch, max_tokens: int, with_steps: bool):
+    def run(ask: Ask):
         lengths: dict[str, int] = {}
+        depth = {"num_speculative_tokens": ask.depth} if spec.method != "suffix" else {}
         params = SamplingParams(
-            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=ask.new_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            speculation=depth,
         )
 
         def step() -> Grown:
@@ -42,11 +46,9 @@ def load(spec: Spec):
                 yield int(name), token_ids[lengths.get(name, 0) :]
                 lengths[name] = len(token_ids)
 
-        return run_steps(
-            prompts, max_tokens, lambda n, ids: assembler.add_request(str(n), ids, params), step
-        )
+        return run_steps(ask, lambda n, ids: assembler.add_request(str(n), ids, params), step)
 
-    return run
+    return run, settings
 
 
 def speculation(spec: Spec):
@@ -54,7 +56,7 @@ def speculation(spec: Spec):
         return None
     if spec.method == "suffix":
         return {"method": "suffix"}  # as long as it is sure
-    config = {"method": spec.method, "num_speculative_tokens": spec.depth}
+    config = {"method": spec.method, "num_speculative_tokens": spec.max_depth}
     if spec.method in ("draft_model", "combined"):
         return config | {"model": spec.drafter}
     if spec.method == "ngram":

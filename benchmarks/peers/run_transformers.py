@@ -3,7 +3,7 @@
 import time
 
 import torch
-from protocol import Answer, Batch, Spec, serve
+from protocol import Answer, Ask, Spec, serve
 from transformers import AutoModelForCausalLM
 
 
@@ -30,25 +30,26 @@ def load(spec: Spec):
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, **spec.options}
     if spec.method == "draft_model":
         drafter = AutoModelForCausalLM.from_pretrained(spec.drafter, dtype=torch.bfloat16).eval()
-        drafter.generation_config.num_assistant_tokens = spec.depth
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
         drafter.generation_config.assistant_confidence_threshold = 0
         options["assistant_model"] = drafter
-    if spec.method == "ngram":
-        options["prompt_lookup_num_tokens"] = spec.depth
 
     @torch.inference_mode()
-    def run(prompts: Batch, max_tokens: int, with_steps: bool):
-        ids, started_s = torch.tensor(prompts), time.perf_counter()
-        streamer = Streamer() if len(prompts) == 1 else None
-        whole = target.generate(ids, max_new_tokens=max_tokens, streamer=streamer, **options)
+    def run(ask: Ask):
+        if spec.method == "draft_model":
+            drafter.generation_config.num_assistant_tokens = ask.depth
+        if spec.method == "ngram":
+            options["prompt_lookup_num_tokens"] = ask.depth
+        ids, started_s = torch.tensor(ask.prompts), time.perf_counter()
+        streamer = Streamer() if len(ask.prompts) == 1 else None
+        whole = target.generate(ids, max_new_tokens=ask.new_tokens, streamer=streamer, **options)
         if streamer is not None:
             return [streamer.answer]
         elapsed_s = time.perf_counter() - started_s
         rows = whole[:, ids.shape[1] :].tolist()
         return [Answer(token_ids=row, last_s=elapsed_s, rounds=len(row) - 1) for row in rows]
 
-    return run
+    return run, {"dtype": "bfloat16", "attention": target.config._attn_implementation}
 
 
 if __name__ == "__main__":
