@@ -63,3 +63,7 @@ for KIND in q8_0 q4_0; do
     [ -f "$MODELS/big-$KIND.gguf" ] || "$ENVS/llama.cpp/bin/llama-quantize" \
         "$MODELS/big.gguf" "$MODELS/big-$KIND.gguf" $KIND
 done
+for BITS in 8 4; do
+    [ -d "$MODELS/big-int$BITS-openvino" ] || "$ENVS/openvino/bin/python" "$HERE/convert.py" \
+        openvino "$MODELS/big" "$MODELS/big-int$BITS-openvino" $BITS
+done
