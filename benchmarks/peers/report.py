@@ -40,7 +40,7 @@ class Measured:
 
     @property
     def prompts(self) -> list[int]:
-        """Of each answer, which prompt it continues."""
+        """Which prompt each answer continues."""
         count = self.cell["num_prompts"] if self.cell["batch"] == 1 else self.cell["batch"]
         return [number % count for number in range(len(self.answers))]
 
