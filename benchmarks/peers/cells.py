@@ -10,7 +10,7 @@ from outdraft import assets
 
 OURS, *_ = ENGINES = ("outdraft", "llama.cpp", "openvino", "vllm", "transformers")
 FAST = ENGINES[:4]
-HEADS = ("eagle3", "medusa", "mlp_speculator")  # of the embedded model
+OWN = ("combined", "eagle3", "medusa", "mlp_speculator")  # methods of the embedded model
 PLAIN = "plain"
 BLOCK = 64  # requests' lengths are whole blocks of as many tokens
 
@@ -106,8 +106,6 @@ def whole() -> list[Group]:
             cells=(*over(one, (2, 4, 6, 8)), *over(small[1], (2, 4, 8)), *over(small[2], (2, 4))),
         ),
         Group(model="small", method="suffix", engines=(OURS,), cells=small),
-        Group(model="small", method="combined", engines=(OURS,), cells=over(one, (4,))),
-        *(Group(model="small", method=m, engines=(OURS,), cells=over(one, (4,))) for m in HEADS),
         first_tokens(128, 512, 2048),
         Group(
             model="big",
@@ -115,8 +113,9 @@ def whole() -> list[Group]:
             engines=(OURS, "llama.cpp"),
             cells=tuple(replace(beside, busy=busy) for busy in (0, 1, 2)),
         ),
-        quantised("int8", "-q8_0"),
-        quantised("int4", "-q4_0"),
+        quantised("int8", "int8", "-q8_0"),
+        quantised("int4", "int4-g32", "-q4_0"),
+        *(Group(model="small", method=m, engines=(OURS,), cells=over(one, (4,))) for m in OWN),
     ]
 
 
@@ -145,13 +144,13 @@ def first_tokens(*lengths: int) -> Group:
     return Group(model="big", what="first token", engines=ENGINES, cells=cells)
 
 
-def quantised(bits: str, gguf: str) -> Group:
+def quantised(bits: str, ours: str, gguf: str) -> Group:
     return Group(
         model="big",
         what=bits,
         engines=(OURS, "llama.cpp", "openvino"),
         cells=(Cell(), Cell(batch=8)),
-        options={OURS: {"quantization": bits}},
+        options={OURS: {"quantization": ours}},
         endings={"llama.cpp": gguf, "openvino": f"-{bits}"},
     )
 

@@ -101,8 +101,8 @@ def main() -> None:
     sections = [
         [about(result, cells)],
         [*table(cases)],
-        [equal_texts(cells)],
-        [*losses(cases, result["groups"])],
+        [*titled("Speculative texts that equal the same engine's plain ones", equal_texts(cells))],
+        [*titled("Where outdraft is behind", losses(cases, result["groups"]))],
         [
             *titled(
                 "One request with drafts of a small model, tokens/s by drafts a step", depths(cells)
@@ -302,7 +302,7 @@ def about(result: dict[str, Any], cells: list[Measured]) -> str:
     )
 
 
-def equal_texts(cells: list[Measured]) -> str:
+def equal_texts(cells: list[Measured]) -> Iterator[str]:
     """How many greedy texts speculation left as the same engine writes them without."""
     plain: dict[tuple[Any, ...], set[str]] = {}
     counts: dict[str, list[bool]] = {}
@@ -316,13 +316,12 @@ def equal_texts(cells: list[Measured]) -> str:
                 plain.setdefault(where, set()).add(answer["text"])
             elif where in plain:
                 counts.setdefault(one.engine, []).append(answer["text"] in plain[where])
-    said = ", ".join(f"{name} {sum(same)} of {len(same)}" for name, same in counts.items())
-    return f"Speculative texts that equal the same engine's plain ones: {said}."
+    if counts:
+        yield ", ".join(f"{name} {sum(same)} of {len(same)}" for name, same in counts.items())
 
 
 def losses(cases: list[Case], groups: dict[str, Any]) -> Iterator[str]:
     """The cases in which a peer is ahead, and the engines that failed."""
-    yield "Where outdraft is behind:\n"
     for case in cases:
         peer, lead = case.lead() or ("", 1.0)
         if lead < 1:
