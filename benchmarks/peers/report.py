@@ -98,24 +98,15 @@ def main() -> None:
     cells = [*measured(result)]
     cases = [*bfloat16_cases(cells), *first_tokens(cells), *starts(result["groups"])]
     eights = [*quantised(cells)]
-    sections = [
-        [about(result, cells)],
-        [*table(cases)],
-        [*titled("Speculative texts that equal the same engine's plain ones", equal_texts(cells))],
-        [*titled("Where outdraft is behind", losses(cases, result["groups"]))],
-        [
-            *titled(
-                "One request with drafts of a small model, tokens/s by drafts a step", depths(cells)
-            )
-        ],
-        [*titled("Weights in 8 and 4 bits, each engine's own format, no drafts", table(eights))],
-        [
-            *titled(
-                "Step of one request beside other processes that compute all the time", busy(cells)
-            )
-        ],
-    ]
-    text = "\n\n".join("\n".join(lines) for lines in sections if lines)
+    sections = {
+        "": table(cases),
+        "Speculative texts that equal the same engine's plain ones": equal_texts(cells),
+        "Where outdraft is behind": losses(cases, result["groups"]),
+        "One request with a draft model, tokens/s by drafts a step": depths(cells),
+        "Weights in 8 and 4 bits, each engine's own format, no drafts": table(eights),
+        "Steps of one request beside other processes that compute all the time": busy(cells),
+    }
+    text = "\n\n".join([about(result, cells), *titled(sections)])
     if args.print:
         print(text)
         return
@@ -125,11 +116,11 @@ def main() -> None:
     args.page.write_text(f"{before}{BEGIN}\n{text}\n\n{PICTURE}\n{END}{after}")
 
 
-def titled(title: str, lines: Iterator[str]) -> Iterator[str]:
-    """The title and the lines, or nothing where there are no lines."""
-    found = list(lines)
-    if found:
-        yield from (f"{title}:", "", *found)
+def titled(sections: dict[str, Iterator[str]]) -> Iterator[str]:
+    """The sections that have lines, with their titles."""
+    for title, lines in sections.items():
+        if found := "\n".join(lines):
+            yield f"{title}:\n\n{found}" if title else found
 
 
 def measured(result: dict[str, Any]) -> Iterator[Measured]:
