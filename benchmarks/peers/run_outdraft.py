@@ -52,12 +52,16 @@ def load(spec: Spec):
 
 
 def speculation(spec: Spec):
+    """Texts that have ended teach nothing: the same prompts come again in every repeat."""
+    forgets = {"suffix_decoding_max_cached_requests": 0}
     if spec.method == "plain":
         return None
     if spec.method == "suffix":
-        return {"method": "suffix"}  # as long as it is sure
+        return {"method": "suffix", **forgets}  # drafts as long as it is sure
     config = {"method": spec.method, "num_speculative_tokens": spec.max_depth}
-    if spec.method in ("draft_model", "combined"):
+    if spec.method == "combined":
+        return config | {"model": spec.drafter, **forgets}
+    if spec.method == "draft_model":
         return config | {"model": spec.drafter}
     if spec.method == "ngram":
         return config
