@@ -10,43 +10,29 @@
 // shape: after each removal the trie is the one that the remaining texts alone would have built.
 //
 // Windows are added and removed one by one, so both can be done a few tokens at a time: a long text
-// does not delay other requests.
+// does not delay other requests. What is counted then are the strings that start at these tokens.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <deque>
+#include <vector>
 
-#include "pair_index.h"
-#include "rows_of_records.h"
+#include "followers.h"
+#include "suffix_automaton.h"
 
 namespace outdraft {
 
 class FinishedTexts {
  public:
-  struct Node {
-    int64_t label_start;  // in tokens ever added
-    int32_t from;         // its parent
-    int32_t token;        // first of its label
-    int32_t next_in_bucket;
-    int32_t length;  // of its label
-    int32_t count;
-    int32_t first_child;
-    int32_t next;  // sibling, or the next free row
-    int32_t previous;
-  };
-
   // Where a string ends: on the label of a node, of which it uses some tokens.
   struct Place {
-    int32_t node;  // kNone: the string has not occurred
-    int32_t used;
+    int32_t node, used;
   };
 
-  static constexpr int32_t kRoot = 0;
-
   FinishedTexts(int64_t max_depth, int64_t branching)
-      : max_depth_(max_depth), branching_(branching), nodes_(branching) {
-    new_node(0, 0, 0);
+      : max_depth_(max_depth), branching_(branching) {
+    nodes_.push({{}, 0, 0, kNone, 0, true});
   }
 
   // Keeps a text of one token or more; the text before must be counted whole.
@@ -79,79 +65,125 @@ class FinishedTexts {
     return num_tokens;
   }
 
+  // The ends of a text that have occurred here, the longest first.
+  //
+  // Every occurrence of a string holds one of each of its ends. So an end that occurs as often as a
+  // longer one occurs at the same places, unless the newest text is counted in part: then strings
+  // that start at its last counted tokens have ends that start behind them. These strings have
+  // other newest ends than what is not counted there.
+  std::vector<Match<Place>> matches(const int32_t* text_end, int64_t num_tokens) const {
+    const int64_t most = std::min(num_tokens, max_depth_ - 1);
+    std::vector<Match<Place>> found;
+    for (int64_t length = 1; length <= most; ++length) {
+      const Place place = locate(text_end - length, length);
+      if (place.node == kNone && num_coming_ == 0) break;
+      if (place.node == kNone) continue;
+      if (found.empty() || count_of(place) != count_of(found.back().place) ||
+          newest_end(place) != newest_end(found.back().place)) {
+        found.push_back({place, length, length});
+      }
+      if (num_coming_ == 0) length = longest_alike(place, length, text_end, most);
+      found.back().longest = length;
+    }
+    std::reverse(found.begin(), found.end());
+    return found;
+  }
+  int32_t count_of(const Place& place) const { return nodes_[place.node].count; }
+
+  // Calls visit(token, place behind it) for the most frequent continuations, in order: the latest
+  // first among equals.
+  template <class Visit>
+  void visit_followers(const Place& place, const Visit& visit) {
+    Node& node = nodes_[place.node];
+    if (place.used < node.length) {  // the label goes on
+      visit(text(node.label_start + place.used), Place{place.node, place.used + 1});
+      return;
+    }
+    if (!node.is_ordered) nodes_.sort(node.first_child, branching_, goes_before());
+    node.is_ordered = true;
+    int32_t child = node.first_child;
+    for (int64_t rank = 0; rank < branching_ && child != kNone; ++rank) {
+      visit(nodes_[child].token, Place{child, 1});
+      child = nodes_[child].next;
+    }
+  }
+
+  int64_t num_bytes() const { return nodes_.num_bytes() + tokens_.size() * sizeof(int32_t); }
+
+ private:
+  struct Node : Follower {  // of its parent; `next` of an unused row is the next unused one
+    int32_t length;         // of its label
+    int32_t count;
+    int32_t first_child;
+    int64_t label_start;  // in tokens ever added
+    bool is_ordered;      // whether its first `branching` children are the most frequent ones
+  };
+
+  static constexpr int32_t kRoot = 0;
+
+  // A token of the texts, by its number among all that were ever added.
+  int32_t text(int64_t at) const { return tokens_[at - num_gone_]; }
+  int64_t newest_end(const Place& place) const {
+    return nodes_[place.node].label_start + place.used;
+  }
+
+  // Where a string ends; the node is kNone if it has not occurred.
   Place locate(const int32_t* string, int64_t length) const {
     Place place = {kRoot, 0};
     for (int64_t at = 0; at < length; at += place.used) {
-      const int32_t best = nodes_.extra(place.node)[0];
-      const bool is_best = best >= 0 && nodes_[best].token == string[at];
-      const int32_t node = is_best ? best : index_.find(nodes_, place.node, string[at]);
-      if (node == kNone) return {kNone, 0};
-      const auto used = static_cast<int32_t>(std::min<int64_t>(nodes_[node].length, length - at));
-      for (int32_t offset = 1; offset < used; ++offset) {
-        if (label(node, offset) != string[at + offset]) return {kNone, 0};
+      int32_t node = nodes_[place.node].first_child;  // most often it is this one
+      if (node == kNone || nodes_[node].token != string[at]) {
+        node = nodes_.find(place.node, string[at]);
       }
+      if (node == kNone) return {kNone, 0};
+      const Node& found = nodes_[node];
+      const auto used = static_cast<int32_t>(std::min<int64_t>(found.length, length - at));
+      const auto label = tokens_.begin() + (found.label_start - num_gone_);
+      if (!std::equal(label, label + used, string + at)) return {kNone, 0};
       place = {node, used};
     }
     return place;
   }
-  // How many of a string's last tokens stand before the end of a place's newest occurrence.
-  // No match there is longer; what stands there may begin in another text, though.
-  int64_t length_before(const Place& place, const int32_t* string_end, int64_t most) const {
-    const int64_t end = nodes_[place.node].label_start + place.used;
-    most = std::min(most, end - num_gone_);
-    int64_t length = 0;
-    while (length < most && text(end - 1 - length) == string_end[-1 - length]) ++length;
+
+  // The length of the longest end that occurs as often as a shorter one. It stands before the
+  // shorter one's newest occurrence, where phrases come again as far as this text's end goes.
+  int64_t longest_alike(const Place& place, int64_t length, const int32_t* text_end,
+                        int64_t most) const {
+    const int64_t newest = newest_end(place);
+    most = std::min(most, newest - num_gone_);
+    int64_t last = length;
+    while (last < most && text(newest - 1 - last) == text_end[-1 - last]) ++last;
+    for (int64_t tried = last; length < last; tried = (length + last + 1) / 2) {
+      const Place found = locate(text_end - tried, tried);
+      if (found.node != kNone && count_of(found) == count_of(place)) {
+        length = tried;
+      } else {
+        last = tried - 1;
+      }
+    }
     return length;
   }
-
-  int32_t count_of(const Place& place) const { return nodes_[place.node].count; }
-  // The continuation of this rank, the most frequent first and the latest among equals.
-  Place follow(const Place& place, int32_t rank, int32_t* token) {
-    const int32_t node = place.node;
-    if (place.used < nodes_[node].length) {  // the label goes on
-      if (rank > 0) return {kNone, 0};
-      *token = text(nodes_[node].label_start + place.used);
-      return {node, place.used + 1};
-    }
-    if (rank == branching_) return {kNone, 0};
-    if (nodes_.extra(node)[0] == kStale) find_frequent_children(node);
-    const int32_t child = nodes_.extra(node)[rank];
-    if (child != kNone) *token = nodes_[child].token;
-    return {child, 1};
-  }
-  int64_t num_bytes() const {
-    return nodes_.num_bytes() + index_.num_bytes() + tokens_.size() * sizeof(int32_t);
-  }
-
- private:
-  static constexpr int32_t kStale = -2;  // the frequent children are to be found again
-
-  // A token of the texts, by its number among all that were ever added.
-  int32_t text(int64_t at) const { return tokens_[at - num_gone_]; }
-  int32_t label(int32_t node, int64_t used) const { return text(nodes_[node].label_start + used); }
 
   void add_window(int64_t first, int64_t stop) {
     stop = std::min(first + max_depth_, stop);
     int32_t node = kRoot;
-    for (int64_t at = first; at < stop;) {
-      int32_t child = index_.find(nodes_, node, text(at));
-      int32_t shared = 1;
+    for (int64_t at = first; at < stop; at += nodes_[node].length) {
+      int32_t child = nodes_.find(node, text(at));
       if (child == kNone) {
-        shared = static_cast<int32_t>(stop - at);
-        child = new_node(at, shared, 0);
-        hang(child, node, text(at));
+        const auto length = static_cast<int32_t>(stop - at);
+        child = new_node({{node, text(at), kNone, kNone, kNone}, length, 0, kNone, at, true});
+        nodes_.put(child, nodes_[node].first_child, kNone);
       } else {
         const int64_t limit = std::min<int64_t>(nodes_[child].length, stop - at);
-        while (shared < limit && label(child, shared) == text(at + shared)) ++shared;
+        const int64_t label = nodes_[child].label_start;
+        int32_t shared = 1;
+        while (shared < limit && text(label + shared) == text(at + shared)) ++shared;
         if (shared < nodes_[child].length) child = split(child, shared);
       }
       ++nodes_[child].count;
       nodes_[child].label_start = at;
-      int32_t* ranked = nodes_.extra(node);
-      const auto count_of = [&](int32_t each) { return nodes_[each].count; };
-      if (ranked[0] != kStale) promote(ranked, branching_, child, count_of);
+      if (nodes_[node].is_ordered) move_in_order(child);
       node = child;
-      at += shared;
     }
   }
 
@@ -159,14 +191,11 @@ class FinishedTexts {
     stop = std::min(first + max_depth_, stop);
     int32_t node = kRoot;
     for (int64_t at = first; at < stop;) {
-      int32_t child = index_.find(nodes_, node, text(at));
+      int32_t child = nodes_.find(node, text(at));
       at += nodes_[child].length;
-      int32_t* frequent = nodes_.extra(node);
-      if (std::find(frequent, frequent + branching_, child) < frequent + branching_) {
-        frequent[0] = kStale;
-      }
+      if (is_frequent(child)) nodes_[node].is_ordered = false;
       if (--nodes_[child].count == 0) {  // no window passes: a leaf, and the end of this one
-        cut(child);
+        nodes_.cut(child, nodes_[node].first_child);
         free_node(child);
         child = kNone;
       }
@@ -176,110 +205,77 @@ class FinishedTexts {
     if (node != kNone) join(node);
   }
 
-  int32_t new_node(int64_t label_start, int32_t length, int32_t count) {
-    int32_t node = free_;
-    if (node == kNone) {
-      node = nodes_.push();
-    } else {
-      free_ = nodes_[node].next;
-    }
-    nodes_[node] = {label_start, kNone, kNone, kNone, length, count, kNone, kNone, kNone};
-    std::fill_n(nodes_.extra(node), branching_, kNone);
-    return node;
+  int32_t new_node(const Node& node) {
+    if (unused_ == kNone) return nodes_.push(node);
+    const int32_t row = unused_;
+    unused_ = nodes_[row].next;
+    nodes_[row] = node;
+    return row;
   }
-
   void free_node(int32_t node) {
-    nodes_[node].next = free_;
-    free_ = node;
-  }
-
-  // Makes a node the first child of another one.
-  void hang(int32_t child, int32_t parent, int32_t token) {
-    Node& hung = nodes_[child];
-    hung.from = parent;
-    hung.token = token;
-    hung.previous = kNone;
-    hung.next = nodes_[parent].first_child;
-    if (hung.next != kNone) nodes_[hung.next].previous = child;
-    nodes_[parent].first_child = child;
-    index_.put(nodes_, child);
-  }
-
-  // Takes a node away from its parent.
-  void cut(int32_t child) {
-    index_.remove(nodes_, child);
-    const Node& gone = nodes_[child];
-    if (gone.previous == kNone) {
-      nodes_[gone.from].first_child = gone.next;
-    } else {
-      nodes_[gone.previous].next = gone.next;
-    }
-    if (gone.next != kNone) nodes_[gone.next].previous = gone.previous;
+    nodes_[node].next = unused_;
+    unused_ = node;
   }
 
   // Puts a new node, with the first tokens of the label, above an old one; returns the new one.
   int32_t split(int32_t lower, int32_t length) {
-    const Node old = nodes_[lower];
-    const int32_t upper = new_node(old.label_start, length, old.count);
-    nodes_.extra(upper)[0] = lower;
-    cut(lower);
-    hang(upper, old.from, old.token);
-    nodes_[lower].length -= length;
-    nodes_[lower].label_start += length;
-    hang(lower, upper, label(lower, 0));
-    replace(old.from, lower, upper);
+    Node& node = nodes_[lower];
+    int32_t& first = nodes_[node.from].first_child;
+    const int32_t upper = new_node({node, length, node.count, kNone, node.label_start, true});
+    nodes_.put(upper, first, lower);
+    nodes_.cut(lower, first);
+    node.from = upper;
+    node.token = text(node.label_start + length);
+    node.length -= length;
+    node.label_start += length;
+    nodes_.put(lower, nodes_[upper].first_child, kNone);
     return upper;
   }
 
   // Undoes a split that nothing needs any more: every window goes on to the only child.
   void join(int32_t upper) {
-    const Node old = nodes_[upper];
-    const int32_t lower = old.first_child;
-    if (upper == kRoot || lower == kNone || nodes_[lower].count != old.count) return;
-    cut(lower);
-    cut(upper);
-    nodes_[lower].length += old.length;
-    nodes_[lower].label_start -= old.length;
-    hang(lower, old.from, old.token);
-    replace(old.from, upper, lower);
+    Node& above = nodes_[upper];
+    const int32_t lower = above.first_child;
+    if (upper == kRoot || lower == kNone || nodes_[lower].count != above.count) return;
+    Node& node = nodes_[lower];
+    nodes_.cut(lower, above.first_child);
+    node.from = above.from;
+    node.token = above.token;
+    node.length += above.length;
+    node.label_start -= above.length;
+    int32_t& first = nodes_[above.from].first_child;
+    nodes_.put(lower, first, upper);
+    nodes_.cut(upper, first);
     free_node(upper);
   }
 
-  // Puts a child in the place of another one that counts as much.
-  void replace(int32_t node, int32_t old_child, int32_t child) {
-    int32_t* frequent = nodes_.extra(node);
-    std::replace(frequent, frequent + branching_, old_child, child);
+  auto goes_before() const {
+    return [this](int32_t child, int32_t other) {
+      const Node &one = nodes_[child], &two = nodes_[other];
+      return one.count != two.count ? one.count > two.count : one.label_start > two.label_start;
+    };
   }
-
-  bool is_less(int32_t child, int32_t other) const {
-    const Node &one = nodes_[child], &two = nodes_[other];
-    return one.count != two.count ? one.count < two.count : one.label_start < two.label_start;
+  void move_in_order(int32_t child) {
+    int32_t& first = nodes_[nodes_[child].from].first_child;
+    nodes_.move(child, first, nodes_.place_of(child, first, branching_, goes_before()));
   }
-
-  // Finds them again where a removal has touched them.
-  void find_frequent_children(int32_t node) {
-    int32_t* frequent = nodes_.extra(node);
-    std::fill_n(frequent, branching_, kNone);
-    for (int32_t child = nodes_[node].first_child; child != kNone; child = nodes_[child].next) {
-      int32_t moved = child;
-      for (int64_t rank = 0; rank < branching_ && moved != kNone; ++rank) {
-        if (frequent[rank] == kNone || is_less(frequent[rank], moved)) {
-          std::swap(moved, frequent[rank]);
-        }
-      }
+  // Whether it is one of the first `branching` children of its parent.
+  bool is_frequent(int32_t child) const {
+    int32_t at = nodes_[nodes_[child].from].first_child;
+    for (int64_t rank = 1; rank < branching_ && at != child && at != kNone; ++rank) {
+      at = nodes_[at].next;
     }
+    return at == child;
   }
 
-  int64_t max_depth_;
-  int64_t branching_;
+  int64_t max_depth_, branching_;
   std::deque<int32_t> tokens_;   // of all texts, one behind the other
   std::deque<int64_t> lengths_;  // of the texts
   int64_t num_gone_ = 0;         // tokens of texts that have left
-  int64_t num_removed_ = 0;  // windows of the oldest text that were taken back
-  int64_t num_coming_ = 0;   // tokens of the newest text whose windows are not counted yet
-  Rows<Node> nodes_;
-  PairIndex<Node> index_;
-  int32_t free_ = kNone;
+  int64_t num_removed_ = 0;      // windows of the oldest text that were taken back
+  int64_t num_coming_ = 0;       // tokens of the newest text whose windows are not counted yet
+  Followers<Node> nodes_;
+  int32_t unused_ = kNone;
 };
 
 }  // namespace outdraft

@@ -2,12 +2,12 @@
 //
 // A suffix automaton (Blumer et al. 1985) of the whole text, grown token by token. A state stands
 // for strings that end at exactly the same places; its link leads to the class of their longest
-// suffix that occurs in more places. For strings of up to `max_depth` tokens the automaton keeps
+// suffix that occurs in more places. For strings of less than `max_depth` tokens the automaton keeps
 //
 // - the number of occurrences: a new token adds one to the classes of the text's last suffixes,
 //   which are the link chain from the longest of them, hence at most max_depth steps a token;
-// - updated on the same walk, either the few most frequent continuations, the latest first among
-//   equals, or the newest places where the strings ended.
+// - updated on the same walk, the `branching` most frequent continuations, the latest first among
+//   equals, and the `num_newest` newest places where the strings ended.
 //
 // Longer strings are never asked for, and their counts are not maintained. A text of T tokens has
 // at most 2T states and 3T edges; a token costs amortised constant time, however long the text is.
@@ -15,15 +15,22 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
-#include "pair_index.h"
-#include "rows_of_records.h"
+#include "followers.h"
 
 namespace outdraft {
 
+// Ends of a text that occurred at the same places, of all lengths from `shortest` to `longest`.
+template <class Place>
+struct Match {
+  Place place;  // where the shortest ends
+  int64_t shortest, longest;
+};
+
 class SuffixAutomaton {
  public:
-  enum class Keeps { kFrequentEdges, kNewestEnds };
+  using Place = int32_t;  // the state of the string that ends there
 
   struct State {
     int32_t length;  // of its longest string
@@ -32,28 +39,11 @@ class SuffixAutomaton {
     int32_t first_edge;
   };
 
-  struct Edge {
-    int32_t from;
-    int32_t token;
-    int32_t next_in_bucket;
-    int32_t target;
-    int32_t next_edge;  // of the same state
-  };
-
   static constexpr int32_t kRoot = 0;
 
-  SuffixAutomaton(Keeps keeps, int64_t num_kept, int64_t max_depth)
-      : keeps_(keeps), num_kept_(num_kept), max_depth_(max_depth), states_(num_kept) {
-    clear();
-  }
-
-  // Back to the empty text.
-  void clear() {
-    states_.clear();
-    edges_.clear();
-    index_.clear();
-    num_tokens_ = 0;
-    whole_ = context_ = new_state(0);
+  SuffixAutomaton(int64_t branching, int64_t num_newest, int64_t max_depth)
+      : branching_(branching), num_newest_(num_newest), max_depth_(max_depth) {
+    new_state({0, kNone, 0, kNone});
   }
 
   // Whether a text can be the one that was read, grown: judged by one token.
@@ -72,57 +62,68 @@ class SuffixAutomaton {
 
   int64_t num_tokens() const { return num_tokens_; }
   int64_t num_bytes() const {
-    return states_.num_bytes() + edges_.num_bytes() + index_.num_bytes();
+    return states_.num_bytes() + newest_ends_.num_bytes() + edges_.num_bytes();
   }
 
-  // The state of the text's longest suffix of at most max_depth - 1 tokens.
+  // The state of the text's longest suffix of less than max_depth tokens.
   int32_t context() const { return context_; }
   const State& state(int32_t number) const { return states_[number]; }
 
-  // A place is a state: that of the string that ends there.
-  using Place = int32_t;
-  int32_t count_of(Place place) const { return states_[place].count; }
-  // The continuation of this rank, the most frequent first; kNone: there are not so many.
-  Place follow(Place place, int32_t rank, int32_t* token) const {
-    const int32_t edge = rank < num_kept_ ? states_.extra(place)[rank] : kNone;
-    if (edge == kNone) return kNone;
-    *token = edges_[edge].token;
-    return edges_[edge].target;
+  // The text's ends of less than max_depth tokens, the longest first.
+  std::vector<Match<Place>> matches() const {
+    std::vector<Match<Place>> found;
+    for (int32_t state = context_; state != kRoot; state = states_[state].link) {
+      const int64_t longest = std::min<int64_t>(states_[state].length, max_depth_ - 1);
+      found.push_back({state, states_[states_[state].link].length + 1, longest});
+    }
+    return found;
   }
-  // The token behind an occurrence of this age: 0 is the newest; age < min(count, num_kept).
+  int32_t count_of(Place place) const { return states_[place].count; }
+
+  // Calls visit(token, place behind it) for the most frequent continuations, in order.
+  template <class Visit>
+  void visit_followers(Place place, const Visit& visit) const {
+    int32_t edge = states_[place].first_edge;
+    for (int64_t rank = 0; rank < branching_ && edge != kNone; ++rank) {
+      visit(edges_[edge].token, edges_[edge].target);
+      edge = edges_[edge].next;
+    }
+  }
+
+  // The token behind an occurrence of this age: 0 is the newest; age < min(count, num_newest).
   int32_t newest_end(int32_t state, int64_t age) const {
-    return states_.extra(state)[(states_[state].count - 1 - age) % num_kept_];
+    return newest_ends_[first_end(state) + (states_[state].count - 1 - age) % num_newest_];
   }
 
  private:
-  int32_t new_state(int32_t length) {
-    const int32_t state = states_.push();
-    states_[state] = {length, kNone, 0, kNone};
-    std::fill_n(states_.extra(state), num_kept_, kNone);
-    return state;
+  struct Edge : Follower {
+    int32_t target;
+  };
+
+  int32_t first_end(int32_t state) const { return state * static_cast<int32_t>(num_newest_); }
+
+  int32_t new_state(const State& state) {
+    for (int64_t i = 0; i < num_newest_; ++i) newest_ends_.push(kNone);
+    return states_.push(state);
   }
 
-  void add_edge(int32_t from, int32_t token, int32_t target) {
-    const int32_t edge = edges_.push();
-    edges_[edge] = {from, token, kNone, target, states_[from].first_edge};
-    states_[from].first_edge = edge;
-    index_.put(edges_, edge);
+  int32_t add_edge(int32_t from, int32_t token, int32_t target, int32_t previous) {
+    const int32_t edge = edges_.push({{from, token, kNone, kNone, kNone}, target});
+    edges_.put(edge, states_[from].first_edge, previous);
+    return edge;
   }
 
   // Adds the suffixes that end with a new token: the textbook construction.
   void extend(int32_t token) {
-    const int32_t whole = new_state(++num_tokens_);
+    const int32_t whole = new_state({++num_tokens_, kRoot, 0, kNone});
     int32_t state = whole_;
     int32_t edge = kNone;
     whole_ = whole;
-    while (state != kNone && (edge = index_.find(edges_, state, token)) == kNone) {
-      add_edge(state, token, whole);
+    while (state != kNone && (edge = edges_.find(state, token)) == kNone) {
+      add_edge(state, token, whole, kNone);
       state = states_[state].link;
     }
-    if (state == kNone) {
-      states_[whole].link = kRoot;
-      return;
-    }
+    if (state == kNone) return;
     const int32_t target = edges_[edge].target;
     const int32_t length = states_[state].length + 1;
     if (states_[target].length == length) {
@@ -132,7 +133,7 @@ class SuffixAutomaton {
     const int32_t shorter = clone(target, length);
     states_[target].link = states_[whole].link = shorter;
     while (state != kNone) {
-      edge = index_.find(edges_, state, token);
+      edge = edges_.find(state, token);
       if (edges_[edge].target != target) break;
       edges_[edge].target = shorter;
       state = states_[state].link;
@@ -141,46 +142,43 @@ class SuffixAutomaton {
 
   // A new class for the shorter strings of a state: the same past, but a different future.
   int32_t clone(int32_t state, int32_t length) {
-    const int32_t copy = new_state(length);
-    states_[copy].link = states_[state].link;
-    states_[copy].count = states_[state].count;
-    const int32_t* kept = states_.extra(state);
-    std::copy_n(kept, num_kept_, states_.extra(copy));
-    for (int32_t edge = states_[state].first_edge; edge != kNone; edge = edges_[edge].next_edge) {
-      add_edge(copy, edges_[edge].token, edges_[edge].target);
-      if (keeps_ == Keeps::kNewestEnds) continue;
-      const auto rank = std::find(kept, kept + num_kept_, edge) - kept;
-      if (rank < num_kept_) states_.extra(copy)[rank] = states_[copy].first_edge;
+    const int32_t copy = new_state({length, states_[state].link, states_[state].count, kNone});
+    for (int32_t i = 0; i < num_newest_; ++i) {
+      newest_ends_[first_end(copy) + i] = newest_ends_[first_end(state) + i];
+    }
+    int32_t last = kNone;
+    for (int32_t edge = states_[state].first_edge; edge != kNone; edge = edges_[edge].next) {
+      last = add_edge(copy, edges_[edge].token, edges_[edge].target, last);
     }
     return copy;
   }
 
-  // Counts the new suffixes of at most max_depth tokens, each a continuation of an old one.
+  // Counts the new suffixes of less than max_depth tokens, each a continuation of an old one.
   void count_ends(int32_t token) {
-    int32_t old = context_;
     // Where the token has split this class, the token follows both halves: start with the longer.
-    const int32_t longest = edges_[index_.find(edges_, old, token)].target;
+    const int32_t longest = edges_[edges_.find(context_, token)].target;
     for (int32_t state = longest; state != kRoot; state = states_[state].link) {
-      const int32_t place = states_[state].count++ % num_kept_;
-      if (keeps_ == Keeps::kNewestEnds) states_.extra(state)[place] = num_tokens_;
+      const int64_t nth = states_[state].count++;
+      if (num_newest_ > 0) newest_ends_[first_end(state) + nth % num_newest_] = num_tokens_;
     }
-    if (keeps_ == Keeps::kFrequentEdges) {
-      const auto count_of = [&](int32_t edge) { return states_[edges_[edge].target].count; };
-      for (; old != kRoot; old = states_[old].link) {
-        promote(states_.extra(old), num_kept_, index_.find(edges_, old, token), count_of);
-      }
+    const auto count_of = [&](int32_t edge) { return states_[edges_[edge].target].count; };
+    const auto goes_before = [&](int32_t edge, int32_t moved) {
+      return count_of(edge) > count_of(moved);
+    };
+    for (int32_t old = context_; branching_ > 0 && old != kRoot; old = states_[old].link) {
+      const int32_t edge = edges_.find(old, token);
+      int32_t& first = states_[old].first_edge;
+      edges_.move(edge, first, edges_.place_of(edge, first, branching_, goes_before));
     }
     const int32_t link = states_[longest].link;
     const bool is_longer = num_tokens_ >= max_depth_ && states_[link].length >= max_depth_ - 1;
     context_ = is_longer ? link : longest;
   }
 
-  Keeps keeps_;
-  int64_t num_kept_;
-  int64_t max_depth_;
+  int64_t branching_, num_newest_, max_depth_;
   Rows<State> states_;
-  Rows<Edge> edges_;
-  PairIndex<Edge> index_;
+  Rows<int32_t> newest_ends_;  // `num_newest` of each state, which take turns
+  Followers<Edge> edges_;
   int32_t num_tokens_ = 0;
   int32_t newest_ = 0;
   int32_t whole_ = kRoot;  // the state of the whole text

@@ -51,9 +51,9 @@ class SuffixTexts(NgramTexts, Protocol):
     all together, and the text that is drafted for as one occurrence more, without continuation.
     They are taken if their sum is larger than that of the own text.
 
-    Finished texts come and go in order, some tokens at a time, so that no call takes long: strings
-    of up to max_depth tokens are counted by the token where they start. While the newest text is
-    counted in part, the draft from finished texts need not be the one of the largest sum.
+    Finished texts come and go in order, some tokens at a time, so that no call takes long: a string
+    counts as often as it starts at a token that is counted. Texts that are counted in part give the
+    draft of the largest sum by these counts.
     """
 
     def add_finished(self, token_ids_T: np.ndarray) -> None:

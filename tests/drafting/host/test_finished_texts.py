@@ -111,9 +111,7 @@ def test_texts_that_come_and_go_in_pieces_are_counted_like_whole_ones(
             size = next(sizes)
             assert [one.count_finished(size) for one in both] == [min(size, coming)] * 2
             coming -= min(size, coming)
-            found = [token for draft in drafts(both[0], contexts) for token in draft.token_ids]
-            assert {*found} <= {token for other in added for token in other}
-        assert drafts(both[0], contexts) == drafts(both[1], contexts)
+            assert drafts(both[0], contexts) == drafts(both[1], contexts)
         assert both[0].count_finished(9) == 0
         left = len(added[number - 1]) if number else 0
         while left:

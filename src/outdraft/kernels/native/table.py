@@ -13,7 +13,7 @@ from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
 from outdraft.kernels.native.sampling import NativeSampling
 from outdraft.kernels.native.team import shared_team
-from outdraft.kernels.native.texts import TextsOf
+from outdraft.kernels.native.texts import NativeSuffixTexts, ngram_texts
 from outdraft.kernels.native.verification import NativeVerification
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
@@ -27,13 +27,13 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
     Args:
         is_cpu: the models' tensors are on the host too.
     """
-    rows, texts = NativeRows(library), TextsOf(library)
+    rows = NativeRows(library)
     kernels = replace(
         others,
         place_rows=rows.place_rows,
         index_rows=rows.index_rows,
-        ngram_texts=texts.ngram_texts,
-        suffix_texts=texts.suffix_texts,
+        ngram_texts=partial(ngram_texts, library),
+        suffix_texts=partial(NativeSuffixTexts, library),
     )
     if not is_cpu:
         return kernels

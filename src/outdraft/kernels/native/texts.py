@@ -1,9 +1,9 @@
 """Texts by the compiled library: an object there remembers them, and one call serves a step."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof, c_char, c_double, c_int64, c_void_p
-from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,29 +13,33 @@ from outdraft.kernels.native.library import Library
 _INT32 = np.dtype(np.int32)  # to compare with this is cheap, with np.int32 it is not
 _NO_BYTES = c_char * 0
 _ASK = struct.Struct("=4q")  # TextAsk of csrc/text_drafts.h
+_SUFFIX_RULE = c_int64, c_double, c_double, c_int64
 _PLACES = 1 + 2 * MAX_DRAFTS  # of a draft
 
 
 class NativeTexts:
-    """The operations of csrc/text_drafts.cpp; see `text_ops.NgramTexts`."""
+    """The operations of csrc/text_drafts.cpp; see `text_ops.NgramTexts`.
 
-    def __init__(self, library: Library, handle: int) -> None:
-        self._handle = handle
-        self._free = library.function("free_texts", [c_void_p])
-        self._forget = library.function("forget_text", [c_void_p, c_int64])
-        self._num_bytes = library.function("texts_bytes", [c_void_p], c_int64)
-        self._draft = library.function("draft_texts", [c_void_p, c_int64, *[c_void_p] * 3], c_int64)
-        self._numbers: dict[str, int] = {}  # of the texts
-        self._next_number = 0
+    Args:
+        new_text: makes what the library remembers of a text.
+    """
+
+    def __init__(self, library: Library, new_text: Callable[[], int]) -> None:
+        self._new_text = new_text
+        self._free = library.function("free_text", [c_void_p])
+        self._num_bytes = library.function("text_bytes", [c_void_p], c_int64)
+        self._draft = library.function("draft_texts", [c_int64, *[c_void_p] * 3], c_int64)
+        self._texts: dict[str, int] = {}
         self._room = _Room(1)
 
     def __del__(self) -> None:
-        self._free(self._handle)
+        for text in self._texts.values():
+            self._free(text)
 
     @property
     def num_bytes(self) -> int:
         """Memory of everything that is remembered."""
-        return self._num_bytes(self._handle)
+        return sum(self._num_bytes(text) for text in self._texts.values())
 
     def draft(self, asks: Sequence[DraftAsk]) -> list[Draft]:
         """One draft per ask."""
@@ -44,67 +48,71 @@ class NativeTexts:
             room = self._room = _Room(2 * len(asks))
         start = 0
         for ask in asks:
-            number = self._numbers.get(ask.request_id)
-            if number is None:
-                number = self._numbers[ask.request_id] = self._next_number
-                self._next_number += 1
+            text = self._texts.get(ask.request_id)
+            if text is None:
+                text = self._texts[ask.request_id] = self._new_text()
             token_ids = ask.token_ids
             max_tokens = min(ask.max_tokens, MAX_DRAFTS)
-            _ASK.pack_into(
-                room.asks, start, number, _address(token_ids), len(token_ids), max_tokens
-            )
+            _ASK.pack_into(room.asks, start, text, _address(token_ids), len(token_ids), max_tokens)
             start += _ASK.size
-        num_places = self._draft(self._handle, len(asks), *room.addresses)
+        num_places = self._draft(len(asks), *room.addresses)
         return room.to_drafts(len(asks), num_places)
 
     def forget(self, request_id: str) -> None:
         """Drop what is remembered of a text."""
-        number = self._numbers.pop(request_id, None)
-        if number is not None:
-            self._forget(self._handle, number)
+        text = self._texts.pop(request_id, None)
+        if text is not None:
+            self._free(text)
 
 
 class NativeSuffixTexts(NativeTexts):
     """The same with finished texts; see `text_ops.SuffixTexts`."""
 
-    def __init__(self, library: Library, handle: int) -> None:
-        super().__init__(library, handle)
-        self._add = library.function("add_finished", [c_void_p, c_void_p, c_int64])
-        self._count = library.function("count_finished", [c_void_p, c_int64], c_int64)
-        self._remove = library.function("remove_finished", [c_void_p, c_int64], c_int64)
+    def __init__(
+        self,
+        library: Library,
+        max_depth: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        branching: int,
+    ) -> None:
+        function = library.function
+        self._finished = function("new_finished", [c_int64] * 2, c_void_p)(max_depth, branching)
+        new_text = function("new_suffix_text", [c_void_p, *_SUFFIX_RULE], c_void_p)
+        rule = max_depth, max_spec_factor, min_token_prob, branching
+        super().__init__(library, partial(new_text, self._finished, *rule))
+        self._free_finished = function("free_finished", [c_void_p])
+        self._finished_bytes = function("finished_bytes", [c_void_p], c_int64)
+        self._add = function("add_finished", [c_void_p, c_void_p, c_int64])
+        self._count = function("count_finished", [c_void_p, c_int64], c_int64)
+        self._remove = function("remove_finished", [c_void_p, c_int64], c_int64)
+
+    def __del__(self) -> None:
+        super().__del__()
+        self._free_finished(self._finished)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of everything that is remembered."""
+        return super().num_bytes + self._finished_bytes(self._finished)
 
     def add_finished(self, token_ids_T: np.ndarray) -> None:
         """Keep a text."""
-        self._add(self._handle, _address(token_ids_T), len(token_ids_T))
+        self._add(self._finished, _address(token_ids_T), len(token_ids_T))
 
     def count_finished(self, max_tokens: int) -> int:
         """Count more strings of the newest text."""
-        return self._count(self._handle, max_tokens)
+        return self._count(self._finished, max_tokens)
 
     def remove_finished(self, max_tokens: int) -> int:
         """Take back strings of the oldest text."""
-        return self._remove(self._handle, max_tokens)
+        return self._remove(self._finished, max_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class TextsOf:
-    """Makes the objects of a library."""
-
-    library: Library
-
-    def ngram_texts(self, min_n: int, max_n: int, branching: int) -> NativeTexts:
-        """As `text_ops.NgramTextsMaker`."""
-        new = self.library.function("new_ngram_texts", [c_int64] * 3, c_void_p)
-        return NativeTexts(self.library, new(min_n, max_n, branching))
-
-    def suffix_texts(
-        self, max_depth: int, max_spec_factor: float, min_token_prob: float, branching: int
-    ) -> NativeSuffixTexts:
-        """As `text_ops.SuffixTextsMaker`."""
-        types = [c_int64, c_double, c_double, c_int64]
-        new = self.library.function("new_suffix_texts", types, c_void_p)
-        handle = new(max_depth, max_spec_factor, min_token_prob, branching)
-        return NativeSuffixTexts(self.library, handle)
+def ngram_texts(library: Library, min_n: int, max_n: int, branching: int) -> NativeTexts:
+    """As `text_ops.NgramTextsMaker`."""
+    new_text = library.function("new_ngram_text", [c_int64] * 3, c_void_p)
+    return NativeTexts(library, partial(new_text, min_n, max_n, branching))
 
 
 class _Room:

@@ -69,7 +69,8 @@ class ReferenceSuffixTexts:
 
         If several matches occur at the same places, the one that may draft deepest counts.
         """
-        best, best_seen, best_limit = Draft(), 0, 0
+        best, best_limit = Draft(), 0
+        best_ends: list[tuple[int, int]] = []
         for match_len in range(min(len(context), self._max_depth - 1), 0, -1):
             match = context[len(context) - match_len :]
 
@@ -77,16 +78,16 @@ class ReferenceSuffixTexts:
                 string = [*match, *path]
                 found = _continuations(texts, string)
                 most_first = sorted(found, key=lambda t: found[t], reverse=True)[: self._branching]
-                seen = _times(texts, string) + (0 if path else num_more)
+                seen = len(_ends(texts, string)) + (0 if path else num_more)
                 return [(token, found[token][0] / seen) for token in most_first]
 
-            seen = _times(texts, match)
+            ends = _ends(texts, match)
             by_factor = min(max_tokens, self._max_spec_factor * match_len)
             limit = min(int(by_factor), self._max_depth - match_len)
             draft = grow(children, max_tokens, limit, self._min_token_prob)
-            is_deeper = seen == best_seen and limit > best_limit
+            is_deeper = ends == best_ends and limit > best_limit
             if draft.score > best.score or (draft.score == best.score and is_deeper):
-                best, best_seen, best_limit = draft, seen, limit
+                best, best_ends, best_limit = draft, ends, limit
         return best
 
 
@@ -97,8 +98,13 @@ def _occurrences(text: _Text, string: list[int]) -> list[int]:
     return [i for i in range(text.start, stop) if tokens[i : i + len(string)] == string]
 
 
-def _times(texts: list[_Text], string: list[int]) -> int:
-    return sum(len(_occurrences(text, string)) for text in texts)
+def _ends(texts: list[_Text], string: list[int]) -> list[tuple[int, int]]:
+    """Where a string ends: the number of the text and the place behind it, for each occurrence."""
+    return [
+        (number, start + len(string))
+        for number, text in enumerate(texts)
+        for start in _occurrences(text, string)
+    ]
 
 
 def _continuations(texts: list[_Text], string: list[int]) -> dict[int, tuple[int, int]]:
