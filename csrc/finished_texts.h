@@ -172,7 +172,7 @@ class FinishedTexts {
       if (child == kNone) {
         const auto length = static_cast<int32_t>(stop - at);
         child = new_node({{node, text(at), kNone, kNone, kNone}, length, 0, kNone, at, true});
-        nodes_.put(child, nodes_[node].first_child, kNone);
+        nodes_.put(child, nodes_[node].first_child, place_of(child));
       } else {
         const int64_t limit = std::min<int64_t>(nodes_[child].length, stop - at);
         const int64_t label = nodes_[child].label_start;
@@ -182,7 +182,7 @@ class FinishedTexts {
       }
       ++nodes_[child].count;
       nodes_[child].label_start = at;
-      if (nodes_[node].is_ordered) move_in_order(child);
+      if (nodes_[node].is_ordered) nodes_.move(child, nodes_[node].first_child, place_of(child));
       node = child;
     }
   }
@@ -255,9 +255,9 @@ class FinishedTexts {
       return one.count != two.count ? one.count > two.count : one.label_start > two.label_start;
     };
   }
-  void move_in_order(int32_t child) {
-    int32_t& first = nodes_[nodes_[child].from].first_child;
-    nodes_.move(child, first, nodes_.place_of(child, first, branching_, goes_before()));
+  int32_t place_of(int32_t child) const {
+    const int32_t first = nodes_[nodes_[child].from].first_child;
+    return nodes_.place_of(child, first, branching_, goes_before());
   }
   // Whether it is one of the first `branching` children of its parent.
   bool is_frequent(int32_t child) const {

@@ -83,16 +83,14 @@ class Followers {
     link(row, first, previous);
   }
 
-  // Where a record belongs in a list, if the `num` first of the others are in order: behind the
-  // last of them that goes before it.
+  // Where a record belongs that is new or goes before more others than it did: behind the last of
+  // the list's `num` first ones, which are in order, that goes before it.
   template <class GoesBefore>
   int32_t place_of(int32_t row, int32_t first, int64_t num, const GoesBefore& goes_before) const {
-    int32_t previous = kNone;
-    for (int32_t at = first; at != kNone && num > 0; at = records_[at].next) {
-      if (at == row) continue;
-      if (!goes_before(at, row)) break;
+    int32_t previous = kNone, at = first;
+    for (; num > 0 && at != kNone && at != row && goes_before(at, row); --num) {
       previous = at;
-      --num;
+      at = records_[at].next;
     }
     return previous;
   }

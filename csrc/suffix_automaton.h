@@ -107,10 +107,15 @@ class SuffixAutomaton {
     return states_.push(state);
   }
 
-  int32_t add_edge(int32_t from, int32_t token, int32_t target, int32_t previous) {
-    const int32_t edge = edges_.push({{from, token, kNone, kNone, kNone}, target});
-    edges_.put(edge, states_[from].first_edge, previous);
-    return edge;
+  int32_t new_edge(int32_t from, int32_t token, int32_t target) {
+    return edges_.push({{from, token, kNone, kNone, kNone}, target});
+  }
+  // Where an edge belongs in the list of its state: the most frequent first, the latest of equals.
+  int32_t place_of(int32_t edge) const {
+    const auto goes_before = [&](int32_t other, int32_t moved) {
+      return states_[edges_[other].target].count > states_[edges_[moved].target].count;
+    };
+    return edges_.place_of(edge, states_[edges_[edge].from].first_edge, branching_, goes_before);
   }
 
   // Adds the suffixes that end with a new token: the textbook construction.
@@ -120,7 +125,8 @@ class SuffixAutomaton {
     int32_t edge = kNone;
     whole_ = whole;
     while (state != kNone && (edge = edges_.find(state, token)) == kNone) {
-      add_edge(state, token, whole, kNone);
+      edge = new_edge(state, token, whole);
+      edges_.put(edge, states_[state].first_edge, place_of(edge));
       state = states_[state].link;
     }
     if (state == kNone) return;
@@ -148,7 +154,9 @@ class SuffixAutomaton {
     }
     int32_t last = kNone;
     for (int32_t edge = states_[state].first_edge; edge != kNone; edge = edges_[edge].next) {
-      last = add_edge(copy, edges_[edge].token, edges_[edge].target, last);
+      const int32_t added = new_edge(copy, edges_[edge].token, edges_[edge].target);
+      edges_.put(added, states_[copy].first_edge, last);
+      last = added;
     }
     return copy;
   }
@@ -161,14 +169,9 @@ class SuffixAutomaton {
       const int64_t nth = states_[state].count++;
       if (num_newest_ > 0) newest_ends_[first_end(state) + nth % num_newest_] = num_tokens_;
     }
-    const auto count_of = [&](int32_t edge) { return states_[edges_[edge].target].count; };
-    const auto goes_before = [&](int32_t edge, int32_t moved) {
-      return count_of(edge) > count_of(moved);
-    };
     for (int32_t old = context_; branching_ > 0 && old != kRoot; old = states_[old].link) {
       const int32_t edge = edges_.find(old, token);
-      int32_t& first = states_[old].first_edge;
-      edges_.move(edge, first, edges_.place_of(edge, first, branching_, goes_before));
+      edges_.move(edge, states_[old].first_edge, place_of(edge));
     }
     const int32_t link = states_[longest].link;
     const bool is_longer = num_tokens_ >= max_depth_ && states_[link].length >= max_depth_ - 1;
