@@ -58,11 +58,9 @@ void draw_rows(const Nodes& nodes, const Worth& worth, int64_t num_kept, const N
   }
   for (int64_t f = 0; f < rows.num_rows; ++f) {
     int64_t best = -1;
+    const auto gain = [&](int64_t e) { return gains[e * num_ranks + next[e]]; };
     for (int64_t e = 0; e < nodes.num_nodes; ++e) {
-      if (next[e] == num_ranks) continue;
-      if (best < 0 || gains[e * num_ranks + next[e]] > gains[best * num_ranks + next[best]]) {
-        best = e;
-      }
+      if (next[e] < num_ranks && (best < 0 || gain(e) > gain(best))) best = e;
     }
     const int64_t rank = next[best]++;
     rows.origins[f] = best;
@@ -105,14 +103,9 @@ OUTDRAFT_EXPORT void draw_level(int64_t num_requests, int64_t num_nodes, int64_t
   for (int64_t b = 0; b < num_requests; ++b) {
     const int64_t row = b * num_rows;
     if (!draws[b]) continue;
-    const outdraft::Nodes nodes{num_nodes,
-                                size,
-                                logits + b * num_nodes * size,
-                                weight + b * num_nodes,
-                                first_above,
-                                seeds[b],
-                                positions[b],
-                                num_tokens[b]};
+    const int64_t node = b * num_nodes;
+    const outdraft::Nodes nodes{num_nodes,   size,     logits + node * size, weight + node,
+                                first_above, seeds[b], positions[b],         num_tokens[b]};
     outdraft::draw_rows(nodes, *worth, num_kept[b],
                         {num_rows, token_ids + row, origins + row, is_drawn + row,
                          probs + row * size, new_weight + row});

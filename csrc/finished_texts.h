@@ -67,10 +67,10 @@ class FinishedTexts {
 
   // The ends of a text that have occurred here, the longest first.
   //
-  // Every occurrence of a string holds one of each of its ends. So an end that occurs as often as a
-  // longer one occurs at the same places, unless the newest text is counted in part: then strings
-  // that start at its last counted tokens have ends that start behind them. These strings have
-  // other newest ends than what is not counted there.
+  // Every occurrence of a string holds one of each of its ends. So ends that occur equally often
+  // occur at the same places. While the newest text is counted in part, ends of its last counted
+  // strings start behind them, where nothing is counted: then those of the same count and the same
+  // newest place occur at the same places.
   std::vector<Match<Place>> matches(const int32_t* text_end, int64_t num_tokens) const {
     const int64_t most = std::min(num_tokens, max_depth_ - 1);
     std::vector<Match<Place>> found;

@@ -71,7 +71,7 @@ class Followers {
     link(row, first, previous);
   }
   void cut(int32_t row, int32_t& first) {
-    int32_t* at = &heads_[bucket_of(row)];
+    int32_t* at = &head_of(row);
     while (*at != row) at = &records_[*at].next_in_bucket;
     *at = records_[row].next_in_bucket;
     --num_found_;
@@ -120,10 +120,12 @@ class Followers {
     const auto bucket = static_cast<int32_t>(mixed & (2 * half_ - 1));
     return bucket < heads_.size() ? bucket : bucket & (half_ - 1);
   }
-  int32_t bucket_of(int32_t row) const { return bucket_of(records_[row].from, records_[row].token); }
+  int32_t& head_of(int32_t row) {
+    return heads_[bucket_of(records_[row].from, records_[row].token)];
+  }
 
   void enter(int32_t row) {
-    int32_t& head = heads_[bucket_of(row)];
+    int32_t& head = head_of(row);
     records_[row].next_in_bucket = head;
     head = row;
   }

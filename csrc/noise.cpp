@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <utility>
 
 #include "export.h"
 #if defined(__x86_64__)
@@ -48,6 +49,15 @@ inline Longs product(Longs x, uint64_t number) { return (x & kLow) * number; }
 constexpr int64_t kBlocks = sizeof(Longs) / sizeof(uint64_t);
 constexpr int64_t kWords = 4 * kBlocks;
 
+// Writes the lanes of both in turn.
+template <int... kLanes>
+void store_in_turn(Longs a, Longs b, uint32_t* words, std::integer_sequence<int, kLanes...>) {
+  const Longs in_turn[2] = {
+      __builtin_shufflevector(a, b, (kLanes / 2 + kLanes % 2 * kBlocks)...),
+      __builtin_shufflevector(a, b, ((kLanes + kBlocks) / 2 + kLanes % 2 * kBlocks)...)};
+  std::memcpy(words, in_turn, sizeof in_turn);
+}
+
 // The words of kBlocks blocks, in the order of their ids.
 void fill_blocks(const NoiseKey& key, int64_t block, uint32_t* words) {
   Longs x0, x1 = Longs{} + static_cast<uint64_t>(key.position);
@@ -65,20 +75,8 @@ void fill_blocks(const NoiseKey& key, int64_t block, uint32_t* words) {
     k0 += kWeyl[0];
     k1 += kWeyl[1];
   }
-  const Longs pairs[2] = {(x0 & kLow) | (x1 << 32), (x2 & kLow) | (x3 << 32)};
-  auto* out = reinterpret_cast<char*>(words);
-#if defined(__AVX512F__)
-  const Longs in_order[2] = {
-      __builtin_shufflevector(pairs[0], pairs[1], 0, 8, 1, 9, 2, 10, 3, 11),
-      __builtin_shufflevector(pairs[0], pairs[1], 4, 12, 5, 13, 6, 14, 7, 15)};
-#elif defined(__AVX2__)
-  const Longs in_order[2] = {__builtin_shufflevector(pairs[0], pairs[1], 0, 4, 1, 5),
-                             __builtin_shufflevector(pairs[0], pairs[1], 2, 6, 3, 7)};
-#else
-  const Longs in_order[2] = {__builtin_shufflevector(pairs[0], pairs[1], 0, 2),
-                             __builtin_shufflevector(pairs[0], pairs[1], 1, 3)};
-#endif
-  std::memcpy(out, in_order, sizeof in_order);
+  store_in_turn((x0 & kLow) | (x1 << 32), (x2 & kLow) | (x3 << 32), words,
+                std::make_integer_sequence<int, kBlocks>{});
 }
 
 // Written without branches and conversions from integers, so that loops over it vectorise.

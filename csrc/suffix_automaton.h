@@ -2,7 +2,7 @@
 //
 // A suffix automaton (Blumer et al. 1985) of the whole text, grown token by token. A state stands
 // for strings that end at exactly the same places; its link leads to the class of their longest
-// suffix that occurs in more places. For strings of less than `max_depth` tokens the automaton keeps
+// suffix that occurs in more places. Of strings of less than `max_depth` tokens the automaton keeps
 //
 // - the number of occurrences: a new token adds one to the classes of the text's last suffixes,
 //   which are the link chain from the longest of them, hence at most max_depth steps a token;
@@ -32,15 +32,6 @@ class SuffixAutomaton {
  public:
   using Place = int32_t;  // the state of the string that ends there
 
-  struct State {
-    int32_t length;  // of its longest string
-    int32_t link;    // kNone: the root has none
-    int32_t count;
-    int32_t first_edge;
-  };
-
-  static constexpr int32_t kRoot = 0;
-
   SuffixAutomaton(int64_t branching, int64_t num_newest, int64_t max_depth)
       : branching_(branching), num_newest_(num_newest), max_depth_(max_depth) {
     new_state({0, kNone, 0, kNone});
@@ -65,10 +56,6 @@ class SuffixAutomaton {
     return states_.num_bytes() + newest_ends_.num_bytes() + edges_.num_bytes();
   }
 
-  // The state of the text's longest suffix of less than max_depth tokens.
-  int32_t context() const { return context_; }
-  const State& state(int32_t number) const { return states_[number]; }
-
   // The text's ends of less than max_depth tokens, the longest first.
   std::vector<Match<Place>> matches() const {
     std::vector<Match<Place>> found;
@@ -91,14 +78,22 @@ class SuffixAutomaton {
   }
 
   // The token behind an occurrence of this age: 0 is the newest; age < min(count, num_newest).
-  int32_t newest_end(int32_t state, int64_t age) const {
-    return newest_ends_[first_end(state) + (states_[state].count - 1 - age) % num_newest_];
+  int32_t newest_end(Place place, int64_t age) const {
+    return newest_ends_[first_end(place) + (states_[place].count - 1 - age) % num_newest_];
   }
 
  private:
+  struct State {
+    int32_t length;  // of its longest string
+    int32_t link;    // kNone: the root has none
+    int32_t count;
+    int32_t first_edge;
+  };
   struct Edge : Follower {
     int32_t target;
   };
+
+  static constexpr int32_t kRoot = 0;
 
   int32_t first_end(int32_t state) const { return state * static_cast<int32_t>(num_newest_); }
 
@@ -184,8 +179,8 @@ class SuffixAutomaton {
   Followers<Edge> edges_;
   int32_t num_tokens_ = 0;
   int32_t newest_ = 0;
-  int32_t whole_ = kRoot;  // the state of the whole text
-  int32_t context_ = kRoot;
+  int32_t whole_ = kRoot;    // the state of the whole text
+  int32_t context_ = kRoot;  // that of its longest suffix of less than max_depth tokens
 };
 
 }  // namespace outdraft

@@ -43,11 +43,11 @@ struct Path {
 constexpr int64_t kMostRows = 64;  // a request has at most 63 drafts
 constexpr double kTiny = std::numeric_limits<double>::min();
 
-// Rows of numbers that a walk changes.
-float* scratch(int64_t num_rows, int64_t size) {
-  thread_local std::vector<float> rows;
-  rows.resize(std::max(rows.size(), static_cast<size_t>(num_rows * size)));
-  return rows.data();
+// Numbers that a walk changes, at each depth.
+float* scratch(int64_t depth, int64_t size) {
+  thread_local std::vector<float> rows[kMostRows];
+  rows[depth].resize(size);
+  return rows[depth].data();
 }
 
 const float* row_of(const Judge& judge, int64_t row) { return judge.logits + row * judge.size; }
@@ -89,31 +89,13 @@ double subtract(float* rest, int64_t size, float weight, const Tree& tree, int64
   return total(rest, size);
 }
 
-// The draft after `row` that is the choice, -1 if there is none. A parent precedes its children;
-// of siblings with the same token the first is taken.
-int64_t child_of(const Tree& tree, int64_t row, int64_t choice) {
-  for (int64_t draft = row; draft < tree.num_drafts; ++draft) {
-    if (tree.parents[draft] == row && tree.tokens[draft] == choice) return draft;
-  }
-  return -1;
-}
-
-// The first draft from `first` on that continues `row`, -1 if there is none.
+// The first draft from `first` on that continues `row`, -1 if there is none. A parent precedes its
+// children.
 int64_t next_child(const Tree& tree, int64_t row, int64_t first) {
   for (int64_t draft = first; draft < tree.num_drafts; ++draft) {
     if (tree.parents[draft] == row) return draft;
   }
   return -1;
-}
-
-// How many levels the tree has below its root.
-int64_t depth_of(const Tree& tree) {
-  int64_t depths[kMostRows] = {}, most = 0;
-  for (int64_t draft = 0; draft < tree.num_drafts; ++draft) {
-    depths[draft + 1] = depths[tree.parents[draft]] + 1;
-    most = std::max(most, depths[draft + 1]);
-  }
-  return most;
 }
 
 // A row of the path on which a traversal is.
@@ -136,13 +118,14 @@ int64_t finish(const Tree& tree, const Path& path, int64_t num_accepted, int64_t
   return num_accepted + 1;
 }
 
-// The path of the target's own choices.
-int64_t match_tree(const Judge& judge, const Tree& tree, const Path& path) {
+// The path of the choices: choose(row, depth). Of siblings with the same token the first is taken.
+template <class Choose>
+int64_t match_tree(const Tree& tree, const Path& path, const Choose& choose) {
   for (int64_t row = 0, depth = 0;; ++depth) {
-    const int64_t choice = judge.is_greedy ? argmax(row_of(judge, row), judge.size)
-                                           : draw(judge, row, depth, Purpose::kSample);
-    const int64_t child = child_of(tree, row, choice);
-    if (child < 0) return finish(tree, path, depth, choice);
+    const int64_t choice = path.tokens[depth] = choose(row, depth);
+    int64_t child = next_child(tree, row, row);
+    while (child >= 0 && tree.tokens[child] != choice) child = next_child(tree, row, child + 1);
+    if (child < 0) return depth + 1;
     path.drafts[depth] = child;
     row = child + 1;
   }
@@ -153,11 +136,10 @@ int64_t match_tree(const Judge& judge, const Tree& tree, const Path& path) {
 int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
   const int64_t size = judge.size;
   Node nodes[kMostRows];
-  float* rests = scratch(depth_of(tree) + 1, size);
   int64_t depth = 0;
   while (true) {
     Node& node = nodes[depth];
-    float* rest = rests + depth * size;
+    float* rest = scratch(depth, size);
     const int64_t child = node.weight > 0 ? next_child(tree, node.row, node.next) : -1;
     if (child >= 0) {
       if (node.next == node.row) softmax(row_of(judge, node.row), size, rest);
@@ -174,7 +156,7 @@ int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
     } else {
       Node& parent = nodes[--depth];
       const auto factor = static_cast<float>(parent.factor);
-      const double left = subtract(rests + depth * size, size, factor, tree, node.row - 1);
+      const double left = subtract(scratch(depth, size), size, factor, tree, node.row - 1);
       const double whole = left + (1.0 - parent.weight);
       parent.factor = whole > 0 ? 1.0 / whole : 0.0;
       parent.weight = left * parent.factor;
@@ -184,7 +166,7 @@ int64_t traverse(const Judge& judge, const Tree& tree, const Path& path) {
 
 // Token-level rejection of a chain (Leviathan et al. 2023, arXiv 2211.17192, algorithm 1).
 int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
-  float* p = scratch(1, judge.size);
+  float* p = scratch(0, judge.size);
   for (int64_t draft = 0; draft < chain.num_drafts; ++draft) {
     softmax(row_of(judge, draft), judge.size, p);
     const double q = own_probability(chain, draft, judge.size);
@@ -199,7 +181,6 @@ int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
 }
 
 }  // namespace
-
 }  // namespace outdraft
 
 using outdraft::Rule;
@@ -220,13 +201,16 @@ OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, c
     const bool has_sampled = std::any_of(tree.is_sampled, tree.is_sampled + tree.num_drafts,
                                          [](bool one) { return one; });
     if (rule == static_cast<int64_t>(Rule::kMatch) || !draws[b] || !has_sampled) {
-      num_emitted[b] = match_tree(judge, tree, path);
+      num_emitted[b] = match_tree(tree, path, [&](int64_t row, int64_t depth) {
+        return judge.is_greedy ? outdraft::argmax(row_of(judge, row), size)
+                               : draw(judge, row, depth, outdraft::Purpose::kSample);
+      });
     } else if (rule == static_cast<int64_t>(Rule::kToken) && !sampled_trees) {
       num_emitted[b] = reject_tokens(judge, tree, path);
     } else {
       num_emitted[b] = traverse(judge, tree, path);
     }
-    outdraft::pad(path, num_emitted[b], width);
+    pad(path, num_emitted[b], width);
     logits += (num_drafts[b] + 1) * size;
   }
 }
@@ -240,15 +224,8 @@ OUTDRAFT_EXPORT void match_choices(int64_t num_requests, int64_t width, const in
     const outdraft::Tree tree{num_drafts[b], tokens + b * width, parents + b * width, nullptr,
                               nullptr};
     const outdraft::Path path{emitted + b * (width + 1), rows + b * width};
-    int64_t count = 0;
-    for (int64_t row = 0; row >= 0; ++count) {
-      path.tokens[count] = choices[row];
-      const int64_t child = outdraft::child_of(tree, row, choices[row]);
-      if (child >= 0) path.drafts[count] = child;
-      row = child < 0 ? -1 : child + 1;
-    }
-    outdraft::pad(path, count, width);
-    num_emitted[b] = count;
+    num_emitted[b] = match_tree(tree, path, [&](int64_t row, int64_t) { return choices[row]; });
+    pad(path, num_emitted[b], width);
     choices += num_drafts[b] + 1;
   }
 }

@@ -12,7 +12,7 @@ from outdraft.kernels.native.library import Library
 
 _INT32 = np.dtype(np.int32)  # to compare with this is cheap, with np.int32 it is not
 _NO_BYTES = c_char * 0
-_ASK = struct.Struct("=4q")  # TextAsk of csrc/text_drafts.h
+_ASK = struct.Struct("=4q")  # TextAsk of csrc/text_drafts.cpp
 _SUFFIX_RULE = c_int64, c_double, c_double, c_int64
 _PLACES = 1 + 2 * MAX_DRAFTS  # of a draft
 
