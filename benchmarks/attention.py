@@ -127,7 +127,7 @@ def flex(inputs: Inputs) -> Run:
 def candidates(inputs: Inputs, device: torch.device) -> dict[str, Run]:
     """By name; ours first."""
     fast = choose_kernels("auto", device, inputs.q_THC.dtype).attention
-    runs = {fast.name: paged(fast, inputs), "sdpa": sdpa(inputs)}
+    runs = {type(fast).__name__: paged(fast, inputs), "sdpa": sdpa(inputs)}
     if device.type == "cpu":
         return runs | {"reference": paged(ReferenceAttention(), inputs)}
     torch.compiler.reset()  # or the shapes so far would count against the limit of recompiles

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outdraft.attention.base import LayerCache, causal_metadata
+from outdraft.attention.base import LayerCache
 from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
+from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.dense_attention import DenseRequest, attend_row

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.attention.base import AttentionBackend, LayerCache, causal_metadata
+from outdraft.attention.base import AttentionBackend, LayerCache
 from outdraft.kernels.reference.attention import ReferenceAttention
+from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.draft_trees import ancestor_masks

@@ -207,13 +207,13 @@ def test_float64_is_refused_with_the_way_out():
 
 def test_it_is_the_default_on_a_gpu():
     kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
-    assert kernels.attention.name == "triton"
+    assert isinstance(kernels.attention, TritonAttention)
 
 
 def test_without_triton_a_gpu_has_the_reference(monkeypatch):
     monkeypatch.setattr("outdraft.kernels.triton.select.find_spec", lambda name: None)
     kernels = choose_kernels("auto", torch.device("cuda"), torch.bfloat16)
-    assert kernels.attention.name == "reference"
+    assert isinstance(kernels.attention, ReferenceAttention)
 
 
 def test_triton_is_imported_for_a_gpu_only():

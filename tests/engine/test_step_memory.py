@@ -193,7 +193,10 @@ def test_a_tree_is_paid_for_in_full_however_few_of_its_rows_are_verified():
 
 
 def test_texts_are_what_the_device_state_takes():
-    assert text_bytes(step_shape()) == DeviceState(4, 100, CPU, reference_kernels()).num_bytes
+    assert (
+        text_bytes(step_shape())
+        == DeviceState(4, 100, CPU, reference_kernels()).token_ids_SL.nbytes
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,9 +18,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from outdraft.attention.base import causal_metadata
+from outdraft.core.weight_format import WeightFormat
 from outdraft.kv.cache import KVCache
+from outdraft.models.layers.linear import linears_of
 from outdraft.models.llama import CausalLM
+from tests.attention.causal import causal_metadata
 
 TINY: dict[str, Any] = {
     "vocab_size": 61,
@@ -137,3 +139,8 @@ def chunked_logits(
         logits.append(model.logits(hidden_TD))
         start += size
     return torch.cat(logits)
+
+
+def are_bfloat16(module: nn.Module) -> bool:
+    """Whether all products of a module keep their weights as bfloat16."""
+    return all(part.format is WeightFormat.BFLOAT16 for part in linears_of(module))

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, causal_metadata
+from outdraft.attention.base import AttentionMetadata
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.llama import CausalLM
+from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels
+from tests.models.checkpoints import are_bfloat16
 from tests.models.eagle_checkpoints import (
     LAYOUTS,
     TARGET_LAYERS,

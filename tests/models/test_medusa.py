@@ -12,10 +12,10 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.layers.linear import are_bfloat16
 from outdraft.models.llama import CausalLM
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from tests.kernels.tables import cpu_kernels
+from tests.models.checkpoints import are_bfloat16
 from tests.models.head_checkpoints import (
     HIDDEN,
     VOCAB,

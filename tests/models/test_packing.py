@@ -7,12 +7,13 @@ import torch
 
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.layers.linear import Linear, are_bfloat16
+from outdraft.models.layers.linear import Linear
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, load_weights, weight_files
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,
+    are_bfloat16,
     chunked_logits,
     llama,
     random_tokens,

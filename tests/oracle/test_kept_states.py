@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.attention.base import causal_metadata
 from outdraft.core.plan import Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
@@ -29,6 +28,7 @@ from outdraft.models.eagle import EagleNetwork
 from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import TargetPass
 from outdraft.runner.results import VerifiedRows
+from tests.attention.causal import causal_metadata
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
 from tests.reference.draft_trees import tree_depths
 

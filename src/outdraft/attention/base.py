@@ -33,7 +33,6 @@ __all__ = [
     "AttentionSizes",
     "LayerCache",
     "MeasuredAttention",
-    "causal_metadata",
 ]
 
 
@@ -85,8 +84,6 @@ class AttentionSizes:
 class AttentionBackend(Protocol):
     """Writes new keys and values to the paged cache, and attends over it."""
 
-    name: str
-
     def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped."""
         ...
@@ -124,21 +121,3 @@ def with_dense_rows(rows_THC: Tensor) -> Tensor:
     if rows_THC.stride(2) == 1 and rows_THC.stride(1) == rows_THC.shape[2]:
         return rows_THC
     return rows_THC.contiguous()
-
-
-def causal_metadata(
-    context_len: int, num_rows: int, slots_T: Tensor, block_table_P: Tensor
-) -> AttentionMetadata:
-    """The batch of one request with no drafts."""
-    device = slots_T.device
-    return AttentionMetadata(
-        query_start_B1=torch.tensor([0, num_rows], dtype=torch.int32, device=device),
-        context_lens_B=torch.tensor([context_len], dtype=torch.int32, device=device),
-        num_causal_B=torch.tensor([num_rows], dtype=torch.int32, device=device),
-        ancestors_T=torch.zeros(num_rows, dtype=torch.int64, device=device),
-        positions_T=torch.arange(context_len, context_len + num_rows, device=device),
-        slots_T=slots_T,
-        block_table_BP=block_table_P[None],
-        max_rows=num_rows,
-        max_seq_len=context_len + num_rows,
-    )

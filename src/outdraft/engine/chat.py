@@ -132,10 +132,9 @@ class ChatTemplate:
         try:
             text = self._rendered(
                 readable,
-                # Templates tell "no tools" (None) from a name that they do not know.
+                **(variables or {}),
                 tools=list(tools) if tools is not None else None,
                 add_generation_prompt=add_generation_prompt,
-                variables=variables or {},
             )
         except _RENDERING as error:  # content or variables of an unexpected shape
             raise RequestError(
@@ -143,18 +142,10 @@ class ChatTemplate:
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _rendered(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        values = {"documents": None, **self._special_tokens, **(variables or {})}
-        return self._template.render(
-            values, messages=messages, tools=tools, add_generation_prompt=add_generation_prompt
-        )
+    def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
+        # Templates tell "no tools" (None) from a name that they do not know.
+        values = {"documents": None, "tools": None, "add_generation_prompt": True}
+        return self._template.render(values | self._special_tokens | options, messages=messages)
 
     def _shows(self, content: object) -> bool:
         """Whether the template writes the text of such a content, and not its notation."""

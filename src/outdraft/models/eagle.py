@@ -22,7 +22,7 @@ from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
-from outdraft.models.eagle_layers import FusedEntry, PairEntry, TapFusion
+from outdraft.models.eagle_layers import Entry, TapFusion
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
@@ -81,9 +81,7 @@ class EagleNetwork(nn.Module):
         self.fusion: TapFusion | None = None
         if config.version is EagleVersion.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
-            self.entry = PairEntry(config, kind)
-        else:
-            self.entry = FusedEntry(config, kind)
+        self.entry = Entry(config, kind)
         has_first_norm = self.fusion is None and config.input_norm
         self.decoder = Decoder(
             layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from outdraft.kernels.ops import StateEntry
 from outdraft.models.decoder import Kind, Slots, product_of
-from outdraft.models.eagle_config import EagleConfig
+from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
 
@@ -45,51 +45,40 @@ class TapFusion(nn.Module):
             yield f"fc_norm.{index}.weight", norm.weight
 
 
-class PairEntry(nn.Module):
-    """EAGLE-3: layer 0 reads the token and the state side by side."""
+class Entry(nn.Module):
+    """What layer 0 reads: in EAGLE one state made of the token and the target's state, in EAGLE-3
+    both side by side."""
 
     def __init__(self, config: EagleConfig, kind: Kind) -> None:
         super().__init__()
         size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps, **kind)
-        self.hidden_norm = RMSNorm(size, eps, **kind)
-        self.num_outputs = 2 * size
         self._adds_to_normed = config.norm_before_residual
+        self.fc: Linear | None = None
+        self.token_norm: RMSNorm | None = None
+        self.state_norm: RMSNorm | None = None
+        if config.version is EagleVersion.EAGLE:
+            self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
+        else:
+            self.state_norm = RMSNorm(size, eps, **kind)
+        if self.fc is None or config.layernorms:
+            self.token_norm = RMSNorm(size, eps, **kind)
+        self.num_outputs = 2 * size if self.fc is None else size
 
     def spec(self) -> StateEntry:
-        """For the kernels."""
+        """For the kernels, once the product is packed."""
         return StateEntry(
-            token_norm_D=self.input_layernorm.weight.data,
-            state_norm_D=self.hidden_norm.weight.data,
+            token_norm_D=norm_weight(self.token_norm),
+            state_norm_D=norm_weight(self.state_norm),
+            fc=None if self.fc is None else product_of(self.fc),
             adds_to_normed=self._adds_to_normed,
         )
 
     def slots(self) -> Slots:
         """As EagleNetwork.checkpoint_slots."""
-        yield "layers.0.input_layernorm.weight", self.input_layernorm.weight
-        yield "layers.0.hidden_norm.weight", self.hidden_norm.weight
-
-
-class FusedEntry(nn.Module):
-    """EAGLE: layer 0 reads one state made of the token and the target's."""
-
-    def __init__(self, config: EagleConfig, kind: Kind) -> None:
-        super().__init__()
-        size, eps = config.layer.hidden_size, config.layer.rms_norm_eps
-        self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
-        self.embedding_layernorm = RMSNorm(size, eps, **kind) if config.layernorms else None
-        self.num_outputs = size
-
-    def spec(self) -> StateEntry:
-        """For the kernels, once the product is packed."""
-        return StateEntry(
-            token_norm_D=norm_weight(self.embedding_layernorm),
-            state_norm_D=None,
-            fc=product_of(self.fc),
-        )
-
-    def slots(self) -> Slots:
-        """As EagleNetwork.checkpoint_slots."""
-        yield "fc.weight", self.fc.weight
-        yield "fc.bias", self.fc.bias
-        yield "embedding_layernorm.weight", norm_weight(self.embedding_layernorm)
+        if self.fc is not None:
+            yield "fc.weight", self.fc.weight
+            yield "fc.bias", self.fc.bias
+            yield "embedding_layernorm.weight", norm_weight(self.token_norm)
+        else:
+            yield "layers.0.input_layernorm.weight", norm_weight(self.token_norm)
+            yield "layers.0.hidden_norm.weight", norm_weight(self.state_norm)

@@ -69,10 +69,7 @@ _KEYS: dict[RopeKind, tuple[tuple[str, ...], tuple[str, ...]]] = {
     RopeKind.LINEAR: (("factor",), ()),
     RopeKind.DYNAMIC: (("factor",), (_ORIGINAL,)),
     RopeKind.LLAMA3: (("factor", "high_freq_factor", "low_freq_factor"), (_ORIGINAL,)),
-    RopeKind.LONGROPE: (
-        ("long_factor", "short_factor"),
-        ("factor", _ORIGINAL, "attention_factor"),
-    ),
+    RopeKind.LONGROPE: (("long_factor", "short_factor"), ("factor", _ORIGINAL, "attention_factor")),
     RopeKind.YARN: (
         ("factor",),
         (_ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate"),

@@ -34,10 +34,6 @@ class DeviceState:
         self._kernels = kernels
         self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
 
-    @property
-    def num_bytes(self) -> int:
-        return self.token_ids_SL.numel() * self.token_ids_SL.element_size()
-
     def admit(self, requests: Sequence[Request]) -> None:
         """Upload the texts of requests that were not in their row before."""
         for request in requests:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from outdraft.attention.base import causal_metadata
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.translated_model import TranslatedModel
@@ -26,6 +25,7 @@ from outdraft.models.loader import load_model
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
+from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels, draw_tokens, kernels_for
 from tests.models.checkpoints import llama, randomised, save
 from tests.reference.processors import probabilities, processed_logits

@@ -37,8 +37,6 @@ class NativeAttention:
     last request are padding: their result is zero.
     """
 
-    name = "native"
-
     def __init__(self, team: Team) -> None:
         library = team.library
         create = library.function("attention_create", [c_void_p], c_void_p)

@@ -34,8 +34,6 @@ class ReferenceAttention:
     request are padding: their result is zero.
     """
 
-    name = "reference"
-
     def __init__(self, max_elements: int = MAX_ELEMENTS, *, in_order: bool = False) -> None:
         """`max_elements`: of a temporary tensor, but for one request's keys or one row's scores.
 

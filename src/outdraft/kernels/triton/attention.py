@@ -47,8 +47,6 @@ class TritonAttention:
     last request are padding: their result is zero, and so is that of rows that see nothing.
     """
 
-    name = "triton"
-
     def __init__(self, max_elements: int = MAX_ELEMENTS) -> None:
         """`max_elements`: of the parts that are merged at once; one tile may take more."""
         self._max_elements = max_elements

@@ -74,11 +74,6 @@ def pack_linears(
         part.pack(kernels, quantization)
 
 
-def are_bfloat16(module: nn.Module) -> bool:
-    """Whether all products of a module keep their weights as bfloat16."""
-    return all(part.format is WeightFormat.BFLOAT16 for part in linears_of(module))
-
-
 def memory_bytes(module: nn.Module) -> int:
     """What the weights of a module take, packed ones included."""
     plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())
