@@ -17,9 +17,9 @@ HIDDEN, VOCAB = TINY["hidden_size"], TINY["vocab_size"]
 INNER = 24
 
 
-def tiny_target(folder: Path, dtype: torch.dtype = torch.float64) -> CausalLM:
+def tiny_target(folder: Path, dtype: torch.dtype = torch.float64, device: str = "cpu") -> CausalLM:
     path = save(randomised(VARIANTS["llama"]()), folder / "target")
-    return load_model(path, dtype, "cpu", reference_kernels())
+    return load_model(path, dtype, device, reference_kernels())
 
 
 def random_hidden(num_rows: int, dtype: torch.dtype = torch.float64, seed: int = 5) -> Tensor:

@@ -42,7 +42,9 @@ def load(
     dtype: torch.dtype = torch.float64,
     kernels: Kernels | None = None,
 ) -> MedusaHeads:
-    return load_medusa(path, target, dtype, "cpu", kernels or reference_kernels())
+    if dtype is not target.dtype:
+        target = tiny_target(path, dtype)
+    return load_medusa(path, target, kernels or reference_kernels())
 
 
 def expected(
@@ -271,7 +273,7 @@ def test_logits_on_a_gpu_equal_those_on_a_cpu(target: CausalLM, tmp_path: Path):
     tensors = medusa_tensors(known=len(TOKEN_MAP)) | {"token_map": TOKEN_MAP}
     path, hidden_BD = write(tmp_path, config, tensors), random_hidden(4)
 
-    on_gpu = load_medusa(path, target, torch.float64, "cuda", reference_kernels())
+    on_gpu = load_medusa(path, tiny_target(tmp_path, device="cuda"), reference_kernels())
 
     want_BJV = load(path, target).logits(hidden_BD)
     torch.testing.assert_close(on_gpu.logits(hidden_BD.cuda()).cpu(), want_BJV)

@@ -34,7 +34,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> CausalLM:
 
 
 def load(path: Path, target: CausalLM, dtype: torch.dtype = torch.float64) -> MLPSpeculator:
-    return load_mlp_speculator(path, target, dtype, "cpu", reference_kernels())
+    if dtype is not target.dtype:
+        target = tiny_target(path, dtype)
+    return load_mlp_speculator(path, target, reference_kernels())
 
 
 def logits_of(speculator: MLPSpeculator, hidden_BD: Tensor, token_ids_BJ: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ def test_logits_on_a_gpu_equal_those_on_a_cpu(target: CausalLM, tmp_path: Path):
     path = write(tmp_path, mlp_config(scale_input=True), mlp_tensors())
     hidden_BD = random_hidden(3)
 
-    on_gpu = load_mlp_speculator(path, target, torch.float64, "cuda", reference_kernels())
+    on_gpu = load_mlp_speculator(path, tiny_target(tmp_path, device="cuda"), reference_kernels())
 
     got_BJV = logits_of(on_gpu, hidden_BD.cuda(), TOKENS_BJ.cuda()).cpu()
     torch.testing.assert_close(got_BJV, logits_of(load(path, target), hidden_BD, TOKENS_BJ))

@@ -27,14 +27,6 @@ from torch import Tensor
 
 from outdraft.kv.cache import LayerCache
 
-__all__ = [
-    "AttentionBackend",
-    "AttentionMetadata",
-    "AttentionSizes",
-    "LayerCache",
-    "MeasuredAttention",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:

@@ -55,7 +55,6 @@ class LoadedDrafter:
     """
 
     network: Network
-    dtype: torch.dtype
     layers: ModelConfig | None
     feature_size: int = 0
     num_taps: int = 0
@@ -69,8 +68,10 @@ class LoadedDrafter:
 
     def bytes_per_block(self, block_size: int) -> int:
         """What it keeps in a block of the pool."""
-        features = FeatureCache.bytes_per_block(block_size, self.feature_size, self.dtype)
-        return features + (cache_bytes(self.layers, block_size, self.dtype) if self.layers else 0)
+        features = FeatureCache.bytes_per_block(block_size, self.feature_size, self.network.dtype)
+        return features + (
+            cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
+        )
 
 
 def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -89,7 +90,6 @@ def load_drafter(
         ConfigError: it is missing, unknown or damaged, or it does not fit the target.
     """
     path = resolve_model_path(config.model)
-    dtype, device = target.dtype, target.device
     kept = WeightFormat(config.quantization) if config.quantization else None
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, target, kernels, kept)
@@ -98,14 +98,12 @@ def load_drafter(
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.config.layer, eagle.feature_size
-        return LoadedDrafter(eagle, dtype, layers, size, len(eagle.taps), mask_token_id=mask)
-    if config.source is DraftSource.MEDUSA:
-        heads = load_medusa(path, target, dtype, device, kernels, kept)
-        return LoadedDrafter(heads, dtype, None, max_drafts=heads.num_heads)
-    if config.source is DraftSource.MLP:
-        speculator = load_mlp_speculator(path, target, dtype, device, kernels, kept)
-        return LoadedDrafter(speculator, dtype, None, max_drafts=speculator.num_heads)
-    model = load_model(path, dtype, device, kernels, quantization=kept)
+        return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
+    if config.source in (DraftSource.MEDUSA, DraftSource.MLP):
+        load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
+        heads = load(path, target, kernels, kept)
+        return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
+    model = load_model(path, target.dtype, target.device, kernels, quantization=kept)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:
@@ -115,8 +113,8 @@ def load_drafter(
                 "another one: its mask token has no id there"
             )
         translated = TranslatedModel(model, vocabulary)
-        return LoadedDrafter(translated, dtype, translated.config)
-    return LoadedDrafter(model, dtype, model.config, mask_token_id=mask)
+        return LoadedDrafter(translated, translated.config)
+    return LoadedDrafter(model, model.config, mask_token_id=mask)
 
 
 def check_vocabularies(
@@ -208,14 +206,16 @@ def _layered_drafter(
     mask_states: MaskStates | None = None
     if isinstance(loaded, EagleNetwork):
         size = drafter.feature_size
-        features = FeatureCache(memory.num_blocks, memory.block_size, size, drafter.dtype, device)
+        features = FeatureCache(
+            memory.num_blocks, memory.block_size, size, drafter.network.dtype, device
+        )
         reading = EagleDraftNetwork(loaded, features)
         if config.parallel_drafting and mask is not None:
             mask_states = MaskStates(loaded.mask_state(), features)
     else:
         assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
         reading = LanguageModelNetwork(loaded)
-    cache = kv_cache(layers, memory, drafter.dtype, device)
+    cache = kv_cache(layers, memory, drafter.network.dtype, device)
     place = reading, cache, max_rows, config.source
     if not config.parallel_drafting:
         return NetworkDrafter(*place)

@@ -26,6 +26,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
+from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target, linear_bytes
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
@@ -95,26 +96,20 @@ class MedusaHeads(nn.Module):
 
     token_map_E: Tensor
 
-    def __init__(
-        self, config: MedusaConfig, target: CausalLM, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: MedusaConfig, target: CausalLM) -> None:
         super().__init__()
-        self.config = config
-        self.num_heads = config.num_heads
-        self.dtype, self.device = dtype, device
+        self.config, self.num_heads = config, config.num_heads
+        self.dtype, self.device = target.dtype, target.device
+        kind = Kind(dtype=self.dtype, device=self.device)
         size = config.hidden_size
         self._blocks = [
-            [
-                Linear(size, size, bias=config.has_bias, dtype=dtype, device=device)
-                for _ in range(config.num_layers)
-            ]
+            [Linear(size, size, bias=config.has_bias, **kind) for _ in range(config.num_layers)]
             for _ in range(config.num_heads)
         ]
         self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
         own_names = dict.fromkeys(name for name in config.head_names if name is not None)
         self._own_heads = {
-            name: Linear(size, config.num_known, bias=False, dtype=dtype, device=device)
-            for name in own_names
+            name: Linear(size, config.num_known, bias=False, **kind) for name in own_names
         }
         self.own_heads = nn.ModuleList(self._own_heads.values())
         # The target's head is no part of this module: it is neither counted nor packed here.
@@ -123,7 +118,7 @@ class MedusaHeads(nn.Module):
         ]
         is_cut = config.num_known < config.vocab_size
         token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
-        self.register_buffer("token_map_E", token_map_E.to(device), persistent=False)
+        self.register_buffer("token_map_E", token_map_E.to(self.device), persistent=False)
 
     def logits(self, hidden_BD: Tensor, heads: range | None = None) -> Tensor:
         """[B, K, V] of `heads`, by default all of them; -inf for tokens that a head does not know.
@@ -186,14 +181,9 @@ class MedusaHeads(nn.Module):
 
 
 def load_medusa(
-    path: Path,
-    target: CausalLM,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
+    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
 ) -> MedusaHeads:
-    """The heads of a checkpoint directory, ready to run, their weights packed for the device.
+    """The heads of a checkpoint directory, ready to run, in the target's dtype, on its device.
 
     Raises:
         ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
@@ -211,7 +201,7 @@ def load_medusa(
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
     config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
-    heads = MedusaHeads(config, target, dtype, torch.device(device))
+    heads = MedusaHeads(config, target)
     _load(heads, places)
     pack_linears(heads, kernels, quantization)
     return heads.eval()

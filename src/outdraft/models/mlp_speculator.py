@@ -31,6 +31,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
+from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target, linear_bytes
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
@@ -126,28 +127,21 @@ class ScaleAndShift(nn.Module):
 class MLPSpeculator(nn.Module):
     """All heads of a target. Weights are not initialised."""
 
-    def __init__(
-        self, config: MLPSpeculatorConfig, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, config: MLPSpeculatorConfig, kind: Kind) -> None:
         super().__init__()
-        self.config = config
-        self.num_heads = config.num_heads
-        self.dtype, self.device = dtype, device
+        self.config, self.num_heads = config, config.num_heads
+        self.dtype, self.device = kind["dtype"], kind["device"]
         inner, vocabulary = config.inner_dim, config.vocab_size
         self._emb = [
-            Embedding(vocabulary, inner, dtype=dtype, device=device)
-            for _ in range(config.num_distinct("emb"))
+            Embedding(vocabulary, inner, **kind) for _ in range(config.num_distinct("emb"))
         ]
         self._proj = [
-            Linear(inner if i else config.emb_dim, inner, bias=False, dtype=dtype, device=device)
+            Linear(inner if i else config.emb_dim, inner, bias=False, **kind)
             for i in range(config.num_distinct("proj"))
         ]
-        self._ln = [
-            ScaleAndShift(inner, dtype=dtype, device=device)
-            for _ in range(config.num_distinct("ln"))
-        ]
+        self._ln = [ScaleAndShift(inner, **kind) for _ in range(config.num_distinct("ln"))]
         self._head = [
-            Linear(inner, vocabulary, bias=False, dtype=dtype, device=device)
+            Linear(inner, vocabulary, bias=False, **kind)
             for _ in range(config.num_distinct("head"))
         ]
         self.emb, self.proj = nn.ModuleList(self._emb), nn.ModuleList(self._proj)
@@ -192,14 +186,9 @@ class MLPSpeculator(nn.Module):
 
 
 def load_mlp_speculator(
-    path: Path,
-    target: CausalLM,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    quantization: WeightFormat | None = None,
+    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
 ) -> MLPSpeculator:
-    """The speculator of a checkpoint directory, ready to run, its weights packed for the device.
+    """The speculator of a checkpoint directory, ready to run, in the target's dtype, on its device.
 
     Raises:
         ConfigError: this is no MLP speculator, or not of this target; or a tensor is missing,
@@ -209,7 +198,7 @@ def load_mlp_speculator(
     places = tensor_places(weight_files(path), lambda name: name.removeprefix(_PREFIX))
     if config.tie_weights:
         _leave_out_copies(places, config)
-    speculator = MLPSpeculator(config, dtype, torch.device(device))
+    speculator = MLPSpeculator(config, Kind(dtype=target.dtype, device=target.device))
     fill_slots(speculator.slots(), places)
     pack_linears(speculator, kernels, quantization)
     return speculator.eval()

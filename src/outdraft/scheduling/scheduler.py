@@ -177,7 +177,6 @@ class Scheduler:
         """End a live request and give back all it holds."""
         if request.status is RequestStatus.RUNNING:
             self._leave(request)
-            self.running.remove(request)
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
@@ -279,7 +278,7 @@ class Scheduler:
         """
         if not self._takes_cached(request):
             return False
-        self._name_blocks(request)
+        self._name_blocks(request, request.num_tokens - 1)
         for other in self.running:
             block = other.num_computed // self._block_size  # the one that it fills next
             if block >= min(len(request.block_hashes), len(other.block_hashes)):
@@ -294,24 +293,24 @@ class Scheduler:
     def _takes_cached(self, request: Request) -> bool:
         return self._prefix_caching and request.params.prompt_logprobs is None
 
-    def _name_blocks(self, request: Request) -> None:
-        """Hash the blocks that could be taken from the cache: one token is left to compute."""
+    def _name_blocks(self, request: Request, num_tokens: int) -> None:
+        """Hash the full blocks of the first tokens."""
         extend_hashes(
             request.block_hashes,
             request.token_ids,
             self._block_size,
-            request.num_tokens - 1,
+            num_tokens,
             self._look_ahead,
             request.block_salt,
         )
 
     def _cached_prefix(self, request: Request) -> list[int]:
         """Blocks of the longest known prefix; at least one token is left to compute."""
-        if self._prefix_caching:
-            self._name_blocks(request)  # also if it takes none itself: others wait for its blocks
+        last = request.num_tokens - 1
+        if self._prefix_caching:  # also if it takes none itself: others wait for its blocks
+            self._name_blocks(request, last)
         if not self._takes_cached(request):
             return []
-        last = request.num_tokens - 1
         blocks: list[int] = []
         for prefix_hash in request.block_hashes[: last // self._block_size]:
             block = self.pool.find(prefix_hash)
@@ -333,7 +332,6 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a running request's memory; it will be computed again from its tokens."""
         self._leave(request)
-        self.running.remove(request)
         request.status = RequestStatus.WAITING
         request.num_computed = 0
         request.num_drafter_computed = 0
@@ -345,6 +343,7 @@ class Scheduler:
         self.table(request).truncate(0)
         self._free_slots.append(request.slot)
         request.slot = None
+        self.running.remove(request)
 
     def _advance(self, work: Work, num_accepted: int) -> None:
         """Count what the target, and the drafter if it drafted, now have in the cache."""
@@ -361,14 +360,7 @@ class Scheduler:
         size = self._block_size
         # Tokens behind the one that ended the request are in the cache, but not in the text.
         valid = min(request.num_computed, request.num_tokens)
-        extend_hashes(
-            request.block_hashes,
-            request.token_ids,
-            size,
-            valid,
-            self._look_ahead,
-            request.block_salt,
-        )
+        self._name_blocks(request, valid)
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):
             self.pool.remember(blocks[block], request.block_hashes[block])

@@ -55,14 +55,12 @@ class Drafter:
             config = medusa_config(NUM_HEADS, truncated_vocab_size=KNOWN)
             tensors = self.tensors | {"token_map": TOKEN_MAP}
             self.heads: Any = load_medusa(
-                write(folder, config, tensors), target, torch.float32, "cpu", reference_kernels()
+                write(folder, config, tensors), target, reference_kernels()
             )
         else:
             self.tensors = mlp_tensors(NUM_HEADS)
             path = write(folder, mlp_config(NUM_HEADS, scale_input=True), self.tensors)
-            self.heads = load_mlp_speculator(
-                path, target, torch.float32, "cpu", reference_kernels()
-            )
+            self.heads = load_mlp_speculator(path, target, reference_kernels())
         self.arrays = {name: tensor.double().numpy() for name, tensor in self.tensors.items()}
 
     def proposer(self, *, samples: bool = True) -> DeviceProposer:
