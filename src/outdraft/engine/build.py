@@ -219,19 +219,12 @@ def _step_memory(
     attention = 0
     backend = models.kernels.attention
     if isinstance(backend, MeasuredAttention):
+        most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
         attention = max(
             backend.temporary_bytes(
-                AttentionSizes(
-                    config.scheduler.max_num_seqs,
-                    shape.num_rows,
-                    max_model_len,
-                    each.num_heads,
-                    each.num_kv_heads,
-                    each.head_size,
-                    target.dtype,
-                )
+                AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
             )
-            for each in layers
+            for one in layers
         )
     return StepMemory(
         texts=text_bytes(shape),

@@ -118,11 +118,7 @@ def load_drafter(
 
 
 def check_vocabularies(
-    target_path: Path,
-    target: CausalLM,
-    drafter_path: Path,
-    drafter: CausalLM,
-    least_overlap: float,
+    target_path: Path, target: CausalLM, drafter_path: Path, drafter: CausalLM, least_overlap: float
 ) -> VocabularyMap | None:
     """How the drafter's ids map to the target's; None: they mean the same.
 

@@ -53,11 +53,7 @@ class EagleNetwork(nn.Module):
     draft_ids_N: Tensor | None
 
     def __init__(
-        self,
-        config: EagleConfig,
-        target: CausalLM,
-        kernels: Kernels,
-        draft_ids_N: Tensor | None,
+        self, config: EagleConfig, target: CausalLM, kernels: Kernels, draft_ids_N: Tensor | None
     ) -> None:
         """In the dtype and on the device of the target.
 

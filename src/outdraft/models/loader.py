@@ -29,10 +29,7 @@ Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 
 
 def resolve_model_path(
-    name_or_path: str | os.PathLike[str],
-    revision: str | None = None,
-    *,
-    with_weights: bool = True,
+    name_or_path: str | os.PathLike[str], revision: str | None = None, *, with_weights: bool = True
 ) -> Path:
     """The directory of a checkpoint: a local one, else one of the hub, downloaded if need be.
 
@@ -147,9 +144,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_weights(
-    model: CausalLM,
-    files: Iterable[Path],
-    finish: Callable[[nn.Module], None] = lambda part: None,
+    model: CausalLM, files: Iterable[Path], finish: Callable[[nn.Module], None] = lambda part: None
 ) -> None:
     """Copy a checkpoint into a model that is not packed yet; q, k, v and gate, up are fused here.
 

@@ -71,25 +71,12 @@ class DraftBatch:
         for ids_N, parents_N, draft in zip(token_ids_BN, parents_BN, drafts, strict=True):
             ids_N[: len(draft)] = draft.token_ids
             parents_N[: len(draft)] = draft.parents
-        sent = to_device(
-            [
-                token_ids_BN,
-                parents_BN,
-                np.array([len(draft) for draft in drafts], dtype=np.int64),
-                np.zeros((num_requests, width), dtype=np.bool_),
-            ],
-            torch.device(device),
-        )
-        ids, parents, num_drafts, is_sampled = sent
-        return cls(
-            token_ids_BN=ids,
-            parents_BN=parents,
-            num_drafts_B=num_drafts,
-            probs_BNV=None,
-            is_sampled_BN=is_sampled,
-            is_chain=all(draft.is_chain for draft in drafts),
-            any_sampled=False,
-        )
+        num_drafts_B = np.array([len(draft) for draft in drafts], dtype=np.int64)
+        is_sampled_BN = np.zeros((num_requests, width), dtype=np.bool_)
+        arrays = [token_ids_BN, parents_BN, num_drafts_B, is_sampled_BN]
+        ids, parents, num_drafts, is_sampled = to_device(arrays, torch.device(device))
+        is_chain = all(draft.is_chain for draft in drafts)
+        return cls(ids, parents, num_drafts, None, is_sampled, is_chain, any_sampled=False)
 
     @property
     def num_requests(self) -> int:

@@ -44,11 +44,7 @@ class NoiseKeys:
 
     @classmethod
     def of(
-        cls,
-        seeds_R: Tensor,
-        positions_R: Tensor,
-        purpose: Purpose,
-        anchors_R: Tensor | None = None,
+        cls, seeds_R: Tensor, positions_R: Tensor, purpose: Purpose, anchors_R: Tensor | None = None
     ) -> "NoiseKeys":
         """Keys of one purpose.
 

@@ -244,18 +244,11 @@ def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]
     lanes = 2**16 // (itemsize**2 * tile_size)
     least = max(16, triton.next_power_of_2(heads_per_kv))
     few_rows = least // heads_per_kv
+    most_lanes = max(min(128, lanes), least)
     return [
         _Launch(1, few_rows, least, keys, 512, 4, 3),
         _Launch(few_rows + 1, _TREE_ROWS, max(min(64, lanes), least), keys, 2048, 4, 2),
-        _Launch(
-            max(few_rows, _TREE_ROWS) + 1,
-            1 << 30,
-            max(min(128, lanes), least),
-            keys,
-            _NO_SPLIT,
-            8,
-            2,
-        ),
+        _Launch(max(few_rows, _TREE_ROWS) + 1, 1 << 30, most_lanes, keys, _NO_SPLIT, 8, 2),
     ]
 
 
