@@ -233,7 +233,7 @@ def test_the_mask_stands_in_for_states_not_known_yet(name: str, tmp_path: Path, 
     want_TD = reference.states(weights, options, masked_ids_T, torch.cat([want_TF, *[want_1D] * 3]))
 
     assert network.has_mask_state
-    assert network.mask_token_id == 60
+    assert network.config.mask_token_id == 60
     state_D = network.mask_state()
     states_TF = torch.cat([network.features(hidden_TD, tapped), state_D.expand(3, -1)])
     got_TD = Drive(network).read(masked_ids_T, states_TF)

@@ -20,7 +20,7 @@ Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -97,11 +97,6 @@ class AttentionBackend(Protocol):
         are float32 at least.
         """
         ...
-
-
-@runtime_checkable
-class MeasuredAttention(Protocol):
-    """A backend that needs temporary memory in every call."""
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """Most bytes that `attend` takes besides queries and result, for batches up to this."""

@@ -1,6 +1,6 @@
 """From a configuration to an engine that is ready to step."""
 
-from outdraft.attention.base import AttentionSizes, MeasuredAttention
+from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
 from outdraft.core.errors import ConfigError
@@ -216,16 +216,13 @@ def _step_memory(
     if drafter is not None and drafter.reads_states:
         hidden_size = target.config.hidden_size
         states = state_bytes(shape, hidden_size, drafter.num_taps, drafter.feature_size)
-    attention = 0
-    backend = models.kernels.attention
-    if isinstance(backend, MeasuredAttention):
-        most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
-        attention = max(
-            backend.temporary_bytes(
-                AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
-            )
-            for one in layers
+    most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
+    attention = max(
+        models.kernels.attention.temporary_bytes(
+            AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
         )
+        for one in layers
+    )
     return StepMemory(
         texts=text_bytes(shape),
         activations=activation_bytes(shape, layers),

@@ -96,7 +96,7 @@ def load_drafter(
         version = str(eagle.config.version)
         if version != str(config.source):
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
-        mask = eagle.mask_token_id if eagle.has_mask_state else None
+        mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.config.layer, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source in (DraftSource.MEDUSA, DraftSource.MLP):

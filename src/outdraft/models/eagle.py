@@ -126,11 +126,6 @@ class EagleNetwork(nn.Module):
         return self.mask_hidden is not None
 
     @property
-    def mask_token_id(self) -> int | None:
-        """What `forward` reads for a token not known yet; None if config.json does not say."""
-        return self.config.mask_token_id
-
-    @property
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights and the target's are packed."""
         if self._passes is None:
@@ -163,13 +158,9 @@ class EagleNetwork(nn.Module):
         """
         return self.passes(token_ids_T, caches, metadata, states_TD=states_TF)[0]
 
-    def draft_logits(self, states_RD: Tensor) -> Tensor:
-        """[R, N] of float32, of float64 for a float64 drafter, over the draft vocabulary."""
-        return self.passes.logits(states_RD)
-
     def logits(self, states_RD: Tensor) -> Tensor:
         """[R, V] over the target's vocabulary, -inf where the drafter has no such token."""
-        logits_RN = self.draft_logits(states_RD)
+        logits_RN = self.passes.logits(states_RD)
         if self.draft_ids_N is None:
             return logits_RN
         logits_RV = logits_RN.new_full((len(logits_RN), self._target.vocab_size), -torch.inf)

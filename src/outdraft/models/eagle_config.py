@@ -70,9 +70,7 @@ class EagleConfig:
             ConfigError: a value is missing, contradicts another, or is not supported.
         """
         version, options = _version(raw), _options(raw)
-        is_first = version is EagleVersion.EAGLE
-        layer_raw = _layer_mapping(raw)
-        layer = ModelConfig.from_mapping(layer_raw | {"architectures": [_architecture(layer_raw)]})
+        is_first, layer = version is EagleVersion.EAGLE, _layer_config(raw)
         for key, is_fine in _UNSUPPORTED.items():
             if not is_fine(options.get(key)):
                 raise ConfigError(f"config.json: {key}={options[key]!r} is not supported")
@@ -169,33 +167,28 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
     return nested | {key: value for key, value in raw.items() if value is not None}
 
 
-def _layer_mapping(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The Llama-style part of the config.
+def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
+    """Of the drafter's own layers, from the Llama-style part of the config.
 
     Raises:
-        ConfigError: the layers have windows that this family's config cannot tell.
+        ConfigError: another family's layers, or windows that this family's config cannot tell.
     """
+    layer = raw
     if "speculators_model_type" in raw:
         layer = raw.get("transformer_layer_config")
         if not isinstance(layer, dict):
             raise ConfigError("config.json: transformer_layer_config is missing")
-    else:
-        layer = dict(raw)
-    if layer.get("model_type", "llama") == "llama":
-        kinds = set(layer.get("layer_types") or [])
-        if layer.get("use_sliding_window") or not kinds <= {"full_attention"}:
-            raise ConfigError("config.json: sliding windows in a llama layer are not supported")
-    return layer
-
-
-def _architecture(layer: Mapping[str, Any]) -> str:
     model_type = str(layer.get("model_type", "llama"))
     if model_type not in _ARCHITECTURES:
         raise ConfigError(
             f"config.json: EAGLE layers of model_type {model_type!r} are not supported: "
             f"{did_you_mean(model_type, _ARCHITECTURES)}"
         )
-    return _ARCHITECTURES[model_type]
+    if model_type == "llama":
+        kinds = set(layer.get("layer_types") or [])
+        if layer.get("use_sliding_window") or not kinds <= {"full_attention"}:
+            raise ConfigError("config.json: sliding windows in a llama layer are not supported")
+    return ModelConfig.from_mapping({**layer, "architectures": [_ARCHITECTURES[model_type]]})
 
 
 def _refuse_other_flags(options: Mapping[str, Any], version: EagleVersion) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.layers.linear import Linear
 from outdraft.models.llama import CausalLM
 
 
@@ -25,9 +24,3 @@ def check_target(
                 f"the draft heads are for another model: config.json has {key}={raw[key]!r}, "
                 f"the target {expected}"
             )
-
-
-def linear_bytes(linear: Linear) -> int:
-    """What one product reads: its weight as it lies in memory, and its bias."""
-    weight = linear.packed_bytes if linear.weight is None else linear.weight.nbytes
-    return weight + (0 if linear.bias is None else linear.bias.nbytes)

@@ -27,7 +27,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
-from outdraft.models.head_checkpoint import check_target, linear_bytes
+from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
@@ -161,11 +161,11 @@ class MedusaHeads(nn.Module):
     @property
     def weight_bytes(self) -> int:
         """Weights that drafting with all heads reads, the target's head too where it is used."""
-        blocks = sum(linear_bytes(layer) for block in self._blocks for layer in block)
+        blocks = sum(memory_bytes(layer) for block in self._blocks for layer in block)
         lm_heads = {id(lm_head): lm_head for lm_head in self._lm_heads}
         # A head that all share is read once.
         each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
-        return blocks + sum(linear_bytes(lm_head) for lm_head in each)
+        return blocks + sum(memory_bytes(lm_head) for lm_head in each)
 
     def slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""

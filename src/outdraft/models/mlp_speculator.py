@@ -32,7 +32,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
-from outdraft.models.head_checkpoint import check_target, linear_bytes
+from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
@@ -172,7 +172,7 @@ class MLPSpeculator(nn.Module):
         """Weights that drafting with all heads reads; of the embeddings it reads a few rows."""
         heads = range(self.num_heads)
         products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
-        return sum(linear_bytes(product) for product in products)
+        return sum(memory_bytes(product) for product in products)
 
     def slots(self) -> dict[str, Tensor]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""

@@ -7,7 +7,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache, with_dense_rows
+from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache, with_dense_rows
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
@@ -115,6 +115,10 @@ class NativeAttention:
         )
         self._attend(self._team.address, ctypes.byref(batch), self._memory)
         return out_THC
+
+    def temporary_bytes(self, most: AttentionSizes) -> int:
+        """As `AttentionBackend`; sums over parts of a context are too small to count."""
+        return 0
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -43,7 +43,7 @@ class ReferenceAttention:
         self._in_order = in_order
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `MeasuredAttention`."""
+        """As `AttentionBackend`."""
         own, wide = most.dtype.itemsize, torch.promote_types(most.dtype, torch.float32).itemsize
         key = most.num_keys * most.num_kv_heads * most.head_size
         keys = min(most.num_requests * key, max(self._max_elements, key))

@@ -99,7 +99,7 @@ class TritonAttention:
         return out_THC
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
-        """As `MeasuredAttention`."""
+        """As `AttentionBackend`."""
         heads_per_kv = most.num_heads // most.num_kv_heads
         found = 0
         for launch in _launches(heads_per_kv, most.head_size, most.dtype.itemsize):
