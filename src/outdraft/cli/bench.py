@@ -119,7 +119,7 @@ def latency(
     from outdraft.bench.in_process import measure_latency
     from outdraft.bench.workloads import load_requests
 
-    llm = _llm(model, engine, SchedulerConfig(max_num_seqs=plan.batch_size))
+    llm = _llm(model, engine, plan.batch_size)
     count = plan.num_requests + plan.batch_size * profile
     requests = load_requests(dataset, count, engine.seed or 0, llm.models.tokenizer)
     generation = _generation(run)
@@ -147,7 +147,9 @@ def throughput(
     model: ModelFlag = None,
     *,
     num_prompts: Annotated[int, typer.Option(min=1)] = 24,
-    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Running requests.")] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Running requests.")
+    ] = SchedulerConfig().max_num_seqs,
     run: RunOptions,
     dataset: Dataset,
     engine: EngineOptions,
@@ -159,10 +161,7 @@ def throughput(
     from outdraft.bench.in_process import measure_throughput
     from outdraft.bench.workloads import load_requests
 
-    scheduler = SchedulerConfig()
-    if max_num_seqs is not None:
-        scheduler = replace(scheduler, max_num_seqs=max_num_seqs)
-    llm = _llm(model, engine, scheduler)
+    llm = _llm(model, engine, max_num_seqs)
     requests = load_requests(dataset, 1 + num_prompts, engine.seed or 0, llm.models.tokenizer)
     deadline_s = time.monotonic() + run.max_seconds
     with tqdm(total=num_prompts, desc="requests", unit="req", leave=False, disable=None) as bar:
@@ -213,7 +212,7 @@ def _keep(
         typer.echo(f"result: {path}")
 
 
-def _llm(model: str | None, options: EngineOptions, scheduler: SchedulerConfig) -> "LLM":
+def _llm(model: str | None, options: EngineOptions, max_num_seqs: int) -> "LLM":
     """An engine for batches; as in vLLM's benchmarks, prompts are not cached unless asked for."""
     config = engine_config(model, options)
     if options.enable_prefix_caching is None:
@@ -221,7 +220,7 @@ def _llm(model: str | None, options: EngineOptions, scheduler: SchedulerConfig) 
     use_physical_cores(os.environ)
     from outdraft.engine.llm import LLM
 
-    return LLM.from_config(replace(config, scheduler=scheduler))
+    return LLM.from_config(replace(config, scheduler=SchedulerConfig(max_num_seqs=max_num_seqs)))
 
 
 def _show_in_process(

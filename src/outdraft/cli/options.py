@@ -7,16 +7,16 @@ import functools
 import inspect
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
 from outdraft import assets
 from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
-from outdraft.config.flags import Flag, flag
+from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.weight_format import QUANTIZATIONS
@@ -142,26 +142,32 @@ def engine_config(model: str | None, options: EngineOptions) -> EngineConfig:
     Raises:
         ConfigError: a value is wrong, or there is no embedded pair.
     """
-    speculative_config = _speculative_config(model, options, without_flag=None)
-    return _config(model, options, speculative_config, {"max_num_seqs": 1})
+    return _config(model, _given(options) | {"max_num_seqs": 1}, without_flag=None)
 
 
 def serving_config(
     model: str | None, options: EngineOptions, scheduling: SchedulerOptions
 ) -> EngineConfig:
-    """The configuration of a server; no model means the embedded pair.
+    """The configuration of a server; else as `engine_config`."""
+    given = _given(options) | _given(scheduling)
+    return _config(model, given, without_flag={"method": "suffix"})
 
-    Raises:
-        ConfigError: as `engine_config`.
-    """
-    speculative_config = _speculative_config(model, options, without_flag={"method": "suffix"})
-    given = _given(scheduling)
-    queue_size = given.pop("speculative_disable_queue_size", None)
-    if queue_size is not None:
-        if speculative_config is None:
+
+def _config(
+    model: str | None, given: dict[str, Any], without_flag: dict[str, Any] | None
+) -> EngineConfig:
+    """`without_flag`: the speculative_config of a model that is named."""
+    speculation = {"method": "combined"} if model is None else without_flag
+    if (text := given.pop("speculative_config", None)) is not None:
+        speculation = parse_json_object(text)
+    if model is None and speculation is not None:
+        speculation = with_embedded_network(speculation)
+    if (queue_size := given.pop("speculative_disable_queue_size", None)) is not None:
+        if speculation is None:
             raise ConfigError("--speculative-disable-queue-size has no meaning without speculation")
-        speculative_config = speculative_config | {"disable_by_batch_size": queue_size}
-    return _config(model, options, speculative_config, given)
+        speculation = speculation | {"disable_by_batch_size": queue_size}
+    target = str(assets.target_path()) if model is None else model
+    return EngineConfig.from_options(model=target, speculative_config=speculation, **given)
 
 
 def sampling_params(
@@ -197,39 +203,11 @@ def parse_json_object(text: str) -> dict[str, Any] | None:
     return json_object(text, "--speculative-config", "a JSON object or null")
 
 
-def _speculative_config(
-    model: str | None, options: EngineOptions, without_flag: dict[str, Any] | None
-) -> dict[str, Any] | None:
-    """What the flag says; the embedded model brings the networks that its methods need."""
-    if options.speculative_config is not None:
-        chosen = parse_json_object(options.speculative_config)
-    else:
-        chosen = {"method": "combined"} if model is None else without_flag
-    return with_embedded_network(chosen) if model is None and chosen is not None else chosen
-
-
-def _config(
-    model: str | None,
-    options: EngineOptions,
-    speculative_config: dict[str, Any] | None,
-    scheduling: Mapping[str, Any],
-) -> EngineConfig:
-    given = _given(options)
-    given.pop("speculative_config", None)
-    return EngineConfig.from_options(
-        model=str(assets.target_path()) if model is None else model,
-        speculative_config=speculative_config,
-        **scheduling,
-        **given,
-    )
-
-
 def _in_panel(one: Field[Any], group: type) -> Any:
     """The annotation of a flag, which help lists under the name of its group."""
-    flag: Flag = one.metadata["flag"]
-    panel = group.__name__.removesuffix("Options").removesuffix("Plan")
-    option = typer.Option(*flag.spellings, help=flag.text, rich_help_panel=panel, **flag.settings)
-    return Annotated[one.type, option]
+    settings = dict(one.metadata)
+    settings["rich_help_panel"] = group.__name__.removesuffix("Options").removesuffix("Plan")
+    return Annotated[one.type, typer.Option(*settings.pop("spellings"), **settings)]
 
 
 def _given(options: EngineOptions | SchedulerOptions | SamplingOptions) -> dict[str, Any]:
@@ -246,8 +224,9 @@ def with_embedded_network(values: dict[str, Any]) -> dict[str, Any]:
         ConfigError: this installation came without the network.
     """
     if isinstance(sources := values.get("sources"), list):
-        listed = [_completed(source) for source in cast(list[object], sources)]
-        return {**values, "sources": listed}
+        listed: list[Any] = sources
+        completed = [with_embedded_network(one) if isinstance(one, dict) else one for one in listed]
+        return {**values, "sources": completed}
     method = values.get("method")
     if values.get("model") is not None:
         return values
@@ -256,12 +235,6 @@ def with_embedded_network(values: dict[str, Any]) -> dict[str, Any]:
     if method in assets.HEADS:
         return {**values, "model": str(assets.head_path(method))}
     return values
-
-
-def _completed(source: object) -> object:
-    if not isinstance(source, dict):
-        return source
-    return with_embedded_network(cast(dict[str, Any], source))
 
 
 def read_config_file(context: typer.Context, path: Path | None) -> Path | None:
