@@ -185,45 +185,50 @@ class Metrics:
         self, stream: AsyncGenerator[Update], num_sequences: int
     ) -> AsyncGenerator[Update]:
         """The same stream of a request. An update is counted before it is passed on."""
-        request = _Observed(self, num_sequences)
+        num_running, num_preemptions, last_token_s = num_sequences, 0, None
         async with aclosing(stream):
             try:
                 async for update in stream:
-                    request.observe(update)
+                    times = update.output.metrics
+                    if any(delta.token_ids for delta in update.deltas):
+                        self._tokens_came(update.output, last_token_s)
+                        last_token_s = times.last_token_s
+                    self._counters["num_preemptions"].inc(times.num_preemptions - num_preemptions)
+                    num_preemptions = times.num_preemptions
+                    for delta in update.deltas:
+                        if delta.finish_reason is not None:
+                            num_running -= 1
+                            self._add("request_success", delta.finish_reason, 1)
+                    if update.output.finished:
+                        self._finished(update.output)
                     yield update
             except (EngineDeadError, GenerationError):
-                self.sequences_ended("error", request.num_running)
+                self._add("request_success", "error", num_running)
                 raise
             except (GeneratorExit, asyncio.CancelledError):
-                self.sequences_ended("abort", request.num_running)
+                self._add("request_success", "abort", num_running)
                 raise
 
-    def first_token(self, output: RequestOutput) -> None:
-        """A request's prompt was read, and its first token came."""
-        num_prompt, ttft_s = len(output.prompt_token_ids), output.metrics.ttft_s
+    def _tokens_came(self, output: RequestOutput, before_s: float | None) -> None:
+        """A request got tokens. `before_s`: when it got others; None: these are its first."""
+        times = output.metrics
+        assert times.last_token_s is not None
+        assert times.ttft_s is not None
+        if before_s is not None:
+            gap_s = times.last_token_s - before_s
+            self._observe("inter_token_latency_seconds", gap_s)
+            for watcher in self._watchers:
+                watcher.more_tokens(gap_s)
+            return
+        num_prompt = len(output.prompt_token_ids)
         self._counters["prompt_tokens"].inc(num_prompt)
         self._counters["prefix_cache_queries"].inc(num_prompt)
         self._counters["prefix_cache_hits"].inc(output.num_cached_tokens)
-        if ttft_s is not None:
-            self._histograms["time_to_first_token_seconds"].observe(ttft_s)
-            for watcher in self._watchers:
-                watcher.first_token(ttft_s)
-
-    def more_tokens(self, gap_s: float) -> None:
-        """A request got further tokens, so long after the ones before."""
-        self._histograms["inter_token_latency_seconds"].observe(gap_s)
+        self._observe("time_to_first_token_seconds", times.ttft_s)
         for watcher in self._watchers:
-            watcher.more_tokens(gap_s)
+            watcher.first_token(times.ttft_s)
 
-    def preempted(self, count: int) -> None:
-        """A request lost its memory, so many times."""
-        self._counters["num_preemptions"].inc(count)
-
-    def sequences_ended(self, reason: str, count: int) -> None:
-        """Sequences of a request ended, for one of FINISHED_REASONS."""
-        self._add("request_success", reason, count)
-
-    def finished(self, output: RequestOutput) -> None:
+    def _finished(self, output: RequestOutput) -> None:
         """All sequences of a request ended, and were read to their end."""
         lengths = [len(completion.token_ids) for completion in output.outputs]
         times, observe = output.metrics, self._observe
@@ -272,35 +277,6 @@ class Metrics:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
-
-
-class _Observed:
-    """What one request has told so far. `num_running`: sequences that have not ended."""
-
-    def __init__(self, metrics: Metrics, num_sequences: int) -> None:
-        self.num_running = num_sequences
-        self._metrics = metrics
-        self._last_token_s: float | None = None
-        self._num_preemptions = 0
-
-    def observe(self, update: Update) -> None:
-        output = update.output
-        if any(delta.token_ids for delta in update.deltas):
-            arrived_s = output.metrics.last_token_s
-            assert arrived_s is not None
-            if self._last_token_s is None:
-                self._metrics.first_token(output)
-            else:
-                self._metrics.more_tokens(arrived_s - self._last_token_s)
-            self._last_token_s = arrived_s
-        self._metrics.preempted(output.metrics.num_preemptions - self._num_preemptions)
-        self._num_preemptions = output.metrics.num_preemptions
-        for delta in update.deltas:
-            if delta.finish_reason is not None:
-                self.num_running -= 1
-                self._metrics.sequences_ended(delta.finish_reason, 1)
-        if output.finished:
-            self._metrics.finished(output)
 
 
 def metrics_router(metrics: Metrics) -> APIRouter:
