@@ -13,7 +13,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -80,30 +80,18 @@ class HttpOptions:
         return "http" if self.ssl_certfile is None else "https"
 
 
+@dataclass(slots=True)
 class Launcher:
-    """Serves an app for as long as its engine lives.
+    """Serves an app for as long as its engine lives."""
 
-    Attributes:
-        is_draining: no more requests are taken.
-    """
-
-    def __init__(
-        self,
-        supervisor: Supervisor,
-        listener: socket.socket,
-        drain_timeout_s: float,
-        before_shutdown: Callable[[], None],
-        http: HttpOptions | None = None,
-    ) -> None:
-        """`before_shutdown` ends responses that would never end by themselves."""
-        self.is_draining = False
-        self._supervisor = supervisor
-        self._listener = listener
-        self._drain_timeout_s = drain_timeout_s
-        self._before_shutdown = before_shutdown
-        self._http = http or HttpOptions()
-        self._is_hurried = False
-        self._signalled = asyncio.Event()
+    supervisor: Supervisor
+    listener: socket.socket
+    drain_timeout_s: float
+    before_shutdown: Callable[[], None]  # ends responses that would never end by themselves
+    http: HttpOptions
+    is_draining: bool = field(default=False, init=False)  # no more requests are taken
+    _is_hurried: bool = field(default=False, init=False)
+    _signalled: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     async def serve(self, app: App) -> int:
         """Until a signal, or the engine's death; the exit code of the process.
@@ -113,7 +101,7 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
-        http = self._http
+        http = self.http
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -125,20 +113,20 @@ class Launcher:
             ssl_keyfile=http.ssl_keyfile,
         )
         server = _Server(config)
-        running = asyncio.create_task(self._supervisor.run())
-        serving = asyncio.create_task(server.serve(sockets=[self._listener]))
+        running = asyncio.create_task(self.supervisor.run())
+        serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         signalled = asyncio.create_task(self._signalled.wait())
         try:
             await asyncio.wait({running, serving, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if signalled.done():
                 return await self._drain(server, serving)
             if running.done():
-                _report_death(running, self._supervisor.ended_by)
+                _report_death(running, self.supervisor.ended_by)
                 await asyncio.sleep(LAST_WORDS_S)
             await self._shut_down(server, serving, 1)
             return 1
         finally:
-            self._supervisor.close("the server is shutting down")
+            self.supervisor.close("the server is shutting down")
             signalled.cancel()
             running.cancel()  # it may be waiting for another engine
             await asyncio.gather(running, return_exceptions=True)
@@ -151,19 +139,19 @@ class Launcher:
         self._signalled.set()
 
     async def _drain(self, server: "_Server", serving: asyncio.Task[None]) -> int:
-        deadline_s = time.monotonic() + self._drain_timeout_s
-        _logger.info("draining: %d requests run", self._supervisor.num_unfinished)
+        deadline_s = time.monotonic() + self.drain_timeout_s
+        _logger.info("draining: %d requests run", self.supervisor.num_unfinished)
         while (
-            self._supervisor.is_alive
-            and self._supervisor.num_unfinished
+            self.supervisor.is_alive
+            and self.supervisor.num_unfinished
             and time.monotonic() < deadline_s
             and not self._is_hurried
         ):
             await asyncio.sleep(POLL_S)
         left_s = deadline_s - time.monotonic()
-        has_died = not self._supervisor.is_alive
+        has_died = not self.supervisor.is_alive
         if left_s <= 0 or self._is_hurried:
-            self._supervisor.close("the server is shutting down")
+            self.supervisor.close("the server is shutting down")
         await self._shut_down(server, serving, max(1, math.ceil(left_s)))
         return 1 if self._is_hurried or has_died else 0
 
@@ -171,7 +159,7 @@ class Launcher:
         self, server: "_Server", serving: asyncio.Task[None], grace_s: int
     ) -> None:
         """Let responses that were begun be sent."""
-        self._before_shutdown()
+        self.before_shutdown()
         server.config.timeout_graceful_shutdown = grace_s
         server.should_exit = True
         while not serving.done():

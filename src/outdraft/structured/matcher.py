@@ -59,22 +59,14 @@ class SequenceMatcher:
         self._output: list[int] = []
         self._start = grammar.start
         self._state = grammar.start.deep_copy()
-        self._is_finished = False
-        self._failure: str | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self._is_finished
-
-    @property
-    def failure(self) -> str | None:
-        return self._failure
+        self.is_finished = False
+        self.failure: str | None = None
 
     def advance(self, token_id: int) -> None:
         if self._is_over():
             return
         if token_id in self._stop_ids:
-            self._is_finished = True
+            self.is_finished = True
             return
         self._within_time(lambda: self._advance(token_id))
 
@@ -86,15 +78,15 @@ class SequenceMatcher:
             return []
         own_RW = masks_RW.copy()  # what takes too long may still write to it
         ends = self._within_time(lambda: self._masks(token_ids, parents, own_RW))
-        if ends is None or self._failure is not None:
+        if ends is None or self.failure is not None:
             return []
         masks_RW[:] = own_RW
         return ends
 
     def _is_over(self) -> bool:
-        if self._grammar.failure is not None and not self._is_finished:
-            self._failure = self._grammar.failure
-        return self._is_finished or self._failure is not None
+        if self._grammar.failure is not None and not self.is_finished:
+            self.failure = self._grammar.failure
+        return self.is_finished or self.failure is not None
 
     def _within_time(self, function: Callable[[], Result]) -> Result | None:
         """What it returns. None: it takes too long, and the state must be left alone.
@@ -106,7 +98,7 @@ class SequenceMatcher:
         except TimeoutError:
             limit_s = self._grammar.limit.limit_s
             reason = f"it took more than {limit_s:g} s to find what may follow"
-            self._grammar.failure = self._failure = _told(reason)
+            self._grammar.failure = self.failure = _told(reason)
             return None
 
     def _advance(self, token_id: int) -> None:
@@ -114,7 +106,7 @@ class SequenceMatcher:
         if not self._state.consume_token(token_id) and not self._renew():
             self._fail()
         elif not self._stop_ids and self._state.is_accepting():
-            self._is_finished = self._is_complete()
+            self.is_finished = self._is_complete()
 
     def _masks(
         self, token_ids: Sequence[int], parents: Sequence[int], masks_RW: np.ndarray
@@ -182,7 +174,7 @@ class SequenceMatcher:
         return self._state.consume_tokens(self._output)
 
     def _fail(self) -> None:
-        self._failure = _told(self._state.get_error() or "no token can follow")
+        self.failure = _told(self._state.get_error() or "no token can follow")
 
 
 def _told(reason: str) -> str:

@@ -4,7 +4,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from starlette.responses import Response
 
@@ -25,8 +25,8 @@ _NO_OPTIONS = StreamOptions.model_validate({})
 class Shape(Protocol):
     """How a route writes its choices. `number` is a prompt's."""
 
-    kind: str  # value of "object" in a whole answer
-    chunk_kind: str  # the same in a stream
+    kind: ClassVar[str]  # value of "object" in a whole answer
+    chunk_kind: ClassVar[str]  # the same in a stream
 
     def head(self, output: RequestOutput) -> Json:
         """What a whole answer, and the first chunk, say beside their choices."""

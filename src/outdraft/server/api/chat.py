@@ -1,9 +1,11 @@
 """/v1/chat/completions."""
 
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from fastapi import APIRouter, Response
+from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
@@ -49,7 +51,7 @@ def chat_router(context: ApiContext) -> APIRouter:
         stage = first_stage(context.settings, prompt, continued)
         if stage is not None:
             params = with_form_behind_thoughts(params, stage)
-        shape = ChatShape(context, body, stage, calls)
+        shape = ChatShape(context.inputs.tokenizer, body, stage, calls)
         generation = new_generation(context, "chatcmpl-", [prompt], params, body)
         return Answer(context, body, generation, model, shape).reply()
 
@@ -65,27 +67,25 @@ def _num_logprobs(body: ChatRequest) -> int | None:
     return (body.top_logprobs or 0) if body.logprobs else None
 
 
+@dataclass(frozen=True, slots=True)
 class ChatShape:
     """A choice is a message."""
 
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
+    kind: ClassVar[str] = "chat.completion"
+    chunk_kind: ClassVar[str] = "chat.completion.chunk"
 
-    def __init__(
-        self, context: ApiContext, body: ChatRequest, stage: Stage | None, calls: CallFormat | None
-    ) -> None:
-        self._tokenizer = context.inputs.tokenizer
-        self._body = body
-        self._stage: Stage | None = stage
-        self._format: CallFormat | None = calls
-        self._parsers: dict[int, AnswerParser] = {}  # of the choices that stream
-        self._num_calls: dict[int, int] = {}
+    tokenizer: Tokenizer | None
+    body: ChatRequest
+    stage: Stage | None
+    format: CallFormat | None
+    parsers: dict[int, AnswerParser] = field(default_factory=dict)  # of the choices that stream
+    num_calls: dict[int, int] = field(default_factory=dict)
 
     def head(self, output: RequestOutput) -> Json:
         result: Json = {}
-        if self._body.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             result["prompt_token_ids"] = output.prompt_token_ids
         return result
 
@@ -102,9 +102,9 @@ class ChatShape:
     def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
         messages = [self._message_delta(delta.index, part) for part in self._parts(delta)]
         details: Json = {}
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             details["token_ids"] = delta.token_ids
-        traced = trace(delta, self._tokenizer)
+        traced = trace(delta, self.tokenizer)
         if traced is not None:
             details["outdraft"] = traced
         logprobs = self._logprobs(delta.logprobs)
@@ -117,15 +117,15 @@ class ChatShape:
         if choices:
             choices[0] |= {"logprobs": logprobs} | details
             if delta.finish_reason is not None:
-                has_calls = delta.index in self._num_calls
+                has_calls = delta.index in self.num_calls
                 choices[-1] |= _finish(delta.finish_reason, delta.stop_reason, has_calls)
         return choices
 
     def _choice(self, one: CompletionOutput) -> Json:
-        thoughts, text, parsed = whole_answer(one.text, self._stage, self._format)
+        thoughts, text, parsed = whole_answer(one.text, self.stage, self.format)
         calls = [_tool_call(call) for call in parsed]
         message: Json = {"role": "assistant", "content": text, "refusal": None}
-        if self._stage is not None:
+        if self.stage is not None:
             message |= _reasoning(thoughts or None)
             if thoughts:
                 message["content"] = text or None
@@ -136,14 +136,14 @@ class ChatShape:
             "message": message,
             "logprobs": self._logprobs(one.logprobs),
         }
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             result["token_ids"] = one.token_ids
         return result | _finish(one.finish_reason, one.stop_reason, bool(calls))
 
     def _parts(self, delta: CompletionOutput) -> list[Part]:
-        parser = self._parsers.get(delta.index)
+        parser = self.parsers.get(delta.index)
         if parser is None:
-            parser = self._parsers[delta.index] = AnswerParser(self._stage, self._format)
+            parser = self.parsers[delta.index] = AnswerParser(self.stage, self.format)
         return parser.push(delta.text, is_last=delta.finish_reason is not None)
 
     def _message_delta(self, index: int, part: Part) -> Json:
@@ -151,15 +151,15 @@ class ChatShape:
             return {"content": part}
         if isinstance(part, Thought):
             return _reasoning(part.text)
-        number = self._num_calls.get(index, 0)
-        self._num_calls[index] = number + 1
+        number = self.num_calls.get(index, 0)
+        self.num_calls[index] = number + 1
         return {"tool_calls": [{"index": number} | _tool_call(part)]}
 
     def _logprobs(self, rows: list[Row] | None) -> Json | None:
-        if not self._body.logprobs or not rows:
+        if not self.body.logprobs or not rows:
             return None
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        entries = content(rows, self._body.top_logprobs or 0, as_ids=as_ids)
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        entries = content(rows, self.body.top_logprobs or 0, as_ids=as_ids)
         return {"content": entries, "refusal": None}
 
 

@@ -1,6 +1,10 @@
 """/v1/completions."""
 
+from dataclasses import dataclass, field
+from typing import ClassVar
+
 from fastapi import APIRouter, Response
+from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
@@ -30,7 +34,7 @@ def completions_router(context: ApiContext) -> APIRouter:
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=True)
         prompts = await encode_prompts(context, body.prompt, encode)
         generation = new_generation(context, "cmpl-", prompts, params, body)
-        shape = CompletionShape(context, body, prompts)
+        shape = CompletionShape(context.inputs.tokenizer, body, prompts)
         counts = not is_echo_only(body)
         return Answer(context, body, generation, model, shape, counts_output=counts).reply()
 
@@ -58,19 +62,17 @@ def _params(body: CompletionRequest, context: ApiContext) -> SamplingParams:
     )
 
 
+@dataclass(frozen=True, slots=True)
 class CompletionShape:
     """A choice is a text."""
 
-    kind = "text_completion"
-    chunk_kind = "text_completion"
+    kind: ClassVar[str] = "text_completion"
+    chunk_kind: ClassVar[str] = "text_completion"
 
-    def __init__(
-        self, context: ApiContext, body: CompletionRequest, prompts: list[EncodedPrompt]
-    ) -> None:
-        self._tokenizer = context.inputs.tokenizer
-        self._body = body
-        self._prompts = prompts
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice
+    tokenizer: Tokenizer | None
+    body: CompletionRequest
+    prompts: list[EncodedPrompt]
+    logprobs: dict[int, CompletionLogprobs] = field(default_factory=dict)  # by choice
 
     def head(self, output: RequestOutput) -> Json:
         return {}
@@ -81,21 +83,21 @@ class CompletionShape:
             index = self._index(number, one.index)
             result = self._prompt_choice(number, index, output)
             result |= {"finish_reason": one.finish_reason, "stop_reason": one.stop_reason}
-            if is_echo_only(self._body):
+            if is_echo_only(self.body):
                 result |= {"finish_reason": "length", "stop_reason": None}
             else:
                 result["text"] += one.text
                 following = self._take(index, one.logprobs)
                 result["logprobs"] = _joined(result["logprobs"], following)
-                if self._body.return_token_ids:
+                if self.body.return_token_ids:
                     result["token_ids"] = one.token_ids
-            if self._body.prompt_logprobs is not None:
+            if self.body.prompt_logprobs is not None:
                 result["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
             results.append(result)
         return results
 
     def opening(self, number: int, output: RequestOutput) -> list[Json]:
-        if not self._body.echo and not self._body.return_token_ids:
+        if not self.body.echo and not self.body.return_token_ids:
             return []
         return [
             self._prompt_choice(number, self._index(number, one.index), output)
@@ -107,49 +109,49 @@ class CompletionShape:
         result = _choice(index)
         if delta.finish_reason is not None:
             result |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-        if is_echo_only(self._body):
+        if is_echo_only(self.body):
             done = {"finish_reason": "length", "stop_reason": None}
             return [result | done] if delta.finish_reason is not None else []
         result |= {"text": delta.text, "logprobs": self._take(index, delta.logprobs)}
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             result["token_ids"] = delta.token_ids
-        traced = trace(delta, self._tokenizer)
+        traced = trace(delta, self.tokenizer)
         if traced is not None:
             result["outdraft"] = traced
         is_empty = not delta.text and result["logprobs"] is None and delta.finish_reason is None
         return [] if is_empty and not traced and "token_ids" not in result else [result]
 
     def _index(self, number: int, index: int) -> int:
-        return number * (self._body.n or 1) + index
+        return number * (self.body.n or 1) + index
 
     def _prompt_choice(self, number: int, index: int, output: RequestOutput) -> Json:
         """A choice with nothing of the output yet."""
         result = _choice(index)
-        if self._body.echo:
+        if self.body.echo:
             result["text"] = self._prompt_text(number)
             result["logprobs"] = self._take(index, output.prompt_logprobs, output.prompt_token_ids)
-        if self._body.return_token_ids:
+        if self.body.return_token_ids:
             result["prompt_token_ids"] = output.prompt_token_ids
         return result
 
     def _prompt_text(self, number: int) -> str:
-        prompt = self._prompts[number]
+        prompt = self.prompts[number]
         if prompt.text is not None:
             return prompt.text
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise RequestError("echo needs a tokenizer, and the model came without one", "echo")
-        return self._tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
+        return self.tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
 
     def _take(
         self, index: int, rows: list[Row | None] | list[Row] | None, ids: list[int] | None = None
     ) -> Json | None:
-        if self._body.logprobs is None or rows is None:
+        if self.body.logprobs is None or rows is None:
             return None
-        writer = self._logprobs.get(index)
+        writer = self.logprobs.get(index)
         if writer is None:
-            as_ids = bool(self._body.return_tokens_as_token_ids)
-            writer = self._logprobs[index] = CompletionLogprobs(self._body.logprobs, as_ids)
-        first = self._tokenizer.decode(ids[:1], False) if ids and self._tokenizer else ""
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            writer = self.logprobs[index] = CompletionLogprobs(self.body.logprobs, as_ids)
+        first = self.tokenizer.decode(ids[:1], False) if ids and self.tokenizer else ""
         return writer.take(rows, first)
 
 
