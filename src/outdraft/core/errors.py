@@ -1,12 +1,4 @@
-"""Everything outdraft raises on purpose.
-
-OutdraftError
-  ConfigError(ValueError)     wrong or contradictory options: nothing was started
-  RequestError(ValueError)    this request can never run; `field` names what is wrong with it
-  CapacityError               the request could run later (a full waiting queue)
-  GenerationError             this request failed while it ran; others go on
-  EngineDeadError             the step loop ended; `__cause__` says why
-"""
+"""Everything outdraft raises on purpose."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -14,9 +6,11 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from outdraft.core.outputs import RequestOutput
 
-Parsed = TypeVar("Parsed")
+Parsed = TypeVar("Parsed", bound="DataclassInstance")
 
 
 class OutdraftError(Exception):
@@ -24,7 +18,7 @@ class OutdraftError(Exception):
 
 
 class ConfigError(OutdraftError, ValueError):
-    """An option is wrong, unknown, or contradicts another one."""
+    """An option is wrong, unknown, or contradicts another one: nothing was started."""
 
 
 class RequestError(OutdraftError, ValueError):
@@ -36,7 +30,7 @@ class RequestError(OutdraftError, ValueError):
 
 
 class CapacityError(OutdraftError):
-    """There is no room now; the same request may succeed later."""
+    """There is no room now (a full waiting queue); the same request may succeed later."""
 
 
 class GenerationError(OutdraftError):

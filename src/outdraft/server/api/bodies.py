@@ -16,6 +16,7 @@ from outdraft.server.api.fields import (
     TextPart,
     Texts,
     TokenIds,
+    ignored,
 )
 
 
@@ -60,7 +61,7 @@ class ChatMessage(Body):
     reasoning_content: str | None = Field(None, description="The same, under its older name.")
     audio: None = None
     function_call: None = None
-    annotations: Any = Field(None, description="Ignored: notes on an earlier answer.")
+    annotations: Any = ignored("notes on an earlier answer.")
 
     _parts = field_validator("content", mode="before")(refuse_other_parts)
 
@@ -167,8 +168,8 @@ class InputPart(Body):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Any = Field(None, description="Ignored: notes on an earlier answer.")
-    logprobs: Any = Field(None, description="Ignored: of an earlier answer.")
+    annotations: Any = ignored("notes on an earlier answer.")
+    logprobs: Any = ignored("of an earlier answer.")
 
 
 class InputMessage(Body):
@@ -177,9 +178,9 @@ class InputMessage(Body):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[InputPart]
-    id: Any = Field(None, description="Ignored: of an earlier answer.")
-    status: Any = Field(None, description="Ignored: of an earlier answer.")
-    phase: Any = Field(None, description="Ignored: of an earlier answer.")
+    id: Any = ignored("of an earlier answer.")
+    status: Any = ignored("of an earlier answer.")
+    phase: Any = ignored("of an earlier answer.")
 
     _parts = field_validator("content", mode="before")(refuse_other_parts)
 
@@ -198,9 +199,7 @@ class TextConfig(Body):
 
 
 class ResponsesStreamOptions(Body):
-    include_obfuscation: Any = Field(
-        None, description="Ignored: padding of OpenAI's own service against eavesdroppers."
-    )
+    include_obfuscation: Any = ignored("padding of OpenAI's own service against eavesdroppers.")
 
 
 class ResponsesRequest(SamplingFields):

@@ -49,26 +49,27 @@ class Body(BaseModel):
             raise PydanticCustomError(TOO_MANY_ERRORS, message, {"most": MAX_ERRORS}) from None
 
 
+def ignored(why: str) -> Any:
+    """A field that is accepted and changes nothing."""
+    return Field(None, description=f"Ignored: {why}")
+
+
 class HarmlessExtras(Body):
     """Fields that real OpenAI clients send and that are accepted and ignored.
 
     Only what cannot change a token of the output may stand here, each with its reason.
     """
 
-    user: Any = Field(None, description="Who asks: nothing is kept by user.")
-    safety_identifier: Any = Field(None, description="The same, under its newer name.")
-    metadata: Any = Field(None, description="Labels of a stored answer: no answer is stored.")
-    store: Any = Field(None, description="Whether to keep the answer: none is ever kept.")
-    service_tier: Any = Field(None, description="A price class: there is one. See `priority`.")
-    prompt_cache_key: Any = Field(None, description="Routing hint: prefixes are found by content.")
-    prompt_cache_retention: Any = Field(None, description="Prefixes stay while there is room.")
-    prompt_cache_options: Any = Field(None, description="The same, under its newer name.")
-    parallel_tool_calls: Any = Field(
-        None, description="What the model may do: here it writes as many calls as it likes."
-    )
-    spaces_between_special_tokens: Any = Field(
-        None, description="A setting of vLLM's slow tokenizers, which are not used here."
-    )
+    user: Any = ignored("who asks: nothing is kept by user.")
+    safety_identifier: Any = ignored("the same, under its newer name.")
+    metadata: Any = ignored("labels of a stored answer: no answer is stored.")
+    store: Any = ignored("whether to keep the answer: none is ever kept.")
+    service_tier: Any = ignored("a price class: there is one. See `priority`.")
+    prompt_cache_key: Any = ignored("routing hint: prefixes are found by content.")
+    prompt_cache_retention: Any = ignored("prefixes stay while there is room.")
+    prompt_cache_options: Any = ignored("the same, under its newer name.")
+    parallel_tool_calls: Any = ignored("the model writes as many calls as it likes.")
+    spaces_between_special_tokens: Any = ignored("a setting of vLLM's slow tokenizers.")
 
 
 class StreamOptions(Body):
@@ -76,9 +77,7 @@ class StreamOptions(Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Any = Field(
-        None, description="Ignored: padding of OpenAI's own service against eavesdroppers."
-    )
+    include_obfuscation: Any = ignored("padding of OpenAI's own service against eavesdroppers.")
 
 
 class TextPart(Body):
