@@ -3,14 +3,14 @@
 // A tile holds 32 outputs, and of all inputs, step by step, what one instruction meets:
 //   float32    a step is one input: 32 numbers
 //   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
-//   int8       a step is four inputs, the bytes of 32 words
+//   int8       a step is four inputs: twice 32 pairs of bytes
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
 // int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
-// scale, and int4 with a zero point an offset: w = scale * q + offset.
-// Rows are copied to pieces of 128 inputs: [piece][row][128], so that a piece of a tile and the
-// rows it meets stay in the nearest cache. The sum of an output runs over the inputs of a piece (or
-// of a group, if it is shorter) in order, in one register that begins with zero; the pieces, each
-// times its group's scale, are added in order; then comes the bias. Long sums in float32 lose
+// scale, and int4 with a zero point a shift: w = scale * (q + shift).
+// Rows are copied to pieces of 128 inputs, of int4 at most a group: [piece][row][inputs], so that a
+// piece of a tile and the rows it meets stay in the nearest cache. The sum of an output runs over
+// the inputs of a piece in order, in one register that begins with zero; the pieces, each times its
+// group's scale, are added in order; then comes the bias. Long sums in float32 lose
 // digits, short ones that are added lose fewer. That order is the same for any number of rows, of
 // threads, and any instruction set, but bfloat16 dot products round as the machine does.
 //
@@ -19,6 +19,7 @@
 #include "linear.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <type_traits>
 #include <utility>
@@ -29,7 +30,8 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kPiece = 128;      // inputs
+constexpr int kPiece = 128;  // inputs; of int4 a group, if it is shorter
+constexpr int kShortGroup = 32;
 constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
 constexpr int64_t kStepBytes = 128;  // of a tile
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
@@ -64,11 +66,11 @@ using Sums = Floats[R][kVectors];
 
 struct Float32Kernel {
   using Number = float;  // of a row
-  static constexpr int kInputs = 1, kRowNumbers = 1;
+  static constexpr int kInputs = 1, kLaneBytes = 4, kPieceInputs = kPiece, kRowNumbers = 1;
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* weights, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* step, const float* x, Sums<R>& sums) {
     Floats w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(weights + v * sizeof(Floats));
+    for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
     for (int r = 0; r < R; ++r) {
       const Floats a = broadcast(x[r * kPiece]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
@@ -76,41 +78,48 @@ struct Float32Kernel {
   }
 };
 
-// The words of a step, as pairs of bfloat16 inputs.
+// The words of a step, as pairs of bfloat16 inputs, for a vector of outputs.
 
 struct Bf16Words {
-  static constexpr int kInputs = 2;
+  static constexpr int kInputs = 2, kLaneBytes = 4, kPieceInputs = kPiece;
   template <int kPair>
-  OUTDRAFT_INLINE static Words pair(Words words) {
-    return words;
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    return load<Words>(lanes);
   }
 };
-
-inline Words pair_of(Ints even, Ints odd) {  // small integers
-  return ((Words)__builtin_convertvector(even, Floats) >> 16) |
-         (Words)__builtin_convertvector(odd, Floats);
-}
 
 struct Int8Words {
-  static constexpr int kInputs = 4;
+  static constexpr int kInputs = 4, kLaneBytes = 2, kPieceInputs = kPiece;
   template <int kPair>
-  OUTDRAFT_INLINE static Words pair(Words words) {
-    return pair_of((Ints)(words << (24 - 16 * kPair)) >> 24,
-                   (Ints)(words << (16 - 16 * kPair)) >> 24);
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    const char* bytes = lanes + kPair * kTile * kLaneBytes;
+    return pairs_of(floats_of(bytes), floats_of(bytes + kWidth),
+                    std::make_integer_sequence<int, 2 * kWidth>());
+  }
+  OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
+    return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
+  }
+  template <int... kPlaces>
+  OUTDRAFT_INLINE static Words pairs_of(Floats a, Floats b,
+                                        std::integer_sequence<int, kPlaces...>) {
+    typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
+    return (Words)__builtin_shufflevector((PairHalves)a, (PairHalves)b, (2 * kPlaces + 1)...);
   }
 };
 
+template <int kGroup>
 struct Int4Words {
-  static constexpr int kInputs = 8;
+  static constexpr int kInputs = 8, kLaneBytes = 4, kPieceInputs = kGroup;
   template <int kPair>
-  OUTDRAFT_INLINE static Words pair(Words words) {
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    const Words codes = load<Words>(lanes) >> (4 * kPair);
 #if defined(__AVX512BW__)
     // By the low five bits of each half; the fifth is the next input's.
-    return (Words)_mm512_permutexvar_epi16((__m512i)(words >> (4 * kPair)),
-                                            _mm512_load_si512(kInt4Numbers));
+    return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
 #else
-    const Words codes = words >> (4 * kPair);
-    return pair_of((Ints)(codes & 15) - kInt4Zero, (Ints)(codes >> 16 & 15) - kInt4Zero);
+    const Floats even = __builtin_convertvector((Ints)(codes & 15) - kInt4Zero, Floats);
+    const Floats odd = __builtin_convertvector((Ints)(codes >> 16 & 15) - kInt4Zero, Floats);
+    return (Words)even >> 16 | (Words)odd;
 #endif
   }
 };
@@ -119,148 +128,147 @@ struct Int4Words {
 template <class Decoder, bool kDots>
 struct PairKernel {
   using Number = std::conditional_t<kDots, uint32_t, float>;
-  static constexpr int kInputs = Decoder::kInputs, kRowNumbers = kDots ? kInputs / 2 : kInputs;
+  static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
+  static constexpr int kPieceInputs = Decoder::kPieceInputs;
+  static constexpr int kRowNumbers = kDots ? kInputs / 2 : kInputs;
 
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* weights, const Number* x, Sums<R>& sums) {
-    add_pairs<R>(weights, x, sums, std::make_index_sequence<kInputs / 2>());
+  OUTDRAFT_INLINE static void add(const char* step, const Number* x, Sums<R>& sums) {
+    add_pairs<R>(step, x, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  OUTDRAFT_INLINE static void add_pairs(const char* weights, const Number* x, Sums<R>& sums,
+  OUTDRAFT_INLINE static void add_pairs(const char* step, const Number* x, Sums<R>& sums,
                                         std::index_sequence<kPairs...>) {
-    Words words[kVectors];
-    for (int v = 0; v < kVectors; ++v) words[v] = load<Words>(weights + v * sizeof(Words));
-    (add_pair<R, kPairs>(words, x + kPairs * kRowNumbers * 2 / kInputs, sums), ...);
+    (add_pair<R, kPairs>(step, x + kPairs * (kDots ? 1 : 2), sums), ...);
   }
   template <int R, size_t kPair>
-  OUTDRAFT_INLINE static void add_pair(const Words* words, const Number* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, Sums<R>& sums) {
+    constexpr int kRow = kPieceInputs / (kDots ? 2 : 1);
     Words pairs[kVectors];
-    for (int v = 0; v < kVectors; ++v) pairs[v] = Decoder::template pair<kPair>(words[v]);
+    for (int v = 0; v < kVectors; ++v) {
+      pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
+    }
     if constexpr (kDots) {
       for (int r = 0; r < R; ++r) {
-        const Words a = broadcast_word(x[r * kPiece / 2]);
+        const Words a = broadcast_word(x[r * kRow]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
       }
     } else {
       for (int r = 0; r < R; ++r) {
-        const Floats a = broadcast(x[r * kPiece]);
+        const Floats a = broadcast(x[r * kRow]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
       }
       for (int r = 0; r < R; ++r) {
-        const Floats b = broadcast(x[r * kPiece + 1]);
+        const Floats b = broadcast(x[r * kRow + 1]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
       }
     }
   }
 };
 
-// Of the outputs of a tile and one group; null: the weights have none.
-struct Scales {
-  const float* scales;
-  const float* offsets;
-  const float* x_sums;  // of each row over the group's inputs
+// Some pieces of a strip and the rows that they meet. Null: the weights have none.
+template <class Kernel>
+struct Stretch {
+  static constexpr int64_t kSteps = Kernel::kPieceInputs / Kernel::kInputs;  // of a whole piece
+  static constexpr int64_t kNumbers = kSteps * Kernel::kRowNumbers;          // of a row
+  const char* weights;
+  const char* ahead;  // what the cache fetches meanwhile
+  int64_t num_steps;
+  const typename Kernel::Number* x;
+  const uint16_t *scales, *shifts;
+  int64_t next_scale;   // from piece to piece
+  const float* x_sums;  // of each row over a piece, for weights with shifts
+  int64_t num_rows;     // from piece to piece
+  float* out;           // [rows, kTile]
 };
 
-// out[R, kTile] += one piece of a strip. Meanwhile the cache fetches kLines lines a step.
+// out[R, kTile] += the stretch. Meanwhile the cache fetches kLines lines a step.
 template <class Kernel, int R, int kLines>
-void add_piece(const char* weights, const char* ahead, const typename Kernel::Number* x,
-               int64_t num_steps, Scales group, float* out) {
-  Sums<R> sums;
-  for (auto& of_row : sums) {
-    for (Floats& sum : of_row) sum = Floats{};
-  }
-  int64_t step = 0;
-  do {  // at least once: else the compiler keeps the sums in memory, too
-    for (int line = 0; line < kLines; ++line) prefetch(ahead + (step * kLines + line) * kLine);
-    Kernel::template add<R>(weights + step * kStepBytes, x + step * Kernel::kRowNumbers, sums);
-  } while (++step < num_steps);
-  for (int r = 0; r < R; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      float* at = out + r * kTile + v * kWidth;
-      Floats total = load<Floats>(at);
-      if (group.scales == nullptr) {
-        total += sums[r][v];
-      } else {
-        total = fused(load<Floats>(group.scales + v * kWidth), sums[r][v], total);
+void add_stretch(Stretch<Kernel> all) {
+  using Of = Stretch<Kernel>;
+  for (int64_t first = 0; first < all.num_steps; first += Of::kSteps) {
+    const int64_t num_steps = std::min(Of::kSteps, all.num_steps - first);
+    Sums<R> sums;
+    for (auto& of_row : sums) {
+      for (Floats& sum : of_row) sum = Floats{};
+    }
+    int64_t step = 0;
+    do {  // at least once: else the compiler keeps the sums in memory, too
+      for (int line = 0; line < kLines; ++line, all.ahead += kLine) prefetch(all.ahead);
+      Kernel::template add<R>(all.weights, all.x + step * Kernel::kRowNumbers, sums);
+      all.weights += kStepBytes;
+    } while (++step < num_steps);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* at = all.out + r * kTile + v * kWidth;
+        Floats sum = sums[r][v];
+        if (all.shifts != nullptr) {
+          sum = fused(numbers(all.shifts + v * kWidth), broadcast(all.x_sums[r]), sum);
+        }
+        const Floats total = load<Floats>(at);
+        store(at, all.scales == nullptr ? total + sum
+                                        : fused(numbers(all.scales + v * kWidth), sum, total));
       }
-      if (group.offsets != nullptr) {
-        const Floats x_sum = broadcast(group.x_sums[r]);
-        total = fused(load<Floats>(group.offsets + v * kWidth), x_sum, total);
-      }
-      store(at, total);
     }
+    all.x += all.num_rows * Of::kNumbers;
+    if (all.scales != nullptr) all.scales += all.next_scale;
+    if (all.shifts != nullptr) all.shifts += all.next_scale;
+    all.x_sums += all.num_rows;
   }
 }
 
-template <class Kernel, int kLines, int R = kMaxRows>
-void add_rows(int64_t num_rows, const char* weights, const char* ahead,
-              const typename Kernel::Number* x, int64_t num_steps, Scales group, float* out) {
-  if constexpr (R > 1) {
-    if (num_rows < R) {
-      return add_rows<Kernel, kLines, R - 1>(num_rows, weights, ahead, x, num_steps, group, out);
-    }
-  }
-  add_piece<Kernel, R, kLines>(weights, ahead, x, num_steps, group, out);
+// By the number of rows less one.
+template <class Kernel, int kLines, int... kRows>
+constexpr auto adders(std::integer_sequence<int, kRows...>) {
+  return std::array{add_stretch<Kernel, kRows + 1, kLines>...};
 }
+template <class Kernel, int kLines>
+constexpr auto kAdders = adders<Kernel, kLines>(std::make_integer_sequence<int, kMaxRows>());
 
-// sums[num_rows, kTile] += the products with one piece of a tile.
-template <class Kernel>
-void add_tile_piece(const char* weights, const typename Kernel::Number* x, int64_t num_rows,
-                    int64_t num_steps, Scales group, float* sums) {
-  constexpr int64_t kPieceNumbers = kPiece / Kernel::kInputs * Kernel::kRowNumbers;
-  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t num_calls = num_blocks * (kTile / kStrip);
-  // Who is alone fetches all that the next tiles need, else the first two half of it each: a block
-  // that waits for memory leaves nothing to do for it while the next one computes.
-  const char* ahead = weights + kAhead;
-  for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
-    const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
-    for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
-      const auto add = num_calls == 1 ? add_rows<Kernel, 2>
-                       : call < 2     ? add_rows<Kernel, 1>
-                                      : add_rows<Kernel, 0>;
-      const Scales of_strip = {group.scales == nullptr ? nullptr : group.scales + e,
-                               group.offsets == nullptr ? nullptr : group.offsets + e,
-                               group.x_sums + r};
-      add(end - r, weights + 4 * e, ahead + call * num_steps * kLine, x + r * kPieceNumbers,
-          num_steps, of_strip, sums + r * kTile + e);
-    }
-    r = end;
-  }
-}
-
-// What jobs read of rows: [piece][row][kPiece], and their sums over groups: [group][row].
+// What jobs read of rows: [piece][row][inputs], and their sums over groups: [group][row].
 struct Inputs {
   const void* rows;
   const float* sums;
 };
 
-Scales scales_of(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
-                 int64_t input) {
-  if (weights.scales == nullptr) return {nullptr, nullptr, nullptr};
-  const int64_t group = input / weights.group_inputs;
-  const int64_t at = (tile * weights.num_groups + group) * kTile;
-  return {weights.scales + at, weights.offsets == nullptr ? nullptr : weights.offsets + at,
-          x.sums + group * num_rows};
-}
-
 // sums[num_rows, kTile] = the products with one tile.
 template <class Kernel>
 void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
-  using Number = typename Kernel::Number;
-  constexpr int64_t kNumbers = Kernel::kRowNumbers, kInputs = Kernel::kInputs;
+  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  const int64_t num_calls = num_blocks * (kTile / kStrip);
+  const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
+  const int64_t most_steps = num_calls == 1 ? num_steps : kPiece / Kernel::kInputs;
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const int64_t most_inputs = std::min(kPiece, weights.group_inputs);
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
-  for (int64_t input = 0; input < weights.num_inputs; input += most_inputs) {
-    const int64_t num_inputs = std::min(most_inputs, weights.num_inputs - input);
-    const int64_t piece_at = input / kPiece * kPiece;
-    const Number* rows = static_cast<const Number*>(x.rows) +
-                         (piece_at * num_rows + input - piece_at) / kInputs * kNumbers;
-    add_tile_piece<Kernel>(tile_at + input / kInputs * kStepBytes, rows, num_rows,
-                           (num_inputs + kInputs - 1) / kInputs,
-                           scales_of(weights, x, num_rows, tile, input), sums);
+  for (int64_t step = 0; step < num_steps; step += most_steps) {
+    const int64_t piece = step / Stretch<Kernel>::kSteps;
+    const int64_t group = step * Kernel::kInputs / weights.group_inputs;
+    const int64_t scale = (tile * weights.num_groups + group) * kTile;
+    Stretch<Kernel> all;
+    all.num_steps = std::min(most_steps, num_steps - step);
+    all.next_scale = weights.num_groups == 1 ? 0 : kTile;
+    all.num_rows = num_rows;
+    for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
+      const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
+      for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
+        // Who is alone fetches all that the next tiles need, else the first two half of it each: a
+        // block that waits for memory leaves nothing to do for it while the next one computes.
+        all.ahead = tile_at + step * kStepBytes + kAhead + call * all.num_steps * kLine;
+        all.weights = tile_at + step * kStepBytes + e * Kernel::kLaneBytes;
+        all.x = static_cast<const typename Kernel::Number*>(x.rows) +
+                (piece * num_rows + r) * Stretch<Kernel>::kNumbers;
+        all.scales = weights.scales == nullptr ? nullptr : weights.scales + scale + e;
+        all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + scale + e;
+        all.x_sums = x.sums + group * num_rows + r;
+        all.out = sums + r * kTile + e;
+        const auto& add = num_calls == 1 ? kAdders<Kernel, 2>
+                          : call < 2     ? kAdders<Kernel, 1>
+                                         : kAdders<Kernel, 0>;
+        add[end - r - 1](all);
+      }
+      r = end;
+    }
   }
 }
 
@@ -274,8 +282,14 @@ MultiplyTile kernel_of(bool keeps_bf16) {
   return multiply_tile<PairKernel<Decoder, false>>;
 }
 
-MultiplyTile kernel_of(Format format, bool keeps_bf16) {
-  switch (format) {
+// Inputs whose sum is one register's.
+int64_t piece_inputs(const LinearWeights& weights) {
+  const bool is_int4 = weights.format == Format::kInt4;
+  return is_int4 ? std::min<int64_t>(kPiece, weights.group_inputs) : kPiece;
+}
+
+MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
+  switch (weights.format) {
     case Format::kFloat32:
       return multiply_tile<Float32Kernel>;
     case Format::kBfloat16:
@@ -283,7 +297,8 @@ MultiplyTile kernel_of(Format format, bool keeps_bf16) {
     case Format::kInt8:
       return kernel_of<Int8Words>(keeps_bf16);
     default:
-      return kernel_of<Int4Words>(keeps_bf16);
+      return weights.group_inputs < kPiece ? kernel_of<Int4Words<kShortGroup>>(keeps_bf16)
+                                           : kernel_of<Int4Words<kPiece>>(keeps_bf16);
   }
 }
 
@@ -301,8 +316,9 @@ struct Product {
 
   void compute(int64_t unit, void* scratch) const {
     float* sums = static_cast<float*>(scratch);
-    for (int64_t i = 0; i < unit_tiles && unit * unit_tiles + i < num_tiles(); ++i) {
-      multiply(weights, x, num_rows, unit * unit_tiles + i, sums + i * num_rows * kTile);
+    const int64_t first = unit * unit_tiles, end = std::min(first + unit_tiles, num_tiles());
+    for (int64_t tile = first; tile < end; ++tile) {
+      multiply(weights, x, num_rows, tile, sums + (tile - first) * num_rows * kTile);
     }
   }
 
@@ -329,13 +345,14 @@ struct Product {
   }
 };
 
-// Rows as the kernels read them: [piece][row][kPiece], zeros behind the last input.
-void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, bool keeps_bf16, void* block) {
+// Rows as the kernels read them: [piece][row][inputs], zeros behind the last input.
+void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, int64_t piece, bool keeps_bf16,
+               void* block) {
   const int64_t item = keeps_bf16 ? 2 : 4;
   char* to = static_cast<char*>(block);
-  for (int64_t first = 0; first < num_inputs; first += kPiece) {
-    const int64_t count = std::min(kPiece, num_inputs - first);
-    for (int64_t r = 0; r < num_rows; ++r, to += item * kPiece) {
+  for (int64_t first = 0; first < num_inputs; first += piece) {
+    const int64_t count = std::min(piece, num_inputs - first);
+    for (int64_t r = 0; r < num_rows; ++r, to += item * piece) {
       const int64_t at = r * x.stride + first;
       if (keeps_bf16) {
         std::memcpy(to, static_cast<const uint16_t*>(x.numbers) + at, 2 * count);
@@ -344,7 +361,7 @@ void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, bool keeps_bf1
           convert(from + at, count, reinterpret_cast<float*>(to));
         });
       }
-      std::memset(to + item * count, 0, item * (kPiece - count));
+      std::memset(to + item * count, 0, item * (piece - count));
     }
   }
 }
@@ -370,7 +387,8 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
   const Turn turn(num_products < kMinShared ? nullptr : team);
   const bool keeps_bf16 =
       kHasBf16Dot && x.dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32;
-  const int64_t padded_inputs = (num_inputs + kPiece - 1) / kPiece * kPiece;
+  const int64_t piece = piece_inputs(weights);
+  const int64_t padded_inputs = (num_inputs + piece - 1) / piece * piece;
   const int64_t row_bytes = (keeps_bf16 ? 2 : 4) * padded_inputs;
   const int64_t num_tiles = (weights.num_outputs + kTile - 1) / kTile;
   const int64_t unit_tiles = (num_tiles + kMaxUnits - 1) / kMaxUnits;
@@ -382,10 +400,10 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
     const ConstRows rows = {from, x.dtype, x.stride};
     auto* sums = reinterpret_cast<float*>(block + block_rows * row_bytes);
-    copy_rows(rows, block_rows, num_inputs, keeps_bf16, block);
-    if (weights.offsets != nullptr) sum_groups(rows, block_rows, weights, sums);
+    copy_rows(rows, block_rows, num_inputs, piece, keeps_bf16, block);
+    if (weights.shifts != nullptr) sum_groups(rows, block_rows, weights, sums);
     auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
-    run_in_turn(turn.team(), Product{kernel_of(weights.format, keeps_bf16), weights,
+    run_in_turn(turn.team(), Product{kernel_of(weights, keeps_bf16), weights,
                                      Inputs{block, sums}, Rows{to, y.dtype, y.stride}, block_rows,
                                      unit_tiles});
   }

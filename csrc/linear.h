@@ -26,9 +26,9 @@ struct LinearWeights {
   int64_t group_inputs, num_groups;  // that share a scale; without scales one group of all
   int64_t tile_bytes;                // of one tile, all inputs
   char* tiles;
-  float* scales;   // [tile][group][kTile], or null
-  float* offsets;  // the same of weights with a zero point
-  float* bias;     // [E], or null
+  uint16_t* scales;  // bfloat16 [tile][group][kTile], or null
+  uint16_t* shifts;  // the same of weights with a zero point
+  float* bias;       // [E], or null
   int64_t num_bytes;  // of the mapping that holds all
 };
 

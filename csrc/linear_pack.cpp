@@ -2,7 +2,8 @@
 //
 // int8: an output has one scale, the largest size / 127. int4: a group of an output has one, by
 // which its number of largest size becomes -8; or, with a zero point, the smallest and the largest
-// number (zero among them) become 0 and 15. Numbers are divided by the scale and rounded to the
+// number (zero among them) become 0 and 15. Scales are rounded to bfloat16, so that those of small
+// groups are not long to read. Numbers are divided by the scale and rounded to the
 // nearest code, ties to even; src/outdraft/kernels/reference/linear.py has the same rules.
 
 #include <sys/mman.h>
@@ -33,11 +34,11 @@ void* map_memory(int64_t num_bytes) {
 
 // How a group of one output is kept.
 struct Group {
-  float scale, zero;
+  float scale, shift;
   int32_t least, most;  // codes
 
   int32_t code(float number) const {
-    const float ratio = std::nearbyint(number / scale) + zero;  // a scale of zero gives a NaN
+    const float ratio = std::nearbyint(number / scale) - shift;  // a scale of zero gives a NaN
     if (!(ratio >= static_cast<float>(least))) return scale == 0 || ratio != ratio ? 0 : least;
     return ratio > static_cast<float>(most) ? most : static_cast<int32_t>(ratio);
   }
@@ -54,24 +55,18 @@ Group group_of(const ConstRows& source, const LinearWeights& weights, int64_t ou
     is_nan |= number != number;
   }
   const float largest = -low > high ? low : high;
-  Group group;
-  if (weights.format == Format::kInt8) {
-    group = {std::fabs(largest) / 127, 0, -127, 127};
-  } else if (weights.offsets == nullptr) {
-    group = {largest / -8, 0, -8, 7};
-  } else {
-    group.scale = (high - low) / 15;
-    group.zero = group.scale == 0 ? 0 : std::nearbyint(-low / group.scale) - kInt4Zero;
-    group.least = -8;
-    group.most = 7;
-  }
-  if (is_nan) group.scale = NAN;
+  const bool is_int8 = weights.format == Format::kInt8, has_zero = weights.shifts != nullptr;
+  const float size = is_int8    ? std::fabs(largest) / 127
+                     : has_zero ? (high - low) / 15
+                                : largest / -8;
+  Group group = {widen(to_bf16(is_nan ? NAN : size)), 0, is_int8 ? -127 : -8, is_int8 ? 127 : 7};
+  if (has_zero && group.scale > 0) group.shift = kInt4Zero - std::nearbyint(-low / group.scale);
   return group;
 }
 
 void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t code) {
   if (format == Format::kInt8) {
-    tile[input / 4 * kTile * 4 + lane * 4 + input % 4] = static_cast<char>(code);
+    tile[(input / 2 * kTile + lane) * 2 + input % 2] = static_cast<char>(code);
     return;
   }
   uint32_t word;
@@ -89,8 +84,8 @@ void quantize_output(const LinearWeights& weights, const ConstRows& source, int6
     const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
     const Group group = group_of(source, weights, output, first, end);
     const int64_t at = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
-    weights.scales[at] = group.scale;
-    if (weights.offsets != nullptr) weights.offsets[at] = -group.zero * group.scale;
+    weights.scales[at] = to_bf16(group.scale);
+    if (weights.shifts != nullptr) weights.shifts[at] = to_bf16(group.shift);
     for (int64_t k = first; k < end; ++k) {
       put_code(weights.format, tile, output % kTile, k, group.code(source.at(output, k)));
     }
@@ -140,7 +135,7 @@ OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* weight, int64_t dtype, int6
 
 // Weights [E, D] with rows `stride` elements apart, and a bias [E] of float32 or null, in tiles;
 // null: no memory. bfloat16 tiles round what bfloat16 does not hold. Of quantised formats:
-// `group_inputs` share a scale, 0: all; `has_zero`: int4 with a zero point.
+// `group_inputs` share a scale, 0: all, for int4 32 or 128; `has_zero`: int4 with a zero point.
 OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs, int64_t has_zero,
                                            const void* weight, int64_t dtype, int64_t stride,
                                            int64_t num_outputs, int64_t num_inputs,
@@ -153,16 +148,16 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs,
   const int64_t num_groups = (num_inputs + of_group - 1) / of_group;
   const int64_t tile_bytes = kTile * 4 * ((num_inputs + step_inputs - 1) / step_inputs);
   const int64_t tiles_bytes = num_tiles * tile_bytes;
-  const int64_t scale_bytes = is_quantised ? num_tiles * num_groups * kTile * 4 : 0;
-  const int64_t offset_bytes = has_zero ? scale_bytes : 0;
+  const int64_t scale_bytes = is_quantised ? num_tiles * num_groups * kTile * 2 : 0;
+  const int64_t shift_bytes = has_zero ? scale_bytes : 0;
   const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
   const int64_t num_bytes =
-      tiles_bytes + scale_bytes + offset_bytes + bias_bytes + sizeof(LinearWeights);
+      tiles_bytes + scale_bytes + shift_bytes + bias_bytes + sizeof(LinearWeights);
   auto* memory = static_cast<char*>(map_memory(num_bytes));
   if (memory == nullptr) return nullptr;
-  auto* scales = reinterpret_cast<float*>(memory + tiles_bytes);
-  auto* offsets = reinterpret_cast<float*>(memory + tiles_bytes + scale_bytes);
-  char* behind = memory + tiles_bytes + scale_bytes + offset_bytes;
+  auto* scales = reinterpret_cast<uint16_t*>(memory + tiles_bytes);
+  auto* shifts = reinterpret_cast<uint16_t*>(memory + tiles_bytes + scale_bytes);
+  char* behind = memory + tiles_bytes + scale_bytes + shift_bytes;
   auto* weights = reinterpret_cast<LinearWeights*>(behind + bias_bytes);
   *weights = {Format{format},
               num_inputs,
@@ -172,7 +167,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs,
               tile_bytes,
               memory,
               is_quantised ? scales : nullptr,
-              has_zero ? offsets : nullptr,
+              has_zero ? shifts : nullptr,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
               num_bytes};
   if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
@@ -193,7 +188,7 @@ OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
 // Of the tiles and their scales.
 OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
-  const int64_t of_scales = num_tiles * weights->num_groups * outdraft::kTile * 4;
-  const int64_t kinds = (weights->scales != nullptr) + (weights->offsets != nullptr);
+  const int64_t of_scales = num_tiles * weights->num_groups * outdraft::kTile * 2;
+  const int64_t kinds = (weights->scales != nullptr) + (weights->shifts != nullptr);
   return num_tiles * weights->tile_bytes + kinds * of_scales;
 }

@@ -33,6 +33,7 @@ typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
 template <class Vector>
 inline Vector load(const void* from) {
@@ -100,7 +101,27 @@ inline Floats dot_pairs(Floats sums, Words a, Words b) {
 inline Floats low_halves(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats high_halves(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
 
-inline Floats widen(Halves bf16) { return (Floats)(__builtin_convertvector(bf16, Words) << 16); }
+// Small integers, widened (the compilers' own conversions take them apart).
+inline Words widened(Halves numbers) {
+#if defined(__AVX512F__)
+  return (Words)_mm512_maskz_cvtepu16_epi32(__mmask16(-1), (__m256i)numbers);
+#elif defined(__AVX2__)
+  return (Words)_mm256_cvtepu16_epi32((__m128i)numbers);
+#elif defined(__aarch64__)
+  return (Words)vmovl_u16((uint16x4_t)numbers);
+#endif
+}
+inline Ints widened(Bytes numbers) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_cvtepi8_epi32(__mmask16(-1), (__m128i)numbers);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((long long)numbers));
+#elif defined(__aarch64__)
+  return (Ints)vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8((uint32_t)numbers))));
+#endif
+}
+
+inline Floats widen(Halves bf16) { return (Floats)(widened(bf16) << 16); }
 inline float widen(uint16_t bf16) {
   const uint32_t bits = uint32_t{bf16} << 16;
   float number;

@@ -163,6 +163,7 @@ def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     if not torch.cuda.is_available():
         assert "for a bfloat16 checkpoint, whose weights are kept bfloat16" in shown
         assert all(name in shown for name in usable_instruction_sets())
+        assert shown.count("times as fast as weights as they are") == 2
     assert "no embedded" not in shown
 
 

@@ -190,6 +190,6 @@ def test_quantized_weights_take_their_share_of_the_bytes(linear):
     weight_ED = torch.randn(64, 512)
     bytes_of = {one: linear.pack_linear(weight_ED, None, one).nbytes for one in QUANTIZATIONS}
     numbers = weight_ED.numel()
-    assert bytes_of[WeightFormat.INT8] == numbers + 64 * 4
-    assert bytes_of[WeightFormat.INT4] == numbers // 2 + 64 * 4 * 4
-    assert bytes_of[WeightFormat.INT4_G32_ZERO] == numbers // 2 + 2 * 64 * 16 * 4
+    assert bytes_of[WeightFormat.INT8] == numbers + 64 * 2
+    assert bytes_of[WeightFormat.INT4] == numbers // 2 + 64 * 4 * 2
+    assert bytes_of[WeightFormat.INT4_G32_ZERO] == numbers // 2 + 2 * 64 * 16 * 2

@@ -27,6 +27,7 @@ def quantized(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
 
     int8: the largest size of an output becomes 127. int4: the number of the largest size in a group
     becomes -8; or with a zero point the smallest and the largest one, zero among them, 0 and 15.
+    Scales are rounded to bfloat16.
     """
     group_inputs = quantization.group_inputs or weight_ED.shape[1]
     groups = [_quantized_group(part, quantization) for part in weight_ED.split(group_inputs, dim=1)]
@@ -38,16 +39,19 @@ def _quantized_group(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
     low_E1 = weight_ED.amin(dim=1, keepdim=True).clamp(max=0)
     high_E1 = weight_ED.amax(dim=1, keepdim=True).clamp(min=0)
     largest_E1 = torch.where(-low_E1 > high_E1, low_E1, high_E1)
-    least, most, zero_E1 = -8, 7, torch.zeros_like(low_E1)
+    least, most = -8, 7
     if quantization is WeightFormat.INT8:
-        least, most, scale_E1 = -127, 127, largest_E1.abs() / 127
+        least, most, size_E1 = -127, 127, largest_E1.abs() / 127
     elif quantization.has_zero:
-        scale_E1 = (high_E1 - low_E1) / 15
-        zero_E1 = torch.where(scale_E1 == 0, 0, (-low_E1 / scale_E1).round() - 8)
+        size_E1 = (high_E1 - low_E1) / 15
     else:
-        scale_E1 = largest_E1 / -8
-    codes_ED = ((weight_ED / scale_E1).round() + zero_E1).clamp(least, most)
-    return torch.where(scale_E1 == 0, 0, (codes_ED - zero_E1) * scale_E1)
+        size_E1 = largest_E1 / -8
+    scale_E1 = size_E1.bfloat16().float()
+    shift_E1 = torch.zeros_like(scale_E1)
+    if quantization.has_zero:
+        shift_E1 = torch.where(scale_E1 == 0, 0, 8 - (-low_E1 / scale_E1).round())
+    codes_ED = ((weight_ED / scale_E1).round() - shift_E1).clamp(least, most)
+    return torch.where(scale_E1 == 0, 0, (codes_ED + shift_E1) * scale_E1)
 
 
 class PlainProduct:

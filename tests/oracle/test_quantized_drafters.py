@@ -1,0 +1,32 @@
+"""A drafter's weights in 8 or 4 bits change no output of the target."""
+
+import pytest
+
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.engine.llm import LLM
+from outdraft.engine.loading import load_models
+from outdraft.models.layers.linear import linears_of
+from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
+
+FAMILY, PROMPTS = "mistral-window", prompts_of((19, 4, 33))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantization", QUANTIZATIONS)
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_greedy_and_seeded_texts_are_those_of_plain_decoding(
+    method: str, quantization: WeightFormat, dtype: str
+):
+    speculative = speculation(FAMILY, method, 3)
+    assert speculative is not None
+    chosen = config(FAMILY, speculative | {"quantization": quantization}, dtype=dtype)
+    models = load_models(chosen)
+    assert models.drafter is not None
+    formats = {part.format for part in linears_of(models.drafter.network)}
+    assert formats == {quantization}
+    llm, plain = LLM.from_config(chosen, models), engine(FAMILY, "plain", dtype=dtype)
+    seeded = SamplingParams(temperature=1.0, seed=11, max_tokens=24, ignore_eos=True)
+    for params in (greedy(24), seeded):
+        assert ids(run(llm, PROMPTS, params)) == ids(run(plain, PROMPTS, params))
+    assert llm.engine.stats.num_drafts > 0
