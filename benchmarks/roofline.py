@@ -49,7 +49,7 @@ class Limits:
     def __init__(self, team: Team, dtype: torch.dtype, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._team, self._dtype = team, int(dtype is torch.bfloat16)
-        self._memory = mmap.mmap(-1, READ_BYTES)
+        self._memory = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._words = np.frombuffer(self._memory, dtype=np.int64)

@@ -2,9 +2,11 @@
 // src/outdraft/kernels/reference/attention.py.
 //
 // A tile is some query rows of one request that one kv head serves together; every (row, query
-// head) pair of it is a lane. Keys and values meet all lanes in pieces of 64. The softmax runs
-// online over the pieces, in base 2: log2(e) is part of the scale (Milakov, Gimelshein 2018; Dao et
-// al. 2022).
+// head) pair of it is a lane. Keys and values meet all lanes in pieces of 64, which are laid out for
+// products first (tile_products.h). The softmax runs online over the pieces, in base 2: log2(e) is
+// part of the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
+// bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; what they
+// are divided by is the sum of the rounded ones.
 //
 // A long context has parts of 2048 keys, which threads may share, as in flash-decoding (Dao,
 // Haziza, Massa, Sizov 2023). Sums of parts are added in the order of the parts, whoever made them.
@@ -24,6 +26,7 @@
 
 #include "export.h"
 #include "simd.h"
+#include "tile_products.h"
 #include "vector_math.h"
 
 namespace outdraft {
@@ -31,10 +34,8 @@ namespace {
 
 constexpr int64_t kPart = 2048;    // cache indices from one of its multiples to the next
 constexpr int64_t kPiece = 64;     // keys
-constexpr int64_t kMaxLanes = 64;  // of one tile
-constexpr int kLanes = 2;          // of one call of `dots`: their sums fill half the registers
-constexpr int kKeys = kWidth / kLanes;
-constexpr int64_t kFewLanes = 4;   // read bfloat16 where it lies; more share a wide copy
+constexpr int64_t kMaxLanes = 128;  // of one job
+constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
 constexpr int64_t kEvenJobs = 4;   // for each thread; prefill has more, and large partial sums
 constexpr int64_t kMinShared = 1 << 16;  // multiply-adds below which sharing costs what it saves
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
@@ -53,22 +54,30 @@ struct Tile {
   bool is_tree;                      // between the drafted tokens that a row sees, there are others
   const int32_t* blocks;
   int64_t num_parts;
-  int64_t first_job;  // a job is the tile for one kv head, or one part of it
+  int64_t first_job;  // a job is the tile for some kv heads, or one part of it
 
   int64_t first_draft() const { return context_len + num_causal; }
 };
 
+// `tile_rows`: the most of a tile; `job_heads`: kv heads of a job.
 struct Sizes {
-  explicit Sizes(const AttentionBatch& batch)
+  Sizes(const AttentionBatch& batch, int64_t tile_rows, int64_t job_heads)
       : heads_per_kv(batch.num_heads / batch.num_kv_heads),
-        tile_rows(std::max<int64_t>(1, kMaxLanes / heads_per_kv)),
+        tile_rows(tile_rows),
+        job_heads(job_heads),
         head_size(round_up(batch.head_size, kWidth)),
-        max_lanes(round_up(tile_rows * heads_per_kv, kLanes)),
+        max_lanes(tile_rows * heads_per_kv * job_heads),
         sums_size(max_lanes * (head_size + 2)) {}
 
-  int64_t heads_per_kv, tile_rows;
+  int64_t heads_per_kv, tile_rows, job_heads;
   int64_t head_size;  // with its padding
   int64_t max_lanes, sums_size;
+};
+
+// Where its keys and values lie, from the first kv head of the job on; zeros fill the last vector.
+struct Piece {
+  const void *k[kPiece], *v[kPiece];
+  int64_t num_keys = 0;
 };
 
 // What the lanes of a tile have summed over some keys.
@@ -81,30 +90,9 @@ struct Sums {
   float* total;  // [L]; the weights, relative to it
 };
 
-// out[lane, key] = q[lane] . k[key] for kLanes lanes and kKeys keys.
-template <typename Number>
-void dots(const float* q, int64_t size, const void* const* k, float* out) {
-  Floats sums[kLanes * kKeys] = {};
-  for (int64_t c = 0; c < size; c += kWidth) {
-    Floats parts[kLanes];
-    for (int lane = 0; lane < kLanes; ++lane) parts[lane] = numbers(q + lane * size + c);
-    for (int key = 0; key < kKeys; ++key) {
-      const Floats k_part = numbers(static_cast<const Number*>(k[key]) + c);
-      for (int lane = 0; lane < kLanes; ++lane) {
-        Floats& sum = sums[lane * kKeys + key];
-        sum = fused(parts[lane], k_part, sum);
-      }
-    }
-  }
-  float both[kWidth];
-  store(both, sums_of(sums));
-  for (int lane = 0; lane < kLanes; ++lane) {
-    std::memcpy(out + lane * kPiece, both + lane * kKeys, sizeof(float) * kKeys);
-  }
-}
-
-// One step of a lane's online softmax: scores become weights relative to the new top. Returns what
-// the rise of the top does to everything that was summed under the old one.
+// One step of a lane's online softmax: scores become weights relative to the new top, as float32 or
+// bfloat16. Returns what the rise of the top does to everything that was summed under the old one.
+template <class Weight>
 float weigh(float* scores, int64_t num_keys, float& top, float& total) {
   Floats highest = broadcast(top);
   for (int64_t key = 0; key < num_keys; key += kWidth) {
@@ -113,40 +101,15 @@ float weigh(float* scores, int64_t num_keys, float& top, float& total) {
   }
   const float new_top = max_of(highest);
   Floats summed = Floats{};
+  auto* weights = reinterpret_cast<Weight*>(scores);
   for (int64_t key = 0; key < num_keys; key += kWidth) {
-    const Floats weight = exp2_of(numbers(scores + key) - broadcast(new_top));
-    store(scores + key, weight);
-    summed = summed + weight;
+    put(weights + key, exp2_of(numbers(scores + key) - broadcast(new_top)));
+    summed = summed + numbers(weights + key);
   }
   const float shrink = exp2_of(broadcast(top - new_top))[0];
   total = total * shrink + sum_of(summed);
   top = new_top;
   return shrink;
-}
-
-// out[lane] = shrink[lane] * out[lane] + sum over keys of weights[lane, key] * v[key], for kLanes
-// lanes and kVectors vectors of each.
-template <int kVectors, typename Number>
-void accumulate(float* out, int64_t size, const float* weights, const float* shrink,
-                const void* const* v, int64_t offset, int64_t num_keys) {
-  Floats sums[kLanes][kVectors];
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int i = 0; i < kVectors; ++i) {
-      sums[lane][i] = numbers(out + lane * size + i * kWidth) * broadcast(shrink[lane]);
-    }
-  }
-  for (int64_t key = 0; key < num_keys; ++key) {
-    const Number* row = static_cast<const Number*>(v[key]) + offset;
-    Floats values[kVectors];
-    for (int i = 0; i < kVectors; ++i) values[i] = numbers(row + i * kWidth);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      const Floats weight = broadcast(weights[lane * kPiece + key]);
-      for (int i = 0; i < kVectors; ++i) sums[lane][i] = fused(weight, values[i], sums[lane][i]);
-    }
-  }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int i = 0; i < kVectors; ++i) store(out + lane * size + i * kWidth, sums[lane][i]);
-  }
 }
 
 // The `count` highest of the bits: the rank of an ancestor is its distance in the text.
@@ -155,34 +118,36 @@ uint64_t nearest(uint64_t bits, int64_t count) {
   return bits;
 }
 
-// One thread's work on one tile for one kv head. It lies in the scratch memory of a unit.
+// One thread's work on one tile for some kv heads: their lanes are one head's behind the other's.
+// Keys of all heads lie side by side, so the cache fetches a piece row by row for all of them.
+// It lies in the scratch memory of a unit.
 class TileWork {
  public:
-  static size_t bytes(const AttentionBatch& batch) {
-    const Sizes sizes(batch);
-    const int64_t floats = 2 * sizes.sums_size + (sizes.max_lanes + 2 * kPiece + 1) * sizes.head_size +
-                           sizes.max_lanes * (kPiece + 1);
+  static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
+    const int64_t floats = 2 * sizes.sums_size + sizes.max_lanes * (sizes.head_size + kPiece + 1) +
+                           (kPiece + sizes.job_heads) * sizes.head_size;
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) + 16 * sizes.tile_rows +
            4 * batch.table_stride;
   }
 
-  // `memory`: bytes(batch) from the end of this object on.
-  TileWork(const AttentionBatch& batch, const Tile& tile, int64_t kv_head)
+  // `memory`: bytes(batch, sizes) from the start of this object on.
+  TileWork(const AttentionBatch& batch, const Sizes& sizes, const Tile& tile, int64_t group)
       : batch_(batch),
         tile_(tile),
-        sizes_(batch),
-        first_head_(kv_head * sizes_.heads_per_kv),
-        kv_offset_(kv_head * batch.head_size),
-        num_lanes_((tile.end_row - tile.first_row) * sizes_.heads_per_kv) {
+        sizes_(sizes),
+        first_kv_head_(group * sizes.job_heads),
+        num_lanes_((tile.end_row - tile.first_row) * sizes_.heads_per_kv),
+        products_(!batch.is_bf16_cache                 ? Products::kFloat32
+                  : kHasBf16Dot && batch.is_bf16_query ? Products::kDots
+                                                       : Products::kWidened) {
     const int64_t size = sizes_.head_size, lanes = sizes_.max_lanes;
     char* memory = reinterpret_cast<char*>(this) + round_up(sizeof(TileWork), 64);
     sums_ = reinterpret_cast<float*>(memory);
     next_sums_ = sums_ + sizes_.sums_size;
     q_ = next_sums_ + sizes_.sums_size;
-    wide_k_ = q_ + lanes * size;
-    wide_v_ = wide_k_ + kPiece * size;
-    zeros_ = wide_v_ + kPiece * size;
-    scores_ = zeros_ + size;
+    matrix_ = q_ + lanes * size;
+    zeros_ = matrix_ + kPiece * size;
+    scores_ = zeros_ + sizes_.job_heads * size;
     shrink_ = scores_ + lanes * kPiece;
     positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * (shrink_ + lanes - sums_), 64));
     ancestors_ = reinterpret_cast<uint64_t*>(positions_ + sizes_.tile_rows);
@@ -214,7 +179,7 @@ class TileWork {
 
   // Add what the lanes have summed over a later part.
   void fold(const Sums& sums, const Sums& next) const {
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
+    for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
       const float highest = std::max(sums.top[lane], next.top[lane]);
       const float shrink = exp2_of(broadcast(sums.top[lane] - highest))[0];
       const float next_shrink = exp2_of(broadcast(next.top[lane] - highest))[0];
@@ -230,57 +195,68 @@ class TileWork {
 
   // Write the results of the lanes, from their sums over all parts.
   void store_results(const Sums& sums) const {
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      const int64_t row = tile_.start + tile_.first_row + lane / sizes_.heads_per_kv;
-      const int64_t head = first_head_ + lane % sizes_.heads_per_kv;
-      const int64_t at = (row * batch_.num_heads + head) * batch_.head_size;
+    for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
+      const int64_t at = (row_of(lane) * batch_.num_heads + head_of(lane)) * batch_.head_size;
       const float total = sums.total[lane];
       const float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
       const float* from = sums.out + lane * sizes_.head_size;
       with_numbers(batch_.out, batch_.is_bf16_out, [&](auto* out) {
-        for (int64_t c = 0; c < batch_.head_size; ++c) put(out + at + c, from[c] * inverse);
+        for_numbers(batch_.head_size, [&](int64_t c, auto kind) {
+          put(out + at + c, read<decltype(kind)>(from + c) * inverse);
+        });
       });
     }
   }
 
  private:
-  // Scaled queries, and zeros for the lanes that fill the last kLanes.
+  int64_t row_of(int64_t lane) const {
+    return tile_.start + tile_.first_row + lane % num_lanes_ / sizes_.heads_per_kv;
+  }
+
+  int64_t head_of(int64_t lane) const {
+    const int64_t kv_head = first_kv_head_ + lane / num_lanes_;
+    return kv_head * sizes_.heads_per_kv + lane % sizes_.heads_per_kv;
+  }
+
+  // Queries as the products read them, padded with zeros.
   void load_queries() {
-    const float scale = batch_.scale * 1.4426950408889634f;  // log2(e)
-    const int64_t size = sizes_.head_size;
-    // Whole vectors are read where they lie, unless many lanes would widen them again and again.
-    const bool is_padded = size != batch_.head_size;
-    is_in_place_ = !is_padded && (!batch_.is_bf16_cache || num_lanes_ <= kFewLanes);
-    std::fill_n(zeros_, size, 0.0f);
-    if (is_padded) std::fill_n(wide_k_, 2 * kPiece * size, 0.0f);
-    std::fill_n(q_, round_up(num_lanes_, kLanes) * size, 0.0f);
-    for (int64_t lane = 0; lane < num_lanes_; ++lane) {
-      const int64_t row = tile_.start + tile_.first_row + lane / sizes_.heads_per_kv;
-      const int64_t head = first_head_ + lane % sizes_.heads_per_kv;
-      const int64_t at = row * batch_.q_stride + head * batch_.head_size;
-      float* q = q_ + lane * size;
+    const int64_t size = batch_.head_size;
+    std::fill_n(zeros_, sizes_.job_heads * sizes_.head_size, 0.0f);
+    for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
+      const int64_t at = row_of(lane) * batch_.q_stride + head_of(lane) * size;
+      float* q = q_ + lane * sizes_.head_size;
+      std::fill_n(q, sizes_.head_size, 0.0f);
       with_numbers(batch_.q, batch_.is_bf16_query, [&](const auto* from) {
-        for (int64_t c = 0; c < batch_.head_size; ++c) q[c] = number(from + at + c) * scale;
+        if (products_ == Products::kDots) {
+          std::memcpy(q, from + at, sizeof(*from) * size);
+        } else {
+          convert(from + at, size, q);
+        }
       });
     }
   }
 
   void attend_part(int64_t part, const Sums& sums) {
-    std::fill_n(sums.out, round_up(num_lanes_, kLanes) * sizes_.head_size, 0.0f);
-    std::fill_n(sums.top, sizes_.max_lanes, kHidden);
-    std::fill_n(sums.total, sizes_.max_lanes, 0.0f);
+    const int64_t num_lanes = sizes_.job_heads * num_lanes_;
+    std::fill_n(sums.out, num_lanes * sizes_.head_size, 0.0f);
+    std::fill_n(sums.top, num_lanes, kHidden);
+    std::fill_n(sums.total, num_lanes, 0.0f);
     int64_t start = (tile_.first_key / kPart + part) * kPart;
     const int64_t end = std::min(start + kPart, tile_.end_key);
     // A window begins inside of a piece: where pieces begin must not depend on the tile's rows.
     start = std::max(start, tile_.first_key / kPiece * kPiece);
     int64_t first_own = end;
     if (tile_.is_tree) first_own = std::min(end, first_draft() / kPiece * kPiece);
+    find_keys(start, std::min(start + kPiece, first_own));
     for (int64_t first_key = start; first_key < first_own; first_key += kPiece) {
       const int64_t end_key = std::min(first_key + kPiece, first_own);
-      find_keys(first_key, end_key);
-      score(end_key - first_key, 0, num_lanes_);
-      if (first_key < tile_.first_common || tile_.end_common < end_key) hide(first_key, end_key);
-      sum_values(end_key - first_key, 0, num_lanes_, sums);
+      keys_ = next_;
+      find_keys(end_key, std::min(end_key + kPiece, first_own));
+      const bool hides = first_key < tile_.first_common || tile_.end_common < end_key;
+      if (hides) drop_unseen_values(first_key, end_key);
+      attend_keys(0, num_lanes_, sums, [&](float* scores) {
+        if (hides) hide(first_key, end_key, scores);
+      });
     }
     if (!tile_.is_tree) return;
     for (int64_t row = 0; row < tile_.end_row - tile_.first_row; ++row) {
@@ -297,18 +273,34 @@ class TileWork {
     for (int64_t first_key = start; first_key < end; first_key += kPiece) {
       const int64_t num_keys = std::min(first_key + kPiece, end) - first_key;
       find_text(row, first_key, num_keys);
-      score(num_keys, lane, lane + sizes_.heads_per_kv);
-      for (int64_t head = 0; head < sizes_.heads_per_kv; ++head) {
+      keys_ = next_;
+      next_.num_keys = 0;
+      attend_keys(lane, lane + sizes_.heads_per_kv, sums, [&](float* scores) {
         const int64_t num_hidden = std::clamp<int64_t>(lowest - first_key, 0, num_keys);
-        std::fill_n(scores_ + (lane + head) * kPiece, num_hidden, kHidden);
-      }
-      sum_values(num_keys, lane, lane + sizes_.heads_per_kv, sums);
+        for (int64_t head = 0; head < sizes_.heads_per_kv; ++head) {
+          std::fill_n(scores + (lane + head) * kPiece, num_hidden, kHidden);
+        }
+      });
+    }
+  }
+
+  // Lanes [first, end) of every head meet the keys; `hide` changes scores of a head.
+  template <class Hide>
+  void attend_keys(int64_t first, int64_t end, const Sums& sums, const Hide& hide) {
+    const int64_t row_bytes = sizes_.job_heads * batch_.head_size * (batch_.is_bf16_cache ? 2 : 4);
+    Fetch k = {next_.k, next_.k + next_.num_keys, row_bytes};
+    Fetch v = {next_.v, next_.v + next_.num_keys, row_bytes};
+    for (int64_t head = 0; head < sizes_.job_heads; ++head) {
+      const int64_t lane = head * num_lanes_;
+      score(head, lane + first, lane + end, k);
+      hide(scores_ + lane * kPiece);
+      sum_values(head, lane + first, lane + end, sums, v);
     }
   }
 
   void find_keys(int64_t first_key, int64_t end_key) {
     for (int64_t key = first_key; key < end_key; ++key) put_key(key - first_key, key);
-    fill_keys(end_key - first_key);
+    fill_keys(std::max<int64_t>(0, end_key - first_key));
   }
 
   // As `find_keys`, for keys by their positions in the text of one row.
@@ -329,63 +321,61 @@ class TileWork {
   void put_key(int64_t place, int64_t key) {
     const int64_t slot =
         blocks_[key / batch_.block_size] * batch_.block_size + key % batch_.block_size;
-    const int64_t at = slot * batch_.num_kv_heads * batch_.head_size + kv_offset_;
-    k_rows_[place] = row_at(batch_.k, at, wide_k_ + place * sizes_.head_size);
-    v_rows_[place] = row_at(batch_.v, at, wide_v_ + place * sizes_.head_size);
+    const int64_t at = (slot * batch_.num_kv_heads + first_kv_head_) * batch_.head_size;
+    next_.k[place] = static_cast<const char*>(batch_.k) + at * (batch_.is_bf16_cache ? 2 : 4);
+    next_.v[place] = static_cast<const char*>(batch_.v) + at * (batch_.is_bf16_cache ? 2 : 4);
   }
 
-  // Where numbers of the cache are read: where they lie, or in a copy.
-  const void* row_at(const void* cached, int64_t at, float* copy) const {
-    const void* row = copy;
-    with_numbers(cached, batch_.is_bf16_cache, [&](const auto* from) {
-      if (is_in_place_) {
-        row = from + at;
-      } else {
-        convert(from + at, batch_.head_size, copy);
-      }
-    });
-    return row;
-  }
-
-  // The keys that fill the last kKeys repeat one.
+  // Zeros behind the last key.
   void fill_keys(int64_t num_keys) {
-    std::fill(k_rows_ + num_keys, k_rows_ + round_up(num_keys, kKeys), k_rows_[num_keys - 1]);
+    next_.num_keys = num_keys;
+    std::fill(next_.k + num_keys, next_.k + round_up(num_keys, kWidth), zeros_);
+    std::fill(next_.v + num_keys, next_.v + round_up(num_keys, kWidth), zeros_);
   }
-
-  bool reads_halves() const { return is_in_place_ && batch_.is_bf16_cache; }
 
   int64_t first_draft() const { return tile_.first_draft(); }
 
-  // scores = q . k; the lowest score for what fills the last vector.
-  void score(int64_t num_keys, int64_t first_lane, int64_t end_lane) {
-    const int64_t size = sizes_.head_size;
-    first_lane = first_lane / kLanes * kLanes;
-    end_lane = round_up(end_lane, kLanes);
-    for (int64_t key = 0; key < num_keys; key += kKeys) {
-      for (int64_t lane = first_lane; lane < end_lane; lane += kLanes) {
-        float* out = scores_ + lane * kPiece + key;
-        if (reads_halves()) {
-          dots<uint16_t>(q_ + lane * size, size, k_rows_ + key, out);
-        } else {
-          dots<float>(q_ + lane * size, size, k_rows_ + key, out);
-        }
-      }
-    }
+  // scores = scale * q . k; the lowest score for what fills the last vector.
+  void score(int64_t head, int64_t first_lane, int64_t end_lane, Fetch& fetch) {
+    const int64_t size = batch_.head_size, num_keys = keys_.num_keys;
     const int64_t num_filled = round_up(num_keys, kWidth) - num_keys;
+    with_numbers(batch_.k, batch_.is_bf16_cache, [&](const auto* cached) {
+      using Number = std::remove_cvref_t<decltype(*cached)>;
+      const int64_t stride = lay_out_columns<Number>(keys_.k, num_keys + num_filled, head * size,
+                                                     size, words(matrix_), fetch);
+      multiply({words(matrix_), stride, num_steps<Number>(size), num_keys + num_filled,
+                end_lane - first_lane, words(q_ + first_lane * sizes_.head_size), sizes_.head_size,
+                scores_ + first_lane * kPiece, kPiece,
+                batch_.scale * 1.4426950408889634f,  // log2(e)
+                nullptr});
+    });
     for (int64_t lane = first_lane; num_filled && lane < end_lane; ++lane) {
       std::fill_n(scores_ + lane * kPiece + num_keys, num_filled, kHidden);
     }
   }
 
-  // The lowest score for what a row does not see, and zeros for the values that none sees.
-  void hide(int64_t first_key, int64_t end_key) {
+  void multiply(const TileProduct& product) const {
+    switch (products_) {
+      case Products::kFloat32:
+        return multiply_tile<Products::kFloat32>(product);
+      case Products::kWidened:
+        return multiply_tile<Products::kWidened>(product);
+      case Products::kDots:
+        return multiply_tile<Products::kDots>(product);
+    }
+  }
+
+  static uint32_t* words(float* numbers) { return reinterpret_cast<uint32_t*>(numbers); }
+
+  // The lowest score for what a row does not see.
+  void hide(int64_t first_key, int64_t end_key, float* scores_of_head) {
     for (int64_t row = tile_.first_row; row < tile_.end_row; ++row) {
       const int64_t own = row - tile_.first_row;
       const int64_t last_seen = tile_.context_len + std::min(row, tile_.num_causal - 1);
       const bool is_draft = row >= tile_.num_causal;
       const uint64_t bits = is_draft ? nearest(ancestors_[own], batch_.window) : 0;
       const int64_t lowest = positions_[own] - batch_.window + 1;
-      float* scores = scores_ + own * sizes_.heads_per_kv * kPiece;
+      float* scores = scores_of_head + own * sizes_.heads_per_kv * kPiece;
       for (int64_t key = first_key; key < end_key; ++key) {
         const bool is_seen = key < first_draft() ? lowest <= key && key <= last_seen
                                                 : bits >> (key - first_draft()) & 1;
@@ -395,64 +385,50 @@ class TileWork {
         }
       }
     }
+  }
+
+  void drop_unseen_values(int64_t first_key, int64_t end_key) {
     for (int64_t key = std::max(first_key, first_draft()); key < end_key; ++key) {
       if (tile_.bits >> (key - first_draft()) & 1) continue;
-      v_rows_[key - first_key] = zeros_;  // nobody may have written it
+      keys_.v[key - first_key] = zeros_;  // nobody may have written it
     }
   }
 
-  // Turn scores into weights, and take in the values they weigh. Lanes beside these that share a
-  // call with them keep what they have.
-  void sum_values(int64_t num_keys, int64_t first_lane, int64_t end_lane, const Sums& sums) {
-    const int64_t size = sizes_.head_size;
-    const int64_t first = first_lane / kLanes * kLanes, end = round_up(end_lane, kLanes);
-    for (int64_t lane = first; lane < end; ++lane) {
+  // Turn scores into weights, and take in the values they weigh.
+  void sum_values(int64_t head, int64_t first_lane, int64_t end_lane, const Sums& sums,
+                  Fetch& fetch) {
+    const int64_t size = sizes_.head_size, num_keys = keys_.num_keys;
+    for (int64_t lane = first_lane; lane < end_lane; ++lane) {
       float* scores = scores_ + lane * kPiece;
-      if (lane < first_lane || lane >= end_lane) {
-        std::fill_n(scores, num_keys, 0.0f);
-        shrink_[lane] = 1;
-      } else {
-        shrink_[lane] = weigh(scores, num_keys, sums.top[lane], sums.total[lane]);
-      }
+      float &top = sums.top[lane], &total = sums.total[lane];
+      shrink_[lane] = products_ == Products::kDots ? weigh<uint16_t>(scores, num_keys, top, total)
+                                                   : weigh<float>(scores, num_keys, top, total);
     }
-    for (int64_t lane = first; lane < end; lane += kLanes) {
-      float* out = sums.out + lane * size;
-      const float* weights = scores_ + lane * kPiece;
-      if (reads_halves()) {
-        accumulate_all<uint16_t>(out, weights, shrink_ + lane, num_keys);
-      } else {
-        accumulate_all<float>(out, weights, shrink_ + lane, num_keys);
-      }
-    }
-  }
-
-  template <typename Number>
-  void accumulate_all(float* out, const float* weights, const float* shrink, int64_t num_keys) {
-    const int64_t size = sizes_.head_size;
-    int64_t c = 0;
-    for (; c + 4 * kWidth <= size; c += 4 * kWidth) {
-      accumulate<4, Number>(out + c, size, weights, shrink, v_rows_, c, num_keys);
-    }
-    for (; c < size; c += kWidth) {
-      accumulate<1, Number>(out + c, size, weights, shrink, v_rows_, c, num_keys);
-    }
+    with_numbers(batch_.v, batch_.is_bf16_cache, [&](const auto* cached) {
+      using Number = std::remove_cvref_t<decltype(*cached)>;
+      const int64_t steps = lay_out_rows<Number>(keys_.v, num_keys, head * batch_.head_size,
+                                                 batch_.head_size, words(matrix_), fetch);
+      multiply({words(matrix_), steps, steps, size, end_lane - first_lane,
+                words(scores_ + first_lane * kPiece), kPiece, sums.out + first_lane * size, size,
+                1.0f, shrink_ + first_lane});
+    });
   }
 
   const AttentionBatch batch_;
   const Tile tile_;
   const Sizes sizes_;
-  const int64_t first_head_, kv_offset_, num_lanes_;
-  bool is_in_place_ = false;
+  const int64_t first_kv_head_, num_lanes_;  // lanes of one kv head
+  const Products products_;
   float *sums_, *next_sums_;
-  float* q_;                   // [L, C]
-  float *wide_k_, *wide_v_;    // [K, C]; what is not read where it lies
-  float* zeros_;               // [C]
-  float* scores_;              // [L, K]
+  float* q_;                   // [L, C], of the cache's dtype in dot products
+  float* matrix_;              // [K, C]; keys or values of a piece, laid out
+  float* zeros_;               // [G, C]
+  float* scores_;              // [L, K], then weights as the products read them
   float* shrink_;              // [L]; what a rising top does to earlier sums
   int64_t* positions_;         // by the rows of the tile
   uint64_t* ancestors_;
   int32_t* blocks_;
-  const void *k_rows_[kPiece], *v_rows_[kPiece];
+  Piece keys_, next_;  // that are read, and that the cache should fetch
 };
 
 // What these rows of a request see.
@@ -488,6 +464,7 @@ Tile make_tile(const AttentionBatch& batch, int64_t request, int64_t first_row, 
 // At most kMaxUnits jobs, each a unit, as team.h describes it.
 struct AttentionWork {
   AttentionBatch batch;
+  int64_t tile_rows, job_heads;
   const Tile* tiles;
   int64_t num_tiles, first_job, num_jobs;
   float* partial;  // the sums of every job; null: a job has all parts, and stores results
@@ -495,7 +472,9 @@ struct AttentionWork {
   int64_t version;
 
   int64_t num_units() const { return num_jobs; }
-  size_t scratch_bytes() const { return TileWork::bytes(batch); }
+  size_t scratch_bytes() const { return TileWork::bytes(batch, sizes()); }
+  Sizes sizes() const { return Sizes(batch, tile_rows, job_heads); }
+  int64_t num_groups() const { return batch.num_kv_heads / job_heads; }
 
   void compute(int64_t unit, void* scratch) const {
     const int64_t job = first_job + unit;
@@ -505,10 +484,10 @@ struct AttentionWork {
     const Tile tile = behind[-1];
     if (is_over()) return;
     const int64_t place = job - tile.first_job;
-    TileWork* work = new (scratch) TileWork(batch, tile, place % batch.num_kv_heads);
+    TileWork* work = new (scratch) TileWork(batch, sizes(), tile, place % num_groups());
     work->copy_rows();
     if (is_over()) return;
-    const int64_t part = place / batch.num_kv_heads;
+    const int64_t part = place / num_groups();
     if (partial == nullptr) {
       work->attend_parts(0, tile.num_parts);
     } else {
@@ -536,10 +515,10 @@ struct AttentionWork {
 void merge(const AttentionWork& all) {
   void* scratch = own_scratch(all.scratch_bytes());
   for (const Tile* tile = all.tiles; tile < all.tiles + all.num_tiles; ++tile) {
-    for (int64_t head = 0; head < all.batch.num_kv_heads; ++head) {
-      const TileWork* work = new (scratch) TileWork(all.batch, *tile, head);
+    for (int64_t group = 0; group < all.num_groups(); ++group) {
+      const TileWork* work = new (scratch) TileWork(all.batch, all.sizes(), *tile, group);
       const auto part_sums = [&](int64_t part) {
-        const int64_t job = tile->first_job + part * all.batch.num_kv_heads + head;
+        const int64_t job = tile->first_job + part * all.num_groups() + group;
         return Sums(all.partial + job * work->sizes().sums_size, work->sizes());
       };
       for (int64_t part = 1; part < tile->num_parts; ++part) work->fold(part_sums(0), part_sums(part));
@@ -560,31 +539,44 @@ void clear_padding(const AttentionBatch& batch) {
 void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
   const int64_t version = memory.version.fetch_add(1) + 1;
   std::atomic_thread_fence(std::memory_order_release);
-  const Sizes sizes(batch);
   clear_padding(batch);
-  const int64_t most_tiles = batch.num_rows / sizes.tile_rows + batch.num_requests;
-  Tile* tiles = memory.tiles.reserve<Tile>(most_tiles);
+  const int64_t heads_per_kv = batch.num_heads / batch.num_kv_heads;
+  int64_t most_rows = 1;
+  for (int64_t b = 0; b < batch.num_requests; ++b) {
+    most_rows = std::max<int64_t>(most_rows, batch.query_start[b + 1] - batch.query_start[b]);
+  }
+  const int64_t tile_rows = std::clamp<int64_t>(kMaxLanes / heads_per_kv, 1, most_rows);
+  Tile* tiles = memory.tiles.reserve<Tile>(batch.num_rows / tile_rows + batch.num_requests);
   int64_t num_tiles = 0, num_parts = 0, work = 0;
   for (int64_t b = 0; b < batch.num_requests; ++b) {
     const int64_t num_rows = batch.query_start[b + 1] - batch.query_start[b];
-    for (int64_t row = 0; row < num_rows; row += sizes.tile_rows) {
+    for (int64_t row = 0; row < num_rows; row += tile_rows) {
       const Tile& tile = tiles[num_tiles++] =
-          make_tile(batch, b, row, std::min(row + sizes.tile_rows, num_rows));
+          make_tile(batch, b, row, std::min(row + tile_rows, num_rows));
       num_parts += tile.num_parts;
       work += (tile.end_row - row) * batch.num_heads * batch.head_size * (tile.end_key - tile.first_key);
     }
   }
   const Turn turn(work < kMinShared ? nullptr : team);
-  // Jobs that are too few to be even among the threads become parts.
-  const bool is_split = num_parts > num_tiles &&
-                        num_tiles * batch.num_kv_heads < kEvenJobs * num_threads(turn.team());
+  // Jobs that are too few to be even among the threads become parts; many have several heads.
+  const int64_t threads = num_threads(turn.team());
+  const bool is_split = num_parts > num_tiles && num_tiles * batch.num_kv_heads < kEvenJobs * threads;
+  const int64_t num_pieces = is_split ? num_parts : num_tiles;  // of work, each for all heads
+  int64_t job_heads = 1;
+  while (batch.num_kv_heads % (2 * job_heads) == 0 &&
+         2 * job_heads * tile_rows * heads_per_kv <= kMaxLanes &&
+         num_pieces * batch.num_kv_heads / (2 * job_heads) >= kFewJobs * threads) {
+    job_heads *= 2;
+  }
   int64_t num_jobs = 0;
   for (int64_t i = 0; i < num_tiles; ++i) {
     tiles[i].first_job = num_jobs;
-    num_jobs += batch.num_kv_heads * (is_split ? tiles[i].num_parts : 1);
+    num_jobs += batch.num_kv_heads / job_heads * (is_split ? tiles[i].num_parts : 1);
   }
+  const Sizes sizes(batch, tile_rows, job_heads);
   float* partial = is_split ? memory.partial.reserve<float>(num_jobs * sizes.sums_size) : nullptr;
-  AttentionWork all = {batch, tiles, num_tiles, 0, 0, partial, &memory.version, version};
+  AttentionWork all = {batch, tile_rows, job_heads,       tiles,  num_tiles, 0,
+                       0,     partial,   &memory.version, version};
   for (; all.first_job < num_jobs; all.first_job += kMaxUnits) {
     all.num_jobs = std::min(kMaxUnits, num_jobs - all.first_job);
     run_in_turn(turn.team(), all);

@@ -1,9 +1,10 @@
 // A whole pass of a decoder: see forward.h.
 //
 // Residuals and all sums are float32. In a bfloat16 decoder numbers are rounded in these places
-// only: inputs of products, cached keys and values, and what is returned. Rows are computed in
-// blocks, but for attention, so that what lies between two products stays in the cache of the
-// processor. Every row is computed as if it were alone.
+// only: inputs of products, queries, cached keys and values, and what is returned. Rows are computed
+// in blocks, but for attention, so that what lies between two products stays in the cache of the
+// processor. Threads share the rows of what lies between two products, too. Every row is computed as
+// if it were alone.
 
 #include "forward.h"
 
@@ -21,10 +22,8 @@ namespace {
 
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kHeadRows = 64;  // whose logits are kept at a time
-
-void add(const float* x, int64_t size, float* to) {
-  for (int64_t i = 0; i < size; ++i) to[i] += x[i];
-}
+constexpr int64_t kMinShared = 1 << 14;  // numbers; below, sharing costs what it saves
+constexpr int64_t kEvenUnits = 4;        // for each thread
 
 // to = x / rms(x) * weight; without a weight a copy (Zhang, Sennrich 2019).
 template <class From, class To>
@@ -72,6 +71,124 @@ void gate(const float* gate_up, int64_t size, To* to) {
     put(to + i, silu_mul(broadcast(gate_up[i]), broadcast(gate_up[size + i]))[0]);
   }
 }
+
+// What happens to rows between two products. `Step` has compute(row, scratch), store(row, scratch),
+// and row_bytes() of scratch memory. A unit is some rows.
+template <class Step>
+struct RowsWork {
+  Step step;
+  int64_t num_rows, unit_rows;
+
+  int64_t num_units() const { return (num_rows + unit_rows - 1) / unit_rows; }
+  size_t scratch_bytes() const { return unit_rows * step.row_bytes(); }
+  void compute(int64_t unit, void* scratch) const {
+    for_rows(unit, [&](int64_t row, int64_t at) {
+      step.compute(row, static_cast<char*>(scratch) + at);
+    });
+  }
+  void store(int64_t unit, const void* scratch) const {
+    for_rows(unit, [&](int64_t row, int64_t at) {
+      step.store(row, static_cast<const char*>(scratch) + at);
+    });
+  }
+
+  template <class Call>
+  void for_rows(int64_t unit, const Call& call) const {
+    const int64_t first = unit * unit_rows, count = std::min(unit_rows, num_rows - first);
+    for (int64_t i = 0; i < count; ++i) call(first + i, i * step.row_bytes());
+  }
+};
+
+template <class Step>
+void run_rows(Team* team, const Step& step, int64_t num_rows, int64_t row_numbers) {
+  const Turn turn(num_rows * row_numbers < kMinShared ? nullptr : team);
+  const int64_t most_units = std::min(kEvenUnits * num_threads(turn.team()), kMaxUnits);
+  run_in_turn(turn.team(),
+              RowsWork<Step>{step, num_rows, (num_rows + most_units - 1) / most_units});
+}
+
+// residual += y, unless y is null; to = the normed sum.
+template <class From, class To>
+struct AddAndNormalize {
+  From* residual;
+  const float* y;
+  const float* weight;
+  int64_t size;
+  float eps;
+  To* to;
+
+  int64_t row_bytes() const { return (sizeof(From) + sizeof(To)) * size; }
+  void compute(int64_t row, char* scratch) const {
+    const From* from = residual + row * size;
+    To* normed = reinterpret_cast<To*>(scratch + sizeof(From) * size);
+    if (y != nullptr) {
+      From* sum = reinterpret_cast<From*>(scratch);
+      const float* added = y + row * size;
+      for_numbers(size, [&](int64_t i, auto kind) {
+        using Kind = decltype(kind);
+        put(sum + i, read<Kind>(from + i) + read<Kind>(added + i));
+      });
+      from = sum;
+    }
+    normalize(from, weight, size, eps, normed);
+  }
+  void store(int64_t row, const char* scratch) const {
+    if (y != nullptr) std::memcpy(residual + row * size, scratch, sizeof(From) * size);
+    std::memcpy(to + row * size, scratch + sizeof(From) * size, sizeof(To) * size);
+  }
+};
+
+template <class To>
+struct Gate {
+  const float* gate_up;
+  int64_t size;
+  To* to;
+
+  int64_t row_bytes() const { return sizeof(To) * size; }
+  void compute(int64_t row, char* scratch) const {
+    gate(gate_up + row * 2 * size, size, reinterpret_cast<To*>(scratch));
+  }
+  void store(int64_t row, const char* scratch) const {
+    std::memcpy(to + row * size, scratch, sizeof(To) * size);
+  }
+};
+
+// Heads of queries and keys, normed and turned; they and the values go where attention reads them.
+template <class Number>
+struct ReadKeys {
+  const float* qkv;
+  const float *q_norm, *k_norm, *cos_sin;
+  const int64_t *positions, *slots;
+  int64_t num_positions, num_q, num_kv, size;  // numbers of a row, and of a head
+  float eps;
+  Number *q, *k, *v;
+
+  int64_t row_bytes() const { return sizeof(Number) * (num_q + 2 * num_kv) + sizeof(float) * size; }
+  void compute(int64_t row, char* scratch) const {
+    // A late helper may find any number where the position was.
+    const int64_t position = static_cast<const volatile int64_t*>(positions)[row];
+    if (position < 0 || position >= num_positions) return;
+    const float* heads = qkv + row * (num_q + 2 * num_kv);
+    float* normed = reinterpret_cast<float*>(scratch);
+    Number* to = reinterpret_cast<Number*>(normed + size);
+    for (int64_t at = 0; at < num_q + num_kv; at += size) {
+      const float* head = heads + at;
+      if (const float* norm = at < num_q ? q_norm : k_norm; norm != nullptr) {
+        normalize(head, norm, size, eps, normed);
+        head = normed;
+      }
+      rotate(head, cos_sin + position * size, size, to + at);
+    }
+    convert(heads + num_q + num_kv, num_kv, to + num_q + num_kv);
+  }
+  void store(int64_t row, const char* scratch) const {
+    const Number* from = reinterpret_cast<const Number*>(scratch + sizeof(float) * size);
+    std::copy_n(from, num_q, q + row * num_q);
+    if (slots[row] < 0) return;
+    std::copy_n(from + num_q, num_kv, k + slots[row] * num_kv);
+    std::copy_n(from + num_q + num_kv, num_kv, v + slots[row] * num_kv);
+  }
+};
 
 // The first of the highest numbers; a NaN is higher than all.
 int64_t best_of(const float* x, int64_t size) {
@@ -123,7 +240,7 @@ class DecoderOf final : public Decoder {
     batch_.block_size = block_size;
     batch_.q_stride = heads_size_;
     batch_.scale = spec.scale;
-    batch_.is_bf16_out = batch_.is_bf16_cache = kDtype == Dtype::kBfloat16;
+    batch_.is_bf16_query = batch_.is_bf16_out = batch_.is_bf16_cache = kDtype == Dtype::kBfloat16;
   }
 
   ~DecoderOf() override {
@@ -142,21 +259,24 @@ class DecoderOf final : public Decoder {
       enter(rows, states_TD, first, count);
     });
     tap(0, num_rows, taps, num_taps, tapped);
+    for_blocks(num_rows, [&](int64_t first, int64_t count) {
+      prepare(rows, states_TD, first, count);
+      read_keys(0, first, count);
+    });
     for (int64_t i = 0; i < spec_.num_layers; ++i) {
-      for_blocks(num_rows, [&](int64_t first, int64_t count) {
-        prepare(rows, states_TD, i, first, count);
-        read_keys(rows, i, first, count);
-      });
       batch_.k = caches_[i].k;
       batch_.v = caches_[i].v;
       batch_.window = layers_[i].window;
       attend(spec_.team, batch_, attention_);
+      const bool is_last = i + 1 == spec_.num_layers;
       for_blocks(num_rows, [&](int64_t first, int64_t count) {
-        feed_forward(layers_[i], first, count);
+        const float* next_norm = is_last ? spec_.final_norm : layers_[i + 1].input_norm;
+        Number* next = is_last ? static_cast<Number*>(out) + first * spec_.hidden : x_;
+        feed_forward(layers_[i], first, count, next_norm, next);
+        if (!is_last) read_keys(i + 1, first, count);
       });
       tap(i + 1, num_rows, taps, num_taps, tapped);
     }
-    normalize_rows(residual_, spec_.final_norm, num_rows, static_cast<Number*>(out));
     return true;
   }
 
@@ -205,12 +325,13 @@ class DecoderOf final : public Decoder {
   void lay_out(const DecoderRows& rows, Parts& parts) {
     const int64_t num_rows = rows.num_rows, block = std::min(num_rows, kBlockRows);
     batch_.positions = parts.copy(rows.positions, num_rows);
+    slots_ = parts.copy(rows.slots, num_rows);
     batch_.ancestors = parts.copy(rows.ancestors, num_rows);
     batch_.query_start = parts.copy(rows.query_start, rows.num_requests + 1);
     batch_.context_lens = parts.copy(rows.context_lens, rows.num_requests);
     batch_.num_causal = parts.copy(rows.num_causal, rows.num_requests);
     batch_.block_table = parts.copy(rows.block_table, rows.num_requests * rows.table_stride);
-    batch_.q = q_ = parts.take<float>(num_rows * heads_size_);
+    batch_.q = q_ = parts.take<Number>(num_rows * heads_size_);
     batch_.out = attended_ = parts.take<Number>(num_rows * heads_size_);
     residual_ = parts.take<float>(num_rows * spec_.hidden);
     x_ = parts.take<Number>(block * 2 * spec_.hidden);
@@ -218,7 +339,6 @@ class DecoderOf final : public Decoder {
     qkv_ = parts.take<float>(block * (heads_size_ + 2 * kv_size_));
     y_ = parts.take<float>(block * spec_.hidden);
     gate_up_ = parts.take<float>(block * 2 * spec_.intermediate);
-    normed_head_ = parts.take<float>(spec_.head_size);
   }
 
   const Number* embedded(int64_t token) const {
@@ -232,9 +352,15 @@ class DecoderOf final : public Decoder {
 
   template <class From>
   void normalize_rows(const From* x, const float* weight, int64_t count, Number* to) const {
-    for (int64_t r = 0; r < count; ++r) {
-      normalize(x + r * spec_.hidden, weight, spec_.hidden, spec_.eps, to + r * spec_.hidden);
-    }
+    add_and_normalize(const_cast<From*>(x), nullptr, weight, count, to);
+  }
+
+  template <class From>
+  void add_and_normalize(From* residual, const float* y, const float* weight, int64_t count,
+                         Number* to) const {
+    const int64_t size = spec_.hidden;
+    run_rows(spec_.team, AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to},
+             count, size);
   }
 
   // [rows, 2 D] in x: tokens and states side by side, each normed.
@@ -266,60 +392,47 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  // What the first product of a layer reads, in x.
-  void prepare(const DecoderRows& rows, const Number* states, int64_t layer, int64_t first,
-               int64_t count) {
-    if (layer == 0 && spec_.reads_states && spec_.fc == nullptr) {
+  // What layer 0 reads, in x.
+  void prepare(const DecoderRows& rows, const Number* states, int64_t first, int64_t count) {
+    if (spec_.reads_states && spec_.fc == nullptr) {
       pair(rows, states, first, count);
     } else {
-      normalize_rows(residual_ + first * spec_.hidden, layers_[layer].input_norm, count, x_);
+      normalize_rows(residual_ + first * spec_.hidden, layers_[0].input_norm, count, x_);
     }
   }
 
-  // Queries, turned, and the keys and values of the cache.
-  void read_keys(const DecoderRows& rows, int64_t index, int64_t first, int64_t count) {
+  // From the normed input of a layer, in x, to what its attention reads.
+  void read_keys(int64_t index, int64_t first, int64_t count) {
     const DecoderLayer& layer = layers_[index];
-    const int64_t size = spec_.head_size;
     multiply(*layer.qkv, x_, qkv_, count);
-    for (int64_t r = 0; r < count; ++r) {
-      const int64_t row = first + r, slot = rows.slots[row];
-      const float* heads = qkv_ + r * (heads_size_ + 2 * kv_size_);
-      const float* cos_sin = spec_.cos_sin + rows.positions[row] * size;
-      for (int64_t at = 0; at < heads_size_; at += size) {
-        turn(heads + at, layer.q_norm, cos_sin, q_ + row * heads_size_ + at);
-      }
-      if (slot < 0) continue;
-      Number* k = static_cast<Number*>(caches_[index].k) + slot * kv_size_;
-      for (int64_t at = 0; at < kv_size_; at += size) {
-        turn(heads + heads_size_ + at, layer.k_norm, cos_sin, k + at);
-      }
-      Number* v = static_cast<Number*>(caches_[index].v) + slot * kv_size_;
-      convert(heads + heads_size_ + kv_size_, kv_size_, v);
-    }
+    const ReadKeys<Number> step = {qkv_,
+                                   layer.q_norm,
+                                   layer.k_norm,
+                                   spec_.cos_sin,
+                                   batch_.positions + first,
+                                   slots_ + first,
+                                   spec_.num_positions,
+                                   heads_size_,
+                                   kv_size_,
+                                   spec_.head_size,
+                                   spec_.eps,
+                                   q_ + first * heads_size_,
+                                   static_cast<Number*>(caches_[index].k),
+                                   static_cast<Number*>(caches_[index].v)};
+    run_rows(spec_.team, step, count, heads_size_ + 2 * kv_size_);
   }
 
-  template <class To>
-  void turn(const float* head, const float* norm, const float* cos_sin, To* to) {
-    if (norm != nullptr) {
-      normalize(head, norm, spec_.head_size, spec_.eps, normed_head_);
-      head = normed_head_;
-    }
-    rotate(head, cos_sin, spec_.head_size, to);
-  }
-
-  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count) {
-    const int64_t size = spec_.hidden;
-    float* residual = residual_ + first * size;
+  // From attention to the normed input of what follows.
+  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count,
+                    const float* next_norm, Number* next) {
+    float* residual = residual_ + first * spec_.hidden;
     multiply(*layer.o, attended_ + first * heads_size_, y_, count);
-    add(y_, count * size, residual);
-    normalize_rows(residual, layer.post_norm, count, x_);
+    add_and_normalize(residual, y_, layer.post_norm, count, x_);
     multiply(*layer.gate_up, x_, gate_up_, count);
-    for (int64_t r = 0; r < count; ++r) {
-      gate(gate_up_ + r * 2 * spec_.intermediate, spec_.intermediate,
-           gated_ + r * spec_.intermediate);
-    }
+    run_rows(spec_.team, Gate<Number>{gate_up_, spec_.intermediate, gated_}, count,
+             2 * spec_.intermediate);
     multiply(*layer.down, gated_, y_, count);
-    add(y_, count * size, residual);
+    add_and_normalize(residual, y_, next_norm, count, next);
   }
 
   void tap(int64_t num_layers, int64_t num_rows, const int64_t* taps, int64_t num_taps,
@@ -336,11 +449,11 @@ class DecoderOf final : public Decoder {
   KeptMemory kept_, normed_;
   AttentionMemory attention_;
   AttentionBatch batch_;
-  float *residual_, *q_;            // of all rows: [T, D], [T, H, C]
-  Number* attended_;                // [T, H, C]
+  const int64_t* slots_;            // [T]
+  float* residual_;                 // of all rows: [T, D]
+  Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]
   float *qkv_, *y_, *gate_up_;      // of a block: [rows, E], [rows, D], [rows, 2 I]
-  float* normed_head_;              // [C]
 };
 
 }  // namespace

@@ -144,6 +144,7 @@ inline uint16_t to_bf16(float x) {
 }
 
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
+inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }  // not nearest
 
 // Let some cycles go by while waiting for another thread.
 inline void pause_core() {

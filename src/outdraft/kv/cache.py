@@ -6,6 +6,8 @@ names the same token positions in both.
 Dimension key: L layers, P blocks, S slots per block, G kv heads, C head size, R rows to move.
 """
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +40,7 @@ class KVCache:
         device: torch.device,
     ) -> None:
         shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_size)
-        self._kv_L2PSGC = torch.zeros(shape, dtype=dtype, device=device)
+        self._kv_L2PSGC = _zeros(shape, dtype, device)
         self.layers = [LayerCache(kv[0], kv[1]) for kv in self._kv_L2PSGC]
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -67,3 +69,13 @@ class KVCache:
         source_R = torch.where(moves_R, source_R, source_R[stand_in] * any_moves)
         target_R = torch.where(moves_R, target_R, target_R[stand_in] * any_moves)
         slots.index_copy_(1, target_R, slots.index_select(1, source_R))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU in huge pages where the system has them: attention reads rows that lie far apart."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or num_bytes == 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,0 +1,218 @@
+// Products of the rows of an attention tile with keys or values, which are laid out for that first:
+// the layout and the loops of linear.cpp, for matrices that are read once.
+//
+// A laid-out matrix has its outputs in groups of vectors; a group has, step by step, what one
+// instruction meets: one input in float32, a pair of inputs in bfloat16. The sum of an output runs
+// over the steps in order, in one register that begins with zero, for any number of rows.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "simd.h"
+#include "vector_math.h"
+
+namespace outdraft {
+
+// float32; pairs of bfloat16 by float32 rows; pairs of bfloat16 by pairs of bfloat16.
+enum class Products { kFloat32, kWidened, kDots };
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr int kGroupVectors = 2, kGroupRows = 5;  // their sums fit the registers
+#else
+constexpr int kGroupVectors = 4, kGroupRows = 6;
+#endif
+
+// out[row] = scale * x[row] . matrix, for outputs that fill vectors; with `shrink`, that is added to
+// shrink[row] * out[row].
+struct TileProduct {
+  const uint32_t* matrix;
+  int64_t matrix_steps;  // from one vector of outputs to the next, in vectors
+  int64_t num_steps, num_outputs, num_rows;
+  const uint32_t* x;  // words: a float32 number or a pair
+  int64_t x_stride;
+  float* out;
+  int64_t out_stride;
+  float scale;
+  const float* shrink;
+};
+
+namespace detail {
+
+template <Products kProducts>
+inline Floats add_products(Floats sum, Words matrix, const uint32_t* x) {
+  if constexpr (kProducts == Products::kDots) return dot_pairs(sum, matrix, broadcast_word(*x));
+  const Floats first = (Floats)broadcast_word(x[0]);
+  if constexpr (kProducts == Products::kFloat32) return fused((Floats)matrix, first, sum);
+  sum = fused(low_halves(matrix), first, sum);
+  return fused(high_halves(matrix), (Floats)broadcast_word(x[1]), sum);
+}
+
+// `p.num_rows` is R; outputs [first, first + V vectors).
+template <Products kProducts, int V, int R>
+void multiply_group(const TileProduct& p, int64_t first_row, int64_t first) {
+  constexpr int kStepWords = kProducts == Products::kWidened ? 2 : 1;  // of a row
+  const uint32_t* matrix = p.matrix + first * p.matrix_steps;
+  const uint32_t* x = p.x + first_row * p.x_stride;
+  Floats sums[R][V] = {};
+  for (int64_t step = 0; step < p.num_steps; ++step) {
+    Words words[V];
+    for (int v = 0; v < V; ++v) words[v] = load<Words>(matrix + (step * V + v) * kWidth);
+    for (int r = 0; r < R; ++r) {
+      const uint32_t* number = x + r * p.x_stride + step * kStepWords;
+      for (int v = 0; v < V; ++v) {
+        sums[r][v] = add_products<kProducts>(sums[r][v], words[v], number);
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) {
+      float* out = p.out + (first_row + r) * p.out_stride + first + v * kWidth;
+      const Floats sum = sums[r][v] * p.scale;
+      store(out, p.shrink ? numbers(out) * p.shrink[first_row + r] + sum : sum);
+    }
+  }
+}
+
+template <Products kProducts, int V, int R = kGroupRows>
+void multiply_rows(const TileProduct& p, int64_t num_rows, int64_t first_row, int64_t first) {
+  if constexpr (R > 1) {
+    if (num_rows < R) return multiply_rows<kProducts, V, R - 1>(p, num_rows, first_row, first);
+  }
+  multiply_group<kProducts, V, R>(p, first_row, first);
+}
+
+}  // namespace detail
+
+// Vectors of outputs that stand together from output `first` on.
+inline int64_t group_vectors(int64_t first, int64_t num_outputs) {
+  return num_outputs - first >= kGroupVectors * kWidth ? kGroupVectors : 1;
+}
+
+template <Products kProducts>
+void multiply_tile(const TileProduct& p) {
+  const int64_t num_blocks = (p.num_rows + kGroupRows - 1) / kGroupRows;
+  for (int64_t first = 0; first < p.num_outputs;) {
+    const int64_t vectors = group_vectors(first, p.num_outputs);
+    for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
+      const int64_t row = p.num_rows * block / num_blocks;
+      const int64_t count = p.num_rows * (block + 1) / num_blocks - row;
+      if (vectors == kGroupVectors) {
+        detail::multiply_rows<kProducts, kGroupVectors>(p, count, row, first);
+      } else {
+        detail::multiply_rows<kProducts, 1>(p, count, row, first);
+      }
+    }
+    first += vectors * kWidth;
+  }
+}
+
+namespace detail {
+
+template <int kDistance, int... kPlaces>
+void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
+  const Words low = __builtin_shufflevector(
+      a, b, (kPlaces & kDistance ? kPlaces - kDistance + kWidth : kPlaces)...);
+  b = __builtin_shufflevector(a, b, (kPlaces & kDistance ? kPlaces + kWidth : kPlaces + kDistance)...);
+  a = low;
+}
+
+// Word j of vector i becomes word i of vector j.
+template <int kDistance = 1>
+void transpose(Words* vectors) {
+  if constexpr (kDistance < kWidth) {
+    for (int i = 0; i < kWidth; ++i) {
+      if (!(i & kDistance)) exchange<kDistance>(vectors[i], vectors[i + kDistance], Places{});
+    }
+    transpose<2 * kDistance>(vectors);
+  }
+}
+
+// The first `count` numbers, then zeros.
+template <class Vector, class Number>
+inline Vector load_up_to(const Number* from, int64_t count) {
+  if (count * sizeof(Number) >= sizeof(Vector)) return load<Vector>(from);
+  Vector vector = {};
+  std::memcpy(&vector, from, static_cast<size_t>(count) * sizeof(Number));
+  return vector;
+}
+
+}  // namespace detail
+
+// What the cache fetches meanwhile: rows, line by line.
+struct Fetch {
+  const void* const *row, *const *end;
+  int64_t row_bytes, at = 0;
+
+  void line() {
+    if (row == end) return;
+    prefetch_far(static_cast<const char*>(*row) + at);
+    at += 64;
+    if (at >= row_bytes) at = 0, ++row;
+  }
+};
+
+// The steps of a matrix whose inputs are numbers of this kind.
+template <class Number>
+constexpr int64_t num_steps(int64_t num_inputs) {
+  return sizeof(Number) == 4 ? num_inputs : (num_inputs + 1) / 2;
+}
+
+// Numbers [offset, offset + size) of rows become inputs, rows outputs; `num_rows` fills vectors.
+// Returns matrix_steps, which fills vectors too.
+template <class Number>
+int64_t lay_out_columns(const void* const* rows, int64_t num_rows, int64_t offset, int64_t size,
+                        uint32_t* matrix, Fetch& fetch) {
+  constexpr int64_t kNumbers = 4 / sizeof(Number) * kWidth;  // of a vector
+  const int64_t matrix_steps = (size + kNumbers - 1) / kNumbers * kWidth;
+  for (int64_t first = 0; first < num_rows;) {
+    const int64_t vectors = group_vectors(first, num_rows);
+    uint32_t* to = matrix + first * matrix_steps;
+    for (int64_t v = 0; v < vectors; ++v, first += kWidth) {
+      for (int64_t step = 0; step < matrix_steps; step += kWidth) {
+        const int64_t at = step * kNumbers / kWidth;
+        Words words[kWidth];
+        for (int i = 0; i < kWidth; ++i) {
+          const Number* row = static_cast<const Number*>(rows[first + i]) + offset + at;
+          fetch.line();
+          words[i] = detail::load_up_to<Words>(row, size - at);
+        }
+        detail::transpose(words);
+        for (int i = 0; i < kWidth; ++i) store(to + ((step + i) * vectors + v) * kWidth, words[i]);
+      }
+    }
+  }
+  return matrix_steps;
+}
+
+// Rows become inputs, their numbers [offset, offset + size) outputs; where steps are pairs, there is
+// one row behind the last. Returns matrix_steps.
+template <class Number>
+int64_t lay_out_rows(const void* const* rows, int64_t num_rows, int64_t offset, int64_t size,
+                     uint32_t* matrix, Fetch& fetch) {
+  const int64_t matrix_steps = num_steps<Number>(num_rows);
+  const int64_t num_outputs = (size + kWidth - 1) / kWidth * kWidth;
+  for (int64_t first = 0; first < num_outputs;) {
+    const int64_t vectors = group_vectors(first, num_outputs);
+    for (int64_t step = 0; step < matrix_steps; ++step) {
+      for (int64_t at = first; at < first + vectors * kWidth; at += kWidth, matrix += kWidth) {
+        fetch.line();
+        if constexpr (sizeof(Number) == 4) {
+          const auto* row = static_cast<const Number*>(rows[step]) + offset + at;
+          store(matrix, detail::load_up_to<Words>(row, size - at));
+        } else {
+          const auto* even = static_cast<const Number*>(rows[2 * step]) + offset + at;
+          const auto* odd = static_cast<const Number*>(rows[2 * step + 1]) + offset + at;
+          const Halves low = detail::load_up_to<Halves>(even, size - at);
+          const Halves high = detail::load_up_to<Halves>(odd, size - at);
+          store(matrix, __builtin_convertvector(low, Words) |
+                            (__builtin_convertvector(high, Words) << 16));
+        }
+      }
+    }
+    first += vectors * kWidth;
+  }
+  return matrix_steps;
+}
+
+}  // namespace outdraft
