@@ -2,11 +2,11 @@
 // src/outdraft/kernels/reference/attention.py.
 //
 // A tile is some query rows of one request that one kv head serves together; every (row, query
-// head) pair of it is a lane. Keys and values meet all lanes in pieces of 64, which are laid out for
-// products first (tile_products.h). The softmax runs online over the pieces, in base 2: log2(e) is
-// part of the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
-// bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; what they
-// are divided by is the sum of the rounded ones.
+// head) pair of it is a lane. Keys and values meet all lanes in pieces of 64, which are first laid
+// out for products (tile_products.h). The softmax runs online over the pieces, in base 2: log2(e)
+// is part of the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
+// bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; they are
+// divided by the sum of the rounded ones.
 //
 // A long context has parts of 2048 keys, which threads may share, as in flash-decoding (Dao,
 // Haziza, Massa, Sizov 2023). Sums of parts are added in the order of the parts, whoever made them.
@@ -83,7 +83,9 @@ struct Piece {
 // What the lanes of a tile have summed over some keys.
 struct Sums {
   Sums(float* memory, const Sizes& sizes)
-      : out(memory), top(memory + sizes.max_lanes * sizes.head_size), total(top + sizes.max_lanes) {}
+      : out(memory),
+        top(out + sizes.max_lanes * sizes.head_size),
+        total(top + sizes.max_lanes) {}
 
   float* out;    // [L, C]; the values by their weights
   float* top;    // [L]; the highest score
@@ -457,7 +459,8 @@ Tile make_tile(const AttentionBatch& batch, int64_t request, int64_t first_row, 
     tile.first_key = std::clamp<int64_t>(lowest - batch.window + 1, 0, tile.first_draft());
     tile.first_common = std::max<int64_t>(0, highest - batch.window + 1);
   }
-  tile.num_parts = std::max<int64_t>(1, (tile.end_key + kPart - 1) / kPart - tile.first_key / kPart);
+  const int64_t end_part = (tile.end_key + kPart - 1) / kPart;
+  tile.num_parts = std::max<int64_t>(1, end_part - tile.first_key / kPart);
   return tile;
 }
 
@@ -521,7 +524,9 @@ void merge(const AttentionWork& all) {
         const int64_t job = tile->first_job + part * all.num_groups() + group;
         return Sums(all.partial + job * work->sizes().sums_size, work->sizes());
       };
-      for (int64_t part = 1; part < tile->num_parts; ++part) work->fold(part_sums(0), part_sums(part));
+      for (int64_t part = 1; part < tile->num_parts; ++part) {
+        work->fold(part_sums(0), part_sums(part));
+      }
       work->store_results(part_sums(0));
     }
   }
@@ -554,13 +559,15 @@ void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
       const Tile& tile = tiles[num_tiles++] =
           make_tile(batch, b, row, std::min(row + tile_rows, num_rows));
       num_parts += tile.num_parts;
-      work += (tile.end_row - row) * batch.num_heads * batch.head_size * (tile.end_key - tile.first_key);
+      const int64_t num_keys = tile.end_key - tile.first_key;
+      work += (tile.end_row - row) * batch.num_heads * batch.head_size * num_keys;
     }
   }
   const Turn turn(work < kMinShared ? nullptr : team);
   // Jobs that are too few to be even among the threads become parts; many have several heads.
   const int64_t threads = num_threads(turn.team());
-  const bool is_split = num_parts > num_tiles && num_tiles * batch.num_kv_heads < kEvenJobs * threads;
+  const bool is_split =
+      num_parts > num_tiles && num_tiles * batch.num_kv_heads < kEvenJobs * threads;
   const int64_t num_pieces = is_split ? num_parts : num_tiles;  // of work, each for all heads
   int64_t job_heads = 1;
   while (batch.num_kv_heads % (2 * job_heads) == 0 &&
@@ -575,8 +582,8 @@ void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
   }
   const Sizes sizes(batch, tile_rows, job_heads);
   float* partial = is_split ? memory.partial.reserve<float>(num_jobs * sizes.sums_size) : nullptr;
-  AttentionWork all = {batch, tile_rows, job_heads,       tiles,  num_tiles, 0,
-                       0,     partial,   &memory.version, version};
+  AttentionWork all = {batch, tile_rows, job_heads, tiles,           num_tiles,
+                       0,     0,         partial,   &memory.version, version};
   for (; all.first_job < num_jobs; all.first_job += kMaxUnits) {
     all.num_jobs = std::min(kMaxUnits, num_jobs - all.first_job);
     run_in_turn(turn.team(), all);

@@ -1,10 +1,9 @@
 // A whole pass of a decoder: see forward.h.
 //
 // Residuals and all sums are float32. In a bfloat16 decoder numbers are rounded in these places
-// only: inputs of products, queries, cached keys and values, and what is returned. Rows are computed
-// in blocks, but for attention, so that what lies between two products stays in the cache of the
-// processor. Threads share the rows of what lies between two products, too. Every row is computed as
-// if it were alone.
+// only: inputs of products, queries, cached keys and values, and what is returned. Rows are
+// computed in blocks, but for attention, so that what lies between two products stays in the cache
+// of the processor; threads share its rows. Every row is computed as if it were alone.
 
 #include "forward.h"
 

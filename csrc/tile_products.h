@@ -23,8 +23,8 @@ constexpr int kGroupVectors = 2, kGroupRows = 5;  // their sums fit the register
 constexpr int kGroupVectors = 4, kGroupRows = 6;
 #endif
 
-// out[row] = scale * x[row] . matrix, for outputs that fill vectors; with `shrink`, that is added to
-// shrink[row] * out[row].
+// out[row] = scale * x[row] . matrix, for outputs that fill vectors; with `shrink`, that is added
+// to shrink[row] * out[row].
 struct TileProduct {
   const uint32_t* matrix;
   int64_t matrix_steps;  // from one vector of outputs to the next, in vectors
@@ -113,7 +113,8 @@ template <int kDistance, int... kPlaces>
 void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
   const Words low = __builtin_shufflevector(
       a, b, (kPlaces & kDistance ? kPlaces - kDistance + kWidth : kPlaces)...);
-  b = __builtin_shufflevector(a, b, (kPlaces & kDistance ? kPlaces + kWidth : kPlaces + kDistance)...);
+  b = __builtin_shufflevector(
+      a, b, (kPlaces & kDistance ? kPlaces + kWidth : kPlaces + kDistance)...);
   a = low;
 }
 
@@ -185,8 +186,8 @@ int64_t lay_out_columns(const void* const* rows, int64_t num_rows, int64_t offse
   return matrix_steps;
 }
 
-// Rows become inputs, their numbers [offset, offset + size) outputs; where steps are pairs, there is
-// one row behind the last. Returns matrix_steps.
+// Rows become inputs, their numbers [offset, offset + size) outputs; where steps are pairs, there
+// is one row behind the last. Returns matrix_steps.
 template <class Number>
 int64_t lay_out_rows(const void* const* rows, int64_t num_rows, int64_t offset, int64_t size,
                      uint32_t* matrix, Fetch& fetch) {

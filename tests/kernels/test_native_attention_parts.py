@@ -19,6 +19,9 @@ REFERENCE = ReferenceAttention()
 BUSH = (0, 0, 1, 1, 2, 3, 4)
 
 
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
 def native(name: str, num_threads: int = 1) -> NativeAttention:
     return native_attention(num_threads, name)
 
@@ -89,9 +92,13 @@ def test_parts_that_some_rows_do_not_see_change_nothing(name, num_threads, shape
 @each_library
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("window", [None, 100, 2500])
-def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(name, num_threads, window):
+@each_dtype
+def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(
+    name, num_threads, window, dtype
+):
     attention = native(name, num_threads)
-    batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16), torch.float32, seed=6)
+    batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16), dtype, seed=6)
+    batch = dataclasses.replace(batch, q_THC=batch.q_THC.to(dtype))
     together = attend(attention, batch, window)
     for row in range(70):
         metadata = dataclasses.replace(
@@ -112,10 +119,12 @@ def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(name, num_t
 
 
 @each_library
-def test_a_long_request_reads_the_same_bits_alone_and_in_a_batch(name):
+@each_dtype
+def test_a_long_request_reads_the_same_bits_alone_and_in_a_batch(name, dtype):
     model, requests = Model(2, 1, 8, 16), [Shape(2 * PART + 9, 1, BUSH), Shape(PART, 300, ())]
-    both = build_batch(requests, model, torch.float32, seed=3)
-    alone = build_batch(requests[:1], model, torch.float32, seed=3)
+    both = build_batch(requests, model, dtype, seed=3)
+    both = dataclasses.replace(both, q_THC=both.q_THC.to(dtype))
+    alone = build_batch(requests[:1], model, dtype, seed=3)
     alone = dataclasses.replace(alone, q_THC=both.q_THC[:8])
     assert torch.equal(attend(native(name), alone), attend(native(name, 3), both)[:8])
 
