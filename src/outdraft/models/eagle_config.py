@@ -168,7 +168,7 @@ def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Of the drafter's own layers, from the Llama-style part of the config.
+    """The configuration of the drafter's own layers, from the Llama-style part of the file.
 
     Raises:
         ConfigError: another family's layers, or windows that this family's config cannot tell.
