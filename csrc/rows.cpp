@@ -7,73 +7,54 @@
 
 #include "export.h"
 
-// As `PlaceRows` of ops.py; `placed` is ancestors, positions and slots, one behind the other.
-OUTDRAFT_EXPORT void place_rows(int64_t num_requests, const int32_t* sizes, const int64_t* parents,
-                                const int32_t* block_table, int64_t table_width,
-                                int64_t block_size, int64_t num_rows, int32_t* query_start,
-                                int64_t* placed) {
-  const int32_t* context_lens = sizes;
-  const int32_t* num_causal = sizes + num_requests;
-  const int32_t* num_drafts = num_causal + num_requests;
-  int64_t* ancestors = placed;
-  int64_t* positions = ancestors + num_rows;
-  int64_t* slots = positions + num_rows;
-  int64_t row = 0;
-  for (int64_t b = 0; b < num_requests; ++b) {
-    query_start[b] = static_cast<int32_t>(row);
-    const int32_t* blocks = block_table + b * table_width;
-    const int64_t first_draft = row + num_causal[b];
-    for (int64_t k = 0; k < num_causal[b] + num_drafts[b]; ++k) {
-      const int64_t index = context_lens[b] + k;
+// As `PlaceRows` of ops.py. `starts` is its int32 arrays one behind the other. `placed` is the int64
+// ones, with room for as many logits as rows and as many roots as works, and then the number of
+// logits. Returns the number of works that sample.
+OUTDRAFT_EXPORT int64_t place_rows(int64_t num_works, const int64_t* sizes, const int64_t* parents,
+                                   const int32_t* block_table, int64_t table_width,
+                                   int64_t block_size, int64_t width, int64_t num_rows,
+                                   int32_t* starts, int64_t* placed) {
+  const int64_t *context_lens = sizes, *num_causal = context_lens + num_works;
+  const int64_t *num_drafts = num_causal + num_works, *text_starts = num_drafts + num_works;
+  const int64_t* samples = text_starts + num_works;
+  int64_t *ancestors = placed, *positions = ancestors + num_rows, *slots = positions + num_rows;
+  int64_t *state_index = slots + num_rows, *draft_index = state_index + num_rows;
+  int64_t *logit_rows = draft_index + num_rows, *root_rows = logit_rows + num_rows;
+  int64_t* draft_slots = root_rows + num_works;
+  int64_t row = 0, num_sampling = 0, num_logits = 0;
+  for (int64_t w = 0; w < num_works; ++w) {
+    starts[w] = static_cast<int32_t>(row);
+    starts[num_works + 1 + w] = static_cast<int32_t>(context_lens[w]);
+    starts[2 * num_works + 1 + w] = static_cast<int32_t>(num_causal[w]);
+    const int32_t* blocks = block_table + w * table_width;
+    const int64_t first_draft = row + num_causal[w], end = first_draft + num_drafts[w];
+    for (int64_t k = 0; k < end - row; ++k) {
+      const int64_t index = context_lens[w] + k;
       slots[row + k] = blocks[index / block_size] * block_size + index % block_size;
     }
-    for (int64_t k = 0; k < num_causal[b]; ++k) {
-      positions[row + k] = context_lens[b] + k;
+    for (int64_t k = 0; k < num_causal[w]; ++k) {
+      positions[row + k] = context_lens[w] + k;
       ancestors[row + k] = 0;
+      state_index[row + k] = text_starts[w] + context_lens[w] + k;
+      draft_index[row + k] = -1;
     }
-    for (int64_t k = 0; k < num_drafts[b]; ++k) {
+    for (int64_t k = 0; k < num_drafts[w]; ++k) {
       const int64_t up = first_draft - 1 + parents[k];  // the root is the last causal row
       positions[first_draft + k] = positions[up] + 1;
       ancestors[first_draft + k] = ancestors[up] | int64_t{1} << k;
+      state_index[first_draft + k] = 0;
+      draft_index[first_draft + k] = num_sampling * width + k;
     }
-    parents += num_drafts[b];
-    row = first_draft + num_drafts[b];
+    parents += num_drafts[w];
+    row = end;
+    if (samples[w] == 0) continue;
+    root_rows[num_sampling++] = first_draft - 1;
+    for (int64_t r = first_draft - 1; r < end; ++r) logit_rows[num_logits++] = r;
+    for (int64_t r = first_draft; r < first_draft + width; ++r) {
+      *draft_slots++ = r < end ? slots[r] : -1;
+    }
   }
-  query_start[num_requests] = static_cast<int32_t>(row);
-}
-
-// As `IndexRows` of ops.py. `found` is its arrays one behind the other, with room for as many
-// logits as rows and as many roots as works, and then the number of logits. Returns the number of
-// works that sample.
-OUTDRAFT_EXPORT int64_t index_rows(int64_t num_works, int64_t num_rows, const int32_t* query_start,
-                                   const int32_t* num_causal, const uint8_t* samples,
-                                   const int64_t* state_rows, const int64_t* positions,
-                                   const int64_t* slots, int64_t row_len, int64_t width,
-                                   int64_t* found) {
-  int64_t* state_index = found;
-  int64_t* draft_index = state_index + num_rows;
-  int64_t* logit_rows = draft_index + num_rows;
-  int64_t* root_rows = logit_rows + num_rows;
-  int64_t* draft_slots = root_rows + num_works;
-  int64_t num_sampling = 0, num_logits = 0;
-  for (int64_t w = 0; w < num_works; ++w) {
-    const int64_t first_draft = query_start[w] + num_causal[w], end = query_start[w + 1];
-    for (int64_t row = query_start[w]; row < first_draft; ++row) {
-      state_index[row] = state_rows[w] * row_len + positions[row];
-      draft_index[row] = -1;
-    }
-    for (int64_t row = first_draft; row < end; ++row) {
-      state_index[row] = 0;
-      draft_index[row] = num_sampling * width + row - first_draft;
-    }
-    if (!samples[w]) continue;
-    root_rows[num_sampling] = first_draft - 1;
-    for (int64_t row = first_draft - 1; row < end; ++row) logit_rows[num_logits++] = row;
-    for (int64_t row = first_draft; row < first_draft + width; ++row) {
-      *draft_slots++ = row < end ? slots[row] : -1;
-    }
-    ++num_sampling;
-  }
+  starts[num_works] = static_cast<int32_t>(row);
   root_rows[num_works + num_works * width] = num_logits;
   return num_sampling;
 }
@@ -88,6 +69,25 @@ OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* 
     const int64_t above = row - place - 1 + up;
     positions[row] = positions[above] + 1;
     ancestors[row] = (up > 0 ? ancestors[above] : 0) | int64_t{1} << place;
+  }
+}
+
+// As `KeepRows` of ops.py.
+OUTDRAFT_EXPORT void keep_rows(int64_t num_rows, int64_t num_requests, int64_t width,
+                               const int64_t* slots, const int64_t* draft_index,
+                               const int64_t* root_rows, const int64_t* draft_slots,
+                               const int64_t* kept_rows, int64_t* kept_slots,
+                               int64_t* last_rows) {
+  for (int64_t row = 0; row < num_rows; ++row) {
+    kept_slots[row] = draft_index[row] < 0 ? slots[row] : -1;
+  }
+  for (int64_t b = 0; b < num_requests; ++b) {
+    last_rows[b] = root_rows[b];
+    for (int64_t at = b * width; at < (b + 1) * width; ++at) {
+      if (kept_rows[at] < 0) continue;
+      last_rows[b] = root_rows[b] + 1 + kept_rows[at];
+      kept_slots[last_rows[b]] = draft_slots[at];
+    }
   }
 }
 

@@ -27,7 +27,7 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
     layout = lay_out(spans, block_size, reference_kernels())
     row = 0
     for b, span in enumerate(spans):
-        assert layout.placed.query_start_B1[b] == row
+        assert layout.placed.query_start_W1[b] == row
         slots = [block * block_size + i for block in span.block_ids for i in range(block_size)]
         depths, masks = tree_depths(span.parents), ancestor_masks(span.parents)
         for k in range(span.num_rows):
@@ -39,6 +39,6 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
             )
             assert layout.placed.ancestors_T[row] == (0 if draft < 0 else masks[draft])
             row += 1
-    assert layout.placed.query_start_B1[-1] == row == len(layout.placed.slots_T)
+    assert layout.placed.query_start_W1[-1] == row == len(layout.placed.slots_T)
     assert layout.max_rows == max(span.num_rows for span in spans)
     assert layout.max_seq_len == max(span.context_len + span.num_rows for span in spans)

@@ -5,7 +5,12 @@ import torch
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS
-from outdraft.kernels.draft_ops import DraftStart, LevelTask
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.grower import KnownLevels, grow
+from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts
+from outdraft.kernels.ops import Kernels
+from outdraft.sampling.batch import SamplingBatch
 from tests.kernels.comparisons import Case
 
 MOST_CONTEXT = 40
@@ -65,4 +70,41 @@ def compare_draw_level(case: Case) -> None:
         torch.testing.assert_close(*probs)
 
 
-COMPARISONS = {"place_level": compare_place_level, "draw_level": compare_draw_level}
+def compare_grow(case: Case) -> None:
+    """Requests that are greedy, that draw, and that share their noise, in one batch."""
+    rng, size = case.rng(), 40
+    shape = TreeShape(case.data.draw(st.sampled_from([(1,), (1, 1, 1), (3,), (2, 4, 3)]), "levels"))
+    params = [
+        SamplingParams(temperature=temperature, seed=seed)
+        for temperature, seed in ((0, None), (0.8, None), (1.5, None), (1, 7))
+    ]
+    seeds = rng.integers(0, 2**60, len(params)).tolist()
+    sampling = SamplingBatch.from_requests(params, seeds=seeds, vocab_size=size, device="cpu")
+    num_tokens_B = torch.tensor(rng.integers(1, 1000, len(params)))
+    num_drafts_B = torch.tensor(rng.integers(1, shape.num_rows + 1, len(params)))
+    levels = KnownLevels(torch.tensor(rng.normal(0, 2, (len(params), shape.depth, size))).float())
+
+    def grown(kernels: Kernels) -> ModelDrafts:
+        fewest = int(num_drafts_B.min())
+        counts = num_tokens_B, num_tokens_B + 2, num_drafts_B
+        growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True)
+        return kernels.grow(levels, growth, lambda: grow(levels, growth))
+
+    ours, theirs = grown(case.kernels), grown(case.reference)
+    assert torch.equal(ours.token_ids_BK, theirs.token_ids_BK)
+    is_draft_BK = theirs.token_ids_BK >= 0
+    assert torch.equal(ours.parents_BK[is_draft_BK], theirs.parents_BK[is_draft_BK])
+    assert ours.is_sampled_BK is not None
+    assert theirs.is_sampled_BK is not None
+    is_drawn_BK = theirs.is_sampled_BK & is_draft_BK
+    assert torch.equal(ours.is_sampled_BK & is_draft_BK, is_drawn_BK)
+    assert ours.probs_BKV is not None
+    assert theirs.probs_BKV is not None
+    torch.testing.assert_close(ours.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK])
+
+
+COMPARISONS = {
+    "place_level": compare_place_level,
+    "draw_level": compare_draw_level,
+    "grow": compare_grow,
+}

@@ -30,11 +30,11 @@ pytestmark = pytest.mark.skipif(ARCHITECTURE is None, reason="no library for thi
 
 def assert_computes(library: Library) -> None:
     """It lays out the rows of one step as the reference does."""
-    sizes_3B = np.array([[5, 0], [1, 3], [3, 0]], dtype=np.int32)
-    blocks_BP = np.array([[4, 2, 7], [1, 0, 0]], dtype=np.int32)
-    step = (sizes_3B, np.array([0, 1, 1]), blocks_BP, 4)
+    sizes_5W = np.array([[5, 0], [1, 3], [3, 0], [0, 20], [1, 0]])
+    blocks_WP = np.array([[4, 2, 7], [1, 0, 0]], dtype=np.int32)
+    step = (sizes_5W, np.array([0, 1, 1]), blocks_WP, 4, 3)
     got, want = NativeRows(library).place_rows(*step), place_rows(*step)
-    for name in ("query_start_B1", "ancestors_T", "positions_T", "slots_T"):
+    for name in ("query_start_W1", "ancestors_T", "positions_T", "state_index_T"):
         assert np.array_equal(getattr(got, name), getattr(want, name))
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.grower import Frontier
-from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
 
 

@@ -7,7 +7,7 @@ Dimension key: B requests, T rows, P blocks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
     from outdraft.kernels.ops import Kernels, PlacedRows
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """The rows of one request in one forward pass.
 
     Attributes:
         context_len: tokens that the cache already holds.
         num_causal: tokens of the text to compute, at least 1.
-        parents: of the drafted rows behind them, as in Draft.
+        parents: of the drafted rows behind them, as in Draft; () unless it samples.
         block_ids: the request's blocks; they cover all rows.
+        text_start: where its text begins in the flat texts.
+        samples: the logits of the last causal row and of the drafted ones are wanted.
     """
 
     context_len: int
     num_causal: int
     parents: Sequence[int]
     block_ids: Sequence[int]
+    text_start: int = 0
+    samples: bool = True
 
     @property
     def num_rows(self) -> int:
@@ -45,62 +48,65 @@ class RowLayout:
     """The numpy side of AttentionMetadata; fields as documented there."""
 
     placed: "PlacedRows"
-    context_lens_B: np.ndarray
-    num_causal_B: np.ndarray
     block_table_BP: np.ndarray
     max_rows: int
     max_seq_len: int
 
 
-def lay_out(spans: Sequence[Span], block_size: int, kernels: "Kernels") -> RowLayout:
-    """Rows in request order; within a request causal rows first, then the draft's."""
-    sizes = [(s.context_len, s.num_causal, len(s.parents)) for s in spans]
-    sizes_3B = np.array(list(zip(*sizes, strict=True)), dtype=np.int32)
+def lay_out(
+    spans: Sequence[Span], block_size: int, kernels: "Kernels", width: int | None = None
+) -> RowLayout:
+    """Rows in request order; within a request causal rows first, then the draft's.
+
+    `width`: the places of a request's drafts; None: as many as the longest has.
+    """
+    sizes = [(s.context_len, s.num_causal, len(s.parents), s.text_start, s.samples) for s in spans]
+    sizes_5B = np.array(sizes, dtype=np.int64).T.copy()
     parents = np.array([up for s in spans for up in s.parents], dtype=np.int64)
     block_table_BP = np.zeros((len(spans), max(len(s.block_ids) for s in spans)), dtype=np.int32)
     for row_P, span in zip(block_table_BP, spans, strict=True):
         row_P[: len(span.block_ids)] = span.block_ids
-    counts = [s.num_causal + len(s.parents) for s in spans]
+    if width is None:
+        width = max(num_drafts for _, _, num_drafts, _, _ in sizes)
     return RowLayout(
-        placed=kernels.place_rows(sizes_3B, parents, block_table_BP, block_size),
-        context_lens_B=sizes_3B[0],
-        num_causal_B=sizes_3B[1],
+        placed=kernels.place_rows(sizes_5B, parents, block_table_BP, block_size, width),
         block_table_BP=block_table_BP,
-        max_rows=max(counts),
-        max_seq_len=max(s.context_len + s.num_rows for s in spans),
+        max_rows=max(count + num_drafts for _, count, num_drafts, _, _ in sizes),
+        max_seq_len=max(held + count + more for held, count, more, _, _ in sizes),
     )
 
 
 def send(
     layout: RowLayout, extra: Sequence[np.ndarray], device: torch.device
 ) -> tuple[AttentionMetadata, list[Tensor]]:
-    """The layout and further int64 arrays on the device, in one copy."""
+    """The layout and further int64 arrays on the device, in one copy.
+
+    Returns the batch of the pass, and then, in order, what else PlacedRows has, from state_index_T
+    on, and `extra`.
+    """
+    placed = layout.placed
     sent = to_device(
         [
-            layout.placed.query_start_B1,
-            layout.context_lens_B,
-            layout.num_causal_B,
-            layout.placed.ancestors_T,
-            layout.placed.positions_T,
-            layout.placed.slots_T,
+            placed.query_start_W1,
+            placed.context_lens_W,
+            placed.num_causal_W,
+            placed.ancestors_T,
+            placed.positions_T,
+            placed.slots_T,
             layout.block_table_BP,
+            placed.state_index_T,
+            placed.draft_index_T,
+            placed.logit_rows_R,
+            placed.root_rows_B,
+            placed.draft_slots_BN,
             *extra,
         ],
         device,
     )
-    starts, contexts, causal, ancestors, positions, slots, blocks, *others = sent
     metadata = AttentionMetadata(
-        query_start_B1=starts,
-        context_lens_B=contexts,
-        num_causal_B=causal,
-        ancestors_T=ancestors,
-        positions_T=positions,
-        slots_T=slots,
-        block_table_BP=blocks,
-        max_rows=layout.max_rows,
-        max_seq_len=layout.max_seq_len,
+        *sent[:7], max_rows=layout.max_rows, max_seq_len=layout.max_seq_len
     )
-    return metadata, others
+    return metadata, sent[7:]
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -3,7 +3,7 @@
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outdraft.core.draft import Draft, DraftSource
@@ -88,8 +88,18 @@ class DraftChoice:
         """Who drafted a row."""
         return self.source if row < len(self.draft) else self.model.source
 
+    def count_by_source(self, rows: Iterable[int]) -> dict[DraftSource, int]:
+        """How many of these rows each source drafted."""
+        counts: dict[DraftSource, int] = {}
+        for row in rows:
+            source = self.source_of(row)
+            counts[source] = counts.get(source, 0) + 1
+        return counts
+
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
-        """The choice with fewer drafts, None if nothing is left."""
+        """The choice with at most so many drafts, None if nothing is left."""
+        if num_tokens >= len(self) > 0:
+            return self
         if num_tokens <= 0:
             return None
         return DraftChoice(

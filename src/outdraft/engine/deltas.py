@@ -1,12 +1,14 @@
 """What the engine remembers of a caller's request between steps, and the deltas it tells of it."""
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 
 from outdraft.core.deltas import RequestDelta, SequenceDelta
+from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
+
+_ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 
 
 class RequestDeltas:
@@ -77,7 +79,8 @@ def _sequence_delta(
     request, drafts = work.request, work.drafts
     drafted = None
     if drafts is not None:
-        drafted = dict(Counter(_sources(drafts, range(len(outcome.drafted_ids)))))
+        counts = drafts.count_by_source(range(len(outcome.drafted_ids)))
+        drafted = {source.value: number for source, number in counts.items()}
     reason = request.finish_reason
     return SequenceDelta(
         index,
@@ -96,7 +99,7 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     """How each emitted token came, accepted drafts first."""
     if drafts is None:
         return (TokenOrigin.PLAIN,)
-    accepted = map(TokenOrigin, _sources(drafts, outcome.accepted_rows))
+    accepted = (_ORIGINS[drafts.source_of(row)] for row in outcome.accepted_rows)
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
     is_whole = (
         bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents

@@ -24,8 +24,8 @@ def step_stats(
     accepted_at: Counter[int] = Counter()
     for work, outcome, _ in booked:
         if work.drafts is not None:
-            drafted.update(work.drafts.source_of(row) for row in range(len(outcome.drafted_ids)))
-            accepted.update(work.drafts.source_of(row) for row in outcome.accepted_rows)
+            drafted.update(work.drafts.count_by_source(range(len(outcome.drafted_ids))))
+            accepted.update(work.drafts.count_by_source(outcome.accepted_rows))
             drafts[work.drafts.source_of(0)] += 1
             accepted_of[work.drafts.source_of(0)] += len(outcome.accepted_rows)
             accepted_at.update(range(len(outcome.accepted_rows)))
@@ -82,6 +82,8 @@ class StatsTotal:
         self.verify_s += step.times.verify_s
         self.sample_s += step.times.sample_s
         self.host_s += step.host_s
+        if step.num_drafts == 0:
+            return
         self.accepted_at.update(dict(enumerate(step.accepted_at)))
         self.drafted_by_source.update(step.drafted_by_source)
         self.accepted_by_source.update(step.accepted_by_source)

@@ -1,11 +1,12 @@
 """What drafts grow from, and what comes of it.
 
-Dimension key: B requests that draft, K drafts, V vocabulary, D the network's state, P blocks.
+Dimension key: B requests that draft, E nodes of the level above (1: the root), F rows of the newest
+level, K drafts, V vocabulary, D the network's state, P blocks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +57,38 @@ class Growth:
     fewest: int
     sampling: "SamplingBatch"
     samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """The newest level: rows that the drafter reads next.
+
+    Attributes:
+        token_ids_BF: int64; every one a token, also where a request has no such row.
+        origins_BF: int64, place of each row's parent in the level above; 0 at the first level.
+        ancestors_BF: int64; bit j: the row continues drafted row j, or is it. Rows are numbered
+            from 0, level after level; the tree that comes of them may number them otherwise.
+        depth: all rows have the same; the root's children have 1.
+        first_row: number of the first row; the others follow it.
+    """
+
+    token_ids_BF: Tensor
+    origins_BF: Tensor
+    ancestors_BF: Tensor
+    depth: int
+    first_row: int
+
+
+class TreeLevels(Protocol):
+    """Logits of what may follow the last token before the drafts, and then each node of a level."""
+
+    def first_logits(self) -> Tensor:
+        """[B, V]."""
+        ...
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """[B, F, V]; levels come in order, each once."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,14 @@ import numpy as np
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.draft_ops import DraftStart, DrawnLevel, Growth, LevelTask, ModelDrafts
+from outdraft.kernels.draft_ops import (
+    DraftStart,
+    DrawnLevel,
+    Growth,
+    LevelTask,
+    ModelDrafts,
+    TreeLevels,
+)
 from outdraft.kernels.sampling_ops import (
     Gumbel,
     MaskForbidden,
@@ -35,44 +42,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlacedRows:
-    """Where rows stand; fields as in AttentionMetadata, on the host.
+    """Where rows stand, which tokens they read, and which of them are needed behind the pass.
 
     Attributes:
-        query_start_B1: int32.
-        ancestors_T, positions_T, slots_T: int64.
-    """
-
-    query_start_B1: np.ndarray
-    ancestors_T: np.ndarray
-    positions_T: np.ndarray
-    slots_T: np.ndarray
-
-
-class PlaceRows(Protocol):
-    """Lay out the rows of a step: for each request its causal rows, then its drafted ones."""
-
-    def __call__(
-        self,
-        sizes_3B: np.ndarray,
-        parents_K: np.ndarray,
-        block_table_BP: np.ndarray,
-        block_size: int,
-    ) -> PlacedRows:
-        """New arrays. All arrays are contiguous.
-
-        Args:
-            sizes_3B: int32; tokens that the cache holds, causal rows, and drafted rows.
-            parents_K: int64, of the drafted rows of all requests, as in Draft.
-            block_table_BP: int32; it covers all rows.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RowIndex:
-    """Which tokens rows read, and which of them are needed behind the pass: int64, on the host.
-
-    Attributes:
+        query_start_W1, context_lens_W, num_causal_W: int32, as in AttentionMetadata.
+        ancestors_T, positions_T, slots_T: int64, as there. All others are int64 too.
         state_index_T: where a row's token stands in the flat texts, 0 for drafted rows.
         draft_index_T: where a drafted row's token stands in the flat drafts, else -1.
         logit_rows_R: of each work that samples its root, then its drafts.
@@ -80,6 +54,12 @@ class RowIndex:
         draft_slots_BN: cache slots behind each root, padded with -1.
     """
 
+    query_start_W1: np.ndarray
+    context_lens_W: np.ndarray
+    num_causal_W: np.ndarray
+    ancestors_T: np.ndarray
+    positions_T: np.ndarray
+    slots_T: np.ndarray
     state_index_T: np.ndarray
     draft_index_T: np.ndarray
     logit_rows_R: np.ndarray
@@ -87,25 +67,24 @@ class RowIndex:
     draft_slots_BN: np.ndarray
 
 
-class IndexRows(Protocol):
-    """Find the tokens of rows that were laid out, and the rows that need logits."""
+class PlaceRows(Protocol):
+    """Lay out the rows of a step: for each request its causal rows, then its drafted ones."""
 
     def __call__(
         self,
-        placed: PlacedRows,
-        num_causal_W: np.ndarray,
-        samples_W: np.ndarray,
-        state_rows_W: np.ndarray,
-        row_len: int,
+        sizes_5W: np.ndarray,
+        parents_K: np.ndarray,
+        block_table_WP: np.ndarray,
+        block_size: int,
         width: int,
-    ) -> RowIndex:
-        """New arrays. All arrays are contiguous.
+    ) -> PlacedRows:
+        """New arrays on the host. All arrays are contiguous.
 
         Args:
-            num_causal_W: int32, as the rows were laid out.
-            samples_W: bool.
-            state_rows_W: int64; which text each work reads.
-            row_len: of a text.
+            sizes_5W: int64; tokens that the cache holds, causal rows, drafted rows, where the text
+                begins in the flat texts, and 1 for works that sample. Only those have drafted rows.
+            parents_K: int64, of the drafted rows of all requests, as in Draft.
+            block_table_WP: int32; it covers all rows.
             width: N, the places of each work's drafts.
         """
         ...
@@ -121,8 +100,30 @@ class ShapeRows(Protocol):
 
         Args:
             parents_BN: int64, contiguous, as in DraftBatch.
-            draft_index_T: int64, as in RowIndex; the rows of a draft follow its root, in order.
+            draft_index_T: int64, as in PlacedRows; the rows of a draft follow its root, in order.
             positions_T, ancestors_T: int64, as in AttentionMetadata.
+        """
+        ...
+
+
+class KeepRows(Protocol):
+    """Find where the rows of a pass stand once it is known which drafts are kept."""
+
+    def __call__(
+        self,
+        slots_T: Tensor,
+        draft_index_T: Tensor,
+        root_rows_B: Tensor,
+        draft_slots_BN: Tensor,
+        kept_rows_BN: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """int64 [T]: the slot of each row from now on, -1 for drafts that were refused; and int64
+        [B]: the last row that each text keeps. Both are new.
+
+        Args:
+            slots_T: int64, as in AttentionMetadata.
+            draft_index_T, root_rows_B, draft_slots_BN: as in PlacedRows.
+            kept_rows_BN: int64, as rows_BN of a Verdict.
         """
         ...
 
@@ -137,7 +138,7 @@ class ReadTokenIds(Protocol):
 
         Args:
             texts_SL, drafts_BN: int64, contiguous; N may be 0.
-            state_index_T, draft_index_T: int64, as in RowIndex.
+            state_index_T, draft_index_T: int64, as in PlacedRows.
         """
         ...
 
@@ -354,6 +355,24 @@ class DrawLevel(Protocol):
         ...
 
 
+class Grow(Protocol):
+    """Grow drafts from what a drafter says may follow, level by level."""
+
+    def __call__(
+        self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """New drafts.
+
+        Args:
+            levels: their logits are float32 or float64.
+            by_levels: gives the same drafts by the other operations.
+
+        Raises:
+            ValueError: the vocabulary cannot fill a level.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """Which implementation runs for each operation.
@@ -365,8 +384,8 @@ class Kernels:
     name: str
     attention: "AttentionBackend"
     place_rows: PlaceRows
-    index_rows: IndexRows
     shape_rows: ShapeRows
+    keep_rows: KeepRows
     read_token_ids: ReadTokenIds
     append_token_ids: AppendTokenIds
     pack_linear: PackLinear
@@ -374,6 +393,7 @@ class Kernels:
     suffix_texts: SuffixTextsMaker
     place_level: PlaceLevel
     draw_level: DrawLevel
+    grow: Grow
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
     scale_and_cut: ScaleAndCut

@@ -31,10 +31,8 @@ class FeatureCache:
 
     def write(self, features_TF: Tensor, slots_T: Tensor) -> None:
         """Store features at their slots; rows with slot -1 are dropped."""
-        last = len(self._features) - 1
-        slots_T = torch.where(slots_T < 0, last, slots_T.long())
-        # Several dropped rows share the last row: the last write stays, and is never read.
-        self._features[slots_T] = features_TF
+        # Place -1 is the last row. Several dropped rows share it: it is never read.
+        self._features[slots_T.long()] = features_TF
 
     def read(self, slots_T: Tensor) -> Tensor:
         """[T, F]."""

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.core.plan import PhaseTimes, StepPlan, StepResult, Work
+from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.core.request import Request
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
@@ -90,15 +91,16 @@ class ModelRunner:
         It waits for nothing. One exception: the network drafts for a request with a grammar.
         """
         clock = PhaseClock(self.device)
+        clock.mark()
         self.state.admit([work.request for work in plan.works])
         works = [work for work in plan.works if work.samples]
         sampling = self._sampling_batch([work.request for work in works]) if works else None
         drafts = self._drafts(works, sampling) if sampling else None
         drafted = copy_of_drafted(works, drafts) if drafts else None
-        clock.mark("draft")
+        clock.mark()
         target = self._forward(plan.works, drafts)
         prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
-        clock.mark("verify")
+        clock.mark()
         verified: VerifiedRows | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
@@ -106,16 +108,15 @@ class ModelRunner:
             verified, emitted = self._verify(works, target, drafts, sampling, allowed)
             self._keep(verified.verdict, drafts, target.rows)
         if self.proposer is not None and self.proposer.drafter.reads_states:
-            self.proposer.drafter.keep(_target_states(target, verified and verified.verdict))
-        clock.mark("sample")
+            verdict = verified and verified.verdict
+            self.proposer.drafter.keep(_target_states(target, verdict, self.model.kernels))
+        clock.mark()
         return PendingStep(plan, to_host(verified, emitted, prompt, self.device), clock)
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step: the one host synchronisation of a step."""
         works = work_results(pending.plan, pending.copies)
-        clock = pending.clock
-        times = PhaseTimes(clock.seconds("draft"), clock.seconds("verify"), clock.seconds("sample"))
-        return StepResult(works, times)
+        return StepResult(works, pending.clock.times())
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """The requests' parameters on the device; kept while the same requests sample."""
@@ -180,7 +181,7 @@ class ModelRunner:
             best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
             return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
-        is_finite_R = logits_RV.amax(1).isfinite()  # the largest is NaN where any is
+        is_finite_R = logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
         grammar_RW = allowed.masks_RW if allowed is not None else None
         paths = self._paths(works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
@@ -215,12 +216,15 @@ class ModelRunner:
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
 
-def _target_states(target: TargetPass, verdict: Verdict | None) -> TargetStates:
+def _target_states(target: TargetPass, verdict: Verdict | None, kernels: Kernels) -> TargetStates:
     rows = target.rows
-    slots_T = rows.metadata.slots_T
-    last_rows, state_rows = rows.chunk_rows_C, rows.chunk_state_rows_C
+    slots_T, last_rows, state_rows = (
+        rows.metadata.slots_T,
+        rows.chunk_rows_C,
+        rows.chunk_state_rows_C,
+    )
     if verdict is not None:
-        slots_T = rows.kept_slots_T(verdict)
-        last_rows = torch.cat([rows.last_rows_B(verdict), last_rows])
+        slots_T, last_rows_B = rows.kept(verdict, kernels)
+        last_rows = torch.cat([last_rows_B, last_rows])
         state_rows = torch.cat([rows.state_rows_B, state_rows])
     return TargetStates(target.hidden_TD, target.tapped_KTD, slots_T, last_rows, state_rows)

@@ -84,10 +84,12 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     arrays = _unpack(copies)
     if not arrays:
         return tuple(WorkResult() for _ in plan.works)
-    sampled = any(work.samples for work in plan.works)
-    (is_finite_R, *verdicts), logs = (arrays[:5], arrays[5:]) if sampled else ([()], arrays)
-    sampling = [i for i, work in enumerate(plan.works) if work.samples]
-    emitted_logs: list[list[TokenLogprobs]] = [[] for _ in sampling]
+    num_sampling = sum(work.samples for work in plan.works)
+    (is_finite_R, *verdicts), logs = [()], arrays
+    if num_sampling:
+        (is_finite_R, *verdicts), logs = [one.tolist() for one in arrays[:5]], arrays[5:]
+    are_finite = all(is_finite_R)
+    emitted_logs: list[list[TokenLogprobs]] = [[] for _ in range(num_sampling)]
     if copies.emitted is not None:
         emitted_logs, logs = _log_rows(copies.emitted.counts, logs[:5]), logs[5:]
     prompt_logs: list[list[TokenLogprobs]] = [[] for _ in plan.works]
@@ -99,14 +101,15 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
         if not work.samples:
             results.append(WorkResult(prompt_logprobs=tuple(prompt)))
             continue
-        emitted, accepted, drafted, parents = (array[place] for array in verdicts)
+        emitted, accepted, drafted, parents = (rows[place] for rows in verdicts)
         drafted_ids, rows = _leading(drafted[: work.num_drafts]), _leading(accepted)
         # Each token was chosen behind the root or behind an accepted draft: those from the first
         # row on that gave nothing to choose by mean nothing.
-        path = (0, *(row + 1 for row in rows))
-        num_valid = next(
-            (at for at, row in enumerate(path) if not is_finite_R[root + row]), len(path)
-        )
+        num_valid = len(rows) + 1
+        if not are_finite:
+            path = (0, *(row + 1 for row in rows))
+            is_lost = (at for at, row in enumerate(path) if not is_finite_R[root + row])
+            num_valid = next(is_lost, num_valid)
         token_ids = _leading(emitted)[:num_valid]
         of_drafts = emitted_logs[place][len(emitted) :][: len(drafted_ids)]
         results.append(
@@ -114,7 +117,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
                 token_ids,
                 rows[: max(0, num_valid - 1)],
                 drafted_ids,
-                tuple(parents[: len(drafted_ids)].tolist()),
+                tuple(parents[: len(drafted_ids)]),
                 tuple(emitted_logs[place][: len(token_ids)]),
                 tuple(prompt),
                 tuple(row.logprob for row in of_drafts),
@@ -148,9 +151,9 @@ def _unpack(copies: StepCopies) -> list[np.ndarray]:
     return arrays
 
 
-def _leading(row: np.ndarray) -> tuple[int, ...]:
+def _leading(row: Sequence[int]) -> tuple[int, ...]:
     """The ids before the padding."""
-    return tuple(value for value in row.tolist() if value >= 0)
+    return tuple(value for value in row if value >= 0)
 
 
 def _log_rows(counts: Sequence[int], arrays: Sequence[np.ndarray]) -> list[list[TokenLogprobs]]:

@@ -24,7 +24,7 @@ class StepRows:
     """The rows of a step. All tensors are on the device.
 
     Attributes:
-        state_index_T, draft_index_T, logit_rows_R, root_rows_B, draft_slots_BN: as in RowIndex;
+        state_index_T, draft_index_T, logit_rows_R, root_rows_B, draft_slots_BN: as in PlacedRows;
             the texts are those of the device state.
         state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
         chunk_rows_C, chunk_state_rows_C: int64; the last row, and the row of the device state, of
@@ -35,13 +35,13 @@ class StepRows:
     state_index_T: Tensor
     draft_index_T: Tensor
     logit_rows_R: Tensor
+    root_rows_B: Tensor
+    draft_slots_BN: Tensor
     state_rows_B: Tensor
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
-    root_rows_B: Tensor
     chunk_rows_C: Tensor
     chunk_state_rows_C: Tensor
-    draft_slots_BN: Tensor
 
     def shaped_by(self, drafts: DraftBatch, kernels: Kernels) -> "StepRows":
         """The same rows, with positions and ancestors that follow from the drafts' parents."""
@@ -54,26 +54,15 @@ class StepRows:
         metadata = replace(self.metadata, positions_T=positions_T, ancestors_T=ancestors_T)
         return replace(self, metadata=metadata)
 
-    def kept_slots_T(self, verdict: Verdict) -> Tensor:
-        """int64 [T]: where each row stands from now on, -1 for drafts that were refused."""
-        is_draft_T = self.draft_index_T >= 0
-        slots_T = self.metadata.slots_T.masked_fill(is_draft_T, -1)
-        num_rows, width = len(slots_T), verdict.rows_BN.shape[1]
-        if width == 0:
-            return slots_T
-        # Refused places go to one row more, which is cut off.
-        rows_BN = self.root_rows_B[:, None] + 1 + verdict.rows_BN
-        rows_BN = torch.where(verdict.rows_BN >= 0, rows_BN, num_rows)
-        slots_T = torch.nn.functional.pad(slots_T, (0, 1))
-        return slots_T.scatter(0, rows_BN.flatten(), self.draft_slots_BN.flatten())[:num_rows]
-
-    def last_rows_B(self, verdict: Verdict) -> Tensor:
-        """int64 [B]: the row of each text's last computed token."""
-        if verdict.rows_BN.shape[1] == 0:
-            return self.root_rows_B
-        last_B = (verdict.num_emitted_B - 2).clamp_min(0)
-        row_B = verdict.rows_BN.gather(1, last_B[:, None])[:, 0]  # -1 if none was accepted
-        return self.root_rows_B + 1 + row_B
+    def kept(self, verdict: Verdict, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        """As `ops.KeepRows`."""
+        return kernels.keep_rows(
+            self.metadata.slots_T,
+            self.draft_index_T,
+            self.root_rows_B,
+            self.draft_slots_BN,
+            verdict.rows_BN,
+        )
 
 
 def step_rows(
@@ -90,34 +79,25 @@ def step_rows(
         width: N.
         row_len: of the device state.
     """
-    spans = [Span(work.start, work.num_new, _parents(work), work.block_ids) for work in works]
-    layout = lay_out(spans, block_size, kernels)
-    samples_W = np.array([work.samples for work in works])
-    state_rows_W = np.array([state_row(work.request) for work in works], dtype=np.int64)
-    index = kernels.index_rows(
-        layout.placed, layout.num_causal_B, samples_W, state_rows_W, row_len, width
-    )
-    sampling_3B = np.array(
-        [
-            (state_row(work.request), work.request.num_tokens, work.request.num_prompt)
-            for work in works
-            if work.samples
-        ],
-        dtype=np.int64,
-    )
-    sampling_3B = sampling_3B.reshape(-1, 3).T.copy()
-    is_chunk_W = ~samples_W
-    extra = [
-        index.state_index_T,
-        index.draft_index_T,
-        index.logit_rows_R,
-        *sampling_3B,
-        index.root_rows_B,
-        layout.placed.query_start_B1[1:][is_chunk_W].astype(np.int64) - 1,
-        state_rows_W[is_chunk_W],
-        index.draft_slots_BN,
-    ]
-    metadata, sent = send(layout, extra, device)
+    spans: list[Span] = []
+    texts: list[tuple[int, int, int]] = []  # of the works that sample
+    chunks: list[tuple[int, int]] = []  # of the others
+    end = 0
+    for work in works:
+        request, row = work.request, state_row(work.request)
+        parents, text_start = _parents(work), row * row_len
+        spans.append(
+            Span(work.start, work.num_new, parents, work.block_ids, text_start, work.samples)
+        )
+        end += work.num_new + len(parents)
+        if work.samples:
+            texts.append((row, request.num_tokens, request.num_prompt))
+        else:
+            chunks.append((end - 1, row))
+    layout = lay_out(spans, block_size, kernels, width)
+    texts_3B = np.array(texts, dtype=np.int64).reshape(-1, 3).T.copy()
+    chunks_2C = np.array(chunks, dtype=np.int64).reshape(-1, 2).T.copy()
+    metadata, sent = send(layout, [*texts_3B, *chunks_2C], device)
     return StepRows(metadata, *sent)
 
 

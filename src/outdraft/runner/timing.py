@@ -8,23 +8,23 @@ import time
 
 import torch
 
+from outdraft.core.plan import PhaseTimes
+
 
 class PhaseClock:
-    """Marks in the order they were set; `seconds` after the device has passed them all."""
+    """Marks in the order they were set; `times` after the device has passed them all."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._names: list[str] = []
-        self._marks: list[float | torch.cuda.Event] = [self._now()]
+        self._marks: list[float | torch.cuda.Event] = []
 
-    def mark(self, phase: str) -> None:
-        """The time since the last mark belongs to `phase`."""
-        self._names.append(phase)
+    def mark(self) -> None:
+        """A phase begins: drafting, the target's pass, what follows it; or the last one is over."""
         self._marks.append(self._now())
 
-    def seconds(self, phase: str) -> float:
-        spans = zip(self._names, self._marks, self._marks[1:], strict=False)
-        return sum(_between(start, stop) for name, start, stop in spans if name == phase)
+    def times(self) -> PhaseTimes:
+        """The phases between the marks."""
+        return PhaseTimes(*map(_between, self._marks, self._marks[1:]))
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

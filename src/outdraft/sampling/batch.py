@@ -7,7 +7,8 @@ Dimension key: B requests, E ids of a request's list (padded), W bad words, L pr
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -55,7 +56,7 @@ class BadWords:
     last_BW: Tensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingBatch:
     """How each request of a batch wants its tokens chosen.
 
@@ -172,7 +173,17 @@ class SamplingBatch:
     def num_requests(self) -> int:
         return self.seeds_B.shape[0]
 
-    @property
+    @cached_property
+    def of_drafts(self) -> "SamplingBatch":
+        """What holds for drafts: verification applies what looks back at the text."""
+        return replace(self, needs_penalties=False, bad_words=None, stops=None, has_grammar=False)
+
+    @cached_property
+    def log_min_p_B(self) -> Tensor:
+        """float32."""
+        return self.min_p_B.log()
+
+    @cached_property
     def draws_B(self) -> Tensor:
         """bool; the request's drafts may be drawn with noise of their own, from probabilities that
         verification is told."""

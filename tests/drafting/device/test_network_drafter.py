@@ -13,11 +13,10 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import Frontier
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network

@@ -16,8 +16,7 @@ rows of a tree, V vocabulary.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,42 +25,10 @@ from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.draft_ops import Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
-
-
-@dataclass(frozen=True, slots=True)
-class Frontier:
-    """The newest level: rows that the drafter reads next.
-
-    Attributes:
-        token_ids_BF: int64; every one a token, also where a request has no such row.
-        origins_BF: int64, place of each row's parent in the level above; 0 at the first level.
-        ancestors_BF: int64; bit j: the row continues drafted row j, or is it. Rows are numbered
-            from 0, level after level; the tree that comes of them may number them otherwise.
-        depth: all rows have the same; the root's children have 1.
-        first_row: number of the first row; the others follow it.
-    """
-
-    token_ids_BF: Tensor
-    origins_BF: Tensor
-    ancestors_BF: Tensor
-    depth: int
-    first_row: int
-
-
-class TreeLevels(Protocol):
-    """Logits of what may follow the last token before the drafts, and then each node of a level."""
-
-    def first_logits(self) -> Tensor:
-        """[B, V]."""
-        ...
-
-    def next_logits(self, frontier: Frontier) -> Tensor:
-        """[B, F, V]; levels come in order, each once."""
-        ...
 
 
 class KnownLevels:
@@ -92,7 +59,8 @@ class LevelDrafter(ABC):
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        return grow(self.levels(asks, token_ids_SL, growth.shape.depth), growth)
+        levels = self.levels(asks, token_ids_SL, growth.shape.depth)
+        return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

@@ -15,10 +15,10 @@ from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import Frontier, grow
+from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.text_reader import TextReader
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 
 
@@ -52,7 +52,6 @@ class NetworkDrafter:
         states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
         lag = self.network.lag
         contexts = [ask.num_tokens + len(ask.continued) - lag for ask in asks]
-        num_drafts = [ask.num_drafts for ask in asks]
         (contexts_B,) = to_device([np.array(contexts)], states_B1D.device)
         return DraftStart(
             states_BD=states_B1D[:, 0],
@@ -61,7 +60,9 @@ class NetworkDrafter:
             block_table_BP=metadata.block_table_BP,
             block_size=self._reader.cache.block_size,
             # The longest request has so many tokens: no table of blocks reaches further.
-            max_seq_len=max(map(sum, zip(contexts, num_drafts, strict=True))),
+            max_seq_len=max(
+                context + ask.num_drafts for context, ask in zip(contexts, asks, strict=True)
+            ),
         )
 
 

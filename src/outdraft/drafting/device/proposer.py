@@ -77,17 +77,18 @@ class DeviceProposer:
         """
         self.drafter = drafter
         self._kernels = kernels
-        self._shape = tree or TreeShape.chain(drafter.max_drafts)
+        whole = tree or TreeShape.chain(drafter.max_drafts)
+        self._shapes = [whole.with_room_for(number) for number in range(whole.num_rows + 1)]
         self._samples = samples
-        self.max_drafts = self._shape.num_rows
-        self.max_passes = min(drafter.max_passes, self._shape.depth)
+        self.max_drafts = whole.num_rows
+        self.max_passes = min(drafter.max_passes, whole.depth)
         self.drafting = drafter.drafting
-        if not self._shape.is_chain:
+        if not whole.is_chain:
             # A network reads the accepted branch again, as it reads any token that it has not
             # seen: in the pass that it makes for the newest one anyway.
             kept = self.drafting.max_kept
             self.drafting = replace(
-                self.drafting, levels=self._shape.levels, max_kept=0 if kept is None else kept
+                self.drafting, levels=whole.levels, max_kept=0 if kept is None else kept
             )
 
     def propose(
@@ -100,23 +101,20 @@ class DeviceProposer:
             sampling: the parameters of the same requests in the same order.
         """
         wanted = [ask.num_drafts for ask in asks]
-        shape = self._shape.with_room_for(max(wanted))
-        assert max(wanted) <= shape.num_rows, "more drafts than rows"
-        counts_B3 = [(ask.num_tokens, len(ask.continued), ask.num_drafts) for ask in asks]
-        num_tokens_B, num_before_B, num_drafts_B = to_device(
-            list(np.array(counts_B3).T.copy()), token_ids_SL.device
-        )
+        assert max(wanted) <= self.max_drafts, "more drafts than rows"
+        counts_B3 = [
+            (ask.num_tokens, ask.num_tokens + len(ask.continued), ask.num_drafts) for ask in asks
+        ]
+        counts_3B = np.array(counts_B3, dtype=np.int64).T.copy()
+        num_tokens_B, positions_B, num_drafts_B = to_device([*counts_3B], token_ids_SL.device)
         growth = Growth(
             kernels=self._kernels,
-            shape=shape,
+            shape=self._shapes[max(wanted)],
             num_tokens_B=num_tokens_B,
-            positions_B=num_tokens_B + num_before_B,
+            positions_B=positions_B,
             num_drafts_B=num_drafts_B,
             fewest=min(wanted),
-            # Verification applies what looks back at the text.
-            sampling=replace(
-                sampling, needs_penalties=False, bad_words=None, stops=None, has_grammar=False
-            ),
+            sampling=sampling.of_drafts,
             samples=self._samples,
         )
         return self.drafter.draft(asks, token_ids_SL, growth)

@@ -60,19 +60,28 @@ class TextReader:
         last one repeated.
         """
         asks = self._caught_up(asks, token_ids_SL)
-        lag = self.network.lag
+        row_len = token_ids_SL.shape[1]
         spans = [
-            Span(ask.num_computed, _num_unread(ask, lag) + len(ask.continued), (), ask.block_ids)
+            self._span(ask, row_len, self._num_unread(ask), range(len(ask.continued)))
             for ask in asks
         ]
-        counts_B1 = np.array(num_last)[:, None]
-        ends_B1 = np.array([[span.num_causal] for span in spans]).cumsum(0)
-        places_BC = np.minimum(np.arange(counts_B1.max()), counts_B1 - 1)
-        rows_R = (ends_B1 - counts_B1 + places_BC).ravel()
-        states_TD, metadata, rows = self._pass(asks, spans, token_ids_SL, rows_R)
-        if not np.array_equal(rows_R, np.arange(len(states_TD))):
-            states_TD = states_TD[rows]
-        return states_TD.view(*places_BC.shape, -1), metadata
+        most, num_rows, rows = max(num_last), 0, list[int]()
+        for span, count in zip(spans, num_last, strict=True):
+            num_rows += span.num_rows
+            rows += [num_rows - count + min(place, count - 1) for place in range(most)]
+        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, np.array(rows))
+        if rows != list(range(num_rows)):
+            states_TD = states_TD[rows_R]
+        return states_TD.view(len(asks), most, -1), metadata
+
+    def _num_unread(self, ask: DraftModelAsk) -> int:
+        """Tokens of the text to read."""
+        return ask.num_tokens - self.network.lag - ask.num_computed
+
+    def _span(self, ask: DraftModelAsk, row_len: int, count: int, behind: range) -> Span:
+        """So many rows of the text; what stands behind it is a chain of drafts."""
+        start = ask.state_row * row_len + self.network.lag
+        return Span(ask.num_computed, count, behind, ask.block_ids, start)
 
     def _caught_up(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
@@ -84,7 +93,7 @@ class TextReader:
         current = list(asks)
         more = sum(len(ask.continued) for ask in asks)
         while True:
-            unread = [_num_unread(ask, self.network.lag) for ask in current]
+            unread = [self._num_unread(ask) for ask in current]
             if sum(unread) + more <= self._max_rows:
                 return current
             budget = self._max_rows
@@ -93,7 +102,7 @@ class TextReader:
                 count = min(unread[i] - 1, budget)
                 if count > 0:
                     budget -= count
-                    spans[i] = Span(ask.num_computed, count, (), ask.block_ids)
+                    spans[i] = self._span(ask, token_ids_SL.shape[1], count, range(0))
             if not spans:
                 return current
             nothing = np.zeros(0, dtype=np.int64)
@@ -111,45 +120,20 @@ class TextReader:
     ) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """The states of all rows, [T, D]; their batch; `extra` on the device."""
         network = self.network
-        layout = lay_out(spans, self.cache.block_size, network.kernels)
-        flat_T, given_T = _text_places(
-            asks, spans, layout.placed.positions_T + network.lag, token_ids_SL.shape[1]
+        width = max(len(span.parents) for span in spans)
+        continued_BN = np.full((len(spans), width), -1, dtype=np.int64)
+        for ids_N, ask, span in zip(continued_BN, asks, spans, strict=True):
+            if span.parents:
+                ids_N[: len(span.parents)] = ask.continued
+        layout = lay_out(spans, self.cache.block_size, network.kernels, width)
+        metadata, sent = send(layout, [continued_BN, extra], token_ids_SL.device)
+        state_index_T, draft_index_T, _, _, _, drafts_BN, sent_extra = sent
+        ids_T = network.kernels.read_token_ids(
+            token_ids_SL, drafts_BN, state_index_T, draft_index_T
         )
-        metadata, (flat, given, sent) = send(layout, [flat_T, given_T, extra], token_ids_SL.device)
-        ids_T, states_TD = token_ids_SL.view(-1)[flat], None
-        if any(ask.continued for ask in asks):
-            ids_T = torch.where(given < 0, ids_T, given)
+        states_TD = None
         if self._mask_states is not None:
             features_TD = self._mask_states.features.read(metadata.slots_T)
-            states_TD = torch.where(given[:, None] < 0, features_TD, self._mask_states.state_D)
-        return network.read(ids_T, states_TD, self.cache.layers, metadata), metadata, sent
-
-
-def _num_unread(ask: DraftModelAsk, lag: int) -> int:
-    """Tokens of the text to read; `lag` as in DraftNetwork."""
-    return ask.num_tokens - lag - ask.num_computed
-
-
-def _text_places(
-    asks: Sequence[DraftModelAsk], spans: Sequence[Span], columns_T: np.ndarray, row_len: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Where the token of each row stands, both int64 [T].
-
-    The first is the flat place in the texts [S, L]. The second is the token itself where it belongs
-    to `continued`, and its place then has no meaning; elsewhere it is -1.
-
-    Args:
-        columns_T: places of the tokens in their texts.
-        row_len: L.
-    """
-    counts_B = [span.num_causal for span in spans]
-    given_T = np.full(len(columns_T), -1, dtype=np.int64)
-    end = 0
-    for ask, count in zip(asks, counts_B, strict=True):
-        end += count
-        num_behind = int(columns_T[end - 1]) + 1 - ask.num_tokens
-        if num_behind > 0:
-            assert num_behind == len(ask.continued), "a continuation is read whole"
-            given_T[end - num_behind : end] = ask.continued
-    rows_T = np.repeat([ask.state_row for ask in asks], counts_B)
-    return rows_T * row_len + np.where(given_T < 0, columns_T, 0), given_T
+            is_text_T1 = draft_index_T[:, None] < 0
+            states_TD = torch.where(is_text_T1, features_TD, self._mask_states.state_D)
+        return network.read(ids_T, states_TD, self.cache.layers, metadata), metadata, sent_extra

@@ -5,11 +5,11 @@ vocabulary.
 """
 
 import ctypes
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +17,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.attention import NO_WINDOW
-from outdraft.kernels.native.drafting import draft, draft_function
+from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import DecoderSpec, Product
@@ -92,7 +92,7 @@ class NativeDecoder:
         self._best_tokens = function(
             "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
         )
-        self._draft = draft_function(team.library)
+        self._growth = NativeGrowth(team.library)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
         self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
@@ -110,13 +110,12 @@ class NativeDecoder:
         size = self._spec.embedding_VD.shape[1]
         out_TD = torch.empty((len(token_ids_T), size), dtype=self._dtype)
         tapped_KTD = torch.empty((len(taps), *out_TD.shape), dtype=self._dtype)
-        taps_K = np.array(taps, dtype=np.int64)
         states_TD = None if states_TD is None else states_TD.contiguous()
         is_valid = self._forward(
             self.handle(caches),
             ctypes.byref(rows_of(metadata, address_of(token_ids_T, torch.int64))),
             None if states_TD is None else address_of(states_TD, self._dtype),
-            taps_K.ctypes.data,
+            _numbers(tuple(taps)),
             len(taps),
             tapped_KTD.data_ptr(),
             out_TD.data_ptr(),
@@ -150,7 +149,7 @@ class NativeDecoder:
         """As `ops.DecoderPass`, in one call."""
         reads_as_many = self._spec.draft_ids_N is not None
         assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
-        return draft(self._draft, self.handle(start.caches), start, growth)
+        return self._growth.draft(self.handle(start.caches), start, growth)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""
@@ -240,6 +239,11 @@ def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
         len(metadata.context_lens_B),
         table_BP.shape[1],
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _numbers(numbers: tuple[int, ...]) -> ctypes.Array[c_int64]:
+    return (c_int64 * len(numbers))(*numbers)
 
 
 def _weights(product: Product) -> int:

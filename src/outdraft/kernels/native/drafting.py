@@ -7,7 +7,6 @@ import ctypes
 import functools
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,12 +16,14 @@ from outdraft.kernels import draft_ops
 from outdraft.kernels.draft_ops import (
     DraftStart,
     DrawnLevel,
+    Frontier,
     Growth,
     LevelTask,
     ModelDrafts,
+    TreeLevels,
     side_shares,
 )
-from outdraft.kernels.native.arrays import Addresses
+from outdraft.kernels.native.arrays import Addresses, address_of, array_address
 from outdraft.kernels.native.library import Library
 
 
@@ -87,7 +88,7 @@ class NativeDrafting:
             ancestors_BF.data_ptr(),
             contexts_B.data_ptr(),
             num_drafts_B.data_ptr(),
-            start.block_table_BP.data_ptr(),
+            address_of(start.block_table_BP, torch.int32),
             start.block_table_BP.shape[1],
             start.block_size,
             ancestors_T.data_ptr(),
@@ -106,6 +107,16 @@ class _Worth(ctypes.Structure):
     )
 
 
+class _Columns(ctypes.Structure):
+    """The part of `DraftTask` that says how requests choose."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("seeds", "kinds", "is_greedy")),
+        *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("allowed", "bias")),
+    )
+
+
 class _Task(ctypes.Structure):
     """As `DraftTask` of csrc/decoder_draft.cpp."""
 
@@ -115,10 +126,9 @@ class _Task(ctypes.Structure):
         ("levels", c_void_p),
         ("worth", _Worth),
         *((name, c_void_p) for name in ("num_tokens", "positions", "contexts", "num_drafts")),
-        *((name, c_void_p) for name in ("seeds", "kinds", "is_greedy")),
-        *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
-        *((name, c_void_p) for name in ("allowed", "bias", "block_table")),
-        *((name, c_void_p) for name in ("token_ids", "parents", "is_drawn", "probs")),
+        ("columns", _Columns),
+        *((name, c_void_p) for name in ("block_table", "token_ids", "parents")),
+        *((name, c_void_p) for name in ("is_drawn", "probs")),
     )
 
 
@@ -138,75 +148,143 @@ def _worth(num_shares: int) -> _Worth:
     )
 
 
-def draft_function(library: Library) -> Callable[..., Any]:
-    """The function that `draft` calls."""
-    arguments = [c_void_p, ctypes.POINTER(_Task), c_void_p]
-    return library.function("decoder_draft", arguments, c_int64, releases_gil=True)
+_NO_SHARES = _worth(0)  # a whole draft: each level sets the number of shares
 
 
-def draft(
-    function: Callable[..., Any], decoder: int, start: DraftStart, growth: Growth
-) -> ModelDrafts:
-    """As `ops.DecoderPass.draft`.
+class NativeGrowth:
+    """Whole drafts: of a decoder in one call, of what else says what may follow level by level."""
 
-    Args:
-        decoder: address of the `Decoder`.
+    def __init__(self, library: Library) -> None:
+        task, handle, address = ctypes.POINTER(_Task), c_void_p, c_void_p
+        function = library.function
+        self._draft = function("decoder_draft", [handle, task, address], c_int64, releases_gil=True)
+        self._create = function("growth_create", [task], handle)
+        self._extend = function("growth_extend", [handle, address, address], releases_gil=True)
+        self._finish = function("growth_finish", [handle])
+        self._destroy = function("growth_destroy", [handle])
+        self._newest: _KeptColumns | None = None
 
-    Raises:
-        ValueError: the vocabulary cannot fill a level.
-    """
-    sampling, shape, levels_L = growth.sampling, growth.shape, _levels(growth.shape.levels)
-    size, num_requests = sampling.vocab_size, len(growth.num_tokens_B)
-    for num_nodes, num_rows in zip((1, *shape.levels), shape.levels, strict=False):
-        _check_level(num_nodes, num_rows, size)
-    draws = growth.samples and sampling.any_draws
-    at = Addresses()
-    ids_2BK = torch.empty(2, num_requests, shape.num_rows, dtype=torch.int64)
-    is_drawn_BK = torch.empty(num_requests, shape.num_rows, dtype=torch.bool)
-    probs_BKV = torch.empty(num_requests, shape.num_rows, size) if draws else None
-    task = _Task(
-        num_requests=num_requests,
-        num_levels=shape.depth,
-        num_rows=shape.num_rows,
-        size=size,
-        table_width=start.block_table_BP.shape[1],
-        block_size=start.block_size,
-        levels=levels_L.ctypes.data,
-        worth=_worth(0),  # each level sets the number of shares
-        num_tokens=at(growth.num_tokens_B, torch.int64),
-        positions=at(growth.positions_B, torch.int64),
-        contexts=at(start.contexts_B, torch.int64),
-        num_drafts=at(growth.num_drafts_B, torch.int64),
-        seeds=at(sampling.seeds_B, torch.int64),
-        kinds=at(_kinds(growth), torch.int64),
-        is_greedy=at(sampling.is_greedy_B, torch.bool),
-        temperature=at(sampling.temperature_B, torch.float32),
-        least=at(sampling.min_p_B.log(), torch.float32),
-        top_k=at(sampling.top_k_B, torch.int64),
-        top_p=at(sampling.top_p_B, torch.float32),
-        allowed=None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
-        bias=None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
-        block_table=at(start.block_table_BP, torch.int32),
-        token_ids=ids_2BK[0].data_ptr(),
-        parents=ids_2BK[1].data_ptr(),
-        is_drawn=is_drawn_BK.data_ptr(),
-        probs=None if probs_BKV is None else probs_BKV.data_ptr(),
-    )
-    is_valid = function(decoder, ctypes.byref(task), at(start.states_BD, start.states_BD.dtype))
-    assert is_valid, "a token or a position is out of its table"
-    return ModelDrafts(
-        ids_2BK[0],
-        ids_2BK[1],
-        growth.num_drafts_B,
-        probs_BKV,
-        is_drawn_BK if draws else None,
-        is_chain=shape.is_chain,
-        all_sampled=draws and sampling.all_draw,
-    )
+    def draft(self, decoder: int, start: DraftStart, growth: Growth) -> ModelDrafts:
+        """As `ops.DecoderPass.draft`.
+
+        Args:
+            decoder: address of the `Decoder`.
+        """
+        task = self._task(growth)
+        task.begin_at(start)
+        states_BD = start.states_BD.contiguous()
+        is_valid = self._draft(decoder, ctypes.byref(task.native), states_BD.data_ptr())
+        assert is_valid, "a token or a position is out of its table"
+        return task.drafts()
+
+    def grow(
+        self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `ops.Grow`, of float32 logits."""
+        task, num_requests = self._task(growth), len(growth.num_tokens_B)
+        handle = self._create(ctypes.byref(task.native))
+        try:
+            first_row, frontier = 0, None
+            for depth, width in enumerate(growth.shape.levels, start=1):
+                logits = levels.next_logits(frontier) if frontier else levels.first_logits()
+                assert logits.dtype is torch.float32, f"expected float32, got {logits.dtype}"
+                logits = logits.contiguous()
+                rows_3BF = torch.empty(3, num_requests, width, dtype=torch.int64)
+                self._extend(handle, logits.data_ptr(), rows_3BF.data_ptr())
+                frontier = Frontier(*rows_3BF.unbind(), depth=depth, first_row=first_row)
+                first_row += width
+            self._finish(handle)
+        finally:
+            self._destroy(handle)
+        return task.drafts()
+
+    def _task(self, growth: Growth) -> "_Drafting":
+        """How the requests choose is kept: the newest batch is the next one too, as a rule."""
+        newest = self._newest
+        if newest is None or not newest.hold_for(growth):
+            newest = self._newest = _KeptColumns(growth)
+        return _Drafting(growth, newest)
+
+
+class _Drafting:
+    """The task of a call, and the tensors that it names."""
+
+    def __init__(self, growth: Growth, kept: "_KeptColumns") -> None:
+        """Raises ValueError if the vocabulary cannot fill a level."""
+        sampling, shape, num_requests = growth.sampling, growth.shape, len(growth.num_tokens_B)
+        levels_L = _levels(shape.levels, sampling.vocab_size)
+        shape_BK = num_requests, shape.num_rows
+        self._growth, self._kept = growth, kept
+        self._draws = growth.samples and sampling.any_draws
+        self._ids_2BK = torch.empty(2, *shape_BK, dtype=torch.int64)
+        self._is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
+        self._probs_BKV = torch.empty(*shape_BK, sampling.vocab_size) if self._draws else None
+        ids = self._ids_2BK.data_ptr()
+        self.native = _Task(
+            num_requests=num_requests,
+            num_levels=shape.depth,
+            num_rows=shape.num_rows,
+            size=sampling.vocab_size,
+            levels=array_address(levels_L),
+            worth=_NO_SHARES,
+            num_tokens=address_of(growth.num_tokens_B, torch.int64),
+            positions=address_of(growth.positions_B, torch.int64),
+            num_drafts=address_of(growth.num_drafts_B, torch.int64),
+            columns=kept.columns,
+            token_ids=ids,
+            parents=ids + 8 * num_requests * shape.num_rows,
+            is_drawn=self._is_drawn_BK.data_ptr(),
+            probs=None if self._probs_BKV is None else self._probs_BKV.data_ptr(),
+        )
+
+    def begin_at(self, start: DraftStart) -> None:
+        """Say where a network stands; `start` must live until the call is over."""
+        self.native.contexts = address_of(start.contexts_B, torch.int64)
+        self.native.block_table = address_of(start.block_table_BP, torch.int32)
+        self.native.table_width = start.block_table_BP.shape[1]
+        self.native.block_size = start.block_size
+
+    def drafts(self) -> ModelDrafts:
+        """The results, once the call is over."""
+        growth, draws = self._growth, self._draws
+        return ModelDrafts(
+            *self._ids_2BK.unbind(),
+            num_drafts_B=growth.num_drafts_B,
+            probs_BKV=self._probs_BKV,
+            is_sampled_BK=self._is_drawn_BK if draws else None,
+            is_chain=growth.shape.is_chain,
+            all_sampled=draws and growth.sampling.all_draw,
+        )
+
+
+class _KeptColumns:
+    """How the requests of one batch choose, and the tensors that say so."""
+
+    def __init__(self, growth: Growth) -> None:
+        sampling = growth.sampling
+        self._sampling, self._samples = sampling, growth.samples
+        at = self._addresses = Addresses()
+        self.columns = _Columns(
+            at(sampling.seeds_B, torch.int64),
+            at(_kinds(growth), torch.int64),
+            at(sampling.is_greedy_B, torch.bool),
+            at(sampling.temperature_B, torch.float32),
+            at(sampling.log_min_p_B, torch.float32),
+            at(sampling.top_k_B, torch.int64),
+            at(sampling.top_p_B, torch.float32),
+            None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
+            None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
+        )
+
+    def hold_for(self, growth: Growth) -> bool:
+        return self._sampling is growth.sampling and self._samples == growth.samples
 
 
 @functools.lru_cache(maxsize=256)
-def _levels(levels: tuple[int, ...]) -> np.ndarray:
+def _levels(levels: tuple[int, ...], size: int) -> np.ndarray:
+    """int64 [L], checked for a vocabulary of this size."""
+    for num_nodes, num_rows in zip((1, *levels), levels, strict=False):
+        _check_level(num_nodes, num_rows, size)
     return np.array(levels, dtype=np.int64)
 
 

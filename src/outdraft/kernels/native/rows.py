@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outdraft.kernels.native.arrays import array_address
 from outdraft.kernels.native.library import Library
-from outdraft.kernels.ops import PlacedRows, RowIndex
+from outdraft.kernels.ops import PlacedRows
 
 
 class NativeRows:
@@ -17,71 +17,49 @@ class NativeRows:
     def __init__(self, library: Library) -> None:
         size, address = c_int64, c_void_p
         self._place_rows = library.function(
-            "place_rows", [size, *[address] * 3, *[size] * 3, *[address] * 2]
-        )
-        self._index_rows = library.function(
-            "index_rows", [*[size] * 2, *[address] * 6, *[size] * 2, address], size
+            "place_rows", [size, *[address] * 3, *[size] * 4, *[address] * 2], size
         )
         self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
+        self._keep_rows = library.function("keep_rows", [*[size] * 3, *[address] * 7])
         self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
         self._append_token_ids = library.function("append_token_ids", [*[size] * 3, *[address] * 4])
 
     def place_rows(
         self,
-        sizes_3B: np.ndarray,
+        sizes_5W: np.ndarray,
         parents_K: np.ndarray,
-        block_table_BP: np.ndarray,
+        block_table_WP: np.ndarray,
         block_size: int,
+        width: int,
     ) -> PlacedRows:
-        num_requests, table_width = block_table_BP.shape
-        num_rows = sum(sizes_3B[1].tolist()) + len(parents_K)  # faster than numpy at a few
-        starts_B1 = np.empty(num_requests + 1, dtype=np.int32)
-        placed_3T = np.empty((3, num_rows), dtype=np.int64)
-        self._place_rows(
-            num_requests,
-            array_address(sizes_3B),
+        num_works, table_width = block_table_WP.shape
+        num_rows = sum(sizes_5W[1].tolist()) + len(parents_K)  # faster than numpy at a few
+        starts = np.empty(3 * num_works + 1, dtype=np.int32)
+        placed = np.empty(6 * num_rows + num_works * (1 + width) + 1, dtype=np.int64)
+        num_sampling = self._place_rows(
+            num_works,
+            array_address(sizes_5W),
             array_address(parents_K),
-            array_address(block_table_BP),
+            array_address(block_table_WP),
             table_width,
             block_size,
-            num_rows,
-            array_address(starts_B1),
-            array_address(placed_3T),
-        )
-        return PlacedRows(starts_B1, *placed_3T)
-
-    def index_rows(
-        self,
-        placed: PlacedRows,
-        num_causal_W: np.ndarray,
-        samples_W: np.ndarray,
-        state_rows_W: np.ndarray,
-        row_len: int,
-        width: int,
-    ) -> RowIndex:
-        num_works, num_rows = len(num_causal_W), len(placed.positions_T)
-        found = np.empty(3 * num_rows + num_works * (1 + width) + 1, dtype=np.int64)
-        num_sampling = self._index_rows(
-            num_works,
-            num_rows,
-            array_address(placed.query_start_B1),
-            array_address(num_causal_W),
-            array_address(samples_W),
-            array_address(state_rows_W),
-            array_address(placed.positions_T),
-            array_address(placed.slots_T),
-            row_len,
             width,
-            array_address(found),
+            num_rows,
+            array_address(starts),
+            array_address(placed),
         )
-        roots = 3 * num_rows
+        rows_5T, roots = placed[: 5 * num_rows].reshape(5, num_rows), 6 * num_rows
         slots = roots + num_works
-        return RowIndex(
-            found[:num_rows],
-            found[num_rows : 2 * num_rows],
-            found[2 * num_rows : 2 * num_rows + int(found[-1])],
-            found[roots : roots + num_sampling],
-            found[slots : slots + num_sampling * width].reshape(num_sampling, width),
+        return PlacedRows(
+            starts[: num_works + 1],
+            starts[num_works + 1 : 2 * num_works + 1],
+            starts[2 * num_works + 1 :],
+            *rows_5T,
+            logit_rows_R=placed[5 * num_rows : 5 * num_rows + int(placed[-1])],
+            root_rows_B=placed[roots : roots + num_sampling],
+            draft_slots_BN=placed[slots : slots + num_sampling * width].reshape(
+                num_sampling, width
+            ),
         )
 
     def shape_rows(
@@ -101,6 +79,29 @@ class NativeRows:
             ancestors_T.data_ptr(),
         )
         return positions_T, ancestors_T
+
+    def keep_rows(
+        self,
+        slots_T: Tensor,
+        draft_index_T: Tensor,
+        root_rows_B: Tensor,
+        draft_slots_BN: Tensor,
+        kept_rows_BN: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        kept_slots_T, last_rows_B = torch.empty_like(slots_T), torch.empty_like(root_rows_B)
+        kept_rows_BN = kept_rows_BN.contiguous()
+        self._keep_rows(
+            len(slots_T),
+            *kept_rows_BN.shape,
+            slots_T.data_ptr(),
+            draft_index_T.data_ptr(),
+            root_rows_B.data_ptr(),
+            draft_slots_BN.data_ptr(),
+            kept_rows_BN.data_ptr(),
+            kept_slots_T.data_ptr(),
+            last_rows_B.data_ptr(),
+        )
+        return kept_slots_T, last_rows_B
 
     def read_token_ids(
         self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor

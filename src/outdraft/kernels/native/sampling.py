@@ -60,7 +60,7 @@ class NativeSampling:
             at(logits_RV, torch.float32),
             at(request_R, torch.int64),
             at(sampling.temperature_B, torch.float32),
-            at(sampling.min_p_B.log(), torch.float32),
+            at(sampling.log_min_p_B, torch.float32),
             at(sampling.top_k_B, torch.int64),
             at(sampling.top_p_B, torch.float32),
             processed_RV.data_ptr(),

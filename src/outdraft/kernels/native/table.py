@@ -7,7 +7,7 @@ import torch
 
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.decoder import NativeDecoder
-from outdraft.kernels.native.drafting import NativeDrafting
+from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
@@ -31,7 +31,6 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
     kernels = replace(
         others,
         place_rows=rows.place_rows,
-        index_rows=rows.index_rows,
         ngram_texts=partial(ngram_texts, library),
         suffix_texts=partial(NativeSuffixTexts, library),
     )
@@ -41,6 +40,7 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
         kernels,
         place_level=NativeDrafting(library).place_level,
         shape_rows=rows.shape_rows,
+        keep_rows=rows.keep_rows,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,
     )
@@ -51,6 +51,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
     sampling, verification = NativeSampling(library), NativeVerification(library)
+    drafting = NativeDrafting(library)
     return replace(
         kernels,
         name=library.name,
@@ -63,5 +64,6 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         attention=NativeAttention(team),
         pack_linear=NativeLinear(team).pack_linear,
         compile_decoder=partial(NativeDecoder, team),
-        draw_level=NativeDrafting(library).draw_level,
+        draw_level=drafting.draw_level,
+        grow=NativeGrowth(library).grow,
     )

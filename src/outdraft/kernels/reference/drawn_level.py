@@ -1,8 +1,10 @@
-"""One level of trees with drawn tokens.
+"""One level of trees with drawn tokens; whole trees by such levels.
 
 Dimension key: B requests, E nodes of the level above (1: the root), F new rows, C ranks of a
 node's children (in the order in which they are drawn), V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,13 +19,20 @@ from outdraft.kernels.draft_ops import (
     RANK0_SLOPE,
     SIDE_WEIGHT,
     DrawnLevel,
+    Growth,
     LevelTask,
+    ModelDrafts,
+    TreeLevels,
     best_places,
     side_shares,
 )
 from outdraft.kernels.reference.noise import gumbel
 
 _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
+
+
+def grow(levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]) -> ModelDrafts:
+    return by_levels()
 
 
 def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:

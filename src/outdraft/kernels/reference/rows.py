@@ -6,19 +6,29 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outdraft.kernels.draft_ops import DraftStart
-from outdraft.kernels.ops import PlacedRows, RowIndex
+from outdraft.kernels.ops import PlacedRows
 
 
 def place_rows(
-    sizes_3B: np.ndarray, parents_K: np.ndarray, block_table_BP: np.ndarray, block_size: int
+    sizes_5W: np.ndarray,
+    parents_K: np.ndarray,
+    block_table_WP: np.ndarray,
+    block_size: int,
+    width: int,
 ) -> PlacedRows:
     starts, ancestors, positions, slots = [0], list[int](), list[int](), list[int]()
+    state_index, draft_index = list[int](), list[int]()
+    logit_rows, root_rows, draft_slots = list[int](), list[int](), list[list[int]]()
     parents = iter(parents_K.tolist())
-    sizes = zip(block_table_BP, sizes_3B.T.tolist(), strict=True)
-    for blocks, (context_len, num_causal, num_drafts) in sizes:
+    works = zip(block_table_WP, sizes_5W.T.tolist(), strict=True)
+    for blocks, (context_len, num_causal, num_drafts, text_start, samples) in works:
         root = len(positions) + num_causal - 1
-        positions += range(context_len, context_len + num_causal)
+        places = range(context_len, context_len + num_causal)
+        positions += places
         ancestors += [0] * num_causal
+        state_index += [text_start + place for place in places] + [0] * num_drafts
+        draft_index += [-1] * num_causal
+        draft_index += [len(root_rows) * width + place for place in range(num_drafts)]
         for place in range(num_drafts):
             above = root + next(parents)
             positions.append(positions[above] + 1)
@@ -26,45 +36,17 @@ def place_rows(
         for index in range(context_len, context_len + num_causal + num_drafts):
             slots.append(int(blocks[index // block_size]) * block_size + index % block_size)
         starts.append(len(positions))
+        if samples:
+            root_rows.append(root)
+            logit_rows += range(root, len(positions))
+            draft_slots.append(slots[root + 1 :] + [-1] * (width - num_drafts))
+    flat = (ancestors, positions, slots, state_index, draft_index, logit_rows, root_rows)
     return PlacedRows(
         np.array(starts, dtype=np.int32),
-        np.array(ancestors, dtype=np.int64),
-        np.array(positions, dtype=np.int64),
-        np.array(slots, dtype=np.int64),
-    )
-
-
-def index_rows(
-    placed: PlacedRows,
-    num_causal_W: np.ndarray,
-    samples_W: np.ndarray,
-    state_rows_W: np.ndarray,
-    row_len: int,
-    width: int,
-) -> RowIndex:
-    num_rows = len(placed.positions_T)
-    state_index_T, draft_index_T = np.zeros(num_rows, np.int64), np.full(num_rows, -1, np.int64)
-    logit_rows, root_rows, draft_slots = list[int](), list[int](), list[np.ndarray]()
-    starts, ends = placed.query_start_B1[:-1].tolist(), placed.query_start_B1[1:].tolist()
-    works = zip(
-        starts, ends, num_causal_W.tolist(), samples_W.tolist(), state_rows_W.tolist(), strict=True
-    )
-    for start, end, num_causal, samples, state_row in works:
-        first_draft, place = start + num_causal, len(root_rows) * width
-        causal = slice(start, first_draft)
-        state_index_T[causal] = state_row * row_len + placed.positions_T[causal]
-        draft_index_T[first_draft:end] = range(place, place + end - first_draft)
-        if samples:
-            logit_rows += range(first_draft - 1, end)
-            root_rows.append(first_draft - 1)
-            slots = placed.slots_T[first_draft:end]
-            draft_slots.append(np.pad(slots, (0, width - len(slots)), constant_values=-1))
-    return RowIndex(
-        state_index_T,
-        draft_index_T,
-        np.array(logit_rows, dtype=np.int64),
-        np.array(root_rows, dtype=np.int64),
-        np.array(draft_slots, dtype=np.int64).reshape(len(root_rows), width),
+        sizes_5W[0].astype(np.int32),
+        sizes_5W[1].astype(np.int32),
+        *(np.array(each, dtype=np.int64) for each in flat),
+        draft_slots_BN=np.array(draft_slots, dtype=np.int64).reshape(len(root_rows), width),
     )
 
 
@@ -90,6 +72,23 @@ def shape_rows(
         torch.where(is_draft_T, shaped_T, positions_T),
         torch.where(is_draft_T, seen_T, ancestors_T),
     )
+
+
+def keep_rows(
+    slots_T: Tensor,
+    draft_index_T: Tensor,
+    root_rows_B: Tensor,
+    draft_slots_BN: Tensor,
+    kept_rows_BN: Tensor,
+) -> tuple[Tensor, Tensor]:
+    slots_T = slots_T.masked_fill(draft_index_T >= 0, -1)
+    rows_BN1 = root_rows_B[:, None] + 1 + pad(kept_rows_BN, (1, 0), value=-1)
+    last_rows_B = rows_BN1.amax(1)  # a path goes down
+    # Refused places go to one row more, which is cut off.
+    num_rows = len(slots_T)
+    rows_BN = torch.where(kept_rows_BN >= 0, rows_BN1[:, 1:], num_rows)
+    slots_T = pad(slots_T, (0, 1)).scatter(0, rows_BN.flatten(), draft_slots_BN.flatten())
+    return slots_T[:num_rows], last_rows_B
 
 
 def read_token_ids(

@@ -4,7 +4,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.decoder import ReferenceDecoder
-from outdraft.kernels.reference.drawn_level import draw_level
+from outdraft.kernels.reference.drawn_level import draw_level, grow
 from outdraft.kernels.reference.linear import pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
@@ -22,8 +22,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         place_rows=rows.place_rows,
         place_level=rows.place_level,
         draw_level=draw_level,
-        index_rows=rows.index_rows,
+        grow=grow,
         shape_rows=rows.shape_rows,
+        keep_rows=rows.keep_rows,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,
         pack_linear=pack_linear,

@@ -1,0 +1,240 @@
+// Trees that grow level by level: see growth.h.
+
+#include "growth.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "team.h"
+
+namespace outdraft {
+namespace {
+
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
+constexpr int64_t kFewestCandidates = 8;  // children of a node that are considered at all
+
+// Rows of the calling thread; those that it had before stay where there is room for as many.
+float* scratch(int64_t num_rows, int64_t size) {
+  thread_local KeptMemory memory(nullptr);
+  return memory.reserve<float>(num_rows * size);
+}
+
+// Places of the `count` largest numbers, the largest first, equal ones in order.
+std::vector<int64_t> best_places(const float* numbers, int64_t size, int64_t count) {
+  std::vector<int64_t> places;
+  places.reserve(static_cast<size_t>(count + 1));
+  const auto is_larger = [numbers](int64_t a, int64_t b) { return numbers[a] > numbers[b]; };
+  for (int64_t at = 0; at < size; ++at) {
+    const bool is_full = static_cast<int64_t>(places.size()) == count;
+    if (is_full && !is_larger(at, places.back())) continue;
+    places.insert(std::upper_bound(places.begin(), places.end(), at, is_larger), at);
+    if (is_full) places.pop_back();
+  }
+  return places;
+}
+
+}  // namespace
+
+Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outputs)
+    : task_(task),
+      draft_ids_(draft_ids),
+      num_outputs_(num_outputs),
+      is_chain_(task.num_levels == task.num_rows),
+      trees_(static_cast<size_t>(task.num_requests)) {
+  for (Tree& tree : trees_) tree.weights = {1.0f}, tree.nodes = {0};
+}
+
+void Growth::extend(const float* logits) {
+  const int64_t first_above = depth_ == 0 ? 0 : first_ + 1;
+  const int64_t first = depth_ == 0 ? 0 : first_ + num_nodes_;
+  for (int64_t b = 0; b < task_.num_requests; ++b) {
+    choose(b, first, first_above, processed(b, logits + b * num_nodes_ * num_outputs_));
+  }
+  first_ = first;
+  num_nodes_ = task_.levels[depth_++];
+}
+
+void Growth::copy_newest(int64_t* to) const {
+  using Column = std::vector<int64_t> Tree::*;
+  for (const Column column : {&Tree::token_ids, &Tree::origins, &Tree::ancestors}) {
+    for (const Tree& tree : trees_) {
+      to = std::copy_n((tree.*column).begin() + first_, num_nodes_, to);
+    }
+  }
+}
+
+void Growth::finish() {
+  for (int64_t b = 0; b < task_.num_requests; ++b) finish(b);
+}
+
+// [E, V]: the processed logits behind the newest nodes of a request.
+const float* Growth::processed(int64_t b, const float* logits) const {
+  const int64_t size = task_.size;
+  const bool is_same = draft_ids_ == nullptr && task_.allowed == nullptr && task_.bias == nullptr;
+  if (is_same && task_.is_greedy[b]) return logits;
+  float* rows = scratch(num_nodes_ + 1, size);
+  for (int64_t e = 0; e < num_nodes_; ++e) {
+    const float* row = logits + e * num_outputs_;
+    float* to = rows + e * size;
+    if (draft_ids_ == nullptr) {
+      std::copy_n(row, size, to);
+    } else {
+      std::fill_n(to, size, kMasked);
+      for (int64_t at = 0; at < num_outputs_; ++at) to[draft_ids_[at]] = row[at];
+    }
+    if (task_.allowed != nullptr) keep_allowed(task_.allowed + b * size, to);
+    if (task_.bias != nullptr) {
+      for (int64_t id = 0; id < size; ++id) to[id] += task_.bias[b * size + id];
+    }
+    if (!task_.is_greedy[b]) process_row(to, size, task_.cuts.of(b), to);
+  }
+  if (kind(b) == Kind::kRankedWithNoise && !is_chain_) add_noise(b, rows);
+  return rows;
+}
+
+// Without any allowed token that has mass the best token stays.
+void Growth::keep_allowed(const bool* allowed, float* logits) const {
+  const int64_t best = argmax(logits, task_.size);
+  const float best_logit = logits[best];
+  bool has_any = false;
+  for (int64_t id = 0; id < task_.size; ++id) {
+    if (!allowed[id]) logits[id] = kMasked;
+    has_any |= logits[id] > kMasked;
+  }
+  if (!has_any) logits[best] = best_logit;
+}
+
+// The next level of a request, whose rows begin at `first`, behind nodes from `first_above` on.
+void Growth::choose(int64_t b, int64_t first, int64_t first_above, const float* logits) {
+  Tree& tree = trees_[b];
+  const int64_t num_rows = task_.levels[depth_];
+  tree.token_ids.resize(static_cast<size_t>(first + num_rows));
+  tree.origins.resize(tree.token_ids.size());
+  tree.ancestors.resize(tree.token_ids.size());
+  if (kind(b) == Kind::kDrawn) {
+    draw(b, first, first_above, logits);
+  } else if (is_chain_) {
+    tree.token_ids[first] = kind(b) == Kind::kRanked
+                                ? argmax(logits, task_.size)
+                                : sample_logits(logits, task_.size, shared_noise(b));
+  } else {
+    rank(b, first, logits);
+  }
+  for (int64_t row = first; row < first + num_rows; ++row) {
+    const int64_t above = depth_ == 0 ? 0 : tree.ancestors[first_above - 1 + tree.origins[row]];
+    tree.ancestors[row] = above | int64_t{1} << row;
+  }
+}
+
+void Growth::draw(int64_t b, int64_t first, int64_t first_above, const float* logits) {
+  Tree& tree = trees_[b];
+  const int64_t num_rows = task_.levels[depth_], at = b * task_.num_rows + first;
+  std::vector<float> weights(static_cast<size_t>(num_rows));
+  const Nodes nodes{num_nodes_,   task_.size,     logits, tree.weights.data(),
+                    first_above,  task_.seeds[b], task_.positions[b] + depth_,
+                    task_.num_tokens[b]};
+  Worth worth = task_.worth;
+  worth.num_shares = std::min(num_rows, task_.size) - 1;
+  draw_rows(nodes, worth, task_.num_drafts[b] - first,
+            {num_rows, tree.token_ids.data() + first, tree.origins.data() + first,
+             task_.is_drawn + at, task_.probs + at * task_.size, weights.data()});
+  tree.weights.swap(weights);
+  for (int64_t row = 0; row < num_rows; ++row) {
+    task_.token_ids[at + row] = tree.token_ids[first + row];
+    task_.parents[at + row] = tree.origins[first + row] + first_above;
+  }
+}
+
+// Adds the likeliest children of every node to the candidates; the best of them are the level.
+void Growth::rank(int64_t b, int64_t first, const float* logits) {
+  Tree& tree = trees_[b];
+  const int64_t size = task_.size, num_rows = task_.levels[depth_];
+  const int64_t num_children = std::min(std::max(num_rows, kFewestCandidates), size);
+  float* masses = scratch(num_nodes_ + 1, size) + num_nodes_ * size;  // behind processed logits
+  const auto num_before = static_cast<int64_t>(tree.candidate_ids.size());
+  for (int64_t e = 0; e < num_nodes_; ++e) {
+    const float* row = logits + e * size;
+    const float best = maximum(row, size);
+    exp_below(row, size, best, masses);
+    const auto log_total = static_cast<float>(std::log(total(masses, size)));
+    for (const int64_t id : best_places(row, size, num_children)) {
+      tree.candidate_ids.push_back(id);
+      tree.candidate_parents.push_back(tree.nodes[e]);
+      tree.candidate_weights.push_back(tree.weights[e] * std::exp(row[id] - best - log_total));
+    }
+  }
+  const auto places = best_places(tree.candidate_weights.data() + num_before,
+                                  num_nodes_ * num_children, num_rows);
+  tree.nodes.clear(), tree.weights.clear();
+  for (int64_t f = 0; f < num_rows; ++f) {
+    const int64_t candidate = num_before + places[f];
+    tree.token_ids[first + f] = tree.candidate_ids[candidate];
+    tree.origins[first + f] = places[f] / num_children;
+    tree.nodes.push_back(candidate + 1);
+    tree.weights.push_back(tree.candidate_weights[candidate]);
+  }
+}
+
+// The noise of the target's own choice, the same behind all nodes.
+void Growth::add_noise(int64_t b, float* logits) const {
+  const int64_t size = task_.size;
+  std::vector<uint32_t> words(static_cast<size_t>(size));
+  fill_words(shared_noise(b), 0, size, words.data());
+  for (int64_t id = 0; id < size; ++id) {
+    const float noise = gumbel(words[id]);
+    for (int64_t e = 0; e < num_nodes_; ++e) logits[e * size + id] += noise;
+  }
+}
+
+// The results of a request: of ranked trees the candidates of the largest weight.
+void Growth::finish(int64_t b) {
+  const Tree& tree = trees_[b];
+  int64_t* ids = task_.token_ids + b * task_.num_rows;
+  int64_t* parents = task_.parents + b * task_.num_rows;
+  if (kind(b) != Kind::kDrawn) {
+    std::fill_n(task_.is_drawn + b * task_.num_rows, task_.num_rows, false);
+    if (is_chain_) {
+      std::copy_n(tree.token_ids.data(), task_.num_rows, ids);
+      std::iota(parents, parents + task_.num_rows, 0);
+    } else {
+      keep_best(tree, ids, parents);
+    }
+  }
+  for (int64_t row = task_.num_drafts[b]; row < task_.num_rows; ++row) ids[row] = -1;
+}
+
+void Growth::keep_best(const Tree& tree, int64_t* ids, int64_t* parents) const {
+  const auto num_candidates = static_cast<int64_t>(tree.candidate_ids.size());
+  // The first of equal weights is taken: a parent stands before its children.
+  const auto kept = best_places(tree.candidate_weights.data(), num_candidates, task_.num_rows);
+  std::vector<int64_t> row_of(static_cast<size_t>(num_candidates + 1));
+  for (int64_t row = 0; row < task_.num_rows; ++row) row_of[kept[row] + 1] = row + 1;
+  for (int64_t row = 0; row < task_.num_rows; ++row) {
+    ids[row] = tree.candidate_ids[kept[row]];
+    parents[row] = row_of[tree.candidate_parents[kept[row]]];
+  }
+}
+
+}  // namespace outdraft
+
+using outdraft::DraftTask;
+using outdraft::Growth;
+
+// Trees whose logits are of all tokens.
+OUTDRAFT_EXPORT Growth* growth_create(const DraftTask* task) {
+  return new Growth(*task, nullptr, task->size);
+}
+
+// Grows a level [B, F] from logits [B, E, V]. `rows`:
+// its token ids, origins and ancestors, one behind the other.
+OUTDRAFT_EXPORT void growth_extend(Growth* growth, const float* logits, int64_t* rows) {
+  growth->extend(logits);
+  growth->copy_newest(rows);
+}
+
+// Writes the task's results.
+OUTDRAFT_EXPORT void growth_finish(Growth* growth) { growth->finish(); }
+
+OUTDRAFT_EXPORT void growth_destroy(Growth* growth) { delete growth; }

@@ -1,0 +1,87 @@
+// Trees that grow level by level, for a batch of requests, from logits behind the newest level.
+//
+// The readable twin is src/outdraft/drafting/device/grower.py. A chain is the tree whose levels have
+// one row each. Requests that draw get draws without replacement (see drawn_level.cpp), others the
+// likeliest tokens: EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "drafting.h"
+#include "sampling.h"
+
+namespace outdraft {
+
+enum class Kind : int64_t { kRanked = 0, kDrawn = 1, kRankedWithNoise = 2 };
+
+// What Python fills (kernels/native/drafting.py); columns have a number for each request.
+struct DraftTask {
+  int64_t num_requests, num_levels, num_rows, size, table_width, block_size;
+  const int64_t* levels;
+  Worth worth;
+  const int64_t *num_tokens, *positions, *contexts, *num_drafts, *seeds, *kinds;
+  const bool* is_greedy;
+  CutColumns cuts;
+  const bool* allowed;  // [B, V]; null: all tokens are
+  const float* bias;    // [B, V], added to logits; null: nothing is
+  const int32_t* block_table;  // [B, P]
+  // Results: [B, K], and [B, K, V]; probs may be null where no request draws.
+  int64_t *token_ids, *parents;
+  bool* is_drawn;
+  float* probs;
+};
+
+// The tree of one request while it grows. Rows are numbered level after level.
+struct Tree {
+  std::vector<int64_t> token_ids, origins, ancestors;
+  std::vector<float> weights;  // of the nodes of the newest level
+  // Ranked trees: all candidates, and which of them the nodes of the newest level are.
+  std::vector<int64_t> candidate_ids, candidate_parents, nodes;
+  std::vector<float> candidate_weights;
+};
+
+// All requests' trees.
+class Growth {
+ public:
+  // The logits are of the tokens `draft_ids` [num_outputs]; null: of all tokens.
+  Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outputs);
+
+  // The next level, from float32 logits [B, E, num_outputs] behind the newest one; the first time
+  // behind the last token before the drafts.
+  void extend(const float* logits);
+
+  // The results of all requests, once all levels are there.
+  void finish();
+
+  // Token ids, origins and ancestors of the newest level, each [B, F], one behind the other.
+  void copy_newest(int64_t* to) const;
+
+  int64_t num_nodes() const { return num_nodes_; }  // of the newest level of each request
+  int64_t first() const { return first_; }          // its first row
+
+ private:
+  const float* processed(int64_t b, const float* logits) const;
+  void keep_allowed(const bool* allowed, float* logits) const;
+  void choose(int64_t b, int64_t first, int64_t first_above, const float* logits);
+  void draw(int64_t b, int64_t first, int64_t first_above, const float* logits);
+  void rank(int64_t b, int64_t first, const float* logits);
+  void add_noise(int64_t b, float* logits) const;
+  void finish(int64_t b);
+  void keep_best(const Tree& tree, int64_t* ids, int64_t* parents) const;
+
+  Kind kind(int64_t b) const { return static_cast<Kind>(task_.kinds[b]); }
+  // Of the target's own choice.
+  NoiseKey shared_noise(int64_t b) const {
+    return {task_.seeds[b], task_.positions[b] + depth_, 0, Purpose::kSample};
+  }
+
+  const DraftTask task_;
+  const int64_t* draft_ids_;
+  const int64_t num_outputs_;
+  const bool is_chain_;
+  int64_t depth_ = 0, num_nodes_ = 1, first_ = 0;
+  std::vector<Tree> trees_;
+};
+
+}  // namespace outdraft
