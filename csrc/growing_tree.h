@@ -19,20 +19,24 @@ namespace outdraft {
 template <class Note>
 class GrowingTree {
  public:
-  struct Row {
-    double prob;
-    int32_t token, parent, depth;
-    int32_t age;  // how many were offered before it
-    Note note;
-  };
-
-  // Back to the root. What is offered with a lower probability than `min_prob` is left out.
-  void clear(double min_prob) {
-    rows_.assign(1, {1.0, 0, 0, 0, 0, {}});
+  // Grows a new tree from its root. `offer_followers(row, note)` offers what may follow that row;
+  // what is offered with a lower probability than `min_prob` is left out.
+  template <class OfferFollowers>
+  void grow(double min_prob, int64_t max_rows, const Note& root,
+            const OfferFollowers& offer_followers) {
+    rows_.assign(1, {1.0, 0, 0, 0, 0, root});
     waiting_.clear();
     num_offered_ = 0;
     score_ = 0.0;
     min_prob_ = min_prob;
+    offer_followers(0, root);
+    for (int32_t row = 1; row <= max_rows && !waiting_.empty(); ++row) {
+      std::pop_heap(waiting_.begin(), waiting_.end(), goes_behind);
+      rows_.push_back(waiting_.back());
+      waiting_.pop_back();
+      score_ += rows_.back().prob;
+      offer_followers(row, rows_.back().note);
+    }
   }
 
   // Lets a row wait that follows a taken one with the probability `share`.
@@ -43,21 +47,7 @@ class GrowingTree {
     std::push_heap(waiting_.begin(), waiting_.end(), goes_behind);
   }
 
-  // Whether there is room for one more row, and one that waits.
-  bool can_take(int64_t max_rows) const {
-    return static_cast<int64_t>(rows_.size()) <= max_rows && !waiting_.empty();
-  }
-
-  // Takes the best of the waiting rows; returns its number.
-  int32_t take() {
-    std::pop_heap(waiting_.begin(), waiting_.end(), goes_behind);
-    rows_.push_back(waiting_.back());
-    waiting_.pop_back();
-    score_ += rows_.back().prob;
-    return static_cast<int32_t>(rows_.size()) - 1;
-  }
-
-  const Row& row(int32_t number) const { return rows_[number]; }
+  int32_t depth_of(int32_t row) const { return rows_[row].depth; }
 
   // The expected number of accepted tokens: the sum of all rows' probabilities.
   double score() const { return score_; }
@@ -73,6 +63,13 @@ class GrowingTree {
   }
 
  private:
+  struct Row {
+    double prob;
+    int32_t token, parent, depth;
+    int32_t age;  // how many were offered before it
+    Note note;
+  };
+
   static bool goes_behind(const Row& row, const Row& other) {
     if (row.prob != other.prob) return row.prob < other.prob;
     if (row.depth != other.depth) return row.depth < other.depth;

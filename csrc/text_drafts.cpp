@@ -76,12 +76,10 @@ class NgramText : public Text {
     look_up();
     max_depth_ = ask.max_tokens;
     thread_local GrowingTree<PlaceSet> tree;
-    tree.clear(0.0);
-    offer_followers(ask, tree, 0, (PlaceSet{1} << places_.size()) - 1);
-    while (tree.can_take(ask.max_tokens)) {
-      const int32_t row = tree.take();
-      offer_followers(ask, tree, row, tree.row(row).note);
-    }
+    const PlaceSet all = (PlaceSet{1} << places_.size()) - 1;
+    tree.grow(0.0, ask.max_tokens, all, [&](int32_t row, PlaceSet places) {
+      offer_followers(ask, tree, row, places);
+    });
     tree.write(draft);
     return tree.score();
   }
@@ -127,7 +125,7 @@ class NgramText : public Text {
       PlaceSet places;
     } followed[64];
     int num_followed = 0, num_places = 0;
-    const int32_t depth = tree.row(row).depth;
+    const int32_t depth = tree.depth_of(row);
     for (; places != 0; places &= places - 1) {
       const int64_t at = places_[std::countr_zero(places)] + depth;
       if (at >= ask.num_tokens) continue;
@@ -170,25 +168,9 @@ struct SuffixRule {
   }
 };
 
-// Grows the continuations of a match, which has occurred `num_more` times more than it is counted.
-template <class Texts, class Place>
-void grow(Texts& texts, const Place& match, int32_t num_more, int64_t max_depth,
-          int64_t max_tokens, GrowingTree<Place>& tree) {
-  const auto offer_followers = [&](int32_t row, const Place& place, double num_seen) {
-    texts.visit_followers(place, [&](int32_t token, const Place& next) {
-      tree.offer(row, token, texts.count_of(next) / num_seen, next);
-    });
-  };
-  offer_followers(0, match, texts.count_of(match) + num_more);
-  while (tree.can_take(max_tokens)) {
-    const int32_t row = tree.take();
-    const Place place = tree.row(row).note;
-    if (tree.row(row).depth < max_depth) offer_followers(row, place, texts.count_of(place));
-  }
-}
-
 // Writes the best draft behind the matches, the longest first, if its score is above `best`;
-// returns the score of what is written then.
+// returns the score of what is written then. A match has occurred `num_more` times more than it is
+// counted.
 template <class Texts, class Place>
 double draft_best(Texts& texts, const std::vector<Match<Place>>& matches, int32_t num_more,
                   const SuffixRule& rule, int64_t max_tokens, double best, int32_t* draft) {
@@ -196,8 +178,13 @@ double draft_best(Texts& texts, const std::vector<Match<Place>>& matches, int32_
   for (const auto& [place, shortest, longest] : matches) {
     const int64_t limit = rule.limit(shortest, longest, max_tokens);
     if (limit <= best) continue;  // the rows of each depth add up to one at most
-    tree.clear(rule.min_token_prob);
-    grow(texts, place, num_more, limit, max_tokens, tree);
+    tree.grow(rule.min_token_prob, max_tokens, place, [&](int32_t row, const Place& end) {
+      if (tree.depth_of(row) == limit) return;
+      const double num_seen = texts.count_of(end) + (row == 0 ? num_more : 0);
+      texts.visit_followers(end, [&](int32_t token, const Place& next) {
+        tree.offer(row, token, texts.count_of(next) / num_seen, next);
+      });
+    });
     if (tree.score() <= best) continue;
     best = tree.score();
     tree.write(draft);
