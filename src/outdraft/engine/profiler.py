@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from outdraft.engine.engine import Engine
 
+RANGES = ("step", "schedule", "draft", "verify", "sample", "commit")
+
 
 @contextmanager
 def traced(engine: Engine, path: Path) -> Generator[None, None, None]:
