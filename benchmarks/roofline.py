@@ -1,15 +1,20 @@
-"""How close do products come to what this machine can do at most?
+"""How close do products, and whole passes, come to what this machine can do at most?
 
     python benchmarks/roofline.py [--dtype bfloat16] [--quantization int8] [--json out.json]
 
 A product can take no less time than its weights take to be read, and no less than its operations
-take in registers. Both limits are measured by the library: reading a gibibyte in huge pages with
-all threads, and multiplying numbers that never leave the registers. They take turns with the
-products, since what else runs on the machine slows down both. One thread's time is that of its
-core, so that others hardly count; that of several is the clock's. The shapes are those of a model
-of 449 million parameters; a step is every product once. The best of each is compared.
+take in registers. A pass reads keys and values besides, and computes attention. Both limits are
+measured by the library: reading a gibibyte in huge pages with all threads, and multiplying numbers
+that never leave the registers. They take turns with what is measured, since what else runs on the
+machine slows down both. One thread's time is that of its core, so that others hardly count; that of
+several is the clock's. The best of each is compared.
 
-Dimension key: T rows, D inputs, E outputs.
+The network has 449 million parameters (passes.py); a step is every product once. A pass of up to 64
+rows is one request with drafts behind 200 tokens, a longer one a prompt; both end with the tokens
+that follow. Two numbers more: how much longer eight requests of 200 tokens take than one, and how
+much a prompt stretches their step, in units of what the prompt alone would take at most speed.
+
+Dimension key: T rows, D inputs.
 """
 
 import argparse
@@ -19,25 +24,20 @@ import platform
 import time
 from collections.abc import Callable
 from ctypes import c_int64, c_void_p
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from passes import LAYERS, Network, cases_of
 
 from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
-from outdraft.kernels.native.linear import NativeLinear, NativeProduct
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.native.table import native_kernels
+from outdraft.kernels.native.team import Team, shared_team
 
-HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 1024, 28, 16, 8, 128
-INTERMEDIATE, VOCABULARY = 3072, 8192
-SHAPES_DE = [
-    (HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_SIZE),
-    (HEADS * HEAD_SIZE, HIDDEN),
-    (HIDDEN, 2 * INTERMEDIATE),
-    (INTERMEDIATE, HIDDEN),
-]
 READ_BYTES = 1 << 30
 MULTIPLY_UNITS = 256
 ROWS = [1, 2, 4, 5, 8, 16, 32, 64, 256]
@@ -85,24 +85,25 @@ def timed(work: Callable[[], int], clock: Callable[[], float]) -> tuple[float, i
     return clock() - start_s, result
 
 
-def make_products(
-    linear: NativeLinear, num_layers: int, dtype: torch.dtype, quantization: WeightFormat | None
-) -> list[NativeProduct]:
-    """Those of a step, with random weights that bfloat16 holds."""
-    generator = torch.Generator().manual_seed(0)
-    products: list[NativeProduct] = []
-    for num_inputs, num_outputs in [*SHAPES_DE * num_layers, (HIDDEN, VOCABULARY)]:
-        weight_ED = torch.randn(num_outputs, num_inputs, generator=generator) * num_inputs**-0.5
-        weight_ED = weight_ED.bfloat16().to(dtype)
-        products.append(linear.pack_linear(weight_ED, None, quantization))
-    return products
-
-
 def run_step(products: list[NativeProduct], x_by_inputs: dict[int, torch.Tensor]) -> int:
     """All products once; how many they are."""
     for product in products:
         product(x_by_inputs[product.num_inputs])
     return len(products)
+
+
+def print_shares(best_s: dict[str, float], limits_s: dict[str, float]) -> None:
+    """A table, and what becomes of one request's step beside others."""
+    print(f"{'':>32} {'ms':>8} {'limit':>8} {'share':>6}")
+    for name, best in best_s.items():
+        limit = limits_s[name]
+        print(f"{name:>32} {best * 1e3:>8.2f} {limit * 1e3:>8.2f} {limit / best:>6.0%}")
+    eight_s = best_s["pass, 8 requests"]
+    if "pass, 1" in best_s:
+        print(f"eight requests take {eight_s / best_s['pass, 1']:.2f} times as long as one")
+    stretch = best_s["pass, 8 requests and the prompt"] - eight_s
+    stretch /= limits_s["pass, prompt of 256"]
+    print(f"a prompt stretches them by {stretch:.2f} of its limit")
 
 
 def main() -> None:
@@ -122,32 +123,42 @@ def main() -> None:
         raise SystemExit("there is no compiled library here: run `make lib` first")
     dtype: torch.dtype = getattr(torch, args.dtype)
     quantization = None if args.quantization is None else WeightFormat(args.quantization)
-    team = Team(library, args.threads)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    limits = Limits(team, dtype, clock)
-    products = make_products(NativeLinear(team), args.layers, dtype, quantization)
-    inputs = {
-        rows: {size: torch.randn(rows, size).to(dtype) for size, _ in SHAPES_DE}
-        for rows in args.rows
-    }
+    limits = Limits(shared_team(library.name, args.threads), dtype, clock)
+    kernels = native_kernels(library, args.threads)
+    network = Network(kernels, args.layers, dtype, quantization)
+    products, cases = network.products, cases_of(args.rows)
+    sizes = {product.num_inputs for product in products}
+    work: dict[str, Callable[[], int]] = {}
+    for rows in args.rows:
+        inputs = {size: torch.randn(rows, size).to(dtype) for size in sizes}
+        work[f"products, {rows}"] = partial(run_step, products, inputs)
+    work |= {f"pass, {case.name}": network.step(case) for case in cases}
     bandwidths, peaks = list[float](), list[float]()
-    samples_s: dict[int, list[float]] = {rows: [] for rows in args.rows}
+    samples_s: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(args.turns):
-        for rows in args.rows:
-            of_rows = inputs[rows]
-            seconds, _ = timed(lambda of_rows=of_rows: run_step(products, of_rows), clock)
-            samples_s[rows].append(seconds)
+        for name, call in work.items():
+            samples_s[name].append(timed(call, clock)[0])
         bandwidths.append(limits.bandwidth())
         peaks.append(limits.peak())
     num_bytes = sum(product.nbytes for product in products)
-    operations = 2 * sum(product.num_inputs * product.num_outputs for product in products)
+    *weights, head = [product.num_inputs * product.num_outputs for product in products]
+
+    def limit_s(read: int, operations: int) -> float:
+        return max(read / max(bandwidths), operations / max(peaks))
+
+    limits_s = {
+        f"products, {rows}": limit_s(num_bytes, 2 * rows * (sum(weights) + head))
+        for rows in args.rows
+    }
+    for case in cases:
+        read = num_bytes + case.cache_bytes(args.layers, dtype.itemsize)
+        operations = case.operations(sum(weights), head, args.layers)
+        limits_s[f"pass, {case.name}"] = limit_s(read, operations)
     print(f"{platform.processor() or platform.machine()}, {library.name}, {args.threads} threads")
     print(f"read {max(bandwidths) / 1e9:.1f} GB/s, multiply {max(peaks) / 1e9:.0f} GFLOP/s")
-    print(f"weights {num_bytes / 1e6:.0f} MB\n{'rows':>5} {'ms':>8} {'limit':>8} {'share':>6}")
-    for rows, samples in samples_s.items():
-        limit_s = max(num_bytes / max(bandwidths), rows * operations / max(peaks))
-        best_s = min(samples)
-        print(f"{rows:>5} {best_s * 1e3:>8.2f} {limit_s * 1e3:>8.2f} {limit_s / best_s:>6.0%}")
+    print(f"weights {num_bytes / 1e6:.0f} MB")
+    print_shares({name: min(samples) for name, samples in samples_s.items()}, limits_s)
     if args.json:
         result = {
             "environment": environment() | compute(),
@@ -156,9 +167,10 @@ def main() -> None:
             "dtype": args.dtype,
             "quantization": args.quantization,
             "weight_bytes": num_bytes,
-            "operations_of_a_row": operations,
+            "operations_of_a_row": 2 * (sum(weights) + head),
             "bandwidths": bandwidths,
             "peaks": peaks,
+            "limits_s": limits_s,
             "samples_s": samples_s,
         }
         args.json.write_text(json.dumps(result, indent=2) + "\n")
