@@ -371,19 +371,23 @@ class TileWork {
 
   // The lowest score for what a row does not see.
   void hide(int64_t first_key, int64_t end_key, float* scores_of_head) {
+    const auto place = [&](int64_t key) {
+      return std::clamp<int64_t>(key - first_key, 0, end_key - first_key);
+    };
+    const int64_t num_keys = end_key - first_key, heads = sizes_.heads_per_kv;
     for (int64_t row = tile_.first_row; row < tile_.end_row; ++row) {
       const int64_t own = row - tile_.first_row;
-      const int64_t last_seen = tile_.context_len + std::min(row, tile_.num_causal - 1);
       const bool is_draft = row >= tile_.num_causal;
+      const int64_t behind_causal = tile_.context_len + std::min(row + 1, tile_.num_causal);
+      const int64_t end_seen = place(behind_causal);
+      const int64_t num_before = std::min(end_seen, place(positions_[own] - batch_.window + 1));
       const uint64_t bits = is_draft ? nearest(ancestors_[own], batch_.window) : 0;
-      const int64_t lowest = positions_[own] - batch_.window + 1;
-      float* scores = scores_of_head + own * sizes_.heads_per_kv * kPiece;
-      for (int64_t key = first_key; key < end_key; ++key) {
-        const bool is_seen = key < first_draft() ? lowest <= key && key <= last_seen
-                                                : bits >> (key - first_draft()) & 1;
-        if (is_seen) continue;
-        for (int64_t head = 0; head < sizes_.heads_per_kv; ++head) {
-          scores[head * kPiece + key - first_key] = kHidden;
+      float* scores = scores_of_head + own * heads * kPiece;
+      for (float* of = scores; of < scores + heads * kPiece; of += kPiece) {
+        std::fill_n(of, num_before, kHidden);
+        if (!is_draft) std::fill(of + end_seen, of + num_keys, kHidden);
+        for (int64_t at = end_seen; is_draft && at < num_keys; ++at) {
+          if (!(bits >> (first_key + at - first_draft()) & 1)) of[at] = kHidden;
         }
       }
     }
