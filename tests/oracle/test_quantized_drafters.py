@@ -1,6 +1,7 @@
 """A drafter's weights in 8 or 4 bits change no output of the target."""
 
 import pytest
+from torch import nn
 
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
@@ -23,6 +24,7 @@ def test_greedy_and_seeded_texts_are_those_of_plain_decoding(
     chosen = config(FAMILY, speculative | {"quantization": quantization}, dtype=dtype)
     models = load_models(chosen)
     assert models.drafter is not None
+    assert isinstance(models.drafter.network, nn.Module)
     formats = {part.format for part in linears_of(models.drafter.network)}
     assert formats == {quantization}
     llm, plain = LLM.from_config(chosen, models), engine(FAMILY, "plain", dtype=dtype)
