@@ -18,14 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from roofline import LAYERS, SHAPES_DE, Limits, make_products, run_step
+from passes import LAYERS, Network
+from roofline import Limits, run_step
 
 from outdraft import LLM, SamplingParams, assets
 from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
-from outdraft.kernels.native.linear import NativeLinear
-from outdraft.kernels.native.team import Team
+from outdraft.kernels.native.table import native_kernels
+from outdraft.kernels.native.team import shared_team
 
 ROWS = (1, 5, 8)
 LABEL = "as they are"
@@ -58,15 +59,16 @@ def measure_products(formats: Sequence[str | None], turns: int) -> dict[str | No
     """Of each format: bytes of the weights, and samples of all products by rows, in bfloat16."""
     library = open_library()
     assert library is not None, "run `make lib` first"
-    team = Team(library, torch.get_num_threads())
-    limits = Limits(team, torch.bfloat16, time.perf_counter)
+    num_threads = torch.get_num_threads()
+    limits = Limits(shared_team(library.name, num_threads), torch.bfloat16, time.perf_counter)
     found = dict[str | None, dict[str, Any]]()
     bandwidths, peaks = list[float](), list[float]()
     for name in formats:
         kept = None if name is None else WeightFormat(name)
-        products = make_products(NativeLinear(team), LAYERS, torch.bfloat16, kept)
+        kernels = native_kernels(library, num_threads)
+        products = Network(kernels, LAYERS, torch.bfloat16, kept).products
         inputs = {
-            rows: {size: torch.randn(rows, size).bfloat16() for size, _ in SHAPES_DE}
+            rows: {one.num_inputs: torch.randn(rows, one.num_inputs).bfloat16() for one in products}
             for rows in ROWS
         }
         samples_s: dict[int, list[float]] = {rows: [] for rows in ROWS}
