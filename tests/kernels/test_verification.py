@@ -133,8 +133,13 @@ class Step:
 
         shares_BN1 = torch.from_numpy(self.rng.random((*ids_BN.shape, 1)))
         drawn_BN = (probs_BNV.cumsum(2) < shares_BN1).sum(2).clamp(max=self.vocab_size - 1)
-        # Impossible drafts come too, but not where only rounding tells the rows apart.
-        is_drawn_BN = (target_BNV.softmax(2) - probs_BNV).abs().sum(2) < 1e-3
+        # Impossible drafts come too, but not where only rounding tells the rows apart, with or
+        # without the tokens of deterministic siblings.
+        whole_BNV = target_BNV.softmax(2)
+        left_BNV = whole_BNV.masked_fill(counts_BNV > 0, 0.0)
+        left_BNV /= left_BNV.sum(2, keepdim=True).clamp(min=1e-30)
+        is_drawn_BN = (whole_BNV - probs_BNV).abs().sum(2) < 1e-3
+        is_drawn_BN |= (left_BNV - probs_BNV).abs().sum(2) < 1e-3
         is_drawn_BN |= torch.from_numpy(self.rng.random(drawn_BN.shape) < 0.8)
         return probs_BNV, torch.where(is_drawn_BN & is_sampled_BN, drawn_BN, ids_BN)
 
