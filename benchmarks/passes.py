@@ -39,12 +39,12 @@ class Case:
         return sum(rows) - (rows[-1] - 1 if self.is_prompt else 0)
 
     def cache_bytes(self, layers: int, item_bytes: int) -> int:
-        """Of keys and values that attention reads."""
+        """What attention reads of keys and values."""
         tokens = sum(context + rows for context, rows in self.requests)
         return 2 * layers * tokens * KV_HEADS * HEAD_SIZE * item_bytes
 
     def operations(self, weights: int, head_weights: int, layers: int) -> int:
-        """Of all products; `weights` are those but the head's. A product and a sum are two."""
+        """All products; `weights` are those but the head's. A product and a sum are two."""
         rows = sum(rows for _, rows in self.requests)
         seen = sum(rows * context + rows * (rows + 1) // 2 for context, rows in self.requests)
         attention = 2 * layers * seen * HEADS * HEAD_SIZE

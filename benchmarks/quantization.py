@@ -56,7 +56,7 @@ def decode_s(llm: LLM, text: str, num_tokens: int) -> float:
 
 
 def measure_products(formats: Sequence[str | None], turns: int) -> dict[str | None, dict[str, Any]]:
-    """Of each format: bytes of the weights, and samples of all products by rows, in bfloat16."""
+    """For each format: bytes of the weights, and samples of all products by rows, in bfloat16."""
     library = open_library()
     assert library is not None, "run `make lib` first"
     num_threads = torch.get_num_threads()
