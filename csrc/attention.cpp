@@ -292,6 +292,10 @@ class TileWork {
     const int64_t row_bytes = sizes_.job_heads * batch_.head_size * (batch_.is_bf16_cache ? 2 : 4);
     Fetch k = {next_.k, next_.k + next_.num_keys, row_bytes};
     Fetch v = {next_.v, next_.v + next_.num_keys, row_bytes};
+    // Rows that were not fetched yet come faster in the order in which they lie than as products
+    // ask for them, head by head.
+    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], row_bytes);
+    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], row_bytes);
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
       const int64_t lane = head * num_lanes_;
       score(head, lane + first, lane + end, k);

@@ -146,6 +146,13 @@ inline uint16_t to_bf16(float x) {
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }  // not nearest
 
+// Wait for these bytes, line by line.
+inline void touch(const void* from, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += 64) {
+    asm volatile("" : : "r"(static_cast<const char*>(from)[at]));
+  }
+}
+
 // Let some cycles go by while waiting for another thread.
 inline void pause_core() {
 #if defined(__x86_64__)
