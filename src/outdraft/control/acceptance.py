@@ -1,0 +1,230 @@
+"""How likely the target accepts what a network drafts: by level, request, and live confidence.
+
+A draft is accepted at level i, given that it was at the levels above, with the chance
+sigmoid(level i's logit + the request's offset). Both follow the labels by online Newton steps: the
+step is the label's error over the information gathered, which is bounded, so old labels fade. A
+level that was seldom seen leans on the level above it: it moves where that one moves. The first one
+begins at a prior.
+
+Live, the margin between a level's two largest logits sharpens the chance (`LiveLevel`). It is known
+before the level's token is drawn, so a length may depend on it. What such a length leaves out has
+no label; the chance that the margin gave it stands in, else levels would look better than they are.
+"""
+
+import math
+from dataclasses import dataclass
+
+from outdraft.control.facts import DraftOutcome, StopRule
+from outdraft.control.surprise import Surprise
+
+PRIOR_CHANCE = 0.6
+LEANING = 2.0  # information of the level above; about 10 labels
+MAX_INFORMATION = 100.0  # about 500 labels
+NEWS_INFORMATION = 3.0  # what is left of it when chances turn out wrong
+UNSEEN = 0.998  # of a level's information, per draft that did not reach it
+OFFSET_INFORMATION = 8.0  # of "no offset"; about 40 labels
+MAX_OFFSET_INFORMATION = 50.0
+MAX_OFFSET = 4.0
+FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here
+MAX_LOGIT = 6.0
+MIN_LIVE_LABELS = 50
+MAX_MARGIN = 10.0
+
+
+def sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
+
+
+def logit(chance: float) -> float:
+    return math.log(chance / (1 - chance))
+
+
+@dataclass(slots=True)
+class LiveLevel:
+    """A logistic regression of one level's label on its margin, by Newton steps.
+
+    information: [[a, b], [b, c]] of (weight, bias); it begins as a ridge.
+    """
+
+    weight: float = 0.0
+    bias: float = 0.0
+    a: float = 1.0
+    b: float = 0.0
+    c: float = 1.0
+    num_labels: int = 0
+
+    def observe(self, margin: float, offset: float, label: float) -> None:
+        chance = sigmoid(self.weight * margin + self.bias + offset)
+        variance = max(chance * (1 - chance), 1e-3)
+        keep = 1 - variance / MAX_INFORMATION
+        self.a = keep * self.a + variance * margin * margin
+        self.b = keep * self.b + variance * margin
+        self.c = keep * self.c + variance
+        scale = (label - chance) / max(self.a * self.c - self.b * self.b, 1e-9)
+        self.weight += scale * (self.c * margin - self.b)
+        self.bias += scale * (self.a - self.b * margin)
+        self.bias = max(-2 * MAX_LOGIT, min(2 * MAX_LOGIT, self.bias))
+        self.weight = max(0.0, min(MAX_LOGIT, self.weight))  # a wide margin is no bad sign
+        self.num_labels += 1
+
+
+@dataclass(slots=True)
+class RequestOffset:
+    """How much easier (above 0) than others a request is to draft for, in logits."""
+
+    value: float = 0.0
+    information: float = OFFSET_INFORMATION
+
+    def observe(self, excess: float, variance: float) -> None:
+        self.information = min(self.information + variance, MAX_OFFSET_INFORMATION)
+        self.value += excess / self.information
+        self.value = max(-MAX_OFFSET, min(MAX_OFFSET, self.value))
+
+
+@dataclass(slots=True)
+class Level:
+    """One level's logit: a normal posterior around what the level above says."""
+
+    logit: float
+    information: float = 0.0
+
+    def observe(self, label: float, offset: float) -> tuple[float, float]:
+        """One label; its error, and what the variance of the error should be."""
+        chance = sigmoid(self.logit + offset)
+        variance = chance * (1 - chance)
+        self.information = min(self.information + variance, MAX_INFORMATION)
+        moved = self.logit + (label - chance) / (self.information + LEANING)
+        self.logit = max(-MAX_LOGIT, min(MAX_LOGIT, moved))
+        return label - chance, variance
+
+    def follow(self, moved: float) -> None:
+        """The level above moved by so much."""
+        self.logit += moved * LEANING / (self.information + LEANING)
+
+    def fade(self, above: float) -> None:
+        """A draft went by that did not reach this level: lean more on the one above."""
+        before = self.information + LEANING
+        self.information *= UNSEEN
+        keep = UNSEEN * before / (self.information + LEANING)
+        self.logit = above + keep * (self.logit - above)
+
+
+class NetworkCurve:
+    """Acceptance of one network's drafts of one shape under one rule.
+
+    Attributes:
+        num_labels: of the first level.
+    """
+
+    def __init__(self, max_levels: int, prior: float = PRIOR_CHANCE) -> None:
+        self.num_labels = 0
+        self._levels = [Level(logit(prior)) for _ in range(max_levels)]
+        self._live = [LiveLevel() for _ in range(max_levels)]
+        self._offsets: dict[str, RequestOffset] = {}
+        self._surprise = Surprise()
+
+    @property
+    def chances(self) -> list[float]:
+        """By level, for a request of which nothing is known."""
+        return [sigmoid(level.logit) for level in self._levels]
+
+    def survivals(self, request_id: str, num_levels: int, *, optimism: bool = False) -> list[float]:
+        """By level: the chance that a draft is accepted so far. From finished steps only.
+
+        optimism: as high as few labels leave room for.
+        """
+        offset = self._offset(request_id)
+        if optimism and self._levels:
+            known = self._levels[0].information + LEANING
+            offset += max(0.0, known**-0.5 - FIRM_INFORMATION**-0.5)
+        survival, survivals = 1.0, list[float]()
+        for level in self._levels[:num_levels]:
+            survival *= sigmoid(level.logit + offset)
+            survivals.append(survival)
+        return survivals
+
+    def stop_rule(self, request_id: str, num_levels: int) -> StopRule | None:
+        """What the drafter judges its next token by; None: margins have taught nothing yet."""
+        if self._live[0].num_labels < MIN_LIVE_LABELS:
+            return None
+        offset = self._offset(request_id)
+        weights, biases = list[float](), list[float]()
+        for level, live in zip(self._levels[:num_levels], self._live, strict=False):
+            is_known = live.num_labels >= MIN_LIVE_LABELS
+            weights.append(live.weight if is_known else 0.0)
+            biases.append(offset + (live.bias if is_known else level.logit))
+        return StopRule(tuple(weights), tuple(biases))
+
+    def observe(self, outcome: DraftOutcome) -> float:
+        """Learn from one draft; how much better it fared than predicted, in tokens."""
+        if outcome.drafted == 0 and not outcome.margins:
+            return 0.0
+        offset = self._offsets.setdefault(outcome.request_id, RequestOffset())
+        before = [level.logit for level in self._levels]
+        excess = variance = 0.0
+        labels = [1.0] * outcome.accepted + [0.0] * (outcome.accepted < outcome.drafted)
+        for level, live, margin, label in zip(
+            self._levels, self._live, _padded(outcome.margins, len(labels)), labels, strict=False
+        ):
+            error, spread = level.observe(label, offset.value)
+            excess, variance = excess + error, variance + spread
+            if margin is not None:
+                live.observe(min(margin, MAX_MARGIN), offset.value, label)
+        self.num_labels += bool(labels)
+        num_seen = len(labels)
+        if outcome.accepted == outcome.drafted < min(len(outcome.margins), len(self._levels)):
+            unseen = self._learn_unseen(num_seen, outcome.margins[num_seen], offset.value)
+            if unseen is not None:
+                # Labels of wide margins alone would lift the request's offset.
+                excess, variance, num_seen = excess + unseen[0], variance + unseen[1], num_seen + 1
+        self._spread(before, num_seen)
+        offset.observe(excess, variance)
+        if self._surprise.observe(excess, variance):
+            self.doubt(NEWS_INFORMATION)
+        return excess
+
+    def teach(self, request_id: str, num_tokens: int, num_right: float) -> None:
+        """Learn about the first level from settled tokens that the network read."""
+        if num_tokens == 0:
+            return
+        offset = self._offsets.setdefault(request_id, RequestOffset())
+        before = [level.logit for level in self._levels]
+        errors = [
+            self._levels[0].observe(num_right / num_tokens, offset.value) for _ in range(num_tokens)
+        ]
+        self.num_labels += num_tokens
+        self._spread(before, len(before))
+        offset.observe(sum(error for error, _ in errors), sum(spread for _, spread in errors))
+
+    def doubt(self, information: float) -> None:
+        """Let what was learned count for little, so that the next labels decide."""
+        for level in self._levels:
+            level.information = min(level.information, information)
+
+    def forget(self, request_id: str) -> None:
+        self._offsets.pop(request_id, None)
+
+    def _offset(self, request_id: str) -> float:
+        known = self._offsets.get(request_id)
+        return known.value if known is not None else 0.0
+
+    def _learn_unseen(self, level: int, margin: float, offset: float) -> tuple[float, float] | None:
+        """The live rule ended a draft here: the chance that it saw is the label, if it is known."""
+        live = self._live[level]
+        if live.num_labels < MIN_LIVE_LABELS:
+            return None
+        chance = sigmoid(live.weight * min(margin, MAX_MARGIN) + live.bias + offset)
+        return self._levels[level].observe(chance, offset)
+
+    def _spread(self, before: list[float], num_seen: int) -> None:
+        """Levels follow the ones above; those that got no label lean more on them."""
+        moved = 0.0
+        for index, level in enumerate(self._levels):
+            level.follow(moved)
+            if index >= num_seen and index:
+                level.fade(self._levels[index - 1].logit)
+            moved = level.logit - before[index]
+
+
+def _padded(margins: tuple[float, ...], count: int) -> list[float | None]:
+    return [*margins[:count], *[None] * (count - len(margins))]

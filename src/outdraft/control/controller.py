@@ -1,0 +1,265 @@
+"""Decides before each step who drafts and how far; learns from the step when it is over.
+
+Pure: no clock, no random numbers, no device. Decisions follow from finished steps alone, and from
+what the host offers, whose drafts are one-hot: so no length depends on a token that was drawn or on
+a coin that was tossed in the same step (docs/design/0012-lengths-from-the-past.md). While a chain
+is drafted, the engine itself compares its live survival with the decision's price.
+"""
+
+from collections.abc import Sequence
+
+from outdraft.control.costs import CostTable
+from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
+from outdraft.control.drift import Costs
+from outdraft.control.estimates import Estimates
+from outdraft.control.facts import Decision, Reason, StepFacts, StepOutcome
+from outdraft.control.outlook import Outlook, Regime
+from outdraft.control.probes import NetworkProbe, plain_interval
+
+MARGIN = 0.01  # gain over plain decoding that is needed to leave it
+RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
+REUSED, REUSED_PLAIN = 8, 32  # steps that a decision holds for if nothing else changes
+ROUTINE = 8  # plain steps of which one is looked at
+SLEEPY = 64  # steps in a row whose offers were all refused
+OFFER_SHARE = 0.01  # most of the time that looking for refused offers may take
+LONGEST_SLEEP = 8  # steps between two looks
+SHADOWS = 8  # requests of a step whose unused offers are compared with the text
+EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
+
+
+class Controller:
+    """Composes costs, estimates, decision, guard and probes.
+
+    table: what passes take. max_levels: most levels of any draft. priors: chance of acceptance of
+    the first level by source, before anything was seen.
+    """
+
+    def __init__(
+        self, table: CostTable, max_levels: int, priors: dict[str, float] | None = None
+    ) -> None:
+        self.costs = Costs(table)
+        self.estimates = Estimates(max_levels, priors)
+        self.probe = NetworkProbe()
+        self._regimes: dict[int, Regime] = {}
+        self._is_drafting = False
+        self._num_steps = 0
+        self._since_plain = 0
+        self._refused = 0  # steps in a row whose offers were all refused
+        self._sleep = 1
+        self._known: tuple[tuple[object, ...], Decision] | None = None
+        self._reused = 0
+
+    @property
+    def wants_offers(self) -> bool:
+        """Whether the sources of the host should look for drafts before the next decision."""
+        return self._refused < SLEEPY or self._num_steps % self._sleep == 0
+
+    def decide(self, facts: StepFacts) -> Decision:
+        """How the step that begins now speculates.
+
+        Raises:
+            KeyError: a request names a network that the table of costs does not know.
+        """
+        self._num_steps += 1
+        key = _key(facts)
+        if self._known is not None and self._known[0] == key:
+            known = self._known[1]
+            if self._reused < (REUSED if known.grants else min(REUSED_PLAIN, self.probe.due_in)):
+                self._reused += 1
+                return known
+        decision = self._decide(facts)
+        is_lasting = decision.reason not in EXPERIMENTS
+        is_lasting &= not any(request.offers for request in facts.requests)
+        self._known = (key, decision) if is_lasting else None
+        self._reused = 0
+        return decision
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step that is over."""
+        facts, decision = outcome.facts, outcome.decision
+        if not facts.requests:
+            return
+        self._count(facts, decision)
+        if decision.reason is Reason.PATIENCE:
+            self._regime(len(facts.requests)).guard.pass_by()
+        is_routine = not (decision.grants or outcome.shadows or decision.reason in EXPERIMENTS)
+        if is_routine and self._num_steps % ROUTINE:
+            return
+        excess = self.estimates.observe(outcome, self._num_steps)
+        outlook = Outlook.of(facts, self.costs)
+        self._observe_costs(outcome, outlook)
+        if decision.reason is Reason.NETWORK_PROBE:
+            self.probe.observe(excess)
+            self._known = None
+        if decision.reason is Reason.GAIN:
+            # A step that took very long met something else: it counts as twice the prediction.
+            actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
+            plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
+            guard = self._regime(outlook.num_requests).guard
+            if guard.watch(outcome.num_tokens - plain_tokens, plain_tokens, decision.gain):
+                self._is_drafting, self._known = False, None
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self.estimates.forget(request_id)
+
+    def _decide(self, facts: StepFacts) -> Decision:
+        has_source = any(r.max_drafts > 0 and (r.offers or r.network) for r in facts.requests)
+        outlook = Outlook.of(facts, self.costs)
+        if not has_source or facts.max_rows == 0:
+            reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
+            return self._decision(facts, outlook, reason)
+        regime = self._regime(outlook.num_requests)
+        network = next((r.network for r in facts.requests if r.network is not None), None)
+        prices = outlook.prices(facts, network, self.costs)
+        options = [self.estimates.options(r, self.costs) for r in facts.requests]
+        plan = self._best(options, prices, outlook, regime)
+        if not plan.picks and self._is_drafting:
+            # A few unlucky labels do not end it: without drafts there would be hardly any more.
+            options = [self.estimates.options(r, self.costs, optimism=True) for r in facts.requests]
+            plan = self._best(options, prices, outlook, regime)
+        gain = outlook.gain(outlook.num_requests + plan.tokens, outlook.step_s(plan))
+        if regime.guard.waiting and plan.picks:
+            if gain <= regime.guard.gain_at_alarm + RELEASE:
+                return self._off(facts, outlook, prices, Reason.PATIENCE)
+            regime.guard.release()
+        self._is_drafting = bool(plan.picks)
+        if not facts.prompt_rows:
+            tokens = outlook.num_requests + plan.tokens
+            plain_tokens = outlook.plain_tokens(outlook.step_s(plan))
+            regime.observe(tokens, plain_tokens, 1 + self._reused)
+        if not plan.picks:
+            return self._off(facts, outlook, prices, Reason.NO_GAIN)
+        if self._since_plain >= plain_interval(gain):
+            return self._decision(facts, outlook, Reason.PLAIN_PROBE)
+        return self._decision(facts, outlook, Reason.GAIN, plan)
+
+    def _best(
+        self,
+        options: Sequence[Sequence[Option]],
+        prices: Prices,
+        outlook: Outlook,
+        regime: Regime,
+    ) -> Plan:
+        """The best plan at the long run's rate; before that is known, at the plan's own."""
+        speedup, plan = regime.speedup, plain(prices)
+        for _ in range(1 if regime.num_steps else 4):
+            plan = best_plan(options, prices.times(speedup))
+            tokens = outlook.num_requests + plan.tokens
+            speedup = max(1.0, 1 + outlook.gain(tokens, outlook.step_s(plan)))
+        margin = 0.0 if self._is_drafting else MARGIN * prices.rate * outlook.alone_s
+        return plan if plan.objective > margin else plain(prices)
+
+    def _off(self, facts: StepFacts, outlook: Outlook, prices: Prices, reason: Reason) -> Decision:
+        """No drafts, except those of a probe."""
+        plan = self.probe.plan(facts, outlook, prices, self.estimates, self.costs)
+        if plan is not None:
+            return self._decision(facts, outlook, Reason.NETWORK_PROBE, plan)
+        return self._decision(facts, outlook, reason)
+
+    def _decision(
+        self, facts: StepFacts, outlook: Outlook, reason: Reason, plan: Plan | None = None
+    ) -> Decision:
+        picks = plan.picks if plan is not None else ()
+        drafting = {pick.request: pick for pick in picks}
+        draft_s, target_s = 0.0, outlook.plain_s - outlook.host_s
+        tokens, step_s = float(outlook.num_requests), outlook.plain_s
+        price, row_cap = 0.0, 0
+        grants = ()
+        if plan is not None:
+            lag, network = _lag(facts, picks)
+            draft_s = plan.draft_s + (self.costs.catch_up_s(network, lag) if lag else 0.0)
+            target_s, price = plan.target_s, plan.price
+            tokens, step_s = tokens + plan.tokens, outlook.step_s(plan)
+            has_room = len(picks) * max(pick.levels for pick in picks) <= facts.max_rows
+            grants = tuple(
+                self.estimates.grant(
+                    facts.requests[index], pick.option, pick.levels, plan, has_room=has_room
+                )
+                for index, pick in sorted(drafting.items())
+            )
+            rows = sum(grant.rows for grant in grants)
+            edge = self.costs.table.target.edge(outlook.first_row + plan.rows)
+            free = edge - outlook.first_row if edge is not None else rows
+            row_cap = min(rows, facts.max_rows, free)
+        return Decision(
+            grants,
+            price,
+            row_cap,
+            reason,
+            draft_s,
+            target_s,
+            outlook.host_s,
+            outlook.plain_s,
+            tokens,
+            outlook.gain(tokens, step_s),
+            self._shadows(facts, drafting),
+        )
+
+    def _shadows(self, facts: StepFacts, drafting: dict[int, Pick]) -> tuple[str, ...]:
+        """Whose unused offers should be compared with the text; the others' turn comes later."""
+        unused = [
+            request.request_id
+            for index, request in enumerate(facts.requests)
+            if len(request.offers) > (index in drafting and not drafting[index].option.is_network)
+        ]
+        start = self._num_steps * SHADOWS % len(unused) if len(unused) > SHADOWS else 0
+        return tuple((unused + unused)[start : start + min(SHADOWS, len(unused))])
+
+    def _observe_costs(self, outcome: StepOutcome, outlook: Outlook) -> None:
+        self.costs.observe_target(outcome.num_rows, outlook.context, outcome.target_s)
+        self.costs.observe_host(outlook.num_requests, outcome.host_s)
+        requests = {request.request_id: request for request in outcome.facts.requests}
+        grants = {g.request_id: g for g in outcome.decision.grants}
+        network, pass_rows, lag = "", list[int](), 0
+        for draft in outcome.drafts:
+            grant, request = grants[draft.request_id], requests[draft.request_id]
+            if grant.source != request.network:
+                continue
+            network, lag = grant.source, lag + request.lag_tokens
+            passes = min(self.costs.drafter(network).max_passes, draft.num_passes)
+            pass_rows += [0] * (passes - len(pass_rows))
+            for level in range(passes):
+                pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
+        if network:
+            self.costs.observe_drafter(network, pass_rows, lag, outlook.context, outcome.draft_s)
+
+    def _count(self, facts: StepFacts, decision: Decision) -> None:
+        """Steps since plain ones, since offers were taken, since the network drafted."""
+        if not decision.grants:
+            self._since_plain = 0
+            self.probe.pass_by()
+            if any(request.offers for request in facts.requests):
+                self._refused += 1
+                looking = len(facts.requests) * self.costs.table.offer_s / decision.plain_s
+                self._sleep = max(1, min(LONGEST_SLEEP, int(looking / OFFER_SHARE)))
+            return
+        self._since_plain += 1
+        self._refused = 0
+        networks = {r.request_id: r.network for r in facts.requests}
+        if all(grant.source != networks[grant.request_id] for grant in decision.grants):
+            self.probe.pass_by()
+        elif decision.reason is Reason.GAIN:
+            self.probe.end()
+
+    def _regime(self, num_requests: int) -> Regime:
+        return self._regimes.setdefault(num_requests.bit_length(), Regime())
+
+
+def _key(facts: StepFacts) -> tuple[object, ...]:
+    """What a decision hangs on, apart from what it learned; contexts grow slowly."""
+    return (
+        facts.prompt_rows,
+        min(facts.max_rows, sum(request.max_drafts for request in facts.requests)),
+        tuple(
+            (r.request_id, r.max_drafts, r.network, r.rule, r.lag_tokens > 0, r.offers)
+            for r in facts.requests
+        ),
+    )
+
+
+def _lag(facts: StepFacts, picks: Sequence[Pick]) -> tuple[int, str]:
+    """Tokens that networks catch up with in this step, and the network."""
+    used = [pick for pick in picks if pick.option.is_network]
+    source = used[0].option.source if used else ""
+    return sum(facts.requests[pick.request].lag_tokens for pick in used), source

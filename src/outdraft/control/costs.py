@@ -1,0 +1,141 @@
+"""What a step costs, as it was measured: passes of the target and of networks, and the host.
+
+Tables are frozen and travel as JSON. What they say is corrected while the engine runs: drift.py.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from outdraft.core.errors import ConfigError
+
+
+def monotone(seconds: Sequence[float]) -> tuple[float, ...]:
+    """The nearest sequence in squares that never falls (pool adjacent violators)."""
+    means: list[float] = []
+    counts: list[int] = []
+    for value in seconds:
+        means.append(value)
+        counts.append(1)
+        while len(means) > 1 and means[-2] > means[-1]:
+            mean, count = means.pop(), counts.pop()
+            total = counts[-1] + count
+            means[-1] = (means[-1] * counts[-1] + mean * count) / total
+            counts[-1] = total
+    return tuple(mean for mean, count in zip(means, counts, strict=True) for _ in range(count))
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds by a number of rows.
+
+    Attributes:
+        rows: ascending, at least one; where the time was measured.
+        seconds: as many, never falling.
+        has_stairs: rows are padded to the next measured number, as graphs do; else time grows
+            in between.
+    """
+
+    rows: tuple[int, ...]
+    seconds: tuple[float, ...]
+    has_stairs: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.rows or len(self.rows) != len(self.seconds):
+            raise ConfigError(f"{len(self.rows)} numbers of rows, {len(self.seconds)} times")
+        if any(a >= b for a, b in zip(self.rows, self.rows[1:], strict=False)):
+            raise ConfigError(f"numbers of rows must ascend, got {self.rows}")
+        if any(a > b for a, b in zip(self.seconds, self.seconds[1:], strict=False)):
+            raise ConfigError(f"times must not fall with rows, got {self.seconds}")
+        if self.seconds[0] < 0:
+            raise ConfigError(f"times must not be negative, got {self.seconds[0]}")
+
+    def at(self, num_rows: np.ndarray) -> np.ndarray:
+        """Seconds of so many rows, of the same shape; 0 rows take no time.
+
+        Beyond the table time grows as from its first point to its last.
+        """
+        rows, seconds = np.asarray(self.rows, float), np.asarray(self.seconds)
+        if self.has_stairs:
+            times = seconds[np.minimum(np.searchsorted(rows, num_rows), len(rows) - 1)]
+        else:
+            times = np.interp(num_rows, rows, seconds)
+        beyond = np.maximum(num_rows - rows[-1], 0)
+        times = times + beyond * (seconds[-1] - seconds[0]) / max(1, rows[-1] - rows[0])
+        return np.where(np.asarray(num_rows) > 0, times, 0.0)
+
+    def bucket(self, num_rows: int) -> int:
+        """Which measured point stands for so many rows."""
+        return min(bisect_left(self.rows, num_rows), len(self.rows) - 1)
+
+    def edge(self, num_rows: int) -> int | None:
+        """Most rows of the same stair; None where there are no stairs, or beyond the last one."""
+        if not self.has_stairs or num_rows > self.rows[-1]:
+            return None
+        return self.rows[self.bucket(num_rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCost:
+    """What a network takes.
+
+    Attributes:
+        passes: one pass by its rows; a chain has a row for each request.
+        catch_up: reading so many settled tokens that it has not seen.
+        context_s: more for each token of the contexts, in each pass.
+        max_passes: most passes of a draft, however deep it is.
+    """
+
+    passes: CostCurve
+    catch_up: CostCurve
+    context_s: float = 0.0
+    max_passes: int = 63
+
+
+@dataclass(frozen=True, slots=True)
+class CostTable:
+    """What this machine takes for this pair of models.
+
+    Attributes:
+        target: a pass of the target by its rows, with empty contexts.
+        context_s: more for each token of the contexts.
+        host_s: the host's time in a step of one request, and
+        host_request_s: in a step for each further one.
+        offer_s: what the sources of the host take to make offers to one request.
+    """
+
+    target: CostCurve
+    context_s: float = 0.0
+    drafters: dict[str, DrafterCost] = field(default_factory=dict[str, DrafterCost])
+    host_s: float = 0.0
+    host_request_s: float = 0.0
+    offer_s: float = 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "CostTable":
+        """What `to_json` wrote.
+
+        Raises:
+            ConfigError: it is no such table.
+        """
+        try:
+            values: dict[str, Any] = json.loads(text)
+            target = _curve(values.pop("target"))
+            drafters = {
+                name: DrafterCost(_curve(one.pop("passes")), _curve(one.pop("catch_up")), **one)
+                for name, one in values.pop("drafters").items()
+            }
+            return cls(target, drafters=drafters, **values)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"this is no table of costs: {error!r}") from error
+
+
+def _curve(values: dict[str, Any]) -> CostCurve:
+    return CostCurve(tuple(values["rows"]), tuple(values["seconds"]), bool(values["has_stairs"]))

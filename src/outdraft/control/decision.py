@@ -1,0 +1,328 @@
+"""Which drafts of a step are worth their time: exhaustive over depths and numbers of rows.
+
+A plan brings R + F tokens (R requests, F accepted drafts expected) and takes T seconds. What counts
+is J = R + F - g * T with g the tokens a second that decoding reaches in the long run (Dinkelbach:
+the plan with the largest J is the one that makes the rate largest). Prompt rows raise T of all
+plans, plain decoding included; they change only what one more row costs.
+
+For a given depth, the best drafts of B rows are those with the most accepted tokens a row. F is
+concave in B, but T may have stairs, so every B is looked at, none is reached by stopping early.
+All inputs come from finished steps, except offers of the host, whose drafts are one-hot.
+
+Dimension key: I levels of all drafts, D depths of networks (0 included), B numbers of rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from outdraft.control.facts import CHAIN, Shape
+
+FREE_ROW = 0.05  # tokens; at low load, where rows cost less, no chain is ended by its confidence
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way in which a request could draft.
+
+    Attributes:
+        survivals: by level, the chance that at least so many levels are accepted; never rising.
+        shape: rows of each level; CHAIN: one each.
+        is_network: its levels take passes.
+        fixed_s: seconds that using it costs at all: its share of catching up.
+    """
+
+    source: str
+    survivals: Sequence[float]
+    shape: Shape = CHAIN
+    is_network: bool = False
+    fixed_s: float = 0.0
+    match_length: int = 0
+
+    def rows_at(self, level: int) -> int:
+        """Rows of a level, the first of which is 0."""
+        return self.shape[level] if self.shape else 1
+
+    def pass_rows(self, level: int) -> int:
+        """Rows that the pass for a level reads: those of the level above."""
+        return self.rows_at(level - 1) if level else 1
+
+    def num_rows(self, num_levels: int) -> int:
+        return sum(self.shape[:num_levels]) if self.shape else num_levels
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a step's drafts cost.
+
+    Attributes:
+        target_N: seconds of the target's pass with 0, 1, ... rows of drafts, up to the most that
+            are allowed.
+        pass_N: seconds of a network's pass with 0, 1, ... rows.
+        max_passes: the network's, for a draft of any depth.
+        rate: g, tokens a second.
+    """
+
+    target_N: np.ndarray
+    pass_N: np.ndarray
+    max_passes: int
+    rate: float
+
+    @property
+    def max_rows(self) -> int:
+        return len(self.target_N) - 1
+
+    def times(self, speedup: float) -> "Prices":
+        """The same where time is worth so many times more."""
+        return replace(self, rate=self.rate * speedup)
+
+
+@dataclass(frozen=True, slots=True)
+class Pick:
+    """A request's part of a plan: an option, and how many of its levels."""
+
+    request: int
+    option: Option
+    levels: int
+
+    @property
+    def tokens(self) -> float:
+        return float(sum(self.option.survivals[: self.levels]))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Drafts of a step.
+
+    Attributes:
+        depth: levels that networks may reach.
+        rows: of all drafts.
+        price: what one more row is worth, in tokens, to networks' chains: the smallest survival
+            that was taken, if others were left out; else the cost of the last rows, and 0 if that
+            is next to nothing.
+        tokens: accepted drafts that are expected.
+        objective: J less that of plain decoding, in tokens.
+        draft_s, target_s: of the step; shares of catching up are in `fixed_s`.
+    """
+
+    picks: tuple[Pick, ...]
+    depth: int
+    rows: int
+    price: float
+    tokens: float
+    objective: float
+    draft_s: float
+    target_s: float
+    fixed_s: float
+
+
+def plain(prices: Prices) -> Plan:
+    """No drafts."""
+    return Plan((), 0, 0, 0.0, 0.0, 0.0, 0.0, float(prices.target_N[0]), 0.0)
+
+
+def best_plan(options: Sequence[Sequence[Option]], prices: Prices) -> Plan:
+    """The plan with the largest objective; plain decoding if none is above it.
+
+    options: by request; each takes one of its options or none.
+    """
+    drafting = [(index, own) for index, own in enumerate(options) if own]
+    if not drafting or prices.max_rows == 0:
+        return plain(prices)
+    if len(drafting) == 1:
+        plans = [_best_alone(*drafting[0], prices)]
+    else:
+        slope = _slope(prices, len(drafting))
+        host = [
+            (index, one)
+            for index, own in drafting
+            if (one := _most_valuable([o for o in own if not o.is_network], slope, 0.0)) is not None
+        ]
+        plans = [_best_pooled(host, prices)] if host else []
+        if any(one.is_network for _, own in drafting for one in own):
+            share = _pass_share(prices, len(drafting))
+            mixed = [
+                (index, one)
+                for index, own in drafting
+                if (one := _most_valuable(own, slope, prices.rate * share, prices.rate)) is not None
+            ]
+            if mixed:
+                plans.append(_best_pooled(mixed, prices))
+    best = max(plans, key=lambda plan: plan.objective, default=plain(prices))
+    return best if best.objective > 0 else plain(prices)
+
+
+def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan:
+    """The best plan if one request alone may draft: each level of each option is tried."""
+    target, passes, rate = prices.target_N, prices.pass_N, prices.rate
+    target_s = float(target[0])
+    best, best_at = 0.0, None
+    for option in options:
+        tokens, rows, draft_s = 0.0, 0, option.fixed_s
+        for level, survival in enumerate(option.survivals):
+            if option.is_network and level < prices.max_passes:
+                draft_s += float(passes[option.pass_rows(level)])
+            rows += option.rows_at(level)
+            if rows > prices.max_rows:
+                break
+            tokens += survival
+            objective = tokens - rate * (draft_s + float(target[rows]) - target_s)
+            if objective > best:
+                best, best_at = objective, (option, level + 1, rows, tokens, draft_s)
+    if best_at is None:
+        return plain(prices)
+    option, levels, rows, tokens, draft_s = best_at
+    return Plan(
+        (Pick(request, option, levels),),
+        levels if option.is_network else 0,
+        rows,
+        _price(np.asarray(option.survivals[:levels]), prices, rows, is_trimmed=False),
+        tokens,
+        best,
+        draft_s - option.fixed_s,
+        float(target[rows]),
+        option.fixed_s,
+    )
+
+
+def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
+    """The best plan if each request has one option: every depth with every number of rows."""
+    levels = _Levels(chosen, prices)
+    depths_D1 = np.arange(levels.max_depth + 1)[:, None]
+    is_in_DI = levels.depth_I[None, :] <= depths_D1
+    rows_DI = np.where(is_in_DI, levels.rows_I, 0).cumsum(1)
+    tokens_DI = np.where(is_in_DI, levels.tokens_I, 0.0).cumsum(1)
+    draft_DI = np.where(is_in_DI, levels.draft_I, 0.0).cumsum(1)
+    fixed_DI = np.where(is_in_DI, levels.fixed_I, 0.0).cumsum(1)
+    target_DI = prices.target_N[np.minimum(rows_DI, prices.max_rows)]
+    more_s = draft_DI + fixed_DI + target_DI - prices.target_N[0]
+    objective_DI = tokens_DI - prices.rate * more_s
+    objective_DI = np.where(rows_DI <= prices.max_rows, objective_DI, -np.inf)
+    depth, last = np.unravel_index(int(objective_DI.argmax()), objective_DI.shape)
+    taken = is_in_DI[depth].copy()
+    left_out = taken & (np.arange(len(taken)) > last)
+    taken[last + 1 :] = False
+    is_trimmed = bool((left_out & levels.is_chain_I).any())
+    live = taken & levels.is_chain_I
+    counts = np.bincount(levels.owner_I[taken], minlength=len(chosen)).tolist()
+    return Plan(
+        tuple(
+            Pick(request, option, count)
+            for (request, option), count in zip(chosen, counts, strict=True)
+            if count
+        ),
+        int(depth),
+        int(rows_DI[depth, last]),
+        _price(levels.tokens_I[live], prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed),
+        float(tokens_DI[depth, last]),
+        float(objective_DI[depth, last]),
+        float(draft_DI[depth, last]),
+        float(target_DI[depth, last]),
+        float(fixed_DI[depth, last]),
+    )
+
+
+class _Levels:
+    """The levels of all drafts as arrays, the most tokens a row first; a draft's stay in order."""
+
+    def __init__(self, chosen: Sequence[tuple[int, Option]], prices: Prices) -> None:
+        tokens, rows, density, depth = list[float](), list[int](), list[float](), list[int]()
+        owner, pass_rows, fixed = list[int](), list[int](), list[float]()
+        is_chain = list[bool]()
+        for index, (_, option) in enumerate(chosen):
+            count = len(option.survivals)
+            own_rows = [option.rows_at(level) for level in range(count)]
+            tokens.extend(option.survivals)
+            rows.extend(own_rows)
+            density.extend(_falling(option, prices.rate))
+            owner.extend([index] * count)
+            fixed.extend([option.fixed_s] + [0.0] * (count - 1))
+            is_chain.extend([option.is_network and not option.shape] * count)
+            depth.extend(range(1, count + 1) if option.is_network else [0] * count)
+            pass_rows.extend(
+                option.pass_rows(level) if option.is_network and level < prices.max_passes else 0
+                for level in range(count)
+            )
+        order = np.argsort(-np.asarray(density), kind="stable")
+        self.tokens_I = np.asarray(tokens)[order]
+        self.rows_I = np.asarray(rows)[order]
+        self.depth_I = np.asarray(depth)[order]
+        self.owner_I = np.asarray(owner)[order]
+        self.fixed_I = np.asarray(fixed)[order]
+        self.is_chain_I = np.asarray(is_chain)[order]
+        self.max_depth = int(self.depth_I.max())
+        self.draft_I = self._pass_s(np.asarray(pass_rows)[order], prices.pass_N)
+
+    def _pass_s(self, pass_rows_I: np.ndarray, pass_N: np.ndarray) -> np.ndarray:
+        """What each level adds to the time of its pass, which levels before it may have opened."""
+        draft_I = np.zeros(len(pass_rows_I))
+        for depth in range(1, self.max_depth + 1):
+            at = np.flatnonzero((self.depth_I == depth) & (pass_rows_I > 0))
+            if len(at) == 0:
+                continue
+            times = pass_N[pass_rows_I[at].cumsum()]
+            draft_I[at] = np.diff(times, prepend=0.0)
+        return draft_I
+
+
+def _falling(option: Option, rate: float) -> Sequence[float]:
+    """Tokens a row by level, averaged where they would rise: slopes of the concave hull.
+
+    What the option costs at all is taken from its first level.
+    """
+    if not option.shape and option.fixed_s == 0:
+        return option.survivals
+    blocks: list[tuple[float, int, int]] = []  # tokens, rows, levels
+    for level, survival in enumerate(option.survivals):
+        tokens = survival - (0 if level else rate * option.fixed_s)
+        blocks.append((tokens, option.rows_at(level), 1))
+        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] < blocks[-1][0] * blocks[-2][1]:
+            (a, b, c), (d, e, f) = blocks.pop(), blocks.pop()
+            blocks.append((a + d, b + e, c + f))
+    return [tokens / rows for tokens, rows, levels in blocks for _ in range(levels)]
+
+
+def _price(survivals: np.ndarray, prices: Prices, rows: int, *, is_trimmed: bool) -> float:
+    """Plan.price, from the survivals of networks' chain levels that were taken."""
+    if len(survivals) == 0:
+        return 0.0
+    smallest = float(survivals.min())
+    if is_trimmed:
+        return smallest
+    first = rows // 2
+    cost_s = float(prices.target_N[rows] - prices.target_N[first])
+    price = min(smallest, prices.rate * cost_s / (rows - first))
+    return price if price >= FREE_ROW else 0.0
+
+
+def _slope(prices: Prices, num_requests: int) -> float:
+    """Tokens that a row costs, on average over the first rows of all requests."""
+    rows = min(2 * num_requests, prices.max_rows)
+    return prices.rate * float(prices.target_N[rows] - prices.target_N[0]) / rows
+
+
+def _pass_share(prices: Prices, num_requests: int) -> float:
+    """Seconds that one more request costs in a pass that others take anyway."""
+    count = min(num_requests, len(prices.pass_N) - 1)
+    return float(prices.pass_N[count] - prices.pass_N[1]) / (count - 1) if count > 1 else 0.0
+
+
+def _most_valuable(
+    options: Sequence[Option], row_tokens: float, pass_tokens: float, rate: float = 0.0
+) -> Option | None:
+    """The option that brings the most at these prices; None if there is none.
+
+    row_tokens, pass_tokens: what a row, and a part in a pass, cost in tokens.
+    """
+    best, best_value = None, 0.0
+    for option in options:
+        value = most = 0.0
+        for level, survival in enumerate(option.survivals):
+            value += survival - row_tokens * option.rows_at(level)
+            value -= pass_tokens if option.is_network else 0.0
+            most = max(most, value)
+        most -= rate * option.fixed_s
+        if best is None or most > best_value:
+            best, best_value = option, most
+    return best

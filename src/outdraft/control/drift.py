@@ -1,0 +1,151 @@
+"""Costs as they are now: a measured table, corrected by what steps really take.
+
+One correction is shared by all numbers of rows, and one belongs to each. The shared one carries
+what is learned while speculating over to plain steps, which are seldom seen meanwhile; the own ones
+tell a machine that slowed down from a table that is wrong in one place. A sudden change is taken
+for both by halves: plain decoding that looks too fast is tried and put right at once, while it
+would be put right by rare probes only if it looked too slow.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from outdraft.control.costs import CostTable, DrafterCost
+
+NOISE = 0.05**2  # variances of logarithms: of one measured time,
+SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
+WALK = 0.004**2  # and of the change of either from step to step
+SURPRISE = 0.25  # most of one in one step: outliers count no more
+CLIP = math.log(4)  # of a correction, either way
+SPAN = 4096  # rows whose times are kept at hand
+
+
+class Correction:
+    """Factors on a table's times by bucket: a Kalman filter whose covariances are left out."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self._shared, self._shared_variance = 0.0, SHARED
+        self._own = [0.0] * num_buckets
+        self._own_variance = [OWN] * num_buckets
+        self._num_seen = 0
+        self._last_seen = [0] * num_buckets
+        self._factors: np.ndarray | None = np.ones(num_buckets)
+
+    @property
+    def factors(self) -> np.ndarray:
+        """float [num_buckets]."""
+        if self._factors is None:
+            logs = np.asarray(self._own) + self._shared
+            self._factors = np.exp(np.minimum(np.maximum(logs, -CLIP), CLIP))
+        return self._factors
+
+    def factor(self, bucket: int) -> float:
+        return math.exp(max(-CLIP, min(CLIP, self._shared + self._own[bucket])))
+
+    def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
+        """Learn what a pass of this bucket took, and what the table says that it takes."""
+        if table_s <= 0 or actual_s <= 0:
+            return
+        surprise = math.log(actual_s / table_s) - self._shared - self._own[bucket]
+        surprise = max(-SURPRISE, min(SURPRISE, surprise))
+        shared = self._shared_variance + WALK
+        self._num_seen += 1
+        own = self._own_variance[bucket] + WALK * (self._num_seen - self._last_seen[bucket])
+        self._last_seen[bucket] = self._num_seen
+        total = shared + own + NOISE
+        self._shared += surprise * shared / total
+        self._own[bucket] += surprise * own / total
+        self._shared_variance = shared * (1 - shared / total)
+        self._own_variance[bucket] = own * (1 - own / total)
+        self._factors = None
+
+
+class Costs:
+    """Predicts times of steps; owns what was learned about a table's errors."""
+
+    def __init__(self, table: CostTable) -> None:
+        self.table = table
+        rows = np.arange(SPAN)
+        self._target_N = table.target.at(rows)
+        self._bucket_N = np.minimum(
+            np.searchsorted(np.asarray(table.target.rows), rows), len(table.target.rows) - 1
+        )
+        self._target = Correction(len(table.target.rows))
+        self._pass_N = {name: one.passes.at(rows) for name, one in table.drafters.items()}
+        self._drafters = {name: Correction(1) for name in table.drafters}
+        self._host = Correction(1)
+
+    def target_s(self, num_rows: int, context_tokens: int) -> float:
+        """A pass of the target."""
+        seconds = self._table_s(num_rows, context_tokens)
+        return seconds * self._target.factor(self.table.target.bucket(num_rows))
+
+    def target_N(self, first: int, count: int, context_tokens: int) -> np.ndarray:
+        """float [count]: passes of first, first + 1, ... rows."""
+        if first + count <= SPAN:
+            span = slice(first, first + count)
+            times_N, bucket_N = self._target_N[span], self._bucket_N[span]
+        else:
+            rows = np.arange(first, first + count)
+            times_N = self.table.target.at(rows)
+            edges = np.asarray(self.table.target.rows)
+            bucket_N = np.minimum(np.searchsorted(edges, rows), len(edges) - 1)
+        context_s = self.table.context_s * context_tokens
+        return (times_N + context_s) * self._target.factors[bucket_N]
+
+    def pass_N(self, network: str, count: int, context_tokens: int) -> np.ndarray:
+        """float [count]: passes of a network with 0, 1, ... rows; none takes no time."""
+        cost = self.drafter(network)
+        times_N = self._pass_N[network][:count]
+        if count > SPAN:
+            times_N = cost.passes.at(np.arange(count))
+        times_N = (times_N + cost.context_s * context_tokens) * self._drafters[network].factor(0)
+        times_N[0] = 0.0
+        return times_N
+
+    def catch_up_s(self, network: str, num_tokens: int) -> float:
+        """Reading so many tokens, beside those of a usual step."""
+        seconds = float(self.drafter(network).catch_up.at(np.array(num_tokens)))
+        return seconds * self._drafters[network].factor(0)
+
+    def host_s(self, num_requests: int) -> float:
+        """The host's part of a step."""
+        return self._table_host_s(num_requests) * self._host.factor(0)
+
+    def drafter(self, network: str) -> DrafterCost:
+        return self.table.drafters[network]
+
+    def observe_target(self, num_rows: int, context_tokens: int, actual_s: float) -> None:
+        table_s = self._table_s(num_rows, context_tokens)
+        self._target.observe(self.table.target.bucket(num_rows), table_s, actual_s)
+
+    def observe_drafter(
+        self,
+        network: str,
+        pass_rows: Sequence[int],
+        catch_up_tokens: int,
+        context_tokens: int,
+        actual_s: float,
+    ) -> None:
+        """`pass_rows`: rows of each pass that a step's drafts took."""
+        cost, times_N = self.drafter(network), self._pass_N[network]
+        table_s = sum(float(times_N[min(rows, SPAN - 1)]) for rows in pass_rows)
+        table_s += len(pass_rows) * cost.context_s * context_tokens
+        if catch_up_tokens:
+            table_s += float(cost.catch_up.at(np.array(catch_up_tokens)))
+        self._drafters[network].observe(0, table_s, actual_s)
+
+    def observe_host(self, num_requests: int, actual_s: float) -> None:
+        self._host.observe(0, self._table_host_s(num_requests), actual_s)
+
+    def _table_s(self, num_rows: int, context_tokens: int) -> float:
+        if num_rows < SPAN:
+            seconds = float(self._target_N[num_rows])
+        else:
+            seconds = float(self.table.target.at(np.array(num_rows)))
+        return seconds + self.table.context_s * context_tokens
+
+    def _table_host_s(self, num_requests: int) -> float:
+        return self.table.host_s + self.table.host_request_s * max(0, num_requests - 1)

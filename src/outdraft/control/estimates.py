@@ -1,0 +1,158 @@
+"""What was learned about acceptance, by source; makes options of what requests are offered."""
+
+from outdraft.control.acceptance import NetworkCurve
+from outdraft.control.decision import Option, Plan
+from outdraft.control.drift import Costs
+from outdraft.control.facts import Grant, RequestFacts, Shape, StepOutcome
+from outdraft.control.host_acceptance import HostCurve
+
+CurveKey = tuple[str, str, Shape]  # network, rule, shape
+LEARNED = 8  # drafts of a step
+MIN_STEPS, HORIZON = 4.0, 128  # steps, tokens, over which catching up is paid at least
+
+
+class Estimates:
+    """Owns the acceptance curves.
+
+    max_levels: most levels of any draft.
+    priors: chance of the first level by source, before anything was seen.
+    """
+
+    def __init__(self, max_levels: int, priors: dict[str, float] | None = None) -> None:
+        self._max_levels = max_levels
+        self._priors = priors or {}
+        self.networks: dict[CurveKey, NetworkCurve] = {}
+        self.hosts: dict[str, HostCurve] = {}
+
+    def network(self, source: str, rule: str, shape: Shape) -> NetworkCurve:
+        key = source, rule, shape
+        if key not in self.networks:
+            levels = len(shape) or self._max_levels
+            self.networks[key] = (
+                NetworkCurve(levels, self._priors[source])
+                if source in self._priors
+                else NetworkCurve(levels)
+            )
+        return self.networks[key]
+
+    def host(self, source: str) -> HostCurve:
+        if source not in self.hosts:
+            self.hosts[source] = (
+                HostCurve(self._priors[source]) if source in self._priors else HostCurve()
+            )
+        return self.hosts[source]
+
+    def options(
+        self, request: RequestFacts, costs: Costs, *, optimism: bool = False
+    ) -> list[Option]:
+        """All ways in which the request could draft now."""
+        if request.max_drafts == 0:
+            return []
+        options = [
+            Option(
+                offer.source,
+                self.host(offer.source).survivals(
+                    offer.match_length, min(offer.length, request.max_drafts)
+                ),
+                match_length=offer.match_length,
+            )
+            for offer in request.offers
+        ]
+        if request.network is not None:
+            options += [
+                self._of_network(request, shape, costs, optimism=optimism)
+                for shape in request.shapes
+            ]
+        return [option for option in options if option.survivals]
+
+    def observe(self, outcome: StepOutcome, turn: int) -> float:
+        """Learn from a step; how much better networks fared than predicted, in tokens.
+
+        Some drafts of a large batch teach enough: which ones goes by the turn, never by outcomes.
+        """
+        grants = {grant.request_id: grant for grant in outcome.decision.grants}
+        networks = {r.request_id: r.network for r in outcome.facts.requests}
+        excess = 0.0
+        count = len(outcome.drafts)
+        first = turn * LEARNED % count if count > LEARNED else 0
+        for draft in (outcome.drafts + outcome.drafts)[first : first + min(count, LEARNED)]:
+            grant = grants[draft.request_id]
+            if grant.source == networks[draft.request_id]:
+                curve = self.network(grant.source, grant.rule, grant.shape)
+                curve.teach(draft.request_id, draft.taught, draft.taught_accepted)
+                excess += curve.observe(draft)
+            else:
+                self.host(grant.source).observe(grant.match_length, draft.drafted, draft.accepted)
+        for shadow in outcome.shadows:
+            self.host(shadow.source).observe(shadow.match_length, shadow.drafted, shadow.accepted)
+        return excess
+
+    def doubt_network(self, request: RequestFacts, information: float) -> None:
+        for shape in request.shapes:
+            self.network(request.network or "", request.rule, shape).doubt(information)
+
+    def has_drafted(self, request: RequestFacts) -> bool:
+        """Whether the request's network has shown anything of itself."""
+        return any(
+            self.network(request.network or "", request.rule, shape).num_labels > 0
+            for shape in request.shapes
+        )
+
+    def grant(
+        self, request: RequestFacts, option: Option, levels: int, plan: Plan, *, has_room: bool
+    ) -> Grant:
+        """What so many levels of an option mean for the engine.
+
+        has_room: whether a chain that goes well may become longer than planned.
+        """
+        expected = float(sum(option.survivals[:levels]))
+        stop = None
+        if plan.price > 0 and option.is_network and not option.shape:
+            most = min(plan.depth, len(option.survivals))
+            stop = self.network(option.source, request.rule, ()).stop_rule(request.request_id, most)
+            levels = most if stop is not None and has_room else levels
+        return Grant(
+            request.request_id,
+            option.source,
+            levels,
+            option.num_rows(levels),
+            expected,
+            option.match_length,
+            request.rule,
+            option.shape,
+            stop,
+        )
+
+    def forget(self, request_id: str) -> None:
+        for curve in self.networks.values():
+            curve.forget(request_id)
+
+    def _of_network(
+        self, request: RequestFacts, shape: Shape, costs: Costs, *, optimism: bool
+    ) -> Option:
+        source = request.network or ""
+        curve = self.network(source, request.rule, shape)
+        survivals = curve.survivals(
+            request.request_id, _most_levels(request, shape), optimism=optimism
+        )
+        fixed_s = 0.0
+        if request.lag_tokens and survivals:
+            # The steps to come pay for it. Who came so far is expected to come on so far.
+            tokens = min(request.max_tokens, max(HORIZON, 2 * request.lag_tokens))
+            steps = max(MIN_STEPS, tokens / (1 + sum(survivals)))
+            fixed_s = costs.catch_up_s(source, request.lag_tokens) / steps
+        return Option(source, survivals, shape, is_network=True, fixed_s=fixed_s)
+
+
+def _most_levels(request: RequestFacts, shape: Shape) -> int:
+    """Levels that the request has rows and tokens left for."""
+    most = min(request.max_drafts, request.max_tokens - 1)
+    if not shape:
+        return max(0, most)
+    levels = rows = 0
+    for count in shape[: max(0, request.max_tokens - 1)]:
+        rows += count
+        if rows > request.max_drafts:
+            break
+        levels += 1
+    return levels

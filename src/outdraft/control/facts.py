@@ -1,0 +1,208 @@
+"""What the engine tells the controller before and after a step, and what it is told: plain data.
+
+A request says which sources could draft for it now. The decision says who drafts, how far, and why.
+Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+Shape = tuple[int, ...]
+CHAIN: Shape = ()  # one row a level, as many levels as are granted
+
+
+class Reason(StrEnum):
+    """Why a step drafts as it does."""
+
+    GAIN = "drafts bring more tokens a second"
+    NO_GAIN = "no draft would bring more tokens a second"
+    NOTHING_OFFERED = "no source can draft"
+    NO_ROOM = "no rows or slots are free"
+    PATIENCE = "drafts lost time lately, so they wait"
+    NETWORK_PROBE = "plain decoding, but the network is tried on a few requests"
+    PLAIN_PROBE = "drafts pay, but this step measures plain decoding"
+
+
+@dataclass(frozen=True, slots=True)
+class HostOffer:
+    """A draft that a source of the host has at hand; a chain without any sampling.
+
+    Attributes:
+        length: tokens, at least 1.
+        match_length: tokens of the text that the source found again.
+    """
+
+    source: str
+    length: int
+    match_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFacts:
+    """A request that samples in this step, as it stands before it.
+
+    Attributes:
+        max_tokens: most tokens still to come, at least 1.
+        max_drafts: most rows of a draft that it may have; 0: it must not draft.
+        context_tokens: tokens that its newest token attends to.
+        offers: what sources of the host have for it.
+        network: the network that may draft for it.
+        rule: how its drafts are verified; acceptance is learned for each rule apart.
+        shapes: what the network can draft.
+        lag_tokens: settled tokens that the network has not read, beyond those of a usual step.
+    """
+
+    request_id: str
+    max_tokens: int
+    max_drafts: int
+    context_tokens: int
+    offers: tuple[HostOffer, ...] = ()
+    network: str | None = None
+    rule: str = ""
+    shapes: tuple[Shape, ...] = (CHAIN,)
+    lag_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """One step before it begins.
+
+    Attributes:
+        requests: in batch order; all of them get one token at least.
+        prompt_rows: rows of prompts that the step reads beside them.
+        free_rows: rows that drafts may have.
+        free_slots: places in the KV cache that drafts may have.
+    """
+
+    requests: tuple[RequestFacts, ...]
+    prompt_rows: int = 0
+    free_rows: int = 1 << 30
+    free_slots: int = 1 << 30
+
+    @property
+    def max_rows(self) -> int:
+        return min(self.free_rows, self.free_slots)
+
+
+@dataclass(frozen=True, slots=True)
+class StopRule:
+    """Chances of acceptance from a network's confidence, level by level.
+
+    The chance at level i is sigmoid(weights[i] * margin + biases[i]). The margin is the distance
+    between the two largest logits of that level, known before its token is drawn.
+    """
+
+    weights: tuple[float, ...]
+    biases: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one request may draft in this step.
+
+    Attributes:
+        levels: how deep. The live rule may end a network's chain earlier.
+        rows: how many rows at most: what the scheduler reserves.
+        expected_tokens: accepted drafts that it is expected to bring.
+        stop: the live rule; None: draft all levels.
+    """
+
+    request_id: str
+    source: str
+    levels: int
+    rows: int
+    expected_tokens: float
+    match_length: int = 0
+    rule: str = ""
+    shape: Shape = CHAIN
+    stop: StopRule | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """How the step speculates, and why.
+
+    Attributes:
+        grants: of requests that draft, in batch order; the others draft nothing.
+        price: a network's chain goes on while its live survival is at least this.
+        row_cap: most rows of all drafts together, granted in (pass, request) order.
+        shadows: ids of requests whose unused offers should be compared with the text to come.
+        draft_s, target_s, host_s: predicted time by phase.
+        plain_s: predicted time of the step without drafts.
+        tokens: predicted number of tokens, those of plain decoding included.
+        gain: predicted tokens a second against plain decoding, minus 1, prompts left aside.
+    """
+
+    grants: tuple[Grant, ...]
+    price: float
+    row_cap: int
+    reason: Reason
+    draft_s: float
+    target_s: float
+    host_s: float
+    plain_s: float
+    tokens: float
+    gain: float
+    shadows: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        return self.draft_s + self.target_s + self.host_s
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutcome:
+    """How a granted draft fared.
+
+    Attributes:
+        drafted: levels that were verified.
+        accepted: levels that were accepted.
+        margins: a network's, level by level; one more than `drafted` if the live rule ended it.
+        taught: tokens of the text that the network read to catch up and had an opinion on.
+        taught_accepted: how many of them it would have drafted rightly; a sum of chances is fine.
+    """
+
+    request_id: str
+    drafted: int
+    accepted: int
+    margins: tuple[float, ...] = ()
+    taught: int = 0
+    taught_accepted: float = 0.0
+
+    @property
+    def num_passes(self) -> int:
+        """A network's, one for each level; the last one may have shown a poor margin."""
+        return max(self.drafted, len(self.margins))
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowOutcome:
+    """A draft that was not verified, compared with the text that came."""
+
+    source: str
+    match_length: int
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """One step when it is over.
+
+    Attributes:
+        facts: what the decision was made for.
+        decision: what the engine acted on.
+        num_rows: rows that the target read, prompts included.
+        num_tokens: tokens that were emitted.
+        draft_s, target_s, host_s: what each phase took; catching up is part of drafting.
+    """
+
+    facts: StepFacts
+    decision: Decision
+    drafts: tuple[DraftOutcome, ...]
+    num_rows: int
+    num_tokens: int
+    draft_s: float
+    target_s: float
+    host_s: float
+    shadows: tuple[ShadowOutcome, ...] = ()

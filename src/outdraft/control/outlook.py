@@ -1,0 +1,99 @@
+"""A step as it would be without drafts, and how speculation has fared at this size of the batch."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outdraft.control.decision import Plan, Prices
+from outdraft.control.drift import Costs
+from outdraft.control.facts import StepFacts
+from outdraft.control.guard import Guard
+
+SPEEDUP_RATE = 1 / 32  # of the latest step in the long run's averages
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A step without drafts.
+
+    Attributes:
+        first_row: rows that it has in any case: newest tokens and prompts.
+        context: tokens of all requests' contexts.
+        alone_s: what it would take without its prompts,
+        plain_s: and with them.
+    """
+
+    num_requests: int
+    first_row: int
+    context: int
+    host_s: float
+    alone_s: float
+    plain_s: float
+
+    @classmethod
+    def of(cls, facts: StepFacts, costs: Costs) -> "Outlook":
+        count = len(facts.requests)
+        context = sum(request.context_tokens for request in facts.requests)
+        first = count + facts.prompt_rows
+        host_s = costs.host_s(count)
+        alone_s = host_s + costs.target_s(count, context)
+        plain_s = host_s + costs.target_s(first, context) if facts.prompt_rows else alone_s
+        return cls(count, first, context, host_s, alone_s, plain_s)
+
+    def plain_tokens(self, step_s: float) -> float:
+        """What plain decoding brings in the time of a step that took so long, its prompts aside."""
+        return self.num_requests * (step_s - (self.plain_s - self.alone_s)) / self.alone_s
+
+    def gain(self, tokens: float, step_s: float) -> float:
+        """Tokens a second against plain decoding, minus 1."""
+        if not self.num_requests:
+            return 0.0
+        return tokens / max(self.plain_tokens(step_s), 1e-9) - 1
+
+    def step_s(self, plan: Plan) -> float:
+        """The step with a plan, its share of catching up included."""
+        return self.host_s + plan.target_s + plan.draft_s + plan.fixed_s
+
+    def prices(self, facts: StepFacts, network: str | None, costs: Costs) -> Prices:
+        """What drafts cost, for a long run as fast as plain decoding."""
+        most = min(facts.max_rows, sum(request.max_drafts for request in facts.requests))
+        pass_N, max_passes = np.zeros(2), 0
+        if network is not None:
+            pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)
+            max_passes = costs.drafter(network).max_passes
+        return Prices(
+            costs.target_N(self.first_row, 1 + most, self.context),
+            pass_N,
+            max_passes,
+            self.num_requests / self.alone_s,
+        )
+
+
+@dataclass(slots=True)
+class Regime:
+    """Batches of about one size: as many requests, up to twice as many.
+
+    The long run's rate is a ratio of sums: offers of the host come and go from step to step, and
+    what a rich step may spend depends on what the time would bring in poor ones.
+
+    Attributes:
+        tokens: per step, fading.
+        plain_tokens: what plain decoding would have brought in the same time.
+    """
+
+    guard: Guard = field(default_factory=Guard)
+    tokens: float = 0.0
+    plain_tokens: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def speedup(self) -> float:
+        """Tokens in the long run for each one of plain decoding, which is always possible."""
+        return max(1.0, self.tokens / self.plain_tokens) if self.num_steps else 1.0
+
+    def observe(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
+        """Add steps that were planned alike; only those without prompts, see docs/design/0012."""
+        self.num_steps += num_steps
+        rate = min(1.0, num_steps * max(SPEEDUP_RATE, 1 / self.num_steps))
+        self.tokens += rate * (tokens - self.tokens)
+        self.plain_tokens += rate * (plain_tokens - self.plain_tokens)

@@ -1,0 +1,167 @@
+"""Small experiments that keep estimates fresh: the network while it is off, plain while it is on.
+
+A network that does not draft shows nothing about itself. So it drafts for a few requests in a
+while: some steps, more while they go much better than expected, or if it has never drafted before.
+Their time is at most 1 % of the time until the next probe: this is the longest interval there is.
+Plain steps do not happen while drafts pay, so that nobody would notice if they got faster: one in a
+while is plain.
+"""
+
+import math
+from collections.abc import Sequence
+
+from outdraft.control.decision import Pick, Plan, Prices
+from outdraft.control.drift import Costs
+from outdraft.control.estimates import Estimates
+from outdraft.control.facts import StepFacts
+from outdraft.control.outlook import Outlook
+
+SHARE = 0.01  # most of the time that network probes take
+PLAIN_SHARE = 0.005  # most of the tokens that plain probes cost
+MIN_INTERVAL = 64  # steps
+FIRST_INTERVAL = 8  # for a network that has never drafted
+BURST, LONGEST_BURST = 4, 16  # steps
+PROMISING = 0.4  # tokens a step beyond what was expected, for a probe to go on
+DEPTH = 2  # levels
+PROBED = 4  # requests at most; all of them in the first probe
+FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
+PROBE_INFORMATION = 2.0  # what counts of earlier labels: about 10
+PLAIN_INTERVALS = 32, 512
+
+
+class NetworkProbe:
+    """When a network that does not draft is tried, and on which requests."""
+
+    def __init__(self) -> None:
+        self.request_ids: tuple[str, ...] = ()  # for whom it drafts just now
+        self.interval: int | None = None  # steps from one probe to the next, as things stand
+        self._idle = 0  # steps without drafts of the network
+        self._burst = 0
+        self._num_drafts = 0  # of the last probe,
+        self._excess = 0.0  # what they brought beyond what was expected,
+        self._added_s = 0.0  # and what they took
+        self._is_first = False
+
+    @property
+    def due_in(self) -> int:
+        """Steps until the next probe may begin, as far as is known."""
+        return max(0, (self.interval or FIRST_INTERVAL) - self._idle)
+
+    def plan(
+        self,
+        facts: StepFacts,
+        outlook: Outlook,
+        prices: Prices,
+        estimates: Estimates,
+        costs: Costs,
+    ) -> Plan | None:
+        """Drafts of a probe, if one goes on or is due; None: the step is plain."""
+        if self.request_ids:
+            chosen = [i for i, r in enumerate(facts.requests) if r.request_id in self.request_ids]
+            plan = _priced(_picks(facts, chosen, estimates, costs), prices)
+            if plan is None:
+                self.end()
+            else:
+                self._added_s += _added_s(plan, prices)
+            return plan
+        self._is_first = not any(estimates.has_drafted(request) for request in facts.requests)
+        most = len(facts.requests) if self._is_first else PROBED
+        chosen = _candidates(facts, prices, costs, most)
+        plan = _priced(_picks(facts, chosen, estimates, costs), prices)
+        if plan is None:
+            return None
+        lag = sum(facts.requests[pick.request].lag_tokens for pick in plan.picks)
+        catch_up_s = costs.catch_up_s(plan.picks[0].option.source, lag)
+        first = facts.requests[plan.picks[0].request]
+        probe_s = max(self._added_s, BURST * _added_s(plan, prices) + catch_up_s)
+        self.interval = network_interval(probe_s, outlook.plain_s, is_new=self._is_first)
+        if self._idle < self.interval:
+            return None
+        self.request_ids = tuple(facts.requests[pick.request].request_id for pick in plan.picks)
+        self._burst, self._num_drafts, self._excess = 0, 0, 0.0
+        self._added_s = catch_up_s + _added_s(plan, prices)
+        estimates.doubt_network(first, PROBE_INFORMATION)
+        return plan
+
+    def pass_by(self) -> None:
+        """A step went by without drafts of the network."""
+        self._idle += 1
+
+    def observe(self, excess: float) -> None:
+        """A probe's step brought so many tokens more than predicted."""
+        self._burst += 1
+        self._excess += excess / max(1, len(self.request_ids))
+        self._num_drafts += len(self.request_ids)
+        goes_on = self._burst < BURST or (self._is_first and self._num_drafts < FIRST_DRAFTS)
+        goes_on |= self._excess > PROMISING * self._burst
+        if not goes_on or self._burst >= LONGEST_BURST:
+            self.end()
+
+    def end(self) -> None:
+        self.request_ids, self._idle = (), 0
+
+
+def _candidates(facts: StepFacts, prices: Prices, costs: Costs, most: int) -> list[int]:
+    """Requests for a probe: those with the least to catch up, if that is less than a pass takes."""
+    able = sorted(
+        (request.lag_tokens, index)
+        for index, request in enumerate(facts.requests)
+        if request.network is not None and request.max_drafts > 0 and request.max_tokens > 2 * BURST
+    )
+    return [
+        index
+        for rank, (lag, index) in enumerate(able[:most])
+        if rank == 0
+        or costs.catch_up_s(facts.requests[index].network or "", lag) <= prices.pass_N[1]
+    ]
+
+
+def _picks(
+    facts: StepFacts, chosen: Sequence[int], estimates: Estimates, costs: Costs
+) -> list[Pick]:
+    picks = list[Pick]()
+    for index in chosen:
+        options = estimates.options(facts.requests[index], costs)
+        network = next((option for option in options if option.is_network), None)
+        if network is not None:
+            picks.append(Pick(index, network, min(DEPTH, len(network.survivals))))
+    return picks
+
+
+def _priced(picks: Sequence[Pick], prices: Prices) -> Plan | None:
+    """A plan of these picks, whatever it brings; None if there are none, or no room for them."""
+    rows = sum(pick.option.num_rows(pick.levels) for pick in picks)
+    if not picks or rows > prices.max_rows:
+        return None
+    depth = max(pick.levels for pick in picks)
+    pass_rows = [
+        sum(pick.option.pass_rows(level) for pick in picks if level < pick.levels)
+        for level in range(min(depth, prices.max_passes))
+    ]
+    draft_s = float(sum(prices.pass_N[count] for count in pass_rows))
+    tokens = sum(pick.tokens for pick in picks)
+    target_s = float(prices.target_N[rows])
+    return Plan(tuple(picks), depth, rows, 0.0, tokens, 0.0, draft_s, target_s, 0.0)
+
+
+def _added_s(plan: Plan, prices: Prices) -> float:
+    """What the plan adds to a step, catching up aside."""
+    return plan.draft_s + plan.target_s - float(prices.target_N[0])
+
+
+def network_interval(added_s: float, plain_s: float, *, is_new: bool) -> int:
+    """Steps from one probe to the next, so that probes take at most their share of the time.
+
+    added_s: what a probe adds to its steps. plain_s: a step without drafts. is_new: the network has
+    never drafted.
+    """
+    if is_new:
+        return FIRST_INTERVAL
+    return max(MIN_INTERVAL, math.ceil(added_s / (SHARE * plain_s)))
+
+
+def plain_interval(gain: float) -> int:
+    """Steps from one plain step to the next while drafts gain so much."""
+    low, high = PLAIN_INTERVALS
+    lost = max(0.0, 1 - 1 / (1 + max(0.0, gain)))
+    return max(low, min(high, math.ceil(lost / PLAIN_SHARE)))

@@ -1,0 +1,160 @@
+"""What is learned about acceptance is what is true."""
+
+import math
+
+import numpy as np
+import pytest
+
+from outdraft.control.acceptance import NetworkCurve
+from outdraft.control.facts import DraftOutcome
+from outdraft.control.host_acceptance import HostCurve
+
+CHANCES = (0.8, 0.7, 0.6, 0.5)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def draft(rng, chances):
+    """How many levels are accepted."""
+    return int((rng.random(len(chances)) < chances).cumprod().sum())
+
+
+def learn(curve, rng, chances, num_drafts, request_id="a"):
+    for _ in range(num_drafts):
+        curve.observe(DraftOutcome(request_id, len(chances), draft(rng, chances)))
+
+
+def test_chances_of_all_levels_are_found():
+    for seed in range(5):
+        curve = NetworkCurve(4)
+        learn(curve, np.random.default_rng(seed), CHANCES, 1500)
+        survivals = curve.survivals("a", 4)
+        assert survivals == pytest.approx(np.cumprod(CHANCES), abs=0.1)
+
+
+def test_before_anything_is_seen_the_prior_holds_at_all_levels():
+    assert NetworkCurve(3, 0.7).survivals("a", 3) == pytest.approx([0.7, 0.49, 0.343])
+
+
+def test_levels_that_are_not_reached_follow_the_ones_above():
+    curve = NetworkCurve(4)
+    learn(curve, np.random.default_rng(0), (0.9, 0.9), 300)
+    assert curve.chances[3] > 0.75
+
+
+def test_a_fall_of_acceptance_is_noticed_within_forty_drafts():
+    for seed in range(10):
+        curve, rng = NetworkCurve(4), np.random.default_rng(seed)
+        learn(curve, rng, CHANCES, 1000)
+        learn(curve, rng, (0.2, 0.2, 0.2, 0.2), 40)
+        assert curve.survivals("a", 1)[0] < 0.45
+
+
+def test_a_rise_of_acceptance_is_noticed_within_forty_drafts():
+    for seed in range(10):
+        curve, rng = NetworkCurve(4), np.random.default_rng(seed)
+        learn(curve, rng, (0.2, 0.2, 0.2, 0.2), 1000)
+        learn(curve, rng, (0.9, 0.9, 0.9, 0.9), 40)
+        assert curve.survivals("a", 1)[0] > 0.6
+
+
+def test_requests_that_differ_are_told_apart():
+    curve, rng = NetworkCurve(3), np.random.default_rng(0)
+    for _ in range(150):
+        for request_id, chances in (("easy", (0.9, 0.9, 0.9)), ("hard", (0.3, 0.3, 0.3))):
+            learn(curve, rng, chances, 1, request_id)
+    assert curve.survivals("easy", 1)[0] == pytest.approx(0.9, abs=0.08)
+    assert curve.survivals("hard", 1)[0] == pytest.approx(0.3, abs=0.1)
+    # The deep levels, which easy requests alone reach, do not look better than they are.
+    assert curve.survivals("hard", 3)[2] < 0.1
+    curve.forget("easy")
+    assert curve.survivals("easy", 1) == curve.survivals("new", 1)
+
+
+def test_catching_up_teaches_the_first_level():
+    curve, rng = NetworkCurve(3), np.random.default_rng(0)
+    learn(curve, rng, (0.2, 0.2, 0.2), 500)
+    curve.doubt(2.0)
+    curve.teach("a", 100, 85.0)
+    assert curve.survivals("a", 1)[0] == pytest.approx(0.85, abs=0.07)
+
+
+def live_world(rng, num_levels):
+    """Margins and chances of the levels of one draft."""
+    margins = rng.exponential(2, num_levels)
+    return margins, [sigmoid(0.8 * margin - 0.5) for margin in margins]
+
+
+def test_the_live_rule_knows_the_chance_behind_a_margin():
+    curve, rng = NetworkCurve(2), np.random.default_rng(1)
+    for _ in range(2000):
+        margins, chances = live_world(rng, 2)
+        curve.observe(DraftOutcome("a", 2, draft(rng, chances), tuple(margins)))
+    rule = curve.stop_rule("a", 2)
+    assert rule is not None
+    for margin in (0.5, 2.0, 4.0):
+        score = rule.weights[0] * margin + rule.biases[0]
+        assert sigmoid(score) == pytest.approx(sigmoid(0.8 * margin - 0.5), abs=0.08)
+
+
+def mean_estimate(seed, *, tells_the_end):
+    """The first level's chance as learned while a live rule leaves out what is below 0.6."""
+    curve, rng, estimates = NetworkCurve(2), np.random.default_rng(seed), []
+    for step in range(3000):
+        margins, chances = live_world(rng, 2)
+        rule = curve.stop_rule("a", 2) if step > 500 else None
+        drafted, survival = 2, 1.0
+        for level in range(2 if rule is not None else 0):
+            survival *= sigmoid(rule.weights[level] * margins[level] + rule.biases[level])
+            if survival < 0.6:
+                drafted = level
+                break
+        seen = tuple(margins[: drafted + tells_the_end])
+        accepted = draft(rng, chances[:drafted]) if drafted else 0
+        curve.observe(DraftOutcome("a", drafted, accepted, seen))
+        estimates.append(curve.survivals("a", 1)[0])
+    return np.mean(estimates[1000:])
+
+
+def test_levels_do_not_look_better_because_the_live_rule_left_poor_ones_out():
+    rng = np.random.default_rng(5)
+    mean = np.mean([live_world(rng, 1)[1][0] for _ in range(20000)])
+    for seed in range(3):
+        assert mean_estimate(seed, tells_the_end=True) == pytest.approx(mean, abs=0.04)
+        assert mean_estimate(seed, tells_the_end=False) > mean + 0.08
+
+
+def test_without_margins_there_is_no_live_rule():
+    curve = NetworkCurve(2)
+    learn(curve, np.random.default_rng(0), (0.5, 0.5), 200)
+    assert curve.stop_rule("a", 2) is None
+
+
+def test_host_sources_are_learned_by_the_length_of_their_match():
+    curve, rng = HostCurve(), np.random.default_rng(0)
+    for _ in range(400):
+        curve.observe(2, 3, draft(rng, (0.3, 0.3, 0.3)))
+        curve.observe(16, 3, draft(rng, (0.9, 0.9, 0.9)))
+    assert curve.survivals(3, 2) == pytest.approx([0.3, 0.09], abs=0.08)
+    assert curve.survivals(20, 3) == pytest.approx([0.9, 0.81, 0.73], abs=0.08)
+    # A match of a length never seen lies between them.
+    assert 0.4 < curve.survivals(5, 1)[0] < 0.8
+
+
+def test_a_host_source_that_got_worse_is_noticed_within_forty_offers():
+    for seed in range(10):
+        curve, rng = HostCurve(), np.random.default_rng(seed)
+        for _ in range(1000):
+            curve.observe(4, 4, draft(rng, CHANCES))
+        for _ in range(40):
+            curve.observe(4, 4, draft(rng, (0.2, 0.2, 0.2, 0.2)))
+        assert curve.survivals(4, 1)[0] < 0.45
+
+
+def test_host_survivals_go_as_deep_as_they_are_asked_for():
+    curve = HostCurve()
+    first = curve.survivals(4, 2)
+    assert curve.survivals(4, 5)[:2] == first
+    assert len(curve.survivals(4, 5)) == 5

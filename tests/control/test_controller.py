@@ -1,0 +1,181 @@
+"""What the controller grants, and why, in single steps."""
+
+import numpy as np
+import pytest
+
+from outdraft.control.controller import SLEEPY, Controller
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost
+from outdraft.control.facts import (
+    DraftOutcome,
+    HostOffer,
+    Reason,
+    RequestFacts,
+    ShadowOutcome,
+    StepFacts,
+    StepOutcome,
+)
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def table(slope=0.02, pass_s=0.05, catch_up_s=0.002, **others):
+    target = CostCurve(ROWS, tuple(1 + slope * (n - 1) for n in ROWS))
+    passes = CostCurve((1, 64), (pass_s, 1.5 * pass_s))
+    catch_up = CostCurve((1, 1000), (catch_up_s, 1000 * catch_up_s))
+    return CostTable(target, drafters={"eagle3": DrafterCost(passes, catch_up)}, **others)
+
+
+def request(name="a", **others):
+    return RequestFacts(
+        name, **{"max_tokens": 100, "max_drafts": 5, "context_tokens": 50, **others}
+    )
+
+
+def outcome(facts, decision, accepted=lambda grant: 0, shadows=()):
+    """A step that took what was predicted."""
+    drafts = tuple(DraftOutcome(g.request_id, g.levels, accepted(g)) for g in decision.grants)
+    rows = len(facts.requests) + facts.prompt_rows + sum(g.rows for g in decision.grants)
+    tokens = len(facts.requests) + sum(draft.accepted for draft in drafts)
+    return StepOutcome(
+        facts, decision, drafts, rows, tokens,
+        decision.draft_s, decision.target_s, decision.host_s, shadows,
+    )  # fmt: skip
+
+
+def taught(controller, facts, accepted, num_steps=60):
+    for _ in range(num_steps):
+        controller.observe(outcome(facts, controller.decide(facts), accepted))
+    return controller
+
+
+def test_without_sources_nothing_is_granted():
+    decision = Controller(table(), 5).decide(StepFacts((request(),)))
+    assert decision.grants == ()
+    assert decision.reason is Reason.NOTHING_OFFERED
+    assert decision.draft_s == 0
+    assert decision.step_s == decision.plain_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("full", [{"free_slots": 0}, {"free_rows": 0}])
+def test_without_room_nothing_is_granted(full):
+    decision = Controller(table(), 5).decide(StepFacts((request(network="eagle3"),), **full))
+    assert (decision.grants, decision.reason) == ((), Reason.NO_ROOM)
+
+
+def test_a_step_of_prompts_alone_is_nobodys_draft():
+    decision = Controller(table(), 5).decide(StepFacts((), prompt_rows=64))
+    assert decision.grants == ()
+    assert decision.target_s == pytest.approx(1 + 0.02 * 63)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_grants_keep_to_what_is_allowed(seed: int):
+    rng = np.random.default_rng(seed)
+    controller = Controller(table(0.001, 0.01), 8)
+    for _ in range(80):
+        requests = tuple(
+            request(
+                f"r{i}",
+                max_tokens=int(rng.integers(1, 12)),
+                max_drafts=int(rng.integers(0, 9)),
+                network="eagle3" if rng.random() < 0.7 else None,
+                shapes=((), (2, 3, 1)),
+                offers=(HostOffer("suffix", int(rng.integers(1, 9)), 4),) * int(rng.integers(2)),
+                lag_tokens=int(rng.integers(3)),
+            )
+            for i in range(int(rng.integers(1, 5)))
+        )
+        facts = StepFacts(requests, int(rng.integers(3)) * 8, int(rng.integers(25)), 20)
+        decision = controller.decide(facts)
+        assert sum(grant.rows for grant in decision.grants) <= facts.max_rows
+        assert decision.row_cap <= facts.max_rows
+        known = {one.request_id: one for one in requests}
+        for grant in decision.grants:
+            one = known[grant.request_id]
+            assert 1 <= grant.levels <= grant.rows <= one.max_drafts
+            if grant.source == "suffix":
+                assert grant.levels <= one.offers[0].length
+            else:
+                assert grant.levels < one.max_tokens
+        drawn = {g.request_id: int(rng.integers(g.levels + 1)) for g in decision.grants}
+        controller.observe(outcome(facts, decision, lambda g, d=drawn: d[g.request_id]))
+
+
+def test_a_long_match_is_verified_where_a_short_one_is_not():
+    controller = Controller(table(0.2), 5)
+    short, long = (request(offers=(HostOffer("suffix", 5, n),)) for n in (1, 32))
+    for match, accepted in ((1, 0), (32, 5)) * 60:
+        facts = StepFacts((request(),))
+        shadows = (ShadowOutcome("suffix", match, 5, accepted),)
+        controller.observe(outcome(facts, controller.decide(facts), shadows=shadows))
+    assert controller.decide(StepFacts((short,))).grants == ()
+    (grant,) = controller.decide(StepFacts((long,))).grants
+    assert (grant.levels, grant.match_length) == (5, 32)
+
+
+def test_unused_offers_are_shadowed():
+    controller = Controller(table(0.9), 5)
+    facts = StepFacts((request(offers=(HostOffer("suffix", 5, 1),)), request("b")))
+    assert controller.decide(facts).shadows == ("a",)
+
+
+def test_catching_up_is_priced_by_the_tokens_that_are_left():
+    facts = StepFacts((request(network="eagle3"),))
+    controller = taught(Controller(table(catch_up_s=0.01), 5), facts, lambda g: g.levels)
+    assert controller.decide(facts).grants
+    late = request("late", network="eagle3", lag_tokens=500, max_tokens=6)
+    early = request("early", network="eagle3", lag_tokens=500, max_tokens=2000)
+    assert controller.decide(StepFacts((late,))).grants == ()
+    decision = controller.decide(StepFacts((early,)))
+    assert decision.grants
+    assert decision.draft_s > 5.0  # it is part of this step all the same
+
+
+def test_a_tree_is_drafted_where_rows_are_free_and_a_chain_where_they_are_dear():
+    for slope, levels, shape in ((0.001, 2, (3, 3)), (0.3, 1, ())):
+        controller = Controller(table(slope), 6)
+        chain = controller.estimates.network("eagle3", "", ())
+        tree = controller.estimates.network("eagle3", "", (3, 3))
+        for _ in range(300):
+            chain.observe(DraftOutcome("x", 1, 1))
+            chain.observe(DraftOutcome("x", 2, 0))
+            tree.observe(DraftOutcome("x", 2, 2))
+        chain.forget("x")
+        tree.forget("x")
+        facts = StepFacts((request(max_drafts=6, network="eagle3", shapes=((), (3, 3))),))
+        (grant,) = controller.decide(facts).grants
+        assert (grant.shape, grant.levels) == (shape, levels)
+
+
+def test_the_host_is_asked_less_often_while_its_offers_are_refused():
+    controller = Controller(table(0.9, offer_s=0.05), 5)
+    facts = StepFacts((request(offers=(HostOffer("suffix", 5, 1),)),))
+    asked = 0
+    for step in range(3 * SLEEPY):
+        asked += controller.wants_offers and step >= 2 * SLEEPY
+        now = facts if controller.wants_offers else StepFacts((request(),))
+        decision = controller.decide(now)
+        shadows = (ShadowOutcome("suffix", 1, 5, 0),) * len(decision.shadows)
+        controller.observe(outcome(now, decision, shadows=shadows))
+    assert 0 < asked <= SLEEPY // 4
+
+
+def test_the_stairs_of_the_target_cap_the_rows():
+    stairs = CostCurve((4, 8, 16, 64), (1.0, 1.5, 3.0, 9.0), has_stairs=True)
+    drafter = DrafterCost(CostCurve((1,), (0.01,)), CostCurve((1,), (0.01,)))
+    controller = Controller(CostTable(stairs, drafters={"eagle3": drafter}), 5)
+    names = ("a", "b", "c", "d")
+    facts = StepFacts(tuple(request(name, network="eagle3") for name in names))
+    easy = ("a", "b")
+    taught(controller, facts, lambda g: g.levels if g.request_id in easy else 0, 200)
+    decision = controller.decide(facts)
+    assert decision.row_cap <= 4
+    assert {grant.request_id for grant in decision.grants} <= set(easy)
+
+
+def test_drafts_of_the_largest_step_teach_by_turn():
+    controller = Controller(table(0.001), 3)
+    facts = StepFacts(tuple(request(f"r{i}", network="eagle3") for i in range(20)))
+    taught(controller, facts, lambda g: g.levels * (g.request_id == "r13"), 60)
+    curve = controller.estimates.network("eagle3", "", ())
+    assert curve.survivals("r13", 1)[0] > curve.survivals("r12", 1)[0]

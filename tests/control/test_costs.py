@@ -1,0 +1,103 @@
+"""Tables of costs, and what corrects them."""
+
+import numpy as np
+import pytest
+
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
+from outdraft.control.drift import Costs
+from outdraft.core.errors import ConfigError
+
+LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
+STAIRS = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0), has_stairs=True)
+TABLE = CostTable(
+    LINE,
+    context_s=1e-4,
+    drafters={"eagle3": DrafterCost(CostCurve((1, 8), (0.1, 0.2)), CostCurve((1,), (0.05,)))},
+    host_s=0.1,
+    host_request_s=0.01,
+)
+
+
+def test_monotone_times_are_the_best_in_squares():
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        times = rng.random(7).tolist()
+        means = [[np.mean(times[min(a, b) : b + 1]) for b in range(7)] for a in range(7)]
+        # The max-min formula of isotonic regression.
+        best = [max(min(means[a][b] for b in range(i, 7)) for a in range(i + 1)) for i in range(7)]
+        assert monotone(times) == pytest.approx(best)
+
+
+def test_times_grow_between_measured_numbers_of_rows_and_beyond_them():
+    assert LINE.at(np.array([0, 1, 2, 4, 6, 16, 31])) == pytest.approx(
+        [0, 1, 1.1, 1.3, 1.65, 4, 4 + 15 * 3 / 15]
+    )
+
+
+def test_stairs_take_the_time_of_their_edge():
+    assert STAIRS.at(np.array([0, 1, 2, 4, 5, 16])) == pytest.approx([0, 1, 1.3, 1.3, 2, 4])
+    assert [STAIRS.edge(rows) for rows in (1, 2, 8, 9, 17)] == [1, 4, 8, 16, None]
+    assert LINE.edge(2) is None
+
+
+def test_a_table_comes_back_from_json():
+    assert CostTable.from_json(TABLE.to_json()) == TABLE
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": {"rows": [1], "seconds": [1]}}'])
+def test_other_json_is_refused(text: str):
+    with pytest.raises(ConfigError, match="no table of costs"):
+        CostTable.from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("rows", "seconds"), [((), ()), ((1,), (1, 2)), ((2, 1), (1, 2)), ((1, 2), (2, 1))]
+)
+def test_curves_that_are_none_are_refused(rows, seconds):
+    with pytest.raises(ConfigError):
+        CostCurve(rows, seconds)
+
+
+def test_predictions_follow_the_table():
+    costs = Costs(TABLE)
+    assert costs.target_s(6, 1000) == pytest.approx(1.65 + 0.1)
+    assert costs.target_N(6, 2, 0) == pytest.approx([1.65, 1.825])
+    assert costs.target_N(5000, 1, 0) == pytest.approx(LINE.at(np.array([5000])))
+    assert costs.pass_N("eagle3", 3, 0) == pytest.approx([0, 0.1, 0.1 + 0.1 / 7])
+    assert costs.catch_up_s("eagle3", 0) == 0
+    assert costs.host_s(3) == pytest.approx(0.12)
+
+
+def test_a_machine_that_slows_down_while_drafting_is_slower_for_plain_steps_too():
+    costs = Costs(TABLE)
+    for _ in range(100):
+        costs.observe_target(8, 0, 2.0 * 1.2)
+    assert costs.target_s(8, 0) == pytest.approx(2.4, rel=0.01)
+    assert costs.target_s(1, 0) == pytest.approx(1.2, rel=0.03)
+
+
+def test_a_table_that_is_wrong_in_one_place_is_put_right_there():
+    costs = Costs(TABLE)
+    for step in range(400):
+        rows, actual = (1, 1.0) if step % 32 == 0 else (8, 2.0 * 1.2)
+        costs.observe_target(rows, 0, actual)
+    assert costs.target_s(8, 0) == pytest.approx(2.4, rel=0.02)
+    assert costs.target_s(1, 0) == pytest.approx(1.0, rel=0.03)
+
+
+def test_corrections_are_bounded_and_outliers_count_little():
+    costs = Costs(TABLE)
+    for _ in range(300):
+        costs.observe_target(8, 0, 0.1)
+    assert costs.target_s(8, 0) == pytest.approx(2.0 / 4)
+    for _ in range(300):
+        costs.observe_target(8, 0, 2.0)
+    costs.observe_target(8, 0, 2000.0)
+    assert costs.target_s(8, 0) < 2.0 * 1.1
+
+
+def test_a_networks_time_is_learned_from_its_passes_and_its_catching_up():
+    costs = Costs(TABLE)
+    for _ in range(100):
+        costs.observe_drafter("eagle3", [8, 1], 40, 0, 1.1 * (0.2 + 0.1 + 0.05))
+    assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.11, rel=0.01)
