@@ -99,7 +99,10 @@ class FinishedTexts {
       visit(text(node.label_start + place.used), Place{place.node, place.used + 1});
       return;
     }
-    if (!node.is_ordered) nodes_.sort(node.first_child, branching_, goes_before());
+    if (!node.is_ordered) {
+      nodes_.sort(node.first_child, branching_,
+                  [this](int32_t one, int32_t two) { return goes_before(one, two); });
+    }
     node.is_ordered = true;
     int32_t child = node.first_child;
     for (int64_t rank = 0; rank < branching_ && child != kNone; ++rank) {
@@ -249,15 +252,14 @@ class FinishedTexts {
     free_node(upper);
   }
 
-  auto goes_before() const {
-    return [this](int32_t child, int32_t other) {
-      const Node &one = nodes_[child], &two = nodes_[other];
-      return one.count != two.count ? one.count > two.count : one.label_start > two.label_start;
-    };
+  bool goes_before(int32_t child, int32_t other) const {
+    const Node &one = nodes_[child], &two = nodes_[other];
+    return one.count != two.count ? one.count > two.count : one.label_start > two.label_start;
   }
   int32_t place_of(int32_t child) const {
     const int32_t first = nodes_[nodes_[child].from].first_child;
-    return nodes_.place_of(child, first, branching_, goes_before());
+    return nodes_.place_of(child, first, branching_,
+                           [this](int32_t one, int32_t two) { return goes_before(one, two); });
   }
   // Whether it is one of the first `branching` children of its parent.
   bool is_frequent(int32_t child) const {
