@@ -60,9 +60,9 @@ def main() -> None:
     result |= {"threads": args.threads, "environment": environment()}
 
     def save() -> None:
-        # Where the folder is matters to nobody else.
+        # Where the folder is matters to nobody else, nor where this project is.
         text = json.dumps(result, indent=1).replace(f"{args.folder.absolute()}/", "")
-        args.json.write_text(text)
+        args.json.write_text(text.replace(f"{HERE.parents[1]}/", ""))
 
     for group in quick() if args.quick else whole():
         kept = result["groups"].setdefault(group.name, {"engines": {}})
