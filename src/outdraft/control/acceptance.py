@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from outdraft.control.facts import DraftOutcome, StopRule
 from outdraft.control.surprise import Surprise
+from outdraft.core.draft import MAX_MARGIN
 
 PRIOR_CHANCE = 0.6
 LEANING = 2.0  # information of the level above; about 10 labels
@@ -28,7 +29,6 @@ MAX_OFFSET = 4.0
 FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here
 MAX_LOGIT = 6.0
 MIN_LIVE_LABELS = 50
-MAX_MARGIN = 10.0
 
 
 def sigmoid(logit: float) -> float:

@@ -89,7 +89,8 @@ class StopRule:
     """Chances of acceptance from a network's confidence, level by level.
 
     The chance at level i is sigmoid(weights[i] * margin + biases[i]). The margin is the distance
-    between the two largest logits of that level, known before its token is drawn.
+    between the two largest logits of that level, as `LiveStop` of core/plan.py says, known before
+    its token is drawn.
     """
 
     weights: tuple[float, ...]
@@ -157,7 +158,8 @@ class DraftOutcome:
     Attributes:
         drafted: levels that were verified.
         accepted: levels that were accepted.
-        margins: a network's, level by level; one more than `drafted` if the live rule ended it.
+        margins: a network's, level by level; one more than `drafted` if the live rule ended it, or
+            its cap on rows.
         taught: tokens of the text that the network read to catch up and had an opinion on.
         taught_accepted: how many of them it would have drafted rightly; a sum of chances is fine.
     """

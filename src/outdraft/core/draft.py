@@ -11,6 +11,7 @@ from operator import gt
 import numpy as np
 
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
+MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
 
 
 class DraftSource(StrEnum):

@@ -6,6 +6,8 @@ Dimension key: B requests of the step, N the most drafts of one of them, K logpr
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.request import Request
 
@@ -48,6 +50,39 @@ MODEL_CHAIN = ModelDrafting()
 
 
 @dataclass(frozen=True, slots=True)
+class LiveStop:
+    """Where a chain that a network drafts ends: a rule that is made of finished steps.
+
+    Level i is drafted if all levels above it were, and if the product of
+
+        sigmoid(weights[j] * margin_j + biases[j])    over the levels j <= i
+
+    is at least the price. The margin of a level is the distance between its two largest logits as
+    the level's token is drawn from them: behind all that a request's parameters change, temperature
+    and cuts included (at temperature 0 there is neither), but before any noise. It is at most
+    MAX_MARGIN, which it is too where only one token has mass. It is known before the token is
+    drawn, and what was decided is never taken back. That makes such lengths exact: see
+    docs/design/0012.
+
+    Attributes:
+        weights, biases: of each level that the network drafts, the first one first.
+        price: of finished steps.
+        row_cap: most rows of all drafts of the step. The network's rows count level by level, in
+            batch order within a level, after those of the host. A request with such a rule ends
+            where there is no row left.
+    """
+
+    weights: tuple[float, ...]
+    biases: tuple[float, ...]
+    price: float
+    row_cap: int = 1 << 30
+
+    def __post_init__(self) -> None:
+        if len(self.weights) != len(self.biases):
+            raise ValueError(f"{len(self.weights)} weights but {len(self.biases)} biases")
+
+
+@dataclass(frozen=True, slots=True)
 class DraftChoice:
     """How one request speculates in this step.
 
@@ -59,8 +94,15 @@ class DraftChoice:
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
     model: ModelDrafting = MODEL_CHAIN  # how the network drafts
+    stop: LiveStop | None = None  # where the network's chain may end before; None: nowhere
 
     def __post_init__(self) -> None:
+        if self.stop is not None and self.model.is_tree:
+            raise ValueError("trees have no live rule")
+        if self.stop is not None and len(self.stop.weights) < self.num_model_drafts:
+            raise ValueError(
+                f"a live rule of {len(self.stop.weights)} levels for {self.num_model_drafts}"
+            )
         if self.num_model_drafts and len(self.draft):
             if not self.draft.is_chain:
                 raise ValueError("a network can go on behind a chain only")
@@ -107,6 +149,7 @@ class DraftChoice:
             self.draft.truncated(num_tokens),
             min(self.num_model_drafts, max(0, num_tokens - len(self.draft))),
             self.model,
+            self.stop,
         )
 
 
@@ -168,6 +211,8 @@ class WorkResult:
             the request asked for log-probabilities and for a trace.
         is_finite: False: the target's logits behind the text are no numbers to choose by (NaN,
             infinite or all -inf).
+        margins: float32, one for each level of the network that a live rule looked at: one more
+            than were drafted if the rule, or its cap on rows, ended the draft. None: no such rule.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -178,6 +223,7 @@ class WorkResult:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     drafted_logprobs: tuple[float, ...] = ()
     is_finite: bool = True
+    margins: np.ndarray | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
