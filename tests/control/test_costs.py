@@ -12,7 +12,8 @@ STAIRS = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0), has_stairs=True)
 TABLE = CostTable(
     LINE,
     context_s=1e-4,
-    drafters={"eagle3": DrafterCost(CostCurve((1, 8), (0.1, 0.2)), CostCurve((1,), (0.05,)))},
+    request_s=0.02,
+    drafters={"eagle3": DrafterCost(CostCurve((1, 8), (0.1, 0.2)), CostCurve((1,), (0.05,)), 0.03)},
     host_s=0.1,
     host_request_s=0.01,
 )
@@ -61,9 +62,12 @@ def test_curves_that_are_none_are_refused(rows, seconds):
 def test_predictions_follow_the_table():
     costs = Costs(TABLE)
     assert costs.target_s(6, 1000) == pytest.approx(1.65 + 0.1)
+    assert costs.target_s(6, 1000, 4) == pytest.approx(1.65 + 0.1 + 3 * 0.02)
     assert costs.target_N(6, 2, 0) == pytest.approx([1.65, 1.825])
+    assert costs.target_N(6, 2, 0, 4) == pytest.approx([1.71, 1.885])
     assert costs.target_N(5000, 1, 0) == pytest.approx(LINE.at(np.array([5000])))
     assert costs.pass_N("eagle3", 3, 0) == pytest.approx([0, 0.1, 0.1 + 0.1 / 7])
+    assert costs.start_s("eagle3") == pytest.approx(0.03)
     assert costs.catch_up_s("eagle3", 0) == 0
     assert costs.host_s(3) == pytest.approx(0.12)
 
@@ -99,5 +103,6 @@ def test_corrections_are_bounded_and_outliers_count_little():
 def test_a_networks_time_is_learned_from_its_passes_and_its_catching_up():
     costs = Costs(TABLE)
     for _ in range(100):
-        costs.observe_drafter("eagle3", [8, 1], 40, 0, 1.1 * (0.2 + 0.1 + 0.05))
+        costs.observe_drafter("eagle3", [8, 1], 40, 0, 1.1 * (0.03 + 0.2 + 0.1 + 0.05))
     assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.11, rel=0.01)
+    assert costs.start_s("eagle3") == pytest.approx(0.033, rel=0.01)

@@ -17,7 +17,8 @@ def random_prices(rng, max_rows, *, stairs):
     if stairs:
         steps *= rng.random(max_rows + 1) < 0.3
     pass_N = np.concatenate([[0.0], np.full(4 * max_rows, rng.uniform(0, 0.4))])
-    return Prices(1 + steps.cumsum(), pass_N, int(rng.choice([1, 63])), rng.uniform(0.5, 2))
+    max_passes, rate = int(rng.choice([1, 63])), rng.uniform(0.5, 2)
+    return Prices(1 + steps.cumsum(), pass_N, max_passes, rate, rng.uniform(0, 0.3))
 
 
 def objective(picks, prices):
@@ -33,6 +34,7 @@ def objective(picks, prices):
             for level in range(min(levels, prices.max_passes)):
                 passes[level] = passes.get(level, 0) + option.pass_rows(level)
     draft_s = sum(prices.pass_N[count] for count in passes.values())
+    draft_s += prices.start_s if passes else 0.0
     draft_s += sum(option.fixed_s for option, _ in taken)
     return tokens - prices.rate * (prices.target_N[rows] - prices.target_N[0] + draft_s)
 

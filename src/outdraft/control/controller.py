@@ -207,7 +207,9 @@ class Controller:
         return tuple((unused + unused)[start : start + min(SHADOWS, len(unused))])
 
     def _observe_costs(self, outcome: StepOutcome, outlook: Outlook) -> None:
-        self.costs.observe_target(outcome.num_rows, outlook.context, outcome.target_s)
+        self.costs.observe_target(
+            outcome.num_rows, outlook.context, outcome.target_s, outlook.num_requests
+        )
         self.costs.observe_host(outlook.num_requests, outcome.host_s)
         requests = {request.request_id: request for request in outcome.facts.requests}
         grants = {g.request_id: g for g in outcome.decision.grants}

@@ -86,12 +86,14 @@ class DrafterCost:
     Attributes:
         passes: one pass by its rows; a chain has a row for each request.
         catch_up: reading so many settled tokens that it has not seen.
+        start_s: more in each step in which it drafts, for however many requests.
         context_s: more for each token of the contexts, in each pass.
         max_passes: most passes of a draft, however deep it is.
     """
 
     passes: CostCurve
     catch_up: CostCurve
+    start_s: float = 0.0
     context_s: float = 0.0
     max_passes: int = 63
 
@@ -101,8 +103,10 @@ class CostTable:
     """What this machine takes for this pair of models.
 
     Attributes:
-        target: a pass of the target by its rows, with empty contexts.
-        context_s: more for each token of the contexts.
+        target: a pass of the target by its rows, those of one request with an empty context, and
+            what follows until ids are chosen.
+        context_s: more for each token of the contexts, and
+        request_s: for each further request that the rows belong to.
         host_s: the host's time in a step of one request, and
         host_request_s: in a step for each further one.
         offer_s: what the sources of the host take to make offers to one request.
@@ -110,6 +114,7 @@ class CostTable:
 
     target: CostCurve
     context_s: float = 0.0
+    request_s: float = 0.0
     drafters: dict[str, DrafterCost] = field(default_factory=dict[str, DrafterCost])
     host_s: float = 0.0
     host_request_s: float = 0.0

@@ -62,12 +62,14 @@ class Prices:
         pass_N: seconds of a network's pass with 0, 1, ... rows.
         max_passes: the network's, for a draft of any depth.
         rate: g, tokens a second.
+        start_s: of a step in which the network drafts, beside its passes.
     """
 
     target_N: np.ndarray
     pass_N: np.ndarray
     max_passes: int
     rate: float
+    start_s: float = 0.0
 
     @property
     def max_rows(self) -> int:
@@ -159,7 +161,8 @@ def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan
     target_s = float(target[0])
     best, best_at = 0.0, None
     for option in options:
-        tokens, rows, draft_s = 0.0, 0, option.fixed_s
+        tokens, rows = 0.0, 0
+        draft_s = option.fixed_s + (prices.start_s if option.is_network else 0.0)
         for level, survival in enumerate(option.survivals):
             if option.is_network and level < prices.max_passes:
                 draft_s += float(passes[option.pass_rows(level)])
@@ -252,16 +255,17 @@ class _Levels:
         self.fixed_I = np.asarray(fixed)[order]
         self.is_chain_I = np.asarray(is_chain)[order]
         self.max_depth = int(self.depth_I.max())
-        self.draft_I = self._pass_s(np.asarray(pass_rows)[order], prices.pass_N)
+        self.draft_I = self._pass_s(np.asarray(pass_rows)[order], prices)
 
-    def _pass_s(self, pass_rows_I: np.ndarray, pass_N: np.ndarray) -> np.ndarray:
+    def _pass_s(self, pass_rows_I: np.ndarray, prices: Prices) -> np.ndarray:
         """What each level adds to the time of its pass, which levels before it may have opened."""
         draft_I = np.zeros(len(pass_rows_I))
         for depth in range(1, self.max_depth + 1):
             at = np.flatnonzero((self.depth_I == depth) & (pass_rows_I > 0))
             if len(at) == 0:
                 continue
-            times = pass_N[pass_rows_I[at].cumsum()]
+            times = prices.pass_N[pass_rows_I[at].cumsum()]
+            times += prices.start_s if depth == 1 else 0.0
             draft_I[at] = np.diff(times, prepend=0.0)
         return draft_I
 

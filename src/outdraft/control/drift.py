@@ -77,12 +77,14 @@ class Costs:
         self._drafters = {name: Correction(1) for name in table.drafters}
         self._host = Correction(1)
 
-    def target_s(self, num_rows: int, context_tokens: int) -> float:
+    def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
         """A pass of the target."""
-        seconds = self._table_s(num_rows, context_tokens)
+        seconds = self._table_s(num_rows, context_tokens, num_requests)
         return seconds * self._target.factor(self.table.target.bucket(num_rows))
 
-    def target_N(self, first: int, count: int, context_tokens: int) -> np.ndarray:
+    def target_N(
+        self, first: int, count: int, context_tokens: int, num_requests: int = 1
+    ) -> np.ndarray:
         """float [count]: passes of first, first + 1, ... rows."""
         if first + count <= SPAN:
             span = slice(first, first + count)
@@ -92,8 +94,8 @@ class Costs:
             times_N = self.table.target.at(rows)
             edges = np.asarray(self.table.target.rows)
             bucket_N = np.minimum(np.searchsorted(edges, rows), len(edges) - 1)
-        context_s = self.table.context_s * context_tokens
-        return (times_N + context_s) * self._target.factors[bucket_N]
+        beside_s = self._beside_s(context_tokens, num_requests)
+        return (times_N + beside_s) * self._target.factors[bucket_N]
 
     def pass_N(self, network: str, count: int, context_tokens: int) -> np.ndarray:
         """float [count]: passes of a network with 0, 1, ... rows; none takes no time."""
@@ -104,6 +106,10 @@ class Costs:
         times_N = (times_N + cost.context_s * context_tokens) * self._drafters[network].factor(0)
         times_N[0] = 0.0
         return times_N
+
+    def start_s(self, network: str) -> float:
+        """What a network's drafts of a step take beside its passes."""
+        return self.drafter(network).start_s * self._drafters[network].factor(0)
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
@@ -117,8 +123,10 @@ class Costs:
     def drafter(self, network: str) -> DrafterCost:
         return self.table.drafters[network]
 
-    def observe_target(self, num_rows: int, context_tokens: int, actual_s: float) -> None:
-        table_s = self._table_s(num_rows, context_tokens)
+    def observe_target(
+        self, num_rows: int, context_tokens: int, actual_s: float, num_requests: int = 1
+    ) -> None:
+        table_s = self._table_s(num_rows, context_tokens, num_requests)
         self._target.observe(self.table.target.bucket(num_rows), table_s, actual_s)
 
     def observe_drafter(
@@ -131,7 +139,7 @@ class Costs:
     ) -> None:
         """`pass_rows`: rows of each pass that a step's drafts took."""
         cost, times_N = self.drafter(network), self._pass_N[network]
-        table_s = sum(float(times_N[min(rows, SPAN - 1)]) for rows in pass_rows)
+        table_s = cost.start_s + sum(float(times_N[min(rows, SPAN - 1)]) for rows in pass_rows)
         table_s += len(pass_rows) * cost.context_s * context_tokens
         if catch_up_tokens:
             table_s += float(cost.catch_up.at(np.array(catch_up_tokens)))
@@ -140,12 +148,16 @@ class Costs:
     def observe_host(self, num_requests: int, actual_s: float) -> None:
         self._host.observe(0, self._table_host_s(num_requests), actual_s)
 
-    def _table_s(self, num_rows: int, context_tokens: int) -> float:
+    def _table_s(self, num_rows: int, context_tokens: int, num_requests: int) -> float:
         if num_rows < SPAN:
             seconds = float(self._target_N[num_rows])
         else:
             seconds = float(self.table.target.at(np.array(num_rows)))
-        return seconds + self.table.context_s * context_tokens
+        return seconds + self._beside_s(context_tokens, num_requests)
+
+    def _beside_s(self, context_tokens: int, num_requests: int) -> float:
+        table = self.table
+        return table.context_s * context_tokens + table.request_s * max(0, num_requests - 1)
 
     def _table_host_s(self, num_requests: int) -> float:
         return self.table.host_s + self.table.host_request_s * max(0, num_requests - 1)

@@ -36,8 +36,10 @@ class Outlook:
         context = sum(request.context_tokens for request in facts.requests)
         first = count + facts.prompt_rows
         host_s = costs.host_s(count)
-        alone_s = host_s + costs.target_s(count, context)
-        plain_s = host_s + costs.target_s(first, context) if facts.prompt_rows else alone_s
+        alone_s = host_s + costs.target_s(count, context, count)
+        plain_s = alone_s
+        if facts.prompt_rows:
+            plain_s = host_s + costs.target_s(first, context, count)
         return cls(count, first, context, host_s, alone_s, plain_s)
 
     def plain_tokens(self, step_s: float) -> float:
@@ -57,15 +59,16 @@ class Outlook:
     def prices(self, facts: StepFacts, network: str | None, costs: Costs) -> Prices:
         """What drafts cost, for a long run as fast as plain decoding."""
         most = min(facts.max_rows, sum(request.max_drafts for request in facts.requests))
-        pass_N, max_passes = np.zeros(2), 0
+        pass_N, max_passes, start_s = np.zeros(2), 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)
-            max_passes = costs.drafter(network).max_passes
+            max_passes, start_s = costs.drafter(network).max_passes, costs.start_s(network)
         return Prices(
-            costs.target_N(self.first_row, 1 + most, self.context),
+            costs.target_N(self.first_row, 1 + most, self.context, self.num_requests),
             pass_N,
             max_passes,
             self.num_requests / self.alone_s,
+            start_s,
         )
 
 

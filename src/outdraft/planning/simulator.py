@@ -101,6 +101,7 @@ class _Times:
         self.passes: list[float] = cost.passes.at(rows).tolist() if cost is not None else []
         self.catch_up: list[float] = cost.catch_up.at(rows).tolist() if cost is not None else []
         self.max_passes = cost.max_passes if cost is not None else 0
+        self.start_s = cost.start_s if cost is not None else 0.0
 
 
 class Simulator:
@@ -181,6 +182,7 @@ class Simulator:
         draft_s = drafts.seconds * self._jitter()
         table = world.table
         target_s = times.target[num_rows] + table.context_s * context
+        target_s += table.request_s * max(0, len(decoding) - 1)
         target_s *= world.target_factor * self._jitter()
         host_s = table.host_s + table.host_request_s * max(0, len(decoding) - 1)
         host_s += (
@@ -240,7 +242,7 @@ class _Drafts:
         live = [grant for grant in decision.grants if grant.source == NETWORK]
         lag = sum(min(self._requests[g.request_id].lag, scenario.window) for g in live)
         if live:
-            self.seconds = times.catch_up[min(lag, MAX_ROWS - 1)]
+            self.seconds = times.start_s + times.catch_up[min(lag, MAX_ROWS - 1)]
             self._draft(live, decision)
             self.seconds *= world.draft_factor
 
