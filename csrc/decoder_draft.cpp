@@ -1,4 +1,5 @@
-// A whole draft of a decoder: all passes, all choices, for all requests, in one call.
+// A whole draft of a decoder: all passes, all choices, for all requests, in one call. A request whose
+// chain has ended has no rows in later passes.
 //
 // The readable twin is src/outdraft/drafting/device/grower.py over the passes of a network.
 
@@ -32,10 +33,11 @@ class Drafting {
 
   bool run(const void* states) {
     std::memcpy(states_, states, static_cast<size_t>(task_.num_requests * state_bytes_));
-    for (int64_t depth = 0; depth < task_.num_levels; ++depth) {
+    for (int64_t depth = 0; depth < task_.num_levels && num_drafting() > 0; ++depth) {
       if (depth > 0 && !read(depth)) return false;
-      decoder_.logits(states_, task_.num_requests * growth_.num_nodes(), logits_);
-      growth_.extend(logits_);
+      decoder_.logits(states_, num_drafting() * growth_.num_nodes(), logits_);
+      before_ = growth_.drafting();
+      growth_.extend(logits_, RowsOf::kDrafting);
     }
     growth_.finish();
     return true;
@@ -52,36 +54,53 @@ class Drafting {
 
   // The states behind the newest level.
   bool read(int64_t depth) {
-    const int64_t num_nodes = growth_.num_nodes(), num_rows = task_.num_requests * num_nodes;
+    const int64_t num_nodes = growth_.num_nodes(), num_rows = num_drafting() * num_nodes;
     rows_.resize(static_cast<size_t>(5 * num_rows));
     int64_t *ids = rows_.data(), *origins = ids + num_rows, *ancestors = origins + num_rows;
     int64_t *positions = ancestors + num_rows, *slots = positions + num_rows;
-    growth_.copy_newest(ids);
-    starts_.assign(1, 0), contexts_.clear();
-    for (int64_t b = 0; b < task_.num_requests; ++b) {
-      starts_.push_back(static_cast<int32_t>((b + 1) * num_nodes));
-      contexts_.push_back(static_cast<int32_t>(task_.contexts[b]));
-    }
-    place_level(task_.num_requests, num_nodes, growth_.first(), ancestors, task_.contexts,
-                task_.num_drafts, task_.block_table, task_.table_width, task_.block_size,
-                ancestors, positions, slots);
-    const DecoderRows rows{ids,          positions,         slots,     starts_.data(),
-                           contexts_.data(), zeros_.data(), ancestors, task_.block_table,
-                           num_rows,     task_.num_requests, task_.table_width};
+    growth_.copy_newest(ids, RowsOf::kDrafting);
+    gather_columns();
+    place_level(num_drafting(), num_nodes, growth_.first(), ancestors, contexts_.data(),
+                num_drafts_.data(), table_.data(), task_.table_width, task_.block_size, ancestors,
+                positions, slots);
+    const DecoderRows rows{ids,           positions,          slots,     starts_.data(),
+                           lens_.data(),  zeros_.data(),      ancestors, table_.data(),
+                           num_rows,      num_drafting(),     task_.table_width};
     const bool reads_states = decoder_.spec().reads_states != 0;
     if (reads_states) gather(depth, origins);
     return decoder_.forward(rows, reads_states ? gathered_ : nullptr, nullptr, 0, nullptr, states_);
   }
 
+  // What the requests that still draft have in the columns of the task.
+  void gather_columns() {
+    const int64_t num_nodes = growth_.num_nodes(), width = task_.table_width;
+    starts_.assign(1, 0);
+    contexts_.clear(), lens_.clear(), num_drafts_.clear(), table_.clear();
+    for (const int64_t b : growth_.drafting()) {
+      starts_.push_back(starts_.back() + static_cast<int32_t>(num_nodes));
+      contexts_.push_back(task_.contexts[b]);
+      lens_.push_back(static_cast<int32_t>(task_.contexts[b]));
+      num_drafts_.push_back(task_.num_drafts[b]);
+      const int32_t* blocks = task_.block_table + b * width;
+      table_.insert(table_.end(), blocks, blocks + width);
+    }
+  }
+
   // The states that the rows of the newest level continue.
   void gather(int64_t depth, const int64_t* origins) {
     const int64_t num_above = depth == 1 ? 1 : task_.levels[depth - 2];
-    for (int64_t row = 0; row < task_.num_requests * growth_.num_nodes(); ++row) {
-      const int64_t above = row / growth_.num_nodes() * num_above + origins[row];
-      std::memcpy(gathered_ + row * state_bytes_, states_ + above * state_bytes_,
-                  static_cast<size_t>(state_bytes_));
+    int64_t row = 0, place = 0;  // of the request in the pass before
+    for (const int64_t b : growth_.drafting()) {
+      while (before_[place] != b) ++place;
+      for (int64_t node = 0; node < growth_.num_nodes(); ++node, ++row) {
+        const int64_t above = place * num_above + origins[row];
+        std::memcpy(gathered_ + row * state_bytes_, states_ + above * state_bytes_,
+                    static_cast<size_t>(state_bytes_));
+      }
     }
   }
+
+  int64_t num_drafting() const { return static_cast<int64_t>(growth_.drafting().size()); }
 
   Decoder& decoder_;
   const DraftTask& task_;
@@ -89,8 +108,10 @@ class Drafting {
   int64_t state_bytes_;
   char *states_, *gathered_;  // behind the newest level, and what that continues
   float* logits_;             // [rows, N]
-  std::vector<int64_t> rows_;  // of a pass: ids, origins, ancestors, positions, slots
-  std::vector<int32_t> starts_, contexts_, zeros_;
+  std::vector<int64_t> rows_;    // of a pass: ids, origins, ancestors, positions, slots
+  std::vector<int64_t> before_;  // the requests of the pass before
+  std::vector<int64_t> contexts_, num_drafts_;
+  std::vector<int32_t> starts_, lens_, zeros_, table_;
 };
 
 }  // namespace

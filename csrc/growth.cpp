@@ -42,27 +42,60 @@ Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outp
       draft_ids_(draft_ids),
       num_outputs_(num_outputs),
       is_chain_(task.num_levels == task.num_rows),
+      num_rows_(task.stops.num_rows_before),
+      drafting_(static_cast<size_t>(task.num_requests)),
+      survival_(task.stops.price == nullptr ? 0 : static_cast<size_t>(task.num_requests), 1.0),
       trees_(static_cast<size_t>(task.num_requests)) {
+  std::iota(drafting_.begin(), drafting_.end(), 0);
   for (Tree& tree : trees_) tree.weights = {1.0f}, tree.nodes = {0};
+  std::fill_n(task.is_drawn, task.num_requests * task.num_rows, false);
 }
 
-void Growth::extend(const float* logits) {
+void Growth::extend(const float* logits, RowsOf rows) {
   const int64_t first_above = depth_ == 0 ? 0 : first_ + 1;
   const int64_t first = depth_ == 0 ? 0 : first_ + num_nodes_;
-  for (int64_t b = 0; b < task_.num_requests; ++b) {
-    choose(b, first, first_above, processed(b, logits + b * num_nodes_ * num_outputs_));
+  size_t num_left = 0;
+  for (size_t place = 0; place < drafting_.size(); ++place) {
+    const int64_t b = drafting_[place];
+    const int64_t row = (rows == RowsOf::kAll ? b : static_cast<int64_t>(place)) * num_nodes_;
+    const float* own = processed(b, logits + row * num_outputs_);
+    if (!goes_on(b, own)) continue;
+    choose(b, first, first_above, own);
+    if (!is_chain_ || depth_ + 1 < task_.num_drafts[b]) drafting_[num_left++] = b;
   }
+  drafting_.resize(num_left);
   first_ = first;
   num_nodes_ = task_.levels[depth_++];
 }
 
-void Growth::copy_newest(int64_t* to) const {
+void Growth::copy_newest(int64_t* to, RowsOf rows) const {
   using Column = std::vector<int64_t> Tree::*;
+  const bool has_all = rows == RowsOf::kAll;
+  const auto num_requests = static_cast<int64_t>(has_all ? trees_.size() : drafting_.size());
+  if (has_all) std::fill_n(to, 3 * num_requests * num_nodes_, 0);
   for (const Column column : {&Tree::token_ids, &Tree::origins, &Tree::ancestors}) {
-    for (const Tree& tree : trees_) {
-      to = std::copy_n((tree.*column).begin() + first_, num_nodes_, to);
+    for (size_t place = 0; place < drafting_.size(); ++place) {
+      const int64_t b = drafting_[place];
+      const int64_t row = (has_all ? b : static_cast<int64_t>(place)) * num_nodes_;
+      std::copy_n((trees_[b].*column).begin() + first_, num_nodes_, to + row);
     }
+    to += num_requests * num_nodes_;
   }
+}
+
+// Whether a request drafts the next level, whose processed logits these are: its live rule.
+bool Growth::goes_on(int64_t b, const float* logits) {
+  const Stops& stops = task_.stops;
+  if (stops.price == nullptr) return true;
+  if (stops.has_rule[b]) {
+    const int64_t at = b * task_.num_levels + depth_;
+    stops.margins[at] = margin(logits, task_.size);
+    const double score = stops.weights[at] * stops.margins[at] + stops.biases[at];
+    survival_[b] *= 1 / (1 + std::exp(-score));
+    if (!(survival_[b] >= stops.price[b]) || num_rows_ >= stops.row_cap) return false;
+  }
+  ++num_rows_;
+  return true;
 }
 
 void Growth::finish() {
@@ -193,16 +226,16 @@ void Growth::finish(int64_t b) {
   const Tree& tree = trees_[b];
   int64_t* ids = task_.token_ids + b * task_.num_rows;
   int64_t* parents = task_.parents + b * task_.num_rows;
-  if (kind(b) != Kind::kDrawn) {
-    std::fill_n(task_.is_drawn + b * task_.num_rows, task_.num_rows, false);
-    if (is_chain_) {
-      std::copy_n(tree.token_ids.data(), task_.num_rows, ids);
-      std::iota(parents, parents + task_.num_rows, 0);
-    } else {
-      keep_best(tree, ids, parents);
-    }
+  int64_t num_drafted = task_.num_drafts[b];
+  if (is_chain_) {
+    num_drafted = static_cast<int64_t>(tree.token_ids.size());
+    std::copy_n(tree.token_ids.data(), num_drafted, ids);
+    std::iota(parents, parents + task_.num_rows, 0);
+  } else if (kind(b) != Kind::kDrawn) {
+    keep_best(tree, ids, parents);
   }
-  for (int64_t row = task_.num_drafts[b]; row < task_.num_rows; ++row) ids[row] = -1;
+  std::fill(ids + num_drafted, ids + task_.num_rows, -1);
+  if (task_.stops.price != nullptr) task_.stops.num_drafted[b] = num_drafted;
 }
 
 void Growth::keep_best(const Tree& tree, int64_t* ids, int64_t* parents) const {
@@ -227,11 +260,12 @@ OUTDRAFT_EXPORT Growth* growth_create(const DraftTask* task) {
   return new Growth(*task, nullptr, task->size);
 }
 
-// Grows a level [B, F] from logits [B, E, V]. `rows`:
-// its token ids, origins and ancestors, one behind the other.
-OUTDRAFT_EXPORT void growth_extend(Growth* growth, const float* logits, int64_t* rows) {
-  growth->extend(logits);
-  growth->copy_newest(rows);
+// Grows a level [B, F] from logits [B, E, V]. `rows`: its token ids, origins and ancestors, one
+// behind the other. Returns how many requests draft on.
+OUTDRAFT_EXPORT int64_t growth_extend(Growth* growth, const float* logits, int64_t* rows) {
+  growth->extend(logits, outdraft::RowsOf::kAll);
+  growth->copy_newest(rows, outdraft::RowsOf::kAll);
+  return static_cast<int64_t>(growth->drafting().size());
 }
 
 // Writes the task's results.

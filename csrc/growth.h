@@ -15,6 +15,18 @@ namespace outdraft {
 
 enum class Kind : int64_t { kRanked = 0, kDrawn = 1, kRankedWithNoise = 2 };
 
+// Where chains end before all their levels: as `StopRules` of kernels/draft_ops.py. Null columns:
+// nowhere.
+struct Stops {
+  const double *weights, *biases;  // [B, L]
+  const double* price;
+  const bool* has_rule;
+  int64_t row_cap, num_rows_before;
+  // Results: of each level that a rule looked at, [B, L]; how many drafts each request has.
+  float* margins;
+  int64_t* num_drafted;
+};
+
 // What Python fills (kernels/native/drafting.py); columns have a number for each request.
 struct DraftTask {
   int64_t num_requests, num_levels, num_rows, size, table_width, block_size;
@@ -30,7 +42,11 @@ struct DraftTask {
   int64_t *token_ids, *parents;
   bool* is_drawn;
   float* probs;
+  Stops stops;
 };
+
+// Which requests the rows of a level belong to.
+enum class RowsOf { kAll, kDrafting };
 
 // The tree of one request while it grows. Rows are numbered level after level.
 struct Tree {
@@ -47,21 +63,27 @@ class Growth {
   // The logits are of the tokens `draft_ids` [num_outputs]; null: of all tokens.
   Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outputs);
 
-  // The next level, from float32 logits [B, E, num_outputs] behind the newest one; the first time
-  // behind the last token before the drafts.
-  void extend(const float* logits);
+  // The next level, from float32 logits [requests, E, num_outputs] behind the newest one; the first
+  // time behind the last token before the drafts. The logits are of all requests, or of `drafting`.
+  void extend(const float* logits, RowsOf rows);
 
   // The results of all requests, once all levels are there.
   void finish();
 
-  // Token ids, origins and ancestors of the newest level, each [B, F], one behind the other.
-  void copy_newest(int64_t* to) const;
+  // Token ids, origins and ancestors of the newest level, each [requests, F], one behind the other;
+  // zeros of requests that draft no more.
+  void copy_newest(int64_t* to, RowsOf rows) const;
+
+  // The requests whose newest level will be continued, in order. A chain leaves when it has all
+  // its drafts, and where a live rule ends it.
+  const std::vector<int64_t>& drafting() const { return drafting_; }
 
   int64_t num_nodes() const { return num_nodes_; }  // of the newest level of each request
   int64_t first() const { return first_; }          // its first row
 
  private:
   const float* processed(int64_t b, const float* logits) const;
+  bool goes_on(int64_t b, const float* logits);
   void keep_allowed(const bool* allowed, float* logits) const;
   void choose(int64_t b, int64_t first, int64_t first_above, const float* logits);
   void draw(int64_t b, int64_t first, int64_t first_above, const float* logits);
@@ -81,6 +103,9 @@ class Growth {
   const int64_t num_outputs_;
   const bool is_chain_;
   int64_t depth_ = 0, num_nodes_ = 1, first_ = 0;
+  int64_t num_rows_ = 0;  // of the step's drafts so far
+  std::vector<int64_t> drafting_;
+  std::vector<double> survival_;  // of each request's chain, by its live rule
   std::vector<Tree> trees_;
 };
 

@@ -193,6 +193,30 @@ int64_t argmax(const float* numbers, int64_t size) {
   return at < size ? at : 0;
 }
 
+float margin(const float* numbers, int64_t size) {
+  Floats best = Floats{} + kMasked, second = best;
+  const auto add = [&best, &second](Floats x) {
+    const Floats lower = x > best ? best : x;  // NaN falls through to the next line
+    second = lower > second ? lower : second;
+    best = x > best ? x : best;
+  };
+  int64_t at = 0;
+  for (; at + kWidth <= size; at += kWidth) add(load<Floats>(numbers + at));
+  add(load_some<Floats>(numbers + at, size - at, kMasked));
+  float first = kMasked, next = kMasked;
+  for (int lane = 0; lane < kWidth; ++lane) {
+    for (const float x : {best[lane], second[lane]}) {
+      if (x > first) {
+        next = first, first = x;
+      } else if (x > next) {
+        next = x;
+      }
+    }
+  }
+  const float distance = first - next;  // NaN of two infinities
+  return distance >= 0 ? std::min(distance, kWidestMargin) : 0.0f;
+}
+
 double total(const float* numbers, int64_t size) {
   constexpr int64_t kColumns = 16;
   double sums[kColumns] = {};

@@ -39,6 +39,11 @@ float maximum(const float* numbers, int64_t size);
 // The lowest place of the largest number; 0 where there is none.
 int64_t argmax(const float* numbers, int64_t size);
 
+// The distance between the two largest numbers, at most kWidestMargin; NaN are passed over. 0 where
+// two are infinite; kWidestMargin where all others are -inf.
+constexpr float kWidestMargin = 10;  // MAX_MARGIN of core/draft.py
+float margin(const float* numbers, int64_t size);
+
 // The sum, in float64.
 double total(const float* numbers, int64_t size);
 

@@ -29,7 +29,13 @@ def example():
     booked = [(w, r, r.token_ids) for w, r in zip(works, results, strict=True)]
     times = PhaseTimes(draft_s=0.1, verify_s=0.5, sample_s=0.2)
     return step_stats(
-        StepPlan(tuple(works)), booked, times=times, step_s=1.0, num_waiting=4, kv_usage=0.5
+        StepPlan(tuple(works)),
+        booked,
+        num_rows=8,
+        times=times,
+        step_s=1.0,
+        num_waiting=4,
+        kv_usage=0.5,
     )
 
 
@@ -55,6 +61,7 @@ def test_a_draft_that_a_network_continued_counts_for_who_began_it():
     step = step_stats(
         StepPlan((mixed, plain)),
         booked,
+        num_rows=6,
         times=PhaseTimes(),
         step_s=1.0,
         num_waiting=0,

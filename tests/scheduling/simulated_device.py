@@ -53,7 +53,7 @@ class SimulatedDevice:
         for work in plan.works:
             self.check(self.target, work.request, work.block_ids, work.start + work.num_new)
         results = map(self._verify, plan.works, drafted)
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), plan.num_rows)
 
     def check(
         self,

@@ -84,7 +84,8 @@ def host_drafts(*token_ids: int) -> DraftChoice:
 def plain_results(plan: StepPlan, token_id: int = 1) -> StepResult:
     """Every draft is rejected; every work that samples gets token_id."""
     return StepResult(
-        tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in plan.works)
+        tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in plan.works),
+        plan.num_rows,
     )
 
 
@@ -430,7 +431,7 @@ def test_tokens_behind_a_stop_token_inside_an_accepted_draft_are_dropped():
     run_plainly(sched, 1)
     plan = sched.schedule({"a": host_drafts(2, 0, 2)})
     outcome = WorkResult((2, 0, 2, 1), (0, 1, 2), (2, 0, 2))
-    [(_, _, added)] = sched.commit(plan, StepResult((outcome,)))
+    [(_, _, added)] = sched.commit(plan, StepResult((outcome,), plan.num_rows))
     assert added == (2, 0)
     assert one.token_ids[one.num_prompt :].tolist() == [1, 2, 0]
     assert (one.finish_reason, one.stop_reason) == (FinishReason.STOP, 0)
@@ -573,7 +574,7 @@ def test_the_drafter_has_all_but_its_last_draft(num_accepted, drafter_computed):
     plan = sched.schedule({"a": model_drafts(3)})
     emitted = (1,) * (num_accepted + 1)
     rows = tuple(range(num_accepted))
-    sched.commit(plan, StepResult((WorkResult(emitted, rows, (1, 1, 1)),)))
+    sched.commit(plan, StepResult((WorkResult(emitted, rows, (1, 1, 1)),), plan.num_rows))
     assert one.num_computed == 4 + num_accepted
     assert one.num_drafter_computed == drafter_computed
 

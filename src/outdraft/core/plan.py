@@ -237,9 +237,14 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Results in the order of the plan's works."""
+    """Results in the order of the plan's works.
+
+    Attributes:
+        num_rows: that the target read. A live rule may have left out some of those planned.
+    """
 
     works: tuple[WorkResult, ...]
+    num_rows: int
     times: PhaseTimes = field(default_factory=PhaseTimes)
 
 

@@ -155,6 +155,7 @@ class Engine:
         stats = step_stats(
             plan,
             booked,
+            num_rows=result.num_rows,
             times=result.times,
             step_s=time.perf_counter() - started_s,
             num_waiting=len(self.scheduler.waiting),

@@ -11,19 +11,24 @@ def step_stats(
     plan: StepPlan,
     booked: list[tuple[Work, WorkResult, tuple[int, ...]]],
     *,
+    num_rows: int,
     times: PhaseTimes,
     step_s: float,
     num_waiting: int,
     kv_usage: float,
 ) -> StepStats:
-    """One step in numbers."""
+    """One step in numbers.
+
+    Args:
+        num_rows: that the target read.
+    """
     drafted: Counter[DraftSource] = Counter()
     accepted: Counter[DraftSource] = Counter()
     drafts: Counter[DraftSource] = Counter()
     accepted_of: Counter[DraftSource] = Counter()
     accepted_at: Counter[int] = Counter()
     for work, outcome, _ in booked:
-        if work.drafts is not None:
+        if work.drafts is not None and outcome.drafted_ids:  # a live rule may leave none
             drafted.update(work.drafts.count_by_source(range(len(outcome.drafted_ids))))
             accepted.update(work.drafts.count_by_source(outcome.accepted_rows))
             drafts[work.drafts.source_of(0)] += 1
@@ -32,7 +37,7 @@ def step_stats(
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
-        num_rows=plan.num_rows,
+        num_rows=num_rows,
         num_emitted=sum(len(added) for _, _, added in booked),
         num_drafts=sum(drafts.values()),
         num_draft_tokens=sum(drafted.values()),

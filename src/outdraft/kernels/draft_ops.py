@@ -1,7 +1,7 @@
 """What drafts grow from, and what comes of it.
 
 Dimension key: B requests that draft, E nodes of the level above (1: the root), F rows of the newest
-level, K drafts, V vocabulary, D the network's state, P blocks.
+level, K drafts, L levels, V vocabulary, D the network's state, P blocks.
 """
 
 from collections.abc import Sequence
@@ -34,6 +34,26 @@ SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a
 
 
 @dataclass(frozen=True, slots=True)
+class StopRules:
+    """Where the chains of a batch end: the rules of `LiveStop` in core/plan.py.
+
+    Attributes:
+        weights_BL, biases_BL: float64; 0 past the levels that a request wants.
+        price_B: float64.
+        has_rule_B: bool; the other requests draft all that they want.
+        row_cap: a request with a rule ends where the step has so many rows of drafts.
+        num_rows_before: rows of the host's drafts.
+    """
+
+    weights_BL: Tensor
+    biases_BL: Tensor
+    price_B: Tensor
+    has_rule_B: Tensor
+    row_cap: int
+    num_rows_before: int
+
+
+@dataclass(frozen=True, slots=True)
 class Growth:
     """What is wanted of a batch.
 
@@ -47,6 +67,7 @@ class Growth:
         sampling: the requests' parameters, without those that look back at the text.
         samples: draw drafts from the drafter's distribution; False: all requests get the
             likeliest tokens.
+        stops: of chains; None: no request has a rule.
     """
 
     kernels: "Kernels"
@@ -57,6 +78,7 @@ class Growth:
     fewest: int
     sampling: "SamplingBatch"
     samples: bool
+    stops: StopRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +137,16 @@ class ModelDrafts:
     """One tree per ask.
 
     Attributes:
-        token_ids_BK: int64; -1 past the drafts that a request wants.
+        token_ids_BK: int64; -1 past the drafts of a request.
         parents_BK: int64; row that each draft continues, as in `Draft`. Row 0 is the last token
             before the drafts.
-        num_drafts_B: int64; how many each request wanted.
+        num_drafts_B: int64; as many as each request wanted, or fewer where a live rule ended it.
         probs_BKV: float32, what sampled drafts were drawn from; None if all are deterministic.
         is_sampled_BK: bool, which drafts were drawn from probs_BKV; None with it.
         is_chain: known on the host: all trees are chains.
-        all_sampled: known on the host: of every request some were.
+        all_sampled: known on the host: of every request some were, if it has any.
+        margins_BL: float32, of each level that a live rule looked at, then NaN; None: there was no
+            rule. A rule looks at one level more than it lets a request draft, if it ends it.
     """
 
     token_ids_BK: Tensor
@@ -132,6 +156,7 @@ class ModelDrafts:
     is_sampled_BK: Tensor | None = None
     is_chain: bool = False
     all_sampled: bool = False
+    margins_BL: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,11 @@
 """Joins the drafts of a step: those of the host, and those of the network.
 
-Dimension key: B requests that sample, M of them that the model drafts for, N drafts, V vocabulary.
+A live rule may end a network's draft early. On a CPU the host then knows it before rows are laid
+out: `as_drafted` leaves the rows out. On other devices the host would have to wait for it, so the
+rows stay, and verification looks at none of them.
+
+Dimension key: B requests that sample, M of them that the model drafts for, N drafts, L levels, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -11,7 +16,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.plan import NO_DRAFT, DraftChoice, Work
+from outdraft.core.plan import NO_DRAFT, DraftChoice, StepPlan, Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -27,7 +32,28 @@ def draft_ask(work: Work) -> DraftModelAsk:
         num_drafts=choice.num_model_drafts,
         block_ids=work.block_ids,
         continued=choice.draft.token_ids,
+        stop=choice.stop,
     )
+
+
+def num_host_rows(works: Sequence[Work]) -> int:
+    """Rows of drafts of the host."""
+    return sum(len(work.drafts.draft) for work in works if work.drafts is not None)
+
+
+def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
+    """The plan without the rows that live rules have left out, where they need not stay."""
+    if drafts.margins_BL is None or drafts.num_laid_out_B is not None:
+        return plan
+    counts = iter(drafts.num_drafts_B.tolist())
+    works = list[Work]()
+    for work in plan.works:
+        count = next(counts) if work.samples else 0
+        if work.drafts is not None:
+            works.append(replace(work, drafts=work.drafts.truncated(count)))
+        else:
+            works.append(work)
+    return StepPlan(tuple(works))
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
@@ -44,7 +70,8 @@ def joined_drafts(
     """All drafts of a step: the network's in the rows `asked`, behind what the host drafted."""
     starts = [len(_choice(works[row]).draft) for row in asked]
     if len(asked) == len(works) and not any(starts):
-        return _batch(made, made.token_ids_BK, made.parents_BK, made.num_drafts_B, made.probs_BKV)
+        whole = _batch(made, made.token_ids_BK, made.parents_BK, made.num_drafts_B, made.probs_BKV)
+        return _with_margins(whole, made.margins_BL, works)
     host = host_drafts(works, device)
     rows_M, starts_M, num_drafts_B = to_device(
         [np.array(asked), np.array(starts), np.array([work.num_drafts for work in works])], device
@@ -71,12 +98,30 @@ def joined_drafts(
     is_sampled_BN = torch.zeros_like(joined.token_ids_BN, dtype=torch.bool)
     if made.is_sampled_BK is not None:
         is_sampled_BN = merged(None, made.is_sampled_BK)
-    return replace(
+    margins_BL = None
+    if made.margins_BL is not None:
+        num_drafts_B[rows_M] = starts_M + made.num_drafts_B
+        margins_BL = made.margins_BL.new_full((len(works), made.margins_BL.shape[1]), torch.nan)
+        margins_BL[rows_M] = made.margins_BL
+    whole = replace(
         joined,
         is_sampled_BN=is_sampled_BN,
         is_chain=host.is_chain and made.is_chain,
         all_sampled=False,
     )
+    return _with_margins(whole, margins_BL, works)
+
+
+def _with_margins(
+    drafts: DraftBatch, margins_BL: Tensor | None, works: Sequence[Work]
+) -> DraftBatch:
+    """With what live rules saw, and with the rows that the plan has where the host cannot know how
+    many are needed."""
+    if margins_BL is None or drafts.device.type == "cpu":
+        return replace(drafts, margins_BL=margins_BL) if margins_BL is not None else drafts
+    planned = np.array([work.num_drafts for work in works])
+    (num_laid_out_B,) = to_device([planned], drafts.device)
+    return replace(drafts, num_laid_out_B=num_laid_out_B, margins_BL=margins_BL)
 
 
 def _batch(

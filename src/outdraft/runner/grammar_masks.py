@@ -84,7 +84,8 @@ def grammar_masks(
         end = start + 1 + work.num_drafts
         if work.request.grammar is not None:
             token_ids, parents = _draft(work, place, drafts_2BN)
-            ends = work.request.grammar.fill_masks(token_ids, parents, masks_RW[start:end])
+            own_RW = masks_RW[start : start + 1 + len(token_ids)]
+            ends = work.request.grammar.fill_masks(token_ids, parents, own_RW)
             is_end_BN[place, [row - 1 for row in ends]] = 1
         start = end
     arrays = [masks_RW, is_end_BN] if is_end_BN.any() else [masks_RW]
@@ -95,14 +96,15 @@ def grammar_masks(
 def _draft(
     work: Work, place: int, drafts_2BN: np.ndarray | None
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids and parents of what is verified for a work."""
+    """Ids and parents of what is verified for a work; what a live rule left out has the id -1."""
     if work.drafts is None:
         return (), ()
     if not _is_of_model(work):
         return work.drafts.draft.token_ids, work.drafts.draft.parents
     assert drafts_2BN is not None
-    token_ids, parents = drafts_2BN[:, place, : work.num_drafts].tolist()
-    return token_ids, parents
+    token_ids, parents = drafts_2BN[:, place, : work.num_drafts]
+    num_drafts = int((token_ids >= 0).sum())
+    return token_ids[:num_drafts].tolist(), parents[:num_drafts].tolist()
 
 
 def _is_of_model(work: Work) -> bool:

@@ -23,7 +23,13 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
-from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts
+from outdraft.runner.drafts import (
+    as_drafted,
+    draft_ask,
+    host_drafts,
+    joined_drafts,
+    num_host_rows,
+)
 from outdraft.runner.grammar_masks import GrammarMasks, copy_of_drafted, grammar_masks
 from outdraft.runner.logprobs import (
     LogprobRows,
@@ -57,7 +63,11 @@ class TargetPass:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that was launched; its tensors may not be computed yet."""
+    """A step that was launched; its tensors may not be computed yet.
+
+    Attributes:
+        plan: with the rows that the target reads.
+    """
 
     plan: StepPlan
     copies: StepCopies
@@ -96,6 +106,9 @@ class ModelRunner:
         works = [work for work in plan.works if work.samples]
         sampling = self._sampling_batch([work.request for work in works]) if works else None
         drafts = self._drafts(works, sampling) if sampling else None
+        if drafts is not None and drafts.margins_BL is not None:
+            plan = as_drafted(plan, drafts)
+            works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, drafts) if drafts else None
         clock.mark()
         target = self._forward(plan.works, drafts)
@@ -116,7 +129,7 @@ class ModelRunner:
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a launched step: the one host synchronisation of a step."""
         works = work_results(pending.plan, pending.copies)
-        return StepResult(works, pending.clock.times())
+        return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
     def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
         """The requests' parameters on the device; kept while the same requests sample."""
@@ -145,7 +158,8 @@ class ModelRunner:
         if len(asked) < len(works):
             sampling = self._sampling_batch([works[i].request for i in asked])
         asks = [draft_ask(works[i]) for i in asked]
-        made = self.proposer.propose(asks, self.state.token_ids_SL, sampling)
+        host_rows = num_host_rows(works) if any(ask.stop for ask in asks) else 0
+        made = self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
         return joined_drafts(works, asked, made, self.device)
 
     def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:

@@ -1,7 +1,7 @@
 """The results of a step, brought to the host in one copy.
 
 Dimension key: B requests that sample, N most drafts of one of them, R flat rows as in
-`data.drafts`, J rows of log-probabilities.
+`data.drafts`, L levels of a network, J rows of log-probabilities.
 """
 
 from collections.abc import Sequence
@@ -36,11 +36,13 @@ class StepCopies:
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
         shapes: of the tensors in order.
+        has_margins: live rules' margins are among them.
         arrived: set on a GPU when the copy is complete.
     """
 
     packed: list[Tensor]
     shapes: tuple[torch.Size, ...]
+    has_margins: bool
     emitted: LogprobRows | None
     prompt: LogprobRows | None
     arrived: torch.cuda.Event | None
@@ -54,6 +56,7 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
+    margins_BL = None
     if verified is not None:
         tensors += [
             verified.is_finite_R,
@@ -62,23 +65,30 @@ def to_host(
             verified.drafts.token_ids_BN,
             verified.drafts.parents_BN,
         ]
+        margins_BL = verified.drafts.margins_BL
+        if margins_BL is not None:
+            tensors.append(margins_BL)
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += _log_tensors(rows)
     shapes = tuple(tensor.shape for tensor in tensors)
     if device.type == "cpu":
-        return StepCopies(tensors, shapes, emitted, prompt, None)
+        return StepCopies(tensors, shapes, margins_BL is not None, emitted, prompt, None)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read behind it
     arrived.record()
-    return StepCopies([host], shapes, emitted, prompt, arrived)
+    return StepCopies([host], shapes, margins_BL is not None, emitted, prompt, arrived)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
-    """Results in the order of the plan's works, once the copy has arrived."""
+    """Results in the order of the plan's works, once the copy has arrived.
+
+    Args:
+        plan: with the rows that the target read.
+    """
     if copies.arrived is not None:
         copies.arrived.synchronize()
     arrays = _unpack(copies)
@@ -88,6 +98,9 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     (is_finite_R, *verdicts), logs = [()], arrays
     if num_sampling:
         (is_finite_R, *verdicts), logs = [one.tolist() for one in arrays[:5]], arrays[5:]
+    margins: Sequence[np.ndarray | None] = [None] * num_sampling
+    if copies.has_margins:
+        margins, logs = _margins(logs[0]), logs[1:]
     are_finite = all(is_finite_R)
     emitted_logs: list[list[TokenLogprobs]] = [[] for _ in range(num_sampling)]
     if copies.emitted is not None:
@@ -122,6 +135,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
                 tuple(prompt),
                 tuple(row.logprob for row in of_drafts),
                 num_valid > 0,
+                margins[place],
             )
         )
         place += 1
@@ -149,6 +163,14 @@ def _unpack(copies: StepCopies) -> list[np.ndarray]:
         arrays.append(flat[start : start + shape.numel()].reshape(shape))
         start += shape.numel()
     return arrays
+
+
+def _margins(margins_BL: np.ndarray) -> list[np.ndarray | None]:
+    """float32, those of each request; None: it has no rule."""
+    if margins_BL.dtype == np.int64:  # the bits of what travelled in one piece
+        margins_BL = margins_BL.view(np.float64).astype(np.float32)
+    counts_B = (~np.isnan(margins_BL)).sum(1).tolist()
+    return [row[:count] if count else None for row, count in zip(margins_BL, counts_B, strict=True)]
 
 
 def _leading(row: Sequence[int]) -> tuple[int, ...]:

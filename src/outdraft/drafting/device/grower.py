@@ -3,7 +3,8 @@
 A drafter gives the logits behind the newest token of each text, and then behind each node of a
 level. The grower chooses the rows of the next level. A chain is the tree whose levels have one row
 each. Nothing comes back to the host: it knows beforehand how many rows each level has, but not
-which tokens they hold and which rows they continue.
+which tokens they hold and which rows they continue. With live rules a request may leave the last
+levels of its chain out (`live_stop`).
 
 Requests of temperature 0 get the likeliest tokens (`ranked_tree`), others get draws without
 replacement (`drawn_tree`). Requests that share their noise get the tokens that the target would
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from outdraft.drafting.device.drawn_tree import DrawnTrees
+from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
@@ -73,12 +75,15 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     draws = growth.samples and sampling.any_draws
     drawn = DrawnTrees(growth) if draws else None
     ranked = None if draws and sampling.all_draw else RankedTrees(shape)
+    stops = LiveStops(growth, growth.stops) if growth.stops is not None else None
     draws_B1 = sampling.draws_B[:, None]
     logits_BEV, frontier = levels.first_logits()[:, None], None
     for depth in range(shape.depth):
         if frontier is not None:
             logits_BEV = levels.next_logits(frontier)
         logits_BEV = _processed(growth.kernels, logits_BEV, sampling)
+        if stops is not None:
+            stops.look(logits_BEV[:, 0])
         drawn_rows = drawn and drawn.extend(logits_BEV)
         ranked_rows = ranked and ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
         rows = drawn_rows or ranked_rows
@@ -87,7 +92,9 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
             rows = tuple(torch.where(draws_B1, *pair) for pair in pairs)
         assert rows is not None
         frontier = _frontier(frontier, *rows)
-    return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish())
+        if stops is not None and stops.have_all_ended:
+            break
+    return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish(), stops)
 
 
 def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:
@@ -127,10 +134,13 @@ def _frontier(above: Frontier | None, token_ids_BF: Tensor, origins_BF: Tensor) 
 
 
 def _finished(
-    growth: Growth, drawn: ModelDrafts | None, ranked: tuple[Tensor, Tensor] | None
+    growth: Growth,
+    drawn: ModelDrafts | None,
+    ranked: tuple[Tensor, Tensor] | None,
+    stops: LiveStops | None,
 ) -> ModelDrafts:
-    """The drafts of both kinds of requests."""
-    drafts, num_rows = drawn, growth.shape.num_rows
+    """The drafts of both kinds of requests, as long as each may be."""
+    drafts = drawn
     if ranked is not None:
         token_ids_BK, parents_BK = ranked
         is_chain = growth.shape.is_chain
@@ -145,8 +155,11 @@ def _finished(
                 all_sampled=False,
             )
     assert drafts is not None
-    if growth.fewest == num_rows:
+    if stops is not None:
+        num_drafts_B, margins_BL = stops.num_drafts_B, stops.margins_BL()
+        drafts = replace(drafts, num_drafts_B=num_drafts_B, margins_BL=margins_BL)
+    elif growth.fewest == growth.shape.num_rows:
         return drafts
-    places_K = torch.arange(num_rows, device=growth.num_drafts_B.device)
-    is_row_BK = places_K < growth.num_drafts_B[:, None]
+    places_K = torch.arange(drafts.token_ids_BK.shape[1], device=drafts.token_ids_BK.device)
+    is_row_BK = places_K < drafts.num_drafts_B[:, None]
     return replace(drafts, token_ids_BK=torch.where(is_row_BK, drafts.token_ids_BK, -1))

@@ -6,6 +6,8 @@ Dimension key: K drafts, S state rows, L tokens.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outdraft.core.plan import LiveStop
+
 
 @dataclass(frozen=True, slots=True)
 class DraftModelAsk:
@@ -18,6 +20,7 @@ class DraftModelAsk:
         num_drafts: K of this request, at least 1.
         block_ids: cover the text, `continued`, and num_drafts slots more.
         continued: a chain that another proposer has drafted; these drafts continue it.
+        stop: where its chain may end before it has num_drafts; None: nowhere.
     """
 
     state_row: int
@@ -26,3 +29,4 @@ class DraftModelAsk:
     num_drafts: int
     block_ids: Sequence[int]
     continued: tuple[int, ...] = ()
+    stop: LiveStop | None = None

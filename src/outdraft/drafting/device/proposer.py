@@ -16,6 +16,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.live_stop import stop_rules
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -92,16 +93,24 @@ class DeviceProposer:
             )
 
     def propose(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, sampling: SamplingBatch
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        sampling: SamplingBatch,
+        num_host_rows: int = 0,
     ) -> ModelDrafts:
-        """A chain or tree of `ask.num_drafts` tokens each.
+        """A chain or tree of `ask.num_drafts` tokens each; fewer where a live rule ends a chain.
 
         Args:
             token_ids_SL: int64, the texts; [S state rows, L tokens].
             sampling: the parameters of the same requests in the same order.
+            num_host_rows: rows of the step that the host drafted; live rules count them.
         """
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
+        shape = self._shapes[max(wanted)]
+        stops = stop_rules(asks, num_host_rows, token_ids_SL.device)
+        assert stops is None or shape.is_chain, "trees have no live rule"
         counts_B3 = [
             (ask.num_tokens, ask.num_tokens + len(ask.continued), ask.num_drafts) for ask in asks
         ]
@@ -109,12 +118,13 @@ class DeviceProposer:
         num_tokens_B, positions_B, num_drafts_B = to_device([*counts_3B], token_ids_SL.device)
         growth = Growth(
             kernels=self._kernels,
-            shape=self._shapes[max(wanted)],
+            shape=shape,
             num_tokens_B=num_tokens_B,
             positions_B=positions_B,
             num_drafts_B=num_drafts_B,
             fewest=min(wanted),
             sampling=sampling.of_drafts,
             samples=self._samples,
+            stops=stops,
         )
         return self.drafter.draft(asks, token_ids_SL, growth)

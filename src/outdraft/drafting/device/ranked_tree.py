@@ -53,7 +53,8 @@ class RankedTrees:
     def finish(self) -> tuple[Tensor, Tensor]:
         """Token ids and parents, int64 [B, K], the best rows first."""
         # The first of equal weights is taken: a parent stands before its children.
-        kept_BK = best_places(torch.cat(self._weights, dim=1), self._shape.num_rows)
+        num_rows = sum(self._shape.levels[: len(self._token_ids)])
+        kept_BK = best_places(torch.cat(self._weights, dim=1), num_rows)
         parents_BK = torch.cat(self._parents, dim=1).gather(1, kept_BK)
         row_BP1 = kept_BK.new_zeros(len(kept_BK), self._num_candidates + 1)
         rows_K = torch.arange(1, kept_BK.shape[1] + 1, device=kept_BK.device)

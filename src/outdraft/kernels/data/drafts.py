@@ -6,8 +6,11 @@ have different numbers of drafts: `[B, N]` tensors are padded, while logits are 
 after request, root first. Everything here is arithmetic on small integer tensors; nothing waits
 for the device.
 
-Dimension key: B requests, N most drafts of any request, N1 = N + 1 rows with the root,
-R flat rows, K = N places of a path, V vocabulary.
+A live rule may end a draft on the device when the host has laid out rows for all of it already.
+Then these rows stay where they are, and what is read there counts for nothing.
+
+Dimension key: B requests, N at least as many as the most drafts of any request, N1 = N + 1 rows
+with the root, R flat rows, K = N places of a path, L levels of a network, V vocabulary.
 """
 
 import functools
@@ -45,6 +48,10 @@ class DraftBatch:
             verified as trees even where one came out as a chain. False: they are chains. Where
             chains have another rule ("token"), the final shape must not decide which rule applies,
             since it may depend on what was drawn.
+        num_laid_out_B: int64; flat rows of each request beside its root, where these are more than
+            its drafts. None: as many.
+        margins_BL: float32, of the levels of the network that a live rule looked at, then NaN.
+            None: there was no rule.
     """
 
     token_ids_BN: Tensor
@@ -56,6 +63,8 @@ class DraftBatch:
     any_sampled: bool
     all_sampled: bool = False
     sampled_trees: bool = False
+    num_laid_out_B: Tensor | None = None
+    margins_BL: Tensor | None = None
 
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":
@@ -84,7 +93,7 @@ class DraftBatch:
 
     @property
     def width(self) -> int:
-        """N, the most drafts of any request."""
+        """N."""
         return self.token_ids_BN.shape[1]
 
     @property
@@ -95,6 +104,12 @@ class DraftBatch:
     def is_draft_BN(self) -> Tensor:
         """bool; False in the padding."""
         return torch.arange(self.width, device=self.device) < self.num_drafts_B[:, None]
+
+    @property
+    def num_rows_B(self) -> Tensor:
+        """int64: flat rows of each request."""
+        laid_out_B = self.num_drafts_B if self.num_laid_out_B is None else self.num_laid_out_B
+        return laid_out_B + 1
 
 
 class Rule(IntEnum):
@@ -191,7 +206,7 @@ def path_ids_BN1K(drafts: DraftBatch) -> Tensor:
 
 def row_start_B(drafts: DraftBatch) -> Tensor:
     """int64 [B]: flat row of each request's root."""
-    rows_B = drafts.num_drafts_B + 1
+    rows_B = drafts.num_rows_B
     return rows_B.cumsum(0) - rows_B
 
 

@@ -1,6 +1,6 @@
 """Growing trees by the compiled library.
 
-Dimension key: B requests that draft, K drafts, V vocabulary.
+Dimension key: B requests that draft, K drafts, L levels, V vocabulary.
 """
 
 import ctypes
@@ -20,6 +20,7 @@ from outdraft.kernels.draft_ops import (
     Growth,
     LevelTask,
     ModelDrafts,
+    StopRules,
     TreeLevels,
     side_shares,
 )
@@ -117,8 +118,18 @@ class _Columns(ctypes.Structure):
     )
 
 
+class _Stops(ctypes.Structure):
+    """As `Stops` of csrc/growth.h."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("weights", "biases", "price", "has_rule")),
+        *((name, c_int64) for name in ("row_cap", "num_rows_before")),
+        *((name, c_void_p) for name in ("margins", "num_drafted")),
+    )
+
+
 class _Task(ctypes.Structure):
-    """As `DraftTask` of csrc/decoder_draft.cpp."""
+    """As `DraftTask` of csrc/growth.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_requests", "num_levels", "num_rows", "size")),
@@ -129,6 +140,7 @@ class _Task(ctypes.Structure):
         ("columns", _Columns),
         *((name, c_void_p) for name in ("block_table", "token_ids", "parents")),
         *((name, c_void_p) for name in ("is_drawn", "probs")),
+        ("stops", _Stops),
     )
 
 
@@ -159,7 +171,8 @@ class NativeGrowth:
         function = library.function
         self._draft = function("decoder_draft", [handle, task, address], c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
-        self._extend = function("growth_extend", [handle, address, address], releases_gil=True)
+        of_level = [handle, address, address]
+        self._extend = function("growth_extend", of_level, c_int64, releases_gil=True)
         self._finish = function("growth_finish", [handle])
         self._destroy = function("growth_destroy", [handle])
         self._newest: _KeptColumns | None = None
@@ -190,7 +203,8 @@ class NativeGrowth:
                 assert logits.dtype is torch.float32, f"expected float32, got {logits.dtype}"
                 logits = logits.contiguous()
                 rows_3BF = torch.empty(3, num_requests, width, dtype=torch.int64)
-                self._extend(handle, logits.data_ptr(), rows_3BF.data_ptr())
+                if self._extend(handle, logits.data_ptr(), rows_3BF.data_ptr()) == 0:
+                    break
                 frontier = Frontier(*rows_3BF.unbind(), depth=depth, first_row=first_row)
                 first_row += width
             self._finish(handle)
@@ -219,6 +233,8 @@ class _Drafting:
         self._ids_2BK = torch.empty(2, *shape_BK, dtype=torch.int64)
         self._is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
         self._probs_BKV = torch.empty(*shape_BK, sampling.vocab_size) if self._draws else None
+        self._margins_BL: Tensor | None = None
+        self._num_drafts_B = growth.num_drafts_B
         ids = self._ids_2BK.data_ptr()
         self.native = _Task(
             num_requests=num_requests,
@@ -237,6 +253,11 @@ class _Drafting:
             probs=None if self._probs_BKV is None else self._probs_BKV.data_ptr(),
         )
 
+        if growth.stops is not None:
+            self._margins_BL = torch.full((num_requests, shape.depth), torch.nan)
+            self._num_drafts_B = torch.empty(num_requests, dtype=torch.int64)
+            self.native.stops = _stops(growth.stops, self._margins_BL, self._num_drafts_B)
+
     def begin_at(self, start: DraftStart) -> None:
         """Say where a network stands; `start` must live until the call is over."""
         self.native.contexts = address_of(start.contexts_B, torch.int64)
@@ -249,11 +270,12 @@ class _Drafting:
         growth, draws = self._growth, self._draws
         return ModelDrafts(
             *self._ids_2BK.unbind(),
-            num_drafts_B=growth.num_drafts_B,
+            num_drafts_B=self._num_drafts_B,
             probs_BKV=self._probs_BKV,
             is_sampled_BK=self._is_drawn_BK if draws else None,
             is_chain=growth.shape.is_chain,
             all_sampled=draws and growth.sampling.all_draw,
+            margins_BL=self._margins_BL,
         )
 
 
@@ -278,6 +300,20 @@ class _KeptColumns:
 
     def hold_for(self, growth: Growth) -> bool:
         return self._sampling is growth.sampling and self._samples == growth.samples
+
+
+def _stops(rules: StopRules, margins_BL: Tensor, num_drafts_B: Tensor) -> _Stops:
+    """The rules must live until the call is over."""
+    assert rules.weights_BL.shape == margins_BL.shape
+    return _Stops(
+        *(address_of(one, torch.float64) for one in (rules.weights_BL, rules.biases_BL)),
+        address_of(rules.price_B, torch.float64),
+        address_of(rules.has_rule_B, torch.bool),
+        rules.row_cap,
+        rules.num_rows_before,
+        margins_BL.data_ptr(),
+        num_drafts_B.data_ptr(),
+    )
 
 
 @functools.lru_cache(maxsize=256)

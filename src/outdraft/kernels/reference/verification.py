@@ -59,7 +59,7 @@ Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def requests_of_rows(drafts: DraftBatch, num_rows: int) -> Tensor:
-    ends_B = (drafts.num_drafts_B + 1).cumsum(0)
+    ends_B = drafts.num_rows_B.cumsum(0)
     rows_R = torch.arange(num_rows, device=drafts.device)
     return torch.searchsorted(ends_B, rows_R, right=True).clamp_(max=drafts.num_requests - 1)
 

@@ -1,0 +1,103 @@
+"""Where chains end before all that they may have: live rules, level by level.
+
+Each level's margin is known before its token is drawn, and everything else in a rule is older than
+the draft. So the draft ends at a stopping time, and any rule of verification stays exact (see
+docs/design/0012). What was decided is never taken back. The probability of the token that was drawn
+would be no such signal.
+
+Dimension key: B requests that draft, L levels, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.draft import MAX_MARGIN
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.kernels.draft_ops import Growth, StopRules
+
+
+def stop_rules(
+    asks: Sequence[DraftModelAsk], num_host_rows: int, device: torch.device
+) -> StopRules | None:
+    """The rules of a batch, in one copy; None: no request has one.
+
+    Args:
+        num_host_rows: rows of the step that the host drafted.
+    """
+    stops = [ask.stop for ask in asks]
+    if not any(stops):
+        return None
+    depth = max(ask.num_drafts for ask in asks)
+    scores_2BL = np.zeros((2, len(asks), depth))
+    price_B, has_rule_B = np.zeros(len(asks)), np.zeros(len(asks), dtype=np.bool_)
+    for row, ask in enumerate(asks):
+        if ask.stop is not None:
+            rule = ask.stop.weights, ask.stop.biases
+            for scores_L, numbers in zip(scores_2BL[:, row], rule, strict=True):
+                scores_L[: ask.num_drafts] = numbers[: ask.num_drafts]
+            price_B[row], has_rule_B[row] = ask.stop.price, True
+    # Floats travel as their bits.
+    arrays = [*scores_2BL.view(np.int64), price_B.view(np.int64), has_rule_B]
+    weights_BL, biases_BL, prices_B, rules_B = to_device(arrays, device)
+    return StopRules(
+        weights_BL.view(torch.float64),
+        biases_BL.view(torch.float64),
+        prices_B.view(torch.float64),
+        rules_B,
+        row_cap=min(stop.row_cap for stop in stops if stop is not None),
+        num_rows_before=num_host_rows,
+    )
+
+
+def margins_B(logits_BV: Tensor) -> Tensor:
+    """float32 [B]: the distance between the two largest logits of each row, at most MAX_MARGIN.
+
+    NaN are passed over. Where two are infinite it is 0.
+    """
+    least = -torch.inf
+    numbers_BV = torch.nan_to_num(logits_BV, nan=least, posinf=torch.inf, neginf=least)
+    best_B2 = torch.nn.functional.pad(numbers_BV, (0, 1), value=least).topk(2, dim=1).values
+    distance_B = (best_B2[:, 0] - best_B2[:, 1]).float()
+    return distance_B.nan_to_num(nan=0.0).clamp(max=MAX_MARGIN)
+
+
+class LiveStops:
+    """Says, level by level, which requests go on."""
+
+    def __init__(self, growth: Growth, rules: StopRules) -> None:
+        self._rules, self._num_wanted_B = rules, growth.num_drafts_B
+        self._is_drafting_B = torch.ones_like(rules.has_rule_B)
+        self._survival_B = torch.ones_like(rules.price_B)
+        self.num_drafts_B = torch.zeros_like(growth.num_drafts_B)
+        self._margins: list[Tensor] = []
+
+    def look(self, logits_BV: Tensor) -> None:
+        """Decide about the next level, before its tokens are chosen from these logits."""
+        rules, level = self._rules, len(self._margins)
+        self._is_drafting_B = self._is_drafting_B & (level < self._num_wanted_B)
+        looks_B = self._is_drafting_B & rules.has_rule_B
+        margin_B = margins_B(logits_BV)
+        self._margins.append(margin_B.masked_fill(~looks_B, torch.nan))
+        score_B = rules.weights_BL[:, level] * margin_B + rules.biases_BL[:, level]
+        self._survival_B = self._survival_B * score_B.sigmoid()
+        survives_B = self._is_drafting_B & ((self._survival_B >= rules.price_B) | ~rules.has_rule_B)
+        # While there is room, all that survive have a row: those before a request are as many.
+        num_before_B = survives_B.cumsum(0) - survives_B.long()
+        num_rows_B = num_before_B + self.num_drafts_B.sum() + rules.num_rows_before
+        self._is_drafting_B = survives_B & (~rules.has_rule_B | (num_rows_B < rules.row_cap))
+        self.num_drafts_B = self.num_drafts_B + self._is_drafting_B
+
+    @property
+    def have_all_ended(self) -> bool:
+        """Whether no request drafts on; False where the host would have to wait to know it."""
+        if self._is_drafting_B.device.type != "cpu":
+            return False
+        return not bool(self._is_drafting_B.any())
+
+    def margins_BL(self) -> Tensor:
+        """float32, of the levels so far."""
+        return torch.stack(self._margins, dim=1)
