@@ -1,0 +1,168 @@
+"""What machines can do at most, what of it is reached, and how cards are linked.
+
+The numbers are in data/hardware.json: vendors' own for dense operations, and a few constants, each
+with a range and where it comes from. No constant belongs to a model or to a card.
+"""
+
+import json
+import re
+from dataclasses import dataclass, fields, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.models.config import read_json
+
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What is reached of the peaks, and what no peak explains; us of time."""
+
+    bandwidth_efficiency: float
+    compute_efficiency: float
+    layer_us: float
+    graph_break_us: float
+    launch_us: float
+    step_us: float
+    draft_us: float
+    communication_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One card, or one socket.
+
+    Attributes:
+        peaks: operations a second by dtype.
+        buses: bytes a second in one direction, by the name of the bus.
+        constants: as they are likely, and
+        ranges: (lowest, highest) of each by its name.
+    """
+
+    name: str
+    title: str
+    bandwidth: float
+    memory_bytes: float
+    peaks: dict[str, float]
+    buses: dict[str, float]
+    has_peer_access: bool
+    constants: Constants
+    ranges: dict[str, tuple[float, float]]
+
+    def peak(self, dtype: str) -> float:
+        """Operations a second in a dtype of weights; those without one are computed in bf16."""
+        return self.peaks.get(dtype, self.peaks["bf16"])
+
+    def variants(self) -> list[tuple["Card", "Card"]]:
+        """This card with one constant at the ends of its range, for each constant."""
+        return [
+            tuple(replace(self, constants=replace(self.constants, **{name: end})) for end in ends)
+            for name, ends in self.ranges.items()
+            if ends[0] != ends[1]
+        ]  # pyright: ignore[reportReturnType]  # two ends
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How all-reduces travel between cards; bandwidth in bytes a second."""
+
+    name: str
+    bandwidth: float
+    latency_s: float
+    latency_s_per_card: float
+
+    def all_reduce_s(self, num_bytes: Any, num_cards: int) -> Any:
+        """Seconds for so many bytes a card, a ring's volume; any shape of numbers of bytes."""
+        latency_s = self.latency_s + (num_cards - 2) * self.latency_s_per_card
+        return latency_s + 2 * (num_cards - 1) / num_cards * num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Cards of one kind; the link is None where there is one card.
+
+    Attributes:
+        graphs: "full", "piecewise" (attention outside) or "none".
+    """
+
+    card: Card
+    num_cards: int
+    link: Link | None
+    graphs: str = "full"
+
+
+def find_machine(text: str, interconnect: str | None = None, graphs: str = "full") -> Machine:
+    """Such as "2xh100", "rtx-4090", or a JSON file that describes a card as hardware.json does.
+
+    Args:
+        interconnect: a name in data/hardware.json; None: NVLink where the card has it, then PCIe.
+
+    Raises:
+        ConfigError: an unknown name, or a link that the card does not have.
+    """
+    if graphs not in ("full", "piecewise", "none"):
+        raise ConfigError(f"graphs must be full, piecewise or none, got {graphs!r}")
+    data = hardware_data()
+    match = re.fullmatch(r"(?:(\d+)\s*x\s*)?(.+)", text.strip(), re.IGNORECASE)
+    count = int(match[1] or 1) if match else 0
+    if match is None or count < 1:
+        raise ConfigError(f"hardware must be a name or Nxname, got {text!r}")
+    name = match[2]
+    if name.endswith(".json"):
+        raw = read_json(Path(name))
+    else:
+        name = name.lower().replace("_", "-")
+        if name not in data["cards"]:
+            raise ConfigError(f"unknown hardware {name!r}: {did_you_mean(name, data['cards'])}")
+        raw = data["cards"][name]
+    card = _card(name, raw, data["constants"])
+    if interconnect is None:
+        usual = "pcie" if card.has_peer_access else "pcie-no-p2p"
+        interconnect = "nvlink" if "nvlink_gb_s" in card.buses else usual
+        if count == 1:
+            return Machine(card, count, None, graphs)
+    return Machine(card, count, _link(interconnect, card, data["links"]), graphs)
+
+
+def hardware_data() -> dict[str, Any]:
+    """What data/hardware.json holds."""
+    return json.loads(files("outdraft.planning").joinpath("data/hardware.json").read_text("utf-8"))
+
+
+def _card(name: str, raw: dict[str, Any], constants: dict[str, Any]) -> Card:
+    try:
+        ranges = constants[raw["kind"]]
+        return Card(
+            name=name,
+            title=raw.get("title", name),
+            bandwidth=raw["memory_gb_s"] * _GB,
+            memory_bytes=raw["memory_gib"] * 2**30,
+            peaks={dtype: value * 1e12 for dtype, value in raw["tflops"].items()},
+            buses={bus: raw[bus] * _GB for bus in ("nvlink_gb_s", "pcie_gb_s") if bus in raw},
+            has_peer_access=raw.get("has_peer_access", True),
+            constants=Constants(
+                **{one.name: ranges[one.name]["value"] for one in fields(Constants)}
+            ),
+            ranges={key: (one["low"], one["high"]) for key, one in ranges.items()},
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{name}: no description of a card: {error!r}") from error
+
+
+def _link(name: str, card: Card, links: dict[str, Any]) -> Link:
+    name = name.lower().replace("_", "-")
+    if name not in links:
+        raise ConfigError(f"unknown interconnect {name!r}: {did_you_mean(name, links)}")
+    raw = links[name]
+    if raw["bus"] not in card.buses:
+        known = ", ".join(one for one, link in links.items() if link["bus"] in card.buses)
+        raise ConfigError(f"{card.title} has no {name}; it has {known or 'no link'}")
+    return Link(
+        name,
+        card.buses[raw["bus"]] * raw["share"],
+        raw["latency_us"] * 1e-6,
+        raw["latency_us_per_card"] * 1e-6,
+    )

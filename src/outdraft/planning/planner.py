@@ -1,0 +1,277 @@
+"""Plans speculation: what a token takes by concurrency, how long drafts should be, what fits.
+
+A plan is arithmetic on predicted steps. Drafts of length 0 are plain decoding: the drafter then
+costs nothing, which is what this engine does.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from outdraft.core.errors import ConfigError
+from outdraft.planning.predictors import Predictor
+from outdraft.planning.roofline import Setup, StepTime
+
+MEMORY_SHARE = 0.9  # of a card; the rest is for activations and the runtime
+_MOST_REQUESTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Chance that a draft is accepted up to each position.
+
+    Attributes:
+        survival: never rising; further positions go on with the last ratio.
+    """
+
+    survival: tuple[float, ...]
+
+    @classmethod
+    def parse(cls, values: Sequence[float]) -> "Acceptance":
+        """One chance that holds at every position, or, by position, the share of steps in which
+        that position was accepted, as engines report it.
+
+        Raises:
+            ConfigError: not within [0, 1], or rising.
+        """
+        if not values or not all(0 <= value <= 1 for value in values):
+            raise ConfigError(f"acceptance must be within 0 and 1, got {list(values)}")
+        if any(later > value for value, later in itertools.pairwise(values)):
+            raise ConfigError(f"acceptance by position cannot rise, got {list(values)}")
+        return cls(tuple(values))
+
+    def tokens(self, max_length: int) -> list[float]:
+        """Expected tokens of a step by length 0..max_length, the bonus token included."""
+        known = self.survival[:max_length]
+        before, last = [1.0, *self.survival][-2:]
+        ratio = last / before if before else 0.0
+        more = last * ratio ** np.arange(1, max_length - len(known) + 1)
+        return [1.0, *(1.0 + np.cumsum([*known, *more])).tolist()]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """What a plan says for one concurrency; times are a request's.
+
+    Attributes:
+        tpot_ms: with the best length, and its band.
+        tpot_ms_by_length: from 0, plain decoding.
+        break_even_acceptance: the least chance at every position at which some length is no
+            slower than plain decoding; None: none below 1 is enough.
+        fits: whether all requests have room in memory.
+    """
+
+    concurrency: int
+    best_length: int
+    tokens_a_step: float
+    tpot_ms: float
+    tpot_ms_low: float
+    tpot_ms_high: float
+    plain_tpot_ms: float
+    plain_tpot_ms_low: float
+    plain_tpot_ms_high: float
+    speedup: float
+    tokens_per_s: float
+    tpot_ms_by_length: tuple[float, ...]
+    step_ms: dict[str, float]
+    break_even_acceptance: float | None
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """GiB of the fullest card, and how many requests have room beside its weights."""
+
+    card_gib: float
+    usable_gib: float
+    target_weights_gib: float
+    drafter_weights_gib: float
+    kv_gib: float
+    kv_bytes_per_token: float
+    drafter_kv_share: float
+    max_tokens: int
+    max_requests: int
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_gib > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything `outdraft plan` shows.
+
+    Attributes:
+        mode: "roofline" or "calibrated".
+        basis: what the predictions rest on.
+        break_even_concurrency: most requests at which drafting is faster than not to draft; 0:
+            it never is; None: it still is at thousands.
+    """
+
+    mode: str
+    basis: str
+    setup: dict[str, Any]
+    levels: list[Level]
+    memory: Memory
+    break_even_concurrency: int | None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def make_plan(
+    predictor: Predictor,
+    acceptance: Acceptance,
+    concurrencies: Sequence[int],
+    max_length: int,
+) -> Plan:
+    """
+    Raises:
+        ConfigError: a number is not positive.
+    """
+    if max_length < 1 or not concurrencies or min(concurrencies) < 1:
+        raise ConfigError("lengths and concurrencies must be at least 1")
+    memory = plan_memory(predictor.setup, max_length)
+    tokens_of = acceptance.tokens(max_length)
+    return Plan(
+        mode=predictor.mode,
+        basis=predictor.basis,
+        setup=describe(predictor.setup),
+        levels=[_level(predictor, tokens_of, concurrency, memory) for concurrency in concurrencies],
+        memory=memory,
+        break_even_concurrency=break_even_concurrency(predictor, tokens_of),
+    )
+
+
+def tpots_s(predictor: Predictor, tokens_of: Sequence[float], num_requests: int) -> list[float]:
+    """Seconds for each token of a request, by length of drafts."""
+    return [
+        predictor.step(num_requests, length, tokens).total_s / tokens
+        for length, tokens in enumerate(tokens_of)
+    ]
+
+
+def best_length(predictor: Predictor, tokens_of: Sequence[float], num_requests: int) -> int:
+    """The length with the least time for each token; the shorter one of equals."""
+    return int(np.argmin(tpots_s(predictor, tokens_of, num_requests)))
+
+
+def break_even_concurrency(predictor: Predictor, tokens_of: Sequence[float]) -> int | None:
+    """Most requests at which some length beats plain decoding; None: beyond _MOST_REQUESTS."""
+
+    def pays(num_requests: int) -> bool:
+        return best_length(predictor, tokens_of, num_requests) > 0
+
+    if not pays(1):
+        return 0
+    low = 1
+    while pays(low * 2):
+        low *= 2
+        if low >= _MOST_REQUESTS:
+            return None
+    high = low * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low
+
+
+def break_even_acceptance(predictor: Predictor, num_requests: int, max_length: int) -> float | None:
+    """The least chance, the same at every position, at which some length is as fast as plain."""
+
+    def pays(chance: float) -> bool:
+        tokens_of = Acceptance((chance,)).tokens(max_length)
+        return best_length(predictor, tokens_of, num_requests) > 0
+
+    low, high = 0.0, 0.999
+    if not pays(high):
+        return None
+    while high - low > 1e-3:
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high
+
+
+def _level(
+    predictor: Predictor, tokens_of: Sequence[float], concurrency: int, memory: Memory
+) -> Level:
+    tpots = tpots_s(predictor, tokens_of, concurrency)
+    length = int(np.argmin(tpots))
+    tokens = tokens_of[length]
+    best = predictor.predict(concurrency, length, tokens)
+    plain = predictor.predict(concurrency, 0, 1.0)
+    return Level(
+        concurrency=concurrency,
+        best_length=length,
+        tokens_a_step=tokens,
+        tpot_ms=1e3 * tpots[length],
+        tpot_ms_low=1e3 * best.low_s / tokens,
+        tpot_ms_high=1e3 * best.high_s / tokens,
+        plain_tpot_ms=1e3 * tpots[0],
+        plain_tpot_ms_low=1e3 * plain.low_s,
+        plain_tpot_ms_high=1e3 * plain.high_s,
+        speedup=tpots[0] / tpots[length],
+        tokens_per_s=concurrency / tpots[length],
+        tpot_ms_by_length=tuple(1e3 * tpot for tpot in tpots),
+        step_ms=split(best.step),
+        break_even_acceptance=break_even_acceptance(predictor, concurrency, len(tokens_of) - 1),
+        fits=concurrency <= memory.max_requests,
+    )
+
+
+def split(step: StepTime) -> dict[str, float]:
+    """Milliseconds of a step by what they go to."""
+    return {
+        "draft": 1e3 * step.draft_s,
+        "target": 1e3 * step.target_s,
+        "communication": 1e3 * step.communication_s,
+        "host": 1e3 * step.host_s,
+    }
+
+
+def plan_memory(setup: Setup, max_length: int) -> Memory:
+    """What the fullest card holds: shares of the target, and of the drafter where it is."""
+    card, work, network = setup.machine.card, setup.workload, setup.drafter.network
+    usable = MEMORY_SHARE * card.memory_bytes
+    target = setup.target.weight_bytes / setup.tp
+    target_kv = setup.target.kv_bytes_per_token / setup.tp
+    drafter = drafter_kv = 0.0
+    if network is not None:
+        drafter = setup.drafter.shape(max_length).weight_bytes / setup.draft_tp
+        drafter_kv = network.kv_bytes_per_token / setup.draft_tp
+    room = usable - target - drafter
+    max_tokens = max(0, int(room / (target_kv + drafter_kv)))
+    return Memory(
+        card_gib=card.memory_bytes / 2**30,
+        usable_gib=usable / 2**30,
+        target_weights_gib=target / 2**30,
+        drafter_weights_gib=drafter / 2**30,
+        kv_gib=room / 2**30,
+        kv_bytes_per_token=target_kv + drafter_kv,
+        drafter_kv_share=drafter_kv / (target_kv + drafter_kv),
+        max_tokens=max_tokens,
+        max_requests=max_tokens // (work.prompt_tokens + work.output_tokens),
+    )
+
+
+def describe(setup: Setup) -> dict[str, Any]:
+    """The setup in words and numbers, for people and files."""
+    network, link = setup.drafter.network, setup.machine.link
+    return {
+        "target": setup.target.name,
+        "target_dtype": setup.target.dtype,
+        "kv_dtype": setup.target.kv_dtype,
+        "method": setup.drafter.method,
+        "drafter": network.name if network is not None else None,
+        "drafter_dtype": network.dtype if network is not None else None,
+        "hardware": setup.machine.card.title,
+        "tp": setup.tp,
+        "draft_tp": setup.draft_tp,
+        "interconnect": link.name if link is not None and setup.tp > 1 else None,
+        "graphs": setup.machine.graphs,
+        "prompt_tokens": setup.workload.prompt_tokens,
+        "output_tokens": setup.workload.output_tokens,
+    }

@@ -1,0 +1,249 @@
+"""Two ways to predict a step: the roofline alone, or the roofline scaled to a few measured points.
+
+The scaled one is a straight line in four numbers: how much of a lone request's plain step, of what
+further rows add to it, and of the drafting is real, and what each row adds that the roofline does
+not know. Without points the first three are 1 and the last is 0; every point pulls them to what was
+measured (ridge regression, Hoerl and Kennard 1970), so one point helps and nine leave little to
+guess.
+"""
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from outdraft.core.errors import ConfigError
+from outdraft.planning.roofline import Setup, StepTime, mean_rows, step_time
+
+# How far from (1, 1, 1, 0) the four numbers may well be, one standard deviation each. The last one
+# is in lone plain steps for each _ROWS rows.
+_SPREAD = (0.5, 1.0, 1.0, 1.0)
+_EXPECTED = (1.0, 1.0, 1.0, 0.0)
+_ROWS = 256
+_NOISE = 0.04  # standard deviation of a measured step, of what the line cannot follow, too
+_WIDTH = 1.64  # standard deviations of the band: nine of ten steps
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A mean step, and a band that holds most of what is measured."""
+
+    step: StepTime
+    low_s: float
+    high_s: float
+
+
+class Predictor(Protocol):
+    """Predicts steps of a setup."""
+
+    @property
+    def mode(self) -> str: ...
+
+    @property
+    def basis(self) -> str:
+        """What the predictions rest on, in a sentence."""
+        ...
+
+    @property
+    def setup(self) -> Setup: ...
+
+    def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
+        """A mean step of so many requests that draft `length` and bring `tokens` tokens each."""
+        ...
+
+    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
+        """The same with its band."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One measurement: TPOT, and tokens that a step brought to a request, 1 without drafts."""
+
+    num_requests: int
+    length: int
+    tpot_s: float
+    tokens: float
+
+
+class RooflinePredictor:
+    """Nothing measured. The band: each constant at the ends of its range, combined in squares."""
+
+    mode = "roofline"
+    basis = "Published numbers of the hardware, nothing measured."
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self._variants = setup.variants()
+
+    def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
+        return step_time(self.setup, num_requests, length, tokens)
+
+    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
+        step = self.step(num_requests, length, tokens)
+        below = above = 0.0
+        for pair in self._variants:
+            ends = [step_time(one, num_requests, length, tokens).total_s for one in pair]
+            below += min(0.0, *(end - step.total_s for end in ends)) ** 2
+            above += max(0.0, *(end - step.total_s for end in ends)) ** 2
+        return Prediction(
+            step,
+            max(0.0, step.total_s - math.sqrt(below)),
+            step.total_s + math.sqrt(above),
+        )
+
+
+class CalibratedPredictor:
+    """Fitted to points. The band: what the points leave open, and their noise."""
+
+    mode = "calibrated"
+
+    def __init__(self, setup: Setup, points: Sequence[Point]) -> None:
+        """
+        Raises:
+            ConfigError: there is no point, or one has no time.
+        """
+        if not points:
+            raise ConfigError("calibration needs a measured point")
+        if any(point.tpot_s <= 0 or point.tokens < 1 for point in points):
+            raise ConfigError("a measured point needs a TPOT above 0 and at least 1 token a step")
+        self.setup = setup
+        parts = np.array([self._parts(p.num_requests, p.length, p.tokens) for p in points])
+        seconds = np.array([point.tpot_s * point.tokens for point in points])
+        self._scales, self._doubt = _ridge(parts / seconds[:, None])
+        self.basis = f"{len(points)} measured points"
+
+    def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
+        roofline = step_time(self.setup, num_requests, length, tokens)
+        parts = self._parts(num_requests, length, tokens)
+        verification_s = float(parts[[0, 1, 3]] @ self._scales[[0, 1, 3]])
+        target, draft = verification_s / roofline.verification_s, float(self._scales[2])
+        return StepTime(
+            target_s=target * roofline.target_s,
+            draft_s=draft * roofline.draft_s,
+            target_communication_s=target * roofline.target_communication_s,
+            draft_communication_s=draft * roofline.draft_communication_s,
+            host_s=target * roofline.host_s,
+        )
+
+    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
+        step = self.step(num_requests, length, tokens)
+        parts = self._parts(num_requests, length, tokens)
+        open_s = math.sqrt(float(parts @ self._doubt @ parts))
+        half_s = _WIDTH * math.hypot(open_s, _NOISE * step.total_s)
+        return Prediction(step, max(0.0, step.total_s - half_s), step.total_s + half_s)
+
+    def _parts(self, num_requests: int, length: int, tokens: float) -> np.ndarray:
+        """Seconds that the four numbers multiply."""
+        lone_s = step_time(self.setup, 1, 0, 1.0).total_s
+        step = step_time(self.setup, num_requests, length, tokens)
+        rows = mean_rows(self.setup, num_requests, length, tokens) - 1
+        return np.array(
+            [lone_s, step.verification_s - lone_s, step.drafting_s, rows * lone_s / _ROWS]
+        )
+
+
+def _ridge(parts_P4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Four numbers, none below 0, whose sums are near 1, and their covariance.
+
+    Numbers that would be below 0 are 0, and the others are fitted again.
+    """
+    kept = np.ones(4, bool)
+    spread, expected = np.array(_SPREAD), np.array(_EXPECTED)
+    while True:
+        parts = parts_P4[:, kept] / _NOISE
+        precision = parts.T @ parts + np.diag(1 / spread[kept] ** 2)
+        doubt = np.linalg.inv(precision)
+        pull = parts.sum(0) / _NOISE + expected[kept] / spread[kept] ** 2
+        scales = doubt @ pull
+        if (scales >= 0).all():
+            break
+        kept[np.flatnonzero(kept)[scales < 0]] = False
+    whole, covariance = np.zeros(4), np.zeros((4, 4))
+    whole[kept] = scales
+    covariance[np.ix_(kept, kept)] = doubt
+    return whole, covariance
+
+
+def choose_predictor(setup: Setup, points: Sequence[Point]) -> Predictor:
+    """Calibrated by the points, and checked by leaving out each; without points the roofline."""
+    if not points:
+        return RooflinePredictor(setup)
+    predictor = CalibratedPredictor(setup, points)
+    errors = left_out_errors(setup, points)
+    if errors:
+        mean = sum(map(abs, errors)) / len(errors)
+        predictor.basis += f"; each, left out, is predicted within {mean:.1%} on average"
+    predictor.basis += "."
+    return predictor
+
+
+def left_out_errors(setup: Setup, points: Sequence[Point]) -> list[float]:
+    """Relative error of each point's step when the others alone calibrate; [] for one point."""
+    if len(points) < 2:
+        return []
+    errors: list[float] = []
+    for place, point in enumerate(points):
+        others = CalibratedPredictor(setup, [*points[:place], *points[place + 1 :]])
+        step = others.step(point.num_requests, point.length, point.tokens)
+        errors.append(step.total_s / point.tokens / point.tpot_s - 1)
+    return errors
+
+
+def read_points(values: Iterable[str], tokens_of: Sequence[float]) -> list[Point]:
+    """Points from files and from words such as "8:0:47.8" or "1:5:12.95:4.52".
+
+    A word is concurrency:length:TPOT in ms[:tokens a step]. A file is a table with these columns
+    (commas or tabs; concurrency, k, mean_tpot_ms or tpot_ms, acceptance_length), or a JSON list.
+
+    Args:
+        tokens_of: tokens a step by length, for points that do not say.
+
+    Raises:
+        ConfigError: a value is none of these.
+    """
+    rows: list[dict[str, Any]] = []
+    for value in values:
+        path = Path(value)
+        rows += _read_file(path) if path.is_file() else [_read_word(value)]
+    return [_point(row, tokens_of) for row in rows]
+
+
+def _read_word(value: str) -> dict[str, Any]:
+    names = ("concurrency", "k", "tpot_ms", "acceptance_length")
+    parts = value.split(":")
+    if not 3 <= len(parts) <= 4:
+        raise ConfigError(
+            f"a measured point is a file or concurrency:length:tpot_ms[:acceptance_length], "
+            f"got {value!r}"
+        )
+    return dict(zip(names, parts, strict=False))
+
+
+def _read_file(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text("utf-8")
+    if path.suffix == ".json":
+        try:
+            rows: Any = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path} is not valid JSON: {error}") from error
+        if not isinstance(rows, list):
+            raise ConfigError(f"{path} must hold a list of points")
+        return rows
+    return list(csv.DictReader(text.splitlines(), delimiter="\t" if "\t" in text else ","))
+
+
+def _point(row: dict[str, Any], tokens_of: Sequence[float]) -> Point:
+    try:
+        length = int(row["k"])
+        tpot_ms = float(row.get("mean_tpot_ms") or row["tpot_ms"])
+        known = tokens_of[length] if length < len(tokens_of) else None
+        tokens = float(row.get("acceptance_length") or (known if length else 1.0))  # type: ignore[arg-type]
+        return Point(int(row["concurrency"]), length, tpot_ms / 1e3, tokens)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"no measured point: {row!r}: {error!r}") from error

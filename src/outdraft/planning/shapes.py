@@ -1,0 +1,252 @@
+"""How much a network reads and computes: from a known name, a config.json or a checkpoint's folder.
+
+Only sizes count here, so networks that the engine does not run can be planned, too: mixtures of
+experts, quantised checkpoints. Sliding windows are taken for full attention.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.models.config import read_json
+from outdraft.models.counts import read_count
+
+# Bytes of a weight; int4 has a scale of 16 bits for every 128.
+BYTES = {"bf16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5 + 2 / 128}
+_METHODS = {"fp8": "fp8", "mxfp4": "int4", "awq": "int4", "gptq": "int4"}
+EAGLE_VOCABULARY = 32_000  # tokens that EAGLE-3 heads draft, as their papers' and later ones
+HOST_SOURCES = ("ngram", "suffix")
+HEADS = ("eagle3", "medusa")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """The sizes of one network; numbers of parameters leave out norms and biases.
+
+    Attributes:
+        attention_inputs: what queries, keys and values are made of.
+        num_experts: a layer; 0 for layers without experts.
+        extra_parameters: read once by the first pass of a draft, such as EAGLE-3's fusion.
+        head_parameters: the products behind the last layer, always in bf16.
+        embedding_parameters: beside the head's; looked up, never read whole.
+        dtype: what the layers' weights are kept in, a key of BYTES.
+        kv_dtype: likewise the keys and values.
+    """
+
+    name: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    attention_inputs: int
+    head_parameters: int
+    embedding_parameters: int
+    num_experts: int = 0
+    experts_per_token: int = 0
+    extra_parameters: int = 0
+    dtype: str = "bf16"
+    kv_dtype: str = "bf16"
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the four products of a layer's attention."""
+        kv_inputs = self.attention_inputs * 2 * self.num_kv_heads * self.head_size
+        q_inputs = self.attention_inputs * self.num_heads * self.head_size
+        return q_inputs + kv_inputs + self.hidden_size * self.num_heads * self.head_size
+
+    @property
+    def expert_parameters(self) -> int:
+        """Parameters of one MLP: gate, up and down."""
+        return 3 * self.hidden_size * self.intermediate_size
+
+    def layer_bytes(self, num_rows: np.ndarray) -> np.ndarray:
+        """Bytes of weights that a pass of so many rows reads; experts count if a row hits them."""
+        mlps = np.ones_like(num_rows, dtype=float)
+        if self.num_experts:
+            missed = (1 - self.experts_per_token / self.num_experts) ** num_rows
+            mlps = self.num_experts * (1 - missed)
+        parameters = self.attention_parameters + mlps * self.expert_parameters
+        return self.num_layers * parameters * BYTES[self.dtype]
+
+    @property
+    def row_operations(self) -> float:
+        """Multiplications and additions of one row in the layers' products."""
+        mlps = self.experts_per_token if self.num_experts else 1
+        return 2.0 * self.num_layers * (self.attention_parameters + mlps * self.expert_parameters)
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        values = 2 * self.num_layers * self.num_kv_heads * self.head_size
+        return values * BYTES[self.kv_dtype]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of memory for all weights."""
+        layer = self.attention_parameters + max(1, self.num_experts) * self.expert_parameters
+        layers = (self.num_layers * layer + self.extra_parameters) * BYTES[self.dtype]
+        return layers + (self.head_parameters + self.embedding_parameters) * BYTES["bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """What drafts: a small model, EAGLE-3's head, Medusa's heads, or a source of the host.
+
+    Attributes:
+        network: None for sources of the host, whose drafts cost nothing.
+    """
+
+    method: str
+    network: Network | None
+
+    def num_passes(self, length: int) -> int:
+        if self.network is None or not length:
+            return 0
+        return 1 if self.method == "medusa" else length
+
+    def shape(self, length: int) -> Network:
+        """The network as a draft of this length reads it: Medusa has a head for each token."""
+        assert self.network is not None
+        if self.method != "medusa":
+            return self.network
+        return replace(self.network, head_parameters=length * self.network.head_parameters)
+
+
+def find_network(name: str, dtype: str | None = None, kv_dtype: str = "bf16") -> Network:
+    """A known name such as "llama-3.3-70b", a config.json, or a folder that has one.
+
+    Args:
+        dtype: of the layers' weights; None: as the config says, else bf16.
+
+    Raises:
+        ConfigError: an unknown name, or a config that lacks a size.
+    """
+    for one in (dtype, kv_dtype):
+        if one is not None and one not in BYTES:
+            raise ConfigError(f"unknown dtype {one!r}: {did_you_mean(one, BYTES)}")
+    label, raw = _find_config(name)
+    network = _network(label, raw)
+    return replace(network, dtype=dtype or _dtype(raw), kv_dtype=kv_dtype)
+
+
+def find_drafter(name: str, target: Network, dtype: str | None = None) -> Drafter:
+    """A network to draft with, or "eagle3", "medusa", "ngram", "suffix".
+
+    The heads without a config have the target's sizes.
+    The config.json of an EAGLE-3 head is known by its architecture.
+
+    Raises:
+        ConfigError: an unknown name, or a config that lacks a size.
+    """
+    if name in HOST_SOURCES:
+        return Drafter(name, None)
+    if name == "eagle3":
+        return Drafter(name, _eagle3(name, target, {}, dtype))
+    if name == "medusa":
+        return Drafter(name, _medusa(target))
+    label, raw = _find_config(name, HEADS + HOST_SOURCES)
+    if "eagle3" in json.dumps(raw).lower():
+        return Drafter("eagle3", _eagle3(label, target, raw, dtype))
+    return Drafter("draft_model", find_network(name, dtype, target.kv_dtype))
+
+
+def _find_config(name: str, more: tuple[str, ...] = ()) -> tuple[str, Mapping[str, Any]]:
+    path = Path(name)
+    if path.is_dir():
+        return path.name, read_json(path / "config.json")
+    if path.suffix == ".json":
+        return path.parent.name or path.stem, read_json(path)
+    text = files("outdraft.planning").joinpath("data/models.json").read_text("utf-8")
+    known: dict[str, Mapping[str, Any]] = json.loads(text)
+    short = name.split("/")[-1].lower().removeprefix("meta-").removesuffix("-instruct")
+    if short not in known:
+        raise ConfigError(
+            f"{name!r} is no folder, no config.json and no known model: "
+            f"{did_you_mean(short, [*known, *more])}"
+        )
+    return short, known[short]
+
+
+def _network(label: str, raw: Mapping[str, Any]) -> Network:
+    raw = raw.get("text_config") or raw  # of models that read images, too
+    hidden_size, num_heads = read_count(raw, "hidden_size"), read_count(raw, "num_attention_heads")
+    num_experts = read_count(raw, "num_experts", "num_local_experts", "n_routed_experts", default=1)
+    has_experts = num_experts > 1
+    if raw.get("kv_lora_rank"):
+        raise ConfigError(f"{label}: attention with compressed keys and values is not planned yet")
+    words = read_count(raw, "vocab_size") * hidden_size
+    sizes = (
+        ("moe_intermediate_size", "intermediate_size") if has_experts else ("intermediate_size",)
+    )
+    return Network(
+        name=label,
+        hidden_size=hidden_size,
+        num_layers=read_count(raw, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=read_count(raw, "num_key_value_heads", default=num_heads),
+        head_size=read_count(raw, "head_dim", default=hidden_size // num_heads),
+        intermediate_size=read_count(raw, *sizes),
+        attention_inputs=hidden_size,
+        head_parameters=words,
+        embedding_parameters=0 if raw.get("tie_word_embeddings") else words,
+        num_experts=num_experts if has_experts else 0,
+        experts_per_token=read_count(raw, "num_experts_per_tok") if has_experts else 0,
+    )
+
+
+def _dtype(raw: Mapping[str, Any]) -> str:
+    quantization = raw.get("quantization_config")
+    if not quantization:
+        return "bf16"
+    method = quantization.get("quant_method")
+    if method in ("awq", "gptq") and quantization.get("bits") == 8:
+        return "int8"
+    if method not in _METHODS:
+        raise ConfigError(f"config.json: say what {method!r} keeps: {', '.join(BYTES)}")
+    return _METHODS[method]
+
+
+def _eagle3(label: str, target: Network, raw: Mapping[str, Any], dtype: str | None) -> Network:
+    """One layer behind a fusion of three of the target's states, with a head of its own."""
+    raw = {**raw, **(raw.get("transformer_layer_config") or {})}
+    hidden = read_count(raw, "hidden_size", default=target.hidden_size)
+    num_heads = read_count(raw, "num_attention_heads", default=target.num_heads)
+    size = hidden // num_heads if "num_attention_heads" in raw else target.head_size
+    intermediate = target.intermediate_size * max(1, target.experts_per_token)
+    words = read_count(raw, "draft_vocab_size", default=EAGLE_VOCABULARY) * hidden
+    return Network(
+        name=label,
+        hidden_size=hidden,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=read_count(raw, "num_key_value_heads", default=target.num_kv_heads),
+        head_size=read_count(raw, "head_dim", default=size),
+        intermediate_size=read_count(raw, "intermediate_size", default=intermediate),
+        attention_inputs=2 * hidden,
+        head_parameters=words,
+        embedding_parameters=0,
+        extra_parameters=3 * target.hidden_size * hidden,
+        dtype=dtype or "bf16",
+        kv_dtype=target.kv_dtype,
+    )
+
+
+def _medusa(target: Network) -> Network:
+    """One head: a product of the state with itself, and one with the vocabulary."""
+    words = target.head_parameters + target.hidden_size**2
+    return replace(
+        target,
+        name="medusa",
+        num_layers=0,
+        head_parameters=words,
+        embedding_parameters=0,
+        num_experts=0,
+        experts_per_token=0,
+    )
