@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.attention.rows import Span, lay_out, send
+from outdraft.attention.rows import Span, lay_out
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.ops import DecoderSpec, Kernels, LayerSpec
@@ -125,7 +125,7 @@ class Network:
             Span(context, rows, (), range(i * REQUEST_BLOCKS, (i + 1) * REQUEST_BLOCKS))
             for i, (context, rows) in enumerate(case.requests)
         ]
-        metadata, _ = send(lay_out(spans, BLOCK_SIZE, self._kernels), [], CPU)
+        metadata, _ = lay_out(spans, BLOCK_SIZE, self._kernels, CPU)
         token_ids_T = torch.arange(len(metadata.slots_T)) % VOCABULARY
         wanted_R = torch.arange(case.num_logits)
         wanted_R[-1] = len(token_ids_T) - 1

@@ -7,56 +7,62 @@
 
 #include "export.h"
 
-// As `PlaceRows` of ops.py. `starts` is its int32 arrays one behind the other. `placed` is the int64
-// ones, with room for as many logits as rows and as many roots as works, and then the number of
-// logits. Returns the number of works that sample.
-OUTDRAFT_EXPORT int64_t place_rows(int64_t num_works, const int64_t* sizes, const int64_t* parents,
-                                   const int32_t* block_table, int64_t table_width,
-                                   int64_t block_size, int64_t width, int64_t num_rows,
-                                   int32_t* starts, int64_t* placed) {
-  const int64_t *context_lens = sizes, *num_causal = context_lens + num_works;
-  const int64_t *num_drafts = num_causal + num_works, *text_starts = num_drafts + num_works;
-  const int64_t* samples = text_starts + num_works;
+// One work as Python hands it over (kernels/native/rows.py).
+struct Work {
+  int64_t context_len, num_causal, num_drafts, text_start, samples;
+};
+
+// As `PlaceRows` of ops.py: all its arrays one behind the other, those of int32 last. `numbers` is
+// the works, the parents of all drafted rows, and what is passed on.
+OUTDRAFT_EXPORT void place_rows(int64_t num_works, int64_t num_rows, int64_t num_logits,
+                                int64_t num_sampling, int64_t num_extra, int64_t table_width,
+                                int64_t block_size, int64_t width, const int64_t* numbers,
+                                const int32_t* block_table, int64_t* placed) {
+  const auto* works = reinterpret_cast<const Work*>(numbers);
+  const auto* parents = reinterpret_cast<const int64_t*>(works + num_works);
   int64_t *ancestors = placed, *positions = ancestors + num_rows, *slots = positions + num_rows;
   int64_t *state_index = slots + num_rows, *draft_index = state_index + num_rows;
-  int64_t *logit_rows = draft_index + num_rows, *root_rows = logit_rows + num_rows;
-  int64_t* draft_slots = root_rows + num_works;
-  int64_t row = 0, num_sampling = 0, num_logits = 0;
+  int64_t *logit_rows = draft_index + num_rows, *root_rows = logit_rows + num_logits;
+  int64_t *draft_slots = root_rows + num_sampling, *extra = draft_slots + num_sampling * width;
+  auto* query_start = reinterpret_cast<int32_t*>(extra + num_extra);
+  int32_t *context_lens = query_start + num_works + 1, *num_causal = context_lens + num_works;
+  int64_t row = 0, num_placed = 0;  // of those that sample
   for (int64_t w = 0; w < num_works; ++w) {
-    starts[w] = static_cast<int32_t>(row);
-    starts[num_works + 1 + w] = static_cast<int32_t>(context_lens[w]);
-    starts[2 * num_works + 1 + w] = static_cast<int32_t>(num_causal[w]);
+    const Work& work = works[w];
+    query_start[w] = static_cast<int32_t>(row);
+    context_lens[w] = static_cast<int32_t>(work.context_len);
+    num_causal[w] = static_cast<int32_t>(work.num_causal);
     const int32_t* blocks = block_table + w * table_width;
-    const int64_t first_draft = row + num_causal[w], end = first_draft + num_drafts[w];
+    const int64_t first_draft = row + work.num_causal, end = first_draft + work.num_drafts;
     for (int64_t k = 0; k < end - row; ++k) {
-      const int64_t index = context_lens[w] + k;
+      const int64_t index = work.context_len + k;
       slots[row + k] = blocks[index / block_size] * block_size + index % block_size;
     }
-    for (int64_t k = 0; k < num_causal[w]; ++k) {
-      positions[row + k] = context_lens[w] + k;
+    for (int64_t k = 0; k < work.num_causal; ++k) {
+      positions[row + k] = work.context_len + k;
       ancestors[row + k] = 0;
-      state_index[row + k] = text_starts[w] + context_lens[w] + k;
+      state_index[row + k] = work.text_start + work.context_len + k;
       draft_index[row + k] = -1;
     }
-    for (int64_t k = 0; k < num_drafts[w]; ++k) {
+    for (int64_t k = 0; k < work.num_drafts; ++k) {
       const int64_t up = first_draft - 1 + parents[k];  // the root is the last causal row
       positions[first_draft + k] = positions[up] + 1;
       ancestors[first_draft + k] = ancestors[up] | int64_t{1} << k;
       state_index[first_draft + k] = 0;
-      draft_index[first_draft + k] = num_sampling * width + k;
+      draft_index[first_draft + k] = num_placed * width + k;
     }
-    parents += num_drafts[w];
+    parents += work.num_drafts;
     row = end;
-    if (samples[w] == 0) continue;
-    root_rows[num_sampling++] = first_draft - 1;
-    for (int64_t r = first_draft - 1; r < end; ++r) logit_rows[num_logits++] = r;
+    if (work.samples == 0) continue;
+    root_rows[num_placed++] = first_draft - 1;
+    for (int64_t r = first_draft - 1; r < end; ++r) *logit_rows++ = r;
     for (int64_t r = first_draft; r < first_draft + width; ++r) {
       *draft_slots++ = r < end ? slots[r] : -1;
     }
   }
-  starts[num_works] = static_cast<int32_t>(row);
-  root_rows[num_works + num_works * width] = num_logits;
-  return num_sampling;
+  query_start[num_works] = static_cast<int32_t>(row);
+  std::copy_n(parents, num_extra, extra);  // behind the parents
+  std::copy_n(block_table, num_works * table_width, num_causal + num_works);
 }
 
 // As `ShapeRows` of ops.py; positions and ancestors change in place.

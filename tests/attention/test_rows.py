@@ -1,6 +1,7 @@
 """The batch that a forward pass reads, against one row at a time."""
 
 import numpy as np
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,21 +25,21 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
         num_blocks = -(-(context_len + num_causal + num_drafts) // block_size)
         blocks = rng.permutation(100)[:num_blocks].tolist()
         spans.append(Span(context_len, num_causal, parents, blocks))
-    layout = lay_out(spans, block_size, reference_kernels())
+    batch, _ = lay_out(spans, block_size, reference_kernels(), torch.device("cpu"))
     row = 0
     for b, span in enumerate(spans):
-        assert layout.placed.query_start_W1[b] == row
+        assert batch.query_start_B1[b] == row
         slots = [block * block_size + i for block in span.block_ids for i in range(block_size)]
         depths, masks = tree_depths(span.parents), ancestor_masks(span.parents)
         for k in range(span.num_rows):
             draft = k - span.num_causal
             root = span.context_len + span.num_causal - 1
-            assert layout.placed.slots_T[row] == slots[span.context_len + k]
-            assert layout.placed.positions_T[row] == (
+            assert batch.slots_T[row] == slots[span.context_len + k]
+            assert batch.positions_T[row] == (
                 span.context_len + k if draft < 0 else root + depths[draft]
             )
-            assert layout.placed.ancestors_T[row] == (0 if draft < 0 else masks[draft])
+            assert batch.ancestors_T[row] == (0 if draft < 0 else masks[draft])
             row += 1
-    assert layout.placed.query_start_W1[-1] == row == len(layout.placed.slots_T)
-    assert layout.max_rows == max(span.num_rows for span in spans)
-    assert layout.max_seq_len == max(span.context_len + span.num_rows for span in spans)
+    assert batch.query_start_B1[-1] == row == len(batch.slots_T)
+    assert batch.max_rows == max(span.num_rows for span in spans)
+    assert batch.max_seq_len == max(span.context_len + span.num_rows for span in spans)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, send
+from outdraft.attention.rows import Span, lay_out
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, StateEntry
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
@@ -117,7 +117,7 @@ def blocks_of(request: int) -> tuple[int, ...]:
 
 
 def batch_of(spans: Sequence[Span]) -> AttentionMetadata:
-    return send(lay_out(spans, BLOCK_SIZE, reference_kernels()), [], CPU)[0]
+    return lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)[0]
 
 
 def rows_for(num_rows: int, hidden: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:

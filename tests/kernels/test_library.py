@@ -8,11 +8,12 @@ import sys
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pytest
+import torch
 
 import build_kernels
 from hatch_build import platform_tag
+from outdraft.attention.rows import Span
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.library import (
     INSTRUCTION_SETS,
@@ -30,12 +31,11 @@ pytestmark = pytest.mark.skipif(ARCHITECTURE is None, reason="no library for thi
 
 def assert_computes(library: Library) -> None:
     """It lays out the rows of one step as the reference does."""
-    sizes_5W = np.array([[5, 0], [1, 3], [3, 0], [0, 20], [1, 0]])
-    blocks_WP = np.array([[4, 2, 7], [1, 0, 0]], dtype=np.int32)
-    step = (sizes_5W, np.array([0, 1, 1]), blocks_WP, 4, 3)
+    spans = [Span(5, 1, (0, 1, 1), (4, 2, 7)), Span(0, 3, (), (1,), 20, samples=False)]
+    step = (spans, [[8]], 4, 3)
     got, want = NativeRows(library).place_rows(*step), place_rows(*step)
     for name in ("query_start_W1", "ancestors_T", "positions_T", "state_index_T"):
-        assert np.array_equal(getattr(got, name), getattr(want, name))
+        assert torch.equal(getattr(got, name), getattr(want, name))
 
 
 def run(*command: str, **environ: str) -> None:

@@ -1,54 +1,51 @@
 """Rows of steps: each library lays them out as the reference does."""
 
-from dataclasses import astuple
+from dataclasses import fields
 
 import numpy as np
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
+from outdraft.attention.rows import Span
+from outdraft.kernels.ops import PlacedRows
 from tests.kernels.comparisons import Case
 
 BLOCK_SIZE, MOST_BLOCKS, NUM_TEXTS, ROW_LEN = 4, 24, 6, 90
 
 
 @st.composite
-def steps(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, int]:
+def steps(draw: st.DrawFn) -> tuple[list[Span], list[list[int]], int, int]:
     """What `place_rows` is given."""
     sizes = st.tuples(st.integers(0, 30), st.integers(1, 30), st.integers(0, 20))
     shapes = draw(st.lists(sizes, min_size=1, max_size=4))
     texts = draw(st.permutations(range(NUM_TEXTS)))
-    requests = [
-        (*shape, text * ROW_LEN, shape[2] > 0 or draw(st.booleans()))
-        for shape, text in zip(shapes, texts, strict=False)
-    ]
-    parents = [draw(st.integers(0, row)) for _, _, num in shapes for row in range(num)]
-    return (
-        np.array(requests, dtype=np.int64).T.copy(),
-        np.array(parents, dtype=np.int64),
-        draw(block_tables(len(requests))),
-        BLOCK_SIZE,
-        max(num for _, _, num in shapes) + draw(st.integers(0, 2)),
-    )
+    blocks = draw(st.permutations(range(len(shapes) * MOST_BLOCKS)))
+    spans = []
+    for place, ((context_len, num_causal, number), text) in enumerate(
+        zip(shapes, texts, strict=False)
+    ):
+        parents = tuple(draw(st.integers(0, row)) for row in range(number))
+        num_blocks = -(-(context_len + num_causal + number) // BLOCK_SIZE)
+        own = blocks[place * MOST_BLOCKS :][:num_blocks]
+        samples = number > 0 or draw(st.booleans())
+        spans.append(Span(context_len, num_causal, parents, own, text * ROW_LEN, samples))
+    extra = draw(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=3))
+    return spans, extra, BLOCK_SIZE, max(num for _, _, num in shapes) + draw(st.integers(0, 2))
 
 
-@st.composite
-def block_tables(draw: st.DrawFn, num_requests: int) -> np.ndarray:
-    rng = np.random.default_rng(draw(st.integers(0, 999)))
-    blocks = rng.permutation(num_requests * MOST_BLOCKS).astype(np.int32)
-    return blocks.reshape(num_requests, MOST_BLOCKS)
-
-
-def assert_same_arrays(got: object, want: object) -> None:
-    for ours, theirs in zip(astuple(got), astuple(want), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        assert np.array_equal(ours, theirs)
+def assert_same(got: PlacedRows, want: PlacedRows) -> None:
+    for field in fields(PlacedRows):
+        ours, theirs = getattr(got, field.name), getattr(want, field.name)
+        pairs = [(ours, theirs)] if field.name != "extra" else list(zip(ours, theirs, strict=True))
+        for one, other in pairs:
+            assert one.dtype == other.dtype, field.name
+            assert torch.equal(one, other), field.name
 
 
 def compare_place_rows(case: Case) -> None:
     step = case.data.draw(steps(), "step")
-    assert_same_arrays(case.kernels.place_rows(*step), case.reference.place_rows(*step))
+    assert_same(case.kernels.place_rows(*step), case.reference.place_rows(*step))
 
 
 def compare_shape_rows(case: Case) -> None:
@@ -58,24 +55,21 @@ def compare_shape_rows(case: Case) -> None:
     assume(num_sampling > 0)
     rng = case.rng()
     parents_BN = torch.from_numpy(rng.integers(0, np.arange(1, width + 1), (num_sampling, width)))
-    rows = [torch.from_numpy(one) for one in (placed.draft_index_T, placed.positions_T)]
-    given_T = torch.zeros_like(rows[1])
-    got = case.kernels.shape_rows(parents_BN, *rows, given_T)
-    want = case.reference.shape_rows(parents_BN, *rows, given_T)
+    rows = placed.draft_index_T, placed.positions_T, torch.zeros_like(placed.positions_T)
+    got, want = (one.shape_rows(parents_BN, *rows) for one in (case.kernels, case.reference))
     assert all(map(torch.equal, got, want))
 
 
 def compare_keep_rows(case: Case) -> None:
     step = case.data.draw(steps(), "step")
-    placed, num_drafts_W, samples_W = case.reference.place_rows(*step), step[0][2], step[0][4]
+    placed, sampling = case.reference.place_rows(*step), [span for span in step[0] if span.samples]
     rng = case.rng()
-    kept_rows_BN = np.full_like(placed.draft_slots_BN, -1)
-    for rows_N, num_drafts in zip(kept_rows_BN, num_drafts_W[samples_W > 0], strict=True):
-        rows = np.flatnonzero(rng.random(num_drafts) < 0.5)  # a path goes down
-        rows_N[: len(rows)] = rows
-    arrays = (placed.slots_T, placed.draft_index_T, placed.root_rows_B, placed.draft_slots_BN)
-    tensors = [torch.from_numpy(one) for one in (*arrays, kept_rows_BN)]
-    got, want = case.kernels.keep_rows(*tensors), case.reference.keep_rows(*tensors)
+    kept_rows_BN = torch.full_like(placed.draft_slots_BN, -1)
+    for rows_N, span in zip(kept_rows_BN, sampling, strict=True):
+        rows = np.flatnonzero(rng.random(len(span.parents)) < 0.5)  # a path goes down
+        rows_N[: len(rows)] = torch.from_numpy(rows)
+    tensors = (placed.slots_T, placed.draft_index_T, placed.root_rows_B, placed.draft_slots_BN)
+    got, want = (one.keep_rows(*tensors, kept_rows_BN) for one in (case.kernels, case.reference))
     assert all(map(torch.equal, got, want))
 
 
@@ -84,8 +78,8 @@ def compare_read_token_ids(case: Case) -> None:
     placed = case.reference.place_rows(*step)
     rng = case.rng()
     texts_SL = torch.from_numpy(rng.integers(0, 99, (NUM_TEXTS, ROW_LEN)))
-    drafts_BN = torch.from_numpy(rng.integers(-1, 99, placed.draft_slots_BN.shape))
-    indices = torch.from_numpy(placed.state_index_T), torch.from_numpy(placed.draft_index_T)
+    drafts_BN = torch.from_numpy(rng.integers(-1, 99, tuple(placed.draft_slots_BN.shape)))
+    indices = placed.state_index_T, placed.draft_index_T
     got = case.kernels.read_token_ids(texts_SL, drafts_BN, *indices)
     assert torch.equal(got, case.reference.read_token_ids(texts_SL, drafts_BN, *indices))
 

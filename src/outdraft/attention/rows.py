@@ -1,12 +1,11 @@
 """From the host's view of a step (which request computes which rows) to the attention batch.
 
-Everything is laid out on the host, compiled, and travels to the device in one copy.
+Everything is laid out on the host and travels to the device in one copy.
 
 Dimension key: B requests, T rows, P blocks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 
 if TYPE_CHECKING:
-    from outdraft.kernels.ops import Kernels, PlacedRows
+    from outdraft.kernels.ops import Kernels
 
 
 class Span(NamedTuple):
@@ -43,68 +42,45 @@ class Span(NamedTuple):
         return self.num_causal + len(self.parents)
 
 
-@dataclass(frozen=True, slots=True)
-class RowLayout:
-    """The numpy side of AttentionMetadata; fields as documented there."""
-
-    placed: "PlacedRows"
-    block_table_BP: np.ndarray
-    max_rows: int
-    max_seq_len: int
-
-
 def lay_out(
-    spans: Sequence[Span], block_size: int, kernels: "Kernels", width: int | None = None
-) -> RowLayout:
+    spans: Sequence[Span],
+    block_size: int,
+    kernels: "Kernels",
+    device: torch.device,
+    width: int | None = None,
+    extra: Sequence[Sequence[int]] = (),
+) -> tuple[AttentionMetadata, Sequence[Tensor]]:
     """Rows in request order; within a request causal rows first, then the draft's.
 
     `width`: the places of a request's drafts; None: as many as the longest has.
-    """
-    sizes = [(s.context_len, s.num_causal, len(s.parents), s.text_start, s.samples) for s in spans]
-    sizes_5B = np.array(sizes, dtype=np.int64).T.copy()
-    parents = np.array([up for s in spans for up in s.parents], dtype=np.int64)
-    block_table_BP = np.zeros((len(spans), max(len(s.block_ids) for s in spans)), dtype=np.int32)
-    for row_P, span in zip(block_table_BP, spans, strict=True):
-        row_P[: len(span.block_ids)] = span.block_ids
-    if width is None:
-        width = max(num_drafts for _, _, num_drafts, _, _ in sizes)
-    return RowLayout(
-        placed=kernels.place_rows(sizes_5B, parents, block_table_BP, block_size, width),
-        block_table_BP=block_table_BP,
-        max_rows=max(count + num_drafts for _, count, num_drafts, _, _ in sizes),
-        max_seq_len=max(held + count + more for held, count, more, _, _ in sizes),
-    )
-
-
-def send(
-    layout: RowLayout, extra: Sequence[np.ndarray], device: torch.device
-) -> tuple[AttentionMetadata, list[Tensor]]:
-    """The layout and further int64 arrays on the device, in one copy.
 
     Returns the batch of the pass, and then, in order, what else PlacedRows has, from state_index_T
-    on, and `extra`.
+    on.
     """
-    placed = layout.placed
-    sent = to_device(
-        [
-            placed.query_start_W1,
-            placed.context_lens_W,
-            placed.num_causal_W,
-            placed.ancestors_T,
-            placed.positions_T,
-            placed.slots_T,
-            layout.block_table_BP,
-            placed.state_index_T,
-            placed.draft_index_T,
-            placed.logit_rows_R,
-            placed.root_rows_B,
-            placed.draft_slots_BN,
-            *extra,
-        ],
-        device,
+    if width is None:
+        width = max(len(span.parents) for span in spans)
+    placed = kernels.place_rows(spans, extra, block_size, width)
+    sent = (
+        placed.query_start_W1,
+        placed.context_lens_W,
+        placed.num_causal_W,
+        placed.ancestors_T,
+        placed.positions_T,
+        placed.slots_T,
+        placed.block_table_WP,
+        placed.state_index_T,
+        placed.draft_index_T,
+        placed.logit_rows_R,
+        placed.root_rows_B,
+        placed.draft_slots_BN,
+        *placed.extra,
     )
+    if device.type != "cpu":
+        sent = to_device([tensor.numpy() for tensor in sent], device)
     metadata = AttentionMetadata(
-        *sent[:7], max_rows=layout.max_rows, max_seq_len=layout.max_seq_len
+        *sent[:7],
+        max_rows=max([span.num_rows for span in spans]),
+        max_seq_len=max([span.context_len + span.num_rows for span in spans]),
     )
     return metadata, sent[7:]
 

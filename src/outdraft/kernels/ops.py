@@ -6,7 +6,7 @@ operation is in `reference/`. Those on texts are described in text_ops.py,
 those on logits and drafts in sampling_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
-P blocks, K drafted rows of all requests, N most drafts of one, F rows of a level of a growing tree,
+P blocks, N most drafts of one request, F rows of a level of a growing tree,
 S texts, L tokens, D inputs, E outputs.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
@@ -38,6 +37,7 @@ from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
     from outdraft.attention.base import AttentionBackend, AttentionMetadata, LayerCache
+    from outdraft.attention.rows import Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,26 +45,30 @@ class PlacedRows:
     """Where rows stand, which tokens they read, and which of them are needed behind the pass.
 
     Attributes:
-        query_start_W1, context_lens_W, num_causal_W: int32, as in AttentionMetadata.
+        query_start_W1, context_lens_W, num_causal_W, block_table_WP: int32, as in
+            AttentionMetadata.
         ancestors_T, positions_T, slots_T: int64, as there. All others are int64 too.
         state_index_T: where a row's token stands in the flat texts, 0 for drafted rows.
         draft_index_T: where a drafted row's token stands in the flat drafts, else -1.
         logit_rows_R: of each work that samples its root, then its drafts.
         root_rows_B: the root of each work that samples.
         draft_slots_BN: cache slots behind each root, padded with -1.
+        extra: what was to be passed on.
     """
 
-    query_start_W1: np.ndarray
-    context_lens_W: np.ndarray
-    num_causal_W: np.ndarray
-    ancestors_T: np.ndarray
-    positions_T: np.ndarray
-    slots_T: np.ndarray
-    state_index_T: np.ndarray
-    draft_index_T: np.ndarray
-    logit_rows_R: np.ndarray
-    root_rows_B: np.ndarray
-    draft_slots_BN: np.ndarray
+    query_start_W1: Tensor
+    context_lens_W: Tensor
+    num_causal_W: Tensor
+    block_table_WP: Tensor
+    ancestors_T: Tensor
+    positions_T: Tensor
+    slots_T: Tensor
+    state_index_T: Tensor
+    draft_index_T: Tensor
+    logit_rows_R: Tensor
+    root_rows_B: Tensor
+    draft_slots_BN: Tensor
+    extra: tuple[Tensor, ...]
 
 
 class PlaceRows(Protocol):
@@ -72,19 +76,16 @@ class PlaceRows(Protocol):
 
     def __call__(
         self,
-        sizes_5W: np.ndarray,
-        parents_K: np.ndarray,
-        block_table_WP: np.ndarray,
+        spans: Sequence["Span"],
+        extra: Sequence[Sequence[int]],
         block_size: int,
         width: int,
     ) -> PlacedRows:
-        """New arrays on the host. All arrays are contiguous.
+        """New contiguous tensors on the host.
 
         Args:
-            sizes_5W: int64; tokens that the cache holds, causal rows, drafted rows, where the text
-                begins in the flat texts, and 1 for works that sample. Only those have drafted rows.
-            parents_K: int64, of the drafted rows of all requests, as in Draft.
-            block_table_WP: int32; it covers all rows.
+            spans: one at least; only those that sample have parents.
+            extra: numbers to pass on as int64 tensors.
             width: N, the places of each work's drafts.
         """
         ...

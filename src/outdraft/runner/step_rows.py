@@ -7,12 +7,11 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, send
+from outdraft.attention.rows import Span, lay_out
 from outdraft.core.plan import Work
 from outdraft.core.request import Request
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
@@ -80,8 +79,8 @@ def step_rows(
         row_len: of the device state.
     """
     spans: list[Span] = []
-    texts: list[tuple[int, int, int]] = []  # of the works that sample
-    chunks: list[tuple[int, int]] = []  # of the others
+    texts: tuple[list[int], list[int], list[int]] = ([], [], [])  # of the works that sample
+    chunks: tuple[list[int], list[int]] = ([], [])  # of the others
     end = 0
     for work in works:
         request, row = work.request, state_row(work.request)
@@ -90,14 +89,10 @@ def step_rows(
             Span(work.start, work.num_new, parents, work.block_ids, text_start, work.samples)
         )
         end += work.num_new + len(parents)
-        if work.samples:
-            texts.append((row, request.num_tokens, request.num_prompt))
-        else:
-            chunks.append((end - 1, row))
-    layout = lay_out(spans, block_size, kernels, width)
-    texts_3B = np.array(texts, dtype=np.int64).reshape(-1, 3).T.copy()
-    chunks_2C = np.array(chunks, dtype=np.int64).reshape(-1, 2).T.copy()
-    metadata, sent = send(layout, [*texts_3B, *chunks_2C], device)
+        facts = (row, request.num_tokens, request.num_prompt) if work.samples else (end - 1, row)
+        for column, fact in zip(texts if work.samples else chunks, facts, strict=True):
+            column.append(fact)
+    metadata, sent = lay_out(spans, block_size, kernels, device, width, [*texts, *chunks])
     return StepRows(metadata, *sent)
 
 

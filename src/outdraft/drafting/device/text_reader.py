@@ -10,12 +10,11 @@ state rows, L tokens of a text, D the network's state.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out, send
+from outdraft.attention.rows import Span, lay_out
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kv.cache import KVCache
@@ -69,7 +68,7 @@ class TextReader:
         for span, count in zip(spans, num_last, strict=True):
             num_rows += span.num_rows
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
-        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, np.array(rows))
+        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, rows)
         if rows != list(range(num_rows)):
             states_TD = states_TD[rows_R]
         return states_TD.view(len(asks), most, -1), metadata
@@ -105,8 +104,7 @@ class TextReader:
                     spans[i] = self._span(ask, token_ids_SL.shape[1], count, range(0))
             if not spans:
                 return current
-            nothing = np.zeros(0, dtype=np.int64)
-            self._pass([current[i] for i in spans], list(spans.values()), token_ids_SL, nothing)
+            self._pass([current[i] for i in spans], list(spans.values()), token_ids_SL, [])
             for i, span in spans.items():
                 num_computed = current[i].num_computed + span.num_causal
                 current[i] = replace(current[i], num_computed=num_computed)
@@ -116,20 +114,22 @@ class TextReader:
         asks: Sequence[DraftModelAsk],
         spans: Sequence[Span],
         token_ids_SL: Tensor,
-        extra: np.ndarray,
+        extra: Sequence[int],
     ) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """The states of all rows, [T, D]; their batch; `extra` on the device."""
         network = self.network
         width = max(len(span.parents) for span in spans)
-        continued_BN = np.full((len(spans), width), -1, dtype=np.int64)
-        for ids_N, ask, span in zip(continued_BN, asks, spans, strict=True):
-            if span.parents:
-                ids_N[: len(span.parents)] = ask.continued
-        layout = lay_out(spans, self.cache.block_size, network.kernels, width)
-        metadata, sent = send(layout, [continued_BN, extra], token_ids_SL.device)
-        state_index_T, draft_index_T, _, _, _, drafts_BN, sent_extra = sent
+        continued: list[int] = []
+        for ask, span in zip(asks, spans, strict=True):
+            continued += ask.continued if span.parents else ()
+            continued += [-1] * (width - len(span.parents))
+        device, block_size = token_ids_SL.device, self.cache.block_size
+        metadata, sent = lay_out(
+            spans, block_size, network.kernels, device, width, [continued, extra]
+        )
+        state_index_T, draft_index_T, _, _, _, drafts, sent_extra = sent
         ids_T = network.kernels.read_token_ids(
-            token_ids_SL, drafts_BN, state_index_T, draft_index_T
+            token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
         )
         states_TD = None
         if self._mask_states is not None:

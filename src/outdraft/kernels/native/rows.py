@@ -1,12 +1,13 @@
 """Rows of a step by the compiled library."""
 
+from array import array
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.kernels.native.arrays import array_address
+from outdraft.attention.rows import Span
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedRows
 
@@ -16,9 +17,7 @@ class NativeRows:
 
     def __init__(self, library: Library) -> None:
         size, address = c_int64, c_void_p
-        self._place_rows = library.function(
-            "place_rows", [size, *[address] * 3, *[size] * 4, *[address] * 2], size
-        )
+        self._place_rows = library.function("place_rows", [*[size] * 8, *[address] * 3])
         self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
         self._keep_rows = library.function("keep_rows", [*[size] * 3, *[address] * 7])
         self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
@@ -26,40 +25,54 @@ class NativeRows:
 
     def place_rows(
         self,
-        sizes_5W: np.ndarray,
-        parents_K: np.ndarray,
-        block_table_WP: np.ndarray,
+        spans: Sequence[Span],
+        extra: Sequence[Sequence[int]],
         block_size: int,
         width: int,
     ) -> PlacedRows:
-        num_works, table_width = block_table_WP.shape
-        num_rows = sum(sizes_5W[1].tolist()) + len(parents_K)  # faster than numpy at a few
-        starts = np.empty(3 * num_works + 1, dtype=np.int32)
-        placed = np.empty(6 * num_rows + num_works * (1 + width) + 1, dtype=np.int64)
-        num_sampling = self._place_rows(
-            num_works,
-            array_address(sizes_5W),
-            array_address(parents_K),
-            array_address(block_table_WP),
+        table_width = max([len(span.block_ids) for span in spans])
+        works, parents, blocks = array("q"), array("q"), array("i")
+        num_causal = num_sampling = 0
+        for context_len, count, up, block_ids, text_start, samples in spans:
+            works.extend((context_len, count, len(up), text_start, samples))
+            parents.extend(up)
+            blocks.extend(block_ids)
+            blocks.extend([0] * (table_width - len(block_ids)))
+            num_causal += count
+            num_sampling += samples
+        num_rows, num_logits = num_causal + len(parents), num_sampling + len(parents)
+        for numbers in extra:
+            parents.extend(numbers)
+        lengths = [*[num_rows] * 5, num_logits, num_sampling, num_sampling * width]
+        lengths += [len(numbers) for numbers in extra]
+        # int32 numbers fill whole words: one more where they are odd.
+        starts = [len(spans) + 1, len(spans), len(spans), len(blocks)]
+        starts.append(sum(starts) % 2)
+        placed = torch.empty(sum(lengths) + sum(starts) // 2, dtype=torch.int64)
+        works += parents
+        self._place_rows(
+            len(spans),
+            num_rows,
+            num_logits,
+            num_sampling,
+            sum(lengths[8:]),
             table_width,
             block_size,
             width,
-            num_rows,
-            array_address(starts),
-            array_address(placed),
+            works.buffer_info()[0],
+            blocks.buffer_info()[0],
+            placed.data_ptr(),
         )
-        rows_5T, roots = placed[: 5 * num_rows].reshape(5, num_rows), 6 * num_rows
-        slots = roots + num_works
+        *parts, words = placed.split([*lengths, sum(starts) // 2])
+        query_start, contexts, causal, table, _ = words.view(torch.int32).split(starts)
         return PlacedRows(
-            starts[: num_works + 1],
-            starts[num_works + 1 : 2 * num_works + 1],
-            starts[2 * num_works + 1 :],
-            *rows_5T,
-            logit_rows_R=placed[5 * num_rows : 5 * num_rows + int(placed[-1])],
-            root_rows_B=placed[roots : roots + num_sampling],
-            draft_slots_BN=placed[slots : slots + num_sampling * width].reshape(
-                num_sampling, width
-            ),
+            query_start,
+            contexts,
+            causal,
+            table.view(len(spans), table_width),
+            *parts[:7],
+            draft_slots_BN=parts[7].view(num_sampling, width),
+            extra=tuple(parts[8:]),
         )
 
     def shape_rows(

@@ -1,52 +1,50 @@
 """Where rows stand and which tokens they read: on the host row by row, else by tensors."""
 
-import numpy as np
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outdraft.attention.rows import Span
 from outdraft.kernels.draft_ops import DraftStart
 from outdraft.kernels.ops import PlacedRows
 
 
 def place_rows(
-    sizes_5W: np.ndarray,
-    parents_K: np.ndarray,
-    block_table_WP: np.ndarray,
-    block_size: int,
-    width: int,
+    spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
 ) -> PlacedRows:
     starts, ancestors, positions, slots = [0], list[int](), list[int](), list[int]()
     state_index, draft_index = list[int](), list[int]()
     logit_rows, root_rows, draft_slots = list[int](), list[int](), list[list[int]]()
-    parents = iter(parents_K.tolist())
-    works = zip(block_table_WP, sizes_5W.T.tolist(), strict=True)
-    for blocks, (context_len, num_causal, num_drafts, text_start, samples) in works:
-        root = len(positions) + num_causal - 1
+    for context_len, num_causal, parents, blocks, text_start, samples in spans:
+        root, num_drafts = len(positions) + num_causal - 1, len(parents)
         places = range(context_len, context_len + num_causal)
         positions += places
         ancestors += [0] * num_causal
         state_index += [text_start + place for place in places] + [0] * num_drafts
         draft_index += [-1] * num_causal
         draft_index += [len(root_rows) * width + place for place in range(num_drafts)]
-        for place in range(num_drafts):
-            above = root + next(parents)
+        for place, parent in enumerate(parents):
+            above = root + parent
             positions.append(positions[above] + 1)
             ancestors.append(ancestors[above] | 1 << place)
         for index in range(context_len, context_len + num_causal + num_drafts):
-            slots.append(int(blocks[index // block_size]) * block_size + index % block_size)
+            slots.append(blocks[index // block_size] * block_size + index % block_size)
         starts.append(len(positions))
         if samples:
             root_rows.append(root)
             logit_rows += range(root, len(positions))
             draft_slots.append(slots[root + 1 :] + [-1] * (width - num_drafts))
+    table_width = max(len(span.block_ids) for span in spans)
+    blocks = [[*span.block_ids, *[0] * (table_width - len(span.block_ids))] for span in spans]
+    starts_of = (starts, [span.context_len for span in spans], [span.num_causal for span in spans])
     flat = (ancestors, positions, slots, state_index, draft_index, logit_rows, root_rows)
     return PlacedRows(
-        np.array(starts, dtype=np.int32),
-        sizes_5W[0].astype(np.int32),
-        sizes_5W[1].astype(np.int32),
-        *(np.array(each, dtype=np.int64) for each in flat),
-        draft_slots_BN=np.array(draft_slots, dtype=np.int64).reshape(len(root_rows), width),
+        *(torch.tensor(each, dtype=torch.int32) for each in (*starts_of, blocks)),
+        *(torch.tensor(each, dtype=torch.int64) for each in flat),
+        draft_slots_BN=torch.tensor(draft_slots, dtype=torch.int64).view(len(root_rows), width),
+        extra=tuple(torch.tensor(each, dtype=torch.int64) for each in extra),
     )
 
 
