@@ -16,6 +16,7 @@ from tests.planning.published import (
     calibrated,
     errors,
     losses_of_choice,
+    other_errors,
     points_of,
     roofline,
 )
@@ -26,6 +27,7 @@ CARDS = ("h100", "h100-94gb")
 
 def main() -> None:
     write("published", published())
+    write("others", others())
     write("constants", constants())
 
 
@@ -64,6 +66,15 @@ def row(setting: str, mode: str, card: str, found: Errors, lost: float) -> str:
         f"{found.bias:+.1%}", f"{found.covered:.0%}", f"{lost:.1%}",
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
+
+
+def others() -> Iterator[str]:
+    yield "| setting | points | mean error | worst | bias |"
+    yield "|---|---|---|---|---|"
+    for setting, found in other_errors().items():
+        sizes = [abs(error) for error in found]
+        mean, bias = sum(sizes) / len(sizes), sum(found) / len(found)
+        yield f"| {setting} | {len(found)} | {mean:.1%} | {max(sizes):.1%} | {bias:+.1%} |"
 
 
 def constants() -> Iterator[str]:

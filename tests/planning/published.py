@@ -21,10 +21,10 @@ from outdraft.planning.predictors import (
     Predictor,
     RooflinePredictor,
 )
-from outdraft.planning.roofline import Setup
+from outdraft.planning.roofline import Setup, Workload
 from outdraft.planning.shapes import find_drafter, find_network
 
-TABLE = Path(__file__).parent / "data" / "published_points.tsv"
+DATA = Path(__file__).parent / "data"
 PLAIN_70B, DRAFTS_70B = "llama-3.3-70b tp2 h100 plain", "llama-3.3-70b tp2 h100 + draft-model"
 PLAIN_32B, DRAFTS_32B = "qwen3-32b h100 plain", "qwen3-32b h100 + qwen3-1.7b"
 # Settings of one target on one machine; the first part of a group has its plain runs.
@@ -48,7 +48,7 @@ class Errors:
 
 
 def points_of(setting: str) -> list[Point]:
-    with TABLE.open() as file:
+    with (DATA / "published_points.tsv").open() as file:
         return [
             Point(
                 int(row["concurrency"]),
@@ -105,6 +105,22 @@ def calibrated(
 
 def roofline(setting: str, card: str = "h100") -> Predictor:
     return RooflinePredictor(setup_of(setting, card))
+
+
+def other_errors() -> dict[str, list[float]]:
+    """Relative errors of the roofline on data/other_points.tsv, by setting."""
+    found: dict[str, list[float]] = {}
+    with (DATA / "other_points.tsv").open() as file:
+        for row in csv.DictReader(file, delimiter="\t"):
+            target, tp = find_network(row["target"], row["dtype"]), int(row["tp"])
+            work = Workload(int(row["prompt_tokens"]), int(row["output_tokens"]))
+            machine = find_machine(f"{tp}x{row['card']}")
+            setup = Setup(target, find_drafter(row["draft"], target), machine, tp, tp, work)
+            tokens = float(row["acceptance_length"])
+            step = RooflinePredictor(setup).step(int(row["concurrency"]), int(row["k"]), tokens)
+            error = 1e3 * step.total_s / tokens / float(row["tpot_ms"]) - 1
+            found.setdefault(row["setting"], []).append(error)
+    return found
 
 
 def losses_of_choice(predictor: Predictor, group: tuple[str, ...]) -> dict[int, float]:

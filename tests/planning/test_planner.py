@@ -70,17 +70,20 @@ def test_a_step_of_one_request_is_the_sum_by_hand():
     products = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
     head = 128256 * 4096
     kv_bytes = 384 * 32 * 2 * 1024 * 2
-    reading_s = (2 * (products + head) + kv_bytes) / (0.88 * 3350e9)
+    reading_s = (2 * (products + head) + kv_bytes) / (0.88 * 3350e9)  # one row hides behind it
     step = step_time(setup(), 1, 0, 1.0)
     assert step.target_s == pytest.approx(reading_s + 32 * 30e-6)
-    assert step.host_s == pytest.approx(300e-6)
+    assert step.host_s == pytest.approx(310e-6)
     assert step.draft_s == step.communication_s == 0
 
 
 def test_many_rows_are_computed_and_not_read():
     few = setup(workload=Workload(prompt_tokens=1, output_tokens=10**9))
     products = 32 * (4096 * (4096 + 2 * 1024 + 4096) + 3 * 4096 * 14336)
-    computing_s = 2 * (products + 128256 * 4096) * 4096 / (0.65 * 989e12)
+    parameters = products + 128256 * 4096
+    rows_s = 2 * parameters * 4096 / (0.65 * 989e12)
+    reading_s = 2 * parameters / (0.88 * 3350e9)
+    computing_s = (rows_s**4 + reading_s**4) ** 0.25  # reading is a fifth of it: no more than 0.1 %
     kv_s = 4096 * few.workload.context_tokens * 131072 / (0.88 * 3350e9)
     expected_s = computing_s + kv_s + 32 * 30e-6
     assert step_time(few, 4096, 0, 1.0).target_s == pytest.approx(expected_s)

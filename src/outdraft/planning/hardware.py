@@ -27,6 +27,7 @@ class Constants:
     graph_break_us: float
     launch_us: float
     step_us: float
+    request_us: float
     draft_us: float
     communication_factor: float
 

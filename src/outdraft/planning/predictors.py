@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -38,29 +38,6 @@ class Prediction:
     high_s: float
 
 
-class Predictor(Protocol):
-    """Predicts steps of a setup."""
-
-    @property
-    def mode(self) -> str: ...
-
-    @property
-    def basis(self) -> str:
-        """What the predictions rest on, in a sentence."""
-        ...
-
-    @property
-    def setup(self) -> Setup: ...
-
-    def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
-        """A mean step of so many requests that draft `length` and bring `tokens` tokens each."""
-        ...
-
-    def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
-        """The same with its band."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Point:
     """One measurement: TPOT, and tokens that a step brought to a request, 1 without drafts."""
@@ -82,6 +59,7 @@ class RooflinePredictor:
         self._variants = setup.variants()
 
     def step(self, num_requests: int, length: int, tokens: float) -> StepTime:
+        """A mean step of so many requests that draft `length` and gain `tokens` tokens each."""
         return step_time(self.setup, num_requests, length, tokens)
 
     def predict(self, num_requests: int, length: int, tokens: float) -> Prediction:
@@ -168,6 +146,9 @@ def _ridge(parts_P4: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     whole[kept] = scales
     covariance[np.ix_(kept, kept)] = doubt
     return whole, covariance
+
+
+Predictor = RooflinePredictor | CalibratedPredictor
 
 
 def choose_predictor(setup: Setup, points: Sequence[Point]) -> Predictor:
