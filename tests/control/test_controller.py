@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from outdraft.control.controller import SLEEPY, Controller
+from outdraft.control.controller import SETTLED, SLEEPY, Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
     DraftOutcome,
@@ -14,6 +14,7 @@ from outdraft.control.facts import (
     StepFacts,
     StepOutcome,
 )
+from outdraft.control.standing import MAX_STEPS
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -179,3 +180,84 @@ def test_drafts_of_the_largest_step_teach_by_turn():
     taught(controller, facts, lambda g: g.levels * (g.request_id == "r13"), 60)
     curve = controller.estimates.network("eagle3", "", ())
     assert curve.survivals("r13", 1)[0] > curve.survivals("r12", 1)[0]
+
+
+POOR = {"slope": 0.9, "pass_s": 0.9}  # drafts never pay
+
+
+def plain_steps(controller, facts, num_steps):
+    """How many steps are held; the others are decided and observed."""
+    num_held = 0
+    for _ in range(num_steps):
+        if controller.holds(len(facts.requests), facts.prompt_rows):
+            num_held += 1
+            assert controller.standing.grants == controller.standing.shadows == ()
+        else:
+            controller.observe(outcome(facts, controller.decide(facts)))
+    return num_held
+
+
+@pytest.mark.parametrize("network", [None, "eagle3"])
+def test_plain_steps_are_held_while_nothing_changes(network):
+    controller = Controller(table(**POOR), 5)
+    facts = StepFacts((request(network=network),))
+    plain_steps(controller, facts, 100)
+    assert plain_steps(controller, facts, 1000) >= 900
+
+
+def test_a_step_that_drafts_is_never_held():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    taught(controller, facts, lambda g: g.levels)
+    assert plain_steps(controller, facts, 200) <= 5 * MAX_STEPS // 2  # behind measured plain steps
+    assert controller.decide(facts).grants
+
+
+def test_another_number_of_requests_or_prompt_rows_is_decided_anew():
+    controller = Controller(table(**POOR), 5)
+    eight = StepFacts(tuple(request(f"r{i}") for i in range(8)))
+    assert not controller.holds(8)
+    plain_steps(controller, eight, SETTLED)
+    assert controller.holds(8)
+    assert controller.holds(7)
+    assert not controller.holds(6)
+    assert not controller.holds(1)
+    assert not controller.holds(8, prompt_rows=64)
+    assert controller.holds(8)
+
+
+def test_nothing_is_held_when_all_requests_may_have_changed():
+    for count in (1, 4, 32):
+        controller = Controller(table(**POOR), 5)
+        facts = StepFacts(tuple(request(f"r{i}") for i in range(count)))
+        plain_steps(controller, facts, SETTLED)
+        for i in range(count // 2):
+            controller.forget(f"r{i}")
+        assert controller.holds(count)
+        for i in range(count // 2, count):
+            controller.forget(f"r{i}")
+        assert not controller.holds(count)
+
+
+def test_probes_of_a_network_come_as_often_in_held_steps():
+    probes = []
+    for is_held in (True, False):
+        controller = Controller(table(**POOR), 5)
+        facts = StepFacts((request(network="eagle3"),))
+        num = 0
+        for _ in range(4000):
+            if is_held and controller.holds(1):
+                continue
+            decision = controller.decide(facts)
+            num += decision.reason is Reason.NETWORK_PROBE
+            controller.observe(outcome(facts, decision))
+        probes.append(num)
+    assert probes[0] == pytest.approx(probes[1], rel=0.1)
+    assert probes[0] >= 16
+
+
+def test_shadows_of_held_steps_teach():
+    controller = Controller(table(), 5)
+    before = controller.estimates.host("suffix").survivals(4, 3)
+    controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 0),) * 20)
+    assert controller.estimates.host("suffix").survivals(4, 3) < before

@@ -20,7 +20,7 @@ from outdraft.core.draft import MAX_MARGIN
 
 PRIOR_CHANCE = 0.6
 LEANING = 2.0  # information of the level above; about 10 labels
-MAX_INFORMATION = 100.0  # about 500 labels
+MAX_INFORMATION = 100.0  # about 500 labels, of a request that drafts alone
 NEWS_INFORMATION = 3.0  # what is left of it when chances turn out wrong
 UNSEEN = 0.998  # of a level's information, per draft that did not reach it
 OFFSET_INFORMATION = 8.0  # of "no offset"; about 40 labels
@@ -88,11 +88,14 @@ class Level:
     logit: float
     information: float = 0.0
 
-    def observe(self, label: float, offset: float) -> tuple[float, float]:
-        """One label; its error, and what the variance of the error should be."""
+    def observe(self, label: float, offset: float, most: float) -> tuple[float, float]:
+        """One label; its error, and what the variance of the error should be.
+
+        most: information that counts of what was learned before.
+        """
         chance = sigmoid(self.logit + offset)
         variance = chance * (1 - chance)
-        self.information = min(self.information + variance, MAX_INFORMATION)
+        self.information = min(self.information + variance, most)
         moved = self.logit + (label - chance) / (self.information + LEANING)
         self.logit = max(-MAX_LOGIT, min(MAX_LOGIT, moved))
         return label - chance, variance
@@ -114,10 +117,13 @@ class NetworkCurve:
 
     Attributes:
         num_labels: of the first level.
+        memory: information that counts of earlier labels; where each step brings more labels, more
+            of them are as old.
     """
 
     def __init__(self, max_levels: int, prior: float = PRIOR_CHANCE) -> None:
         self.num_labels = 0
+        self.memory = MAX_INFORMATION
         self._levels = [Level(logit(prior)) for _ in range(max_levels)]
         self._live = [LiveLevel() for _ in range(max_levels)]
         self._offsets: dict[str, RequestOffset] = {}
@@ -166,7 +172,7 @@ class NetworkCurve:
         for level, live, margin, label in zip(
             self._levels, self._live, _padded(outcome.margins, len(labels)), labels, strict=False
         ):
-            error, spread = level.observe(label, offset.value)
+            error, spread = level.observe(label, offset.value, self.memory)
             excess, variance = excess + error, variance + spread
             if margin is not None:
                 live.observe(min(margin, MAX_MARGIN), offset.value, label)
@@ -190,7 +196,8 @@ class NetworkCurve:
         offset = self._offsets.setdefault(request_id, RequestOffset())
         before = [level.logit for level in self._levels]
         errors = [
-            self._levels[0].observe(num_right / num_tokens, offset.value) for _ in range(num_tokens)
+            self._levels[0].observe(num_right / num_tokens, offset.value, self.memory)
+            for _ in range(num_tokens)
         ]
         self.num_labels += num_tokens
         self._spread(before, len(before))
@@ -200,6 +207,8 @@ class NetworkCurve:
         """Let what was learned count for little, so that the next labels decide."""
         for level in self._levels:
             level.information = min(level.information, information)
+        for offset in self._offsets.values():
+            offset.information = min(offset.information, OFFSET_INFORMATION)
 
     def forget(self, request_id: str) -> None:
         self._offsets.pop(request_id, None)
@@ -214,7 +223,7 @@ class NetworkCurve:
         if live.num_labels < MIN_LIVE_LABELS:
             return None
         chance = sigmoid(live.weight * min(margin, MAX_MARGIN) + live.bias + offset)
-        return self._levels[level].observe(chance, offset)
+        return self._levels[level].observe(chance, offset, self.memory)
 
     def _spread(self, before: list[float], num_seen: int) -> None:
         """Levels follow the ones above; those that got no label lean more on them."""

@@ -7,19 +7,21 @@ is drafted, the engine itself compares its live survival with the decision's pri
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from outdraft.control.costs import CostTable
 from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
-from outdraft.control.facts import Decision, Reason, StepFacts, StepOutcome
+from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.probes import NetworkProbe, plain_interval
+from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
+from outdraft.control.standing import MAX_STEPS, StandingDecisions
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
-REUSED, REUSED_PLAIN = 8, 32  # steps that a decision holds for if nothing else changes
-ROUTINE = 8  # plain steps of which one is looked at
+REUSED = 8  # steps that a decision to draft holds for if nothing else changes
+SETTLED = 4  # decisions against drafts before one stands for steps to come
 SLEEPY = 64  # steps in a row whose offers were all refused
 OFFER_SHARE = 0.01  # most of the time that looking for refused offers may take
 LONGEST_SLEEP = 8  # steps between two looks
@@ -29,6 +31,15 @@ EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 
 class Controller:
     """Composes costs, estimates, decision, guard and probes.
+
+    A step is either held, or decided and observed:
+
+        if not any_offers and controller.holds(num_requests, prompt_rows):
+            ...  # plain decoding; `controller.standing` says why
+        else:
+            decision = controller.decide(facts)
+            ...
+            controller.observe(outcome)
 
     table: what passes take. max_levels: most levels of any draft. priors: chance of acceptance of
     the first level by source, before anything was seen.
@@ -48,11 +59,45 @@ class Controller:
         self._sleep = 1
         self._known: tuple[tuple[object, ...], Decision] | None = None
         self._reused = 0
+        self._num_poor = 0  # decisions against drafts since the last one for them
+        self._standing = StandingDecisions()
+        self.standing: Decision | None = None
 
     @property
     def wants_offers(self) -> bool:
         """Whether the sources of the host should look for drafts before the next decision."""
         return self._refused < SLEEPY or self._num_steps % self._sleep == 0
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Whether the step that begins now is plain, as one like it was decided lately.
+
+        It takes a microsecond and needs no facts. If it is true, the step must not draft, is
+        counted as a plain one, and neither `decide` nor `observe` is called for it; `standing` is
+        its decision. A plain decision holds for 32 steps at most, for fewer when requests end (tell
+        `forget`), and no longer than until the network's next probe or the end of the patience.
+
+        Ask once a step at most, and only if no source of the host has an offer for it: there is no
+        such source, `wants_offers` is false, or all of them looked in vain.
+
+        num_requests: those that sample in this step. prompt_rows: as in StepFacts.
+        """
+        decision = None
+        if not self.probe.request_ids:
+            decision = self._standing.find(num_requests, prompt_rows)
+        if decision is None:
+            return False
+        self.standing = decision
+        self._num_steps += 1
+        self._reused += 1
+        self._since_plain = 0
+        self.probe.pass_by()
+        if decision.reason is Reason.PATIENCE:
+            self._regime(num_requests).guard.pass_by()
+        return True
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        """Learn from unused offers whose text has come; those of held steps have no outcome."""
+        self.estimates.observe_shadows(shadows)
 
     def decide(self, facts: StepFacts) -> Decision:
         """How the step that begins now speculates.
@@ -62,16 +107,18 @@ class Controller:
         """
         self._num_steps += 1
         key = _key(facts)
-        if self._known is not None and self._known[0] == key:
-            known = self._known[1]
-            if self._reused < (REUSED if known.grants else min(REUSED_PLAIN, self.probe.due_in)):
-                self._reused += 1
-                return known
-        decision = self._decide(facts)
-        is_lasting = decision.reason not in EXPERIMENTS
-        is_lasting &= not any(request.offers for request in facts.requests)
-        self._known = (key, decision) if is_lasting else None
-        self._reused = 0
+        decision = self._reusable(facts, key)
+        if decision is None:
+            decision = self._decide(facts)
+            is_lasting = decision.reason not in EXPERIMENTS
+            has_offers = any(request.offers for request in facts.requests)
+            self._known = (key, decision) if is_lasting and not has_offers else None
+            self._reused = 0
+        if decision.reason is Reason.GAIN:
+            self._num_poor = 0
+            self._standing.clear()
+        elif decision.reason not in EXPERIMENTS:
+            self._stand(facts, decision)
         return decision
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -82,9 +129,6 @@ class Controller:
         self._count(facts, decision)
         if decision.reason is Reason.PATIENCE:
             self._regime(len(facts.requests)).guard.pass_by()
-        is_routine = not (decision.grants or outcome.shadows or decision.reason in EXPERIMENTS)
-        if is_routine and self._num_steps % ROUTINE:
-            return
         excess = self.estimates.observe(outcome, self._num_steps)
         outlook = Outlook.of(facts, self.costs)
         self._observe_costs(outcome, outlook)
@@ -102,6 +146,38 @@ class Controller:
     def forget(self, request_id: str) -> None:
         """The request ended."""
         self.estimates.forget(request_id)
+        self._standing.leave()
+
+    def _reusable(self, facts: StepFacts, key: tuple[object, ...]) -> Decision | None:
+        """The last decision, if nothing has changed since and it is not old."""
+        if self._known is None or self._known[0] != key:
+            return None
+        known = self._known[1]
+        if self._reused >= (REUSED if known.grants else self._most_plain(facts, known)):
+            return None
+        self._reused += 1
+        return known
+
+    def _stand(self, facts: StepFacts, decision: Decision) -> None:
+        """Let a decision against drafts stand for the steps to come, if it is one of several.
+
+        One alone says little: a request that may not draft in its last step can be the reason.
+        """
+        self._num_poor += 1
+        if self._num_poor >= SETTLED:
+            left = self._most_plain(facts, decision) - self._reused
+            plain_one = replace(decision, shadows=()) if decision.shadows else decision
+            self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
+
+    def _most_plain(self, facts: StepFacts, decision: Decision) -> int:
+        """Steps that a decision without drafts may be kept for."""
+        most = MAX_STEPS
+        if any(request.network is not None for request in facts.requests):
+            # If a probe is due, this step had no room for it.
+            most = min(most, self.probe.due_in or FIRST_INTERVAL)
+        if decision.reason is Reason.PATIENCE:
+            most = min(most, self._regime(len(facts.requests)).guard.waiting)
+        return most
 
     def _decide(self, facts: StepFacts) -> Decision:
         has_source = any(r.max_drafts > 0 and (r.offers or r.network) for r in facts.requests)

@@ -1,9 +1,11 @@
 """What was learned about acceptance, by source; makes options of what requests are offered."""
 
-from outdraft.control.acceptance import NetworkCurve
+from collections.abc import Sequence
+
+from outdraft.control.acceptance import MAX_INFORMATION, NetworkCurve
 from outdraft.control.decision import Option, Plan
 from outdraft.control.drift import Costs
-from outdraft.control.facts import Grant, RequestFacts, Shape, StepOutcome
+from outdraft.control.facts import Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
 from outdraft.control.host_acceptance import HostCurve
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
@@ -79,13 +81,17 @@ class Estimates:
             grant = grants[draft.request_id]
             if grant.source == networks[draft.request_id]:
                 curve = self.network(grant.source, grant.rule, grant.shape)
+                curve.memory = MAX_INFORMATION * max(1.0, min(count, LEARNED) / 2)
                 curve.teach(draft.request_id, draft.taught, draft.taught_accepted)
                 excess += curve.observe(draft)
             else:
                 self.host(grant.source).observe(grant.match_length, draft.drafted, draft.accepted)
-        for shadow in outcome.shadows:
-            self.host(shadow.source).observe(shadow.match_length, shadow.drafted, shadow.accepted)
+        self.observe_shadows(outcome.shadows)
         return excess
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        for shadow in shadows:
+            self.host(shadow.source).observe(shadow.match_length, shadow.drafted, shadow.accepted)
 
     def doubt_network(self, request: RequestFacts, information: float) -> None:
         for shape in request.shapes:

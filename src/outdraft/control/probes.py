@@ -2,7 +2,8 @@
 
 A network that does not draft shows nothing about itself. So it drafts for a few requests in a
 while: some steps, more while they go much better than expected, or if it has never drafted before.
-Their time is at most 1 % of the time until the next probe: this is the longest interval there is.
+What they lose, their accepted drafts set off, is at most 1 % of the time until the next probe: this
+is the longest interval there is. So a network that nearly pays is tried often, and on all requests.
 Plain steps do not happen while drafts pay, so that nobody would notice if they got faster: one in a
 while is plain.
 """
@@ -39,7 +40,9 @@ class NetworkProbe:
         self._burst = 0
         self._num_drafts = 0  # of the last probe,
         self._excess = 0.0  # what they brought beyond what was expected,
-        self._added_s = 0.0  # and what they took
+        self._lost_s = 0.0  # and the time that they lost
+        self._token_s = 0.0  # seconds that plain decoding takes for a token
+        self._depth = DEPTH
         self._is_first = False
 
     @property
@@ -56,32 +59,45 @@ class NetworkProbe:
         costs: Costs,
     ) -> Plan | None:
         """Drafts of a probe, if one goes on or is due; None: the step is plain."""
+        token_s = outlook.alone_s / max(1, outlook.num_requests)
         if self.request_ids:
             chosen = [i for i, r in enumerate(facts.requests) if r.request_id in self.request_ids]
-            plan = _priced(_picks(facts, chosen, estimates, costs), prices)
+            plan = _priced(_picks(facts, chosen, self._depth, estimates, costs), prices)
             if plan is None:
                 self.end()
             else:
-                self._added_s += _added_s(plan, prices)
+                self._lost_s += _lost_s(plan, prices, token_s)
+                self._token_s = token_s
             return plan
         self._is_first = not any(estimates.has_drafted(request) for request in facts.requests)
-        most = len(facts.requests) if self._is_first else PROBED
-        chosen = _candidates(facts, prices, costs, most)
-        plan = _priced(_picks(facts, chosen, estimates, costs), prices)
-        if plan is None:
+        plans = [
+            plan
+            for most, depth in self._ways(len(facts.requests))
+            if (plan := _plan(facts, most, depth, prices, estimates, costs)) is not None
+        ]
+        if not plans:
             return None
+        plan = min(plans, key=lambda plan: _lost_s(plan, prices, token_s) / len(plan.picks))
         lag = sum(facts.requests[pick.request].lag_tokens for pick in plan.picks)
         catch_up_s = costs.catch_up_s(plan.picks[0].option.source, lag)
         first = facts.requests[plan.picks[0].request]
-        probe_s = max(self._added_s, BURST * _added_s(plan, prices) + catch_up_s)
+        lost_s = _lost_s(plan, prices, token_s)
+        probe_s = max(self._lost_s, BURST * lost_s + catch_up_s)
         self.interval = network_interval(probe_s, outlook.plain_s, is_new=self._is_first)
         if self._idle < self.interval:
             return None
         self.request_ids = tuple(facts.requests[pick.request].request_id for pick in plan.picks)
+        self._depth = plan.depth
         self._burst, self._num_drafts, self._excess = 0, 0, 0.0
-        self._added_s = catch_up_s + _added_s(plan, prices)
+        self._lost_s, self._token_s = catch_up_s + lost_s, token_s
         estimates.doubt_network(first, PROBE_INFORMATION)
         return plan
+
+    def _ways(self, num_requests: int) -> tuple[tuple[int, int], ...]:
+        """Numbers of requests and depths of a probe; few rows, or all requests in one pass."""
+        if self._is_first:
+            return ((num_requests, DEPTH),)
+        return (PROBED, DEPTH), (num_requests, 1)
 
     def pass_by(self) -> None:
         """A step went by without drafts of the network."""
@@ -90,6 +106,7 @@ class NetworkProbe:
     def observe(self, excess: float) -> None:
         """A probe's step brought so many tokens more than predicted."""
         self._burst += 1
+        self._lost_s -= excess * self._token_s
         self._excess += excess / max(1, len(self.request_ids))
         self._num_drafts += len(self.request_ids)
         goes_on = self._burst < BURST or (self._is_first and self._num_drafts < FIRST_DRAFTS)
@@ -116,15 +133,23 @@ def _candidates(facts: StepFacts, prices: Prices, costs: Costs, most: int) -> li
     ]
 
 
+def _plan(
+    facts: StepFacts, most: int, depth: int, prices: Prices, estimates: Estimates, costs: Costs
+) -> Plan | None:
+    """A probe on so many requests."""
+    chosen = _candidates(facts, prices, costs, most)
+    return _priced(_picks(facts, chosen, depth, estimates, costs), prices)
+
+
 def _picks(
-    facts: StepFacts, chosen: Sequence[int], estimates: Estimates, costs: Costs
+    facts: StepFacts, chosen: Sequence[int], depth: int, estimates: Estimates, costs: Costs
 ) -> list[Pick]:
     picks = list[Pick]()
     for index in chosen:
         options = estimates.options(facts.requests[index], costs)
         network = next((option for option in options if option.is_network), None)
         if network is not None:
-            picks.append(Pick(index, network, min(DEPTH, len(network.survivals))))
+            picks.append(Pick(index, network, min(depth, len(network.survivals))))
     return picks
 
 
@@ -144,20 +169,21 @@ def _priced(picks: Sequence[Pick], prices: Prices) -> Plan | None:
     return Plan(tuple(picks), depth, rows, 0.0, tokens, 0.0, draft_s, target_s, 0.0)
 
 
-def _added_s(plan: Plan, prices: Prices) -> float:
-    """What the plan adds to a step, catching up aside."""
-    return plan.draft_s + plan.target_s - float(prices.target_N[0])
+def _lost_s(plan: Plan, prices: Prices, token_s: float) -> float:
+    """What the plan adds to a step beyond what its tokens are worth, catching up aside."""
+    added_s = plan.draft_s + plan.target_s - float(prices.target_N[0])
+    return max(0.0, added_s - plan.tokens * token_s)
 
 
-def network_interval(added_s: float, plain_s: float, *, is_new: bool) -> int:
+def network_interval(lost_s: float, plain_s: float, *, is_new: bool) -> int:
     """Steps from one probe to the next, so that probes take at most their share of the time.
 
-    added_s: what a probe adds to its steps. plain_s: a step without drafts. is_new: the network has
+    lost_s: time that a probe loses. plain_s: a step without drafts. is_new: the network has
     never drafted.
     """
     if is_new:
         return FIRST_INTERVAL
-    return max(MIN_INTERVAL, math.ceil(added_s / (SHARE * plain_s)))
+    return max(MIN_INTERVAL, math.ceil(lost_s / (SHARE * plain_s)))
 
 
 def plain_interval(gain: float) -> int:

@@ -1,8 +1,16 @@
 """Policies that never learn, to compare the controller with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from outdraft.control.facts import Decision, Grant, Reason, StepFacts, StepOutcome
+from outdraft.control.facts import (
+    Decision,
+    Grant,
+    Reason,
+    ShadowOutcome,
+    StepFacts,
+    StepOutcome,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,14 @@ class FixedLength:
     @property
     def wants_offers(self) -> bool:
         return self.num_drafts > 0
+
+    @property
+    def standing(self) -> None:
+        """It decides every step."""
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Never: a fixed policy decides every step."""
+        return False
 
     def decide(self, facts: StepFacts) -> Decision:
         grants = list[Grant]()
@@ -37,6 +53,9 @@ class FixedLength:
         return Decision(tuple(grants), 0.0, rows, Reason.GAIN, 0, 0, 0, 0, 0, 0)
 
     def observe(self, outcome: StepOutcome) -> None:
+        """A fixed policy learns nothing."""
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""
 
     def forget(self, request_id: str) -> None:

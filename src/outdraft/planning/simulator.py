@@ -36,6 +36,13 @@ class Policy(Protocol):
     @property
     def wants_offers(self) -> bool: ...
 
+    @property
+    def standing(self) -> Decision | None: ...
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool: ...
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None: ...
+
     def decide(self, facts: StepFacts) -> Decision: ...
 
     def observe(self, outcome: StepOutcome) -> None: ...
@@ -136,37 +143,64 @@ class Simulator:
                 rows_left, prompt_rows = rows_left - rows, prompt_rows + rows
             else:
                 decoding.append(request)
-        facts = StepFacts(tuple(self._facts(r, world) for r in decoding), prompt_rows)
-        decision = self.policy.decide(facts)
-        self._execute(world, decoding, facts, decision)
+        looks = world.host is not None and self.policy.wants_offers
+        offers = [self._offers(request, world) if looks else () for request in decoding]
+        facts = None
+        if any(offers) or not self.policy.holds(len(decoding), prompt_rows):
+            requests = zip(decoding, offers, strict=True)
+            facts = StepFacts(tuple(self._facts(*one, world) for one in requests), prompt_rows)
+        decision = self.policy.decide(facts) if facts is not None else self.policy.standing
+        assert decision is not None
+        host_s = world.table.host_s + world.table.host_request_s * max(0, len(decoding) - 1)
+        host_s += world.table.offer_s * len(decoding) * looks
+        self._execute(world, decoding, prompt_rows, host_s, facts, decision)
 
-    def _facts(self, request: _Request, world: World) -> RequestFacts:
-        offers = ()
-        if world.host is not None and self.policy.wants_offers:
-            offers = _offers(request, world.host, self.scenario.max_drafts)
+    def _offers(self, request: _Request, world: World) -> tuple[HostOffer, ...]:
+        assert world.host is not None
+        return _offers(request, world.host, self.scenario.max_drafts)
+
+    def _facts(
+        self, request: _Request, offers: tuple[HostOffer, ...], world: World
+    ) -> RequestFacts:
         return RequestFacts(
             request.id,
             request.left,
             min(self.scenario.max_drafts, request.left - 1),
-            self.scenario.load.prompt_tokens + request.num_tokens,
+            self._context(request),
             offers,
             NETWORK if world.network is not None else None,
             lag_tokens=min(request.lag, self.scenario.window),
         )
 
+    def _context(self, request: _Request) -> int:
+        return self.scenario.load.prompt_tokens + request.num_tokens
+
     def _execute(
-        self, world: World, decoding: Sequence[_Request], facts: StepFacts, decision: Decision
+        self,
+        world: World,
+        decoding: Sequence[_Request],
+        prompt_rows: int,
+        host_s: float,
+        facts: StepFacts | None,
+        decision: Decision,
     ) -> None:
+        """`facts`: None if the step is held."""
         times = self._times_of(world.table)
         drafts = _Drafts(world, times, self.scenario, decoding, decision)
+        context = sum(self._context(request) for request in decoding)
         outcomes = list[DraftOutcome]()
         shadows = list[ShadowOutcome]()
         num_tokens, expected = len(decoding), float(len(decoding))
-        for request, fact in zip(decoding, facts.requests, strict=True):
+        for fact in facts.requests if facts is not None else ():
+            if fact.request_id in decision.shadows:
+                request, grant = (
+                    drafts.requests[fact.request_id],
+                    drafts.grants.get(fact.request_id),
+                )
+                _cast_shadows(request, fact, world, grant)
+        for request in decoding:
             grant = drafts.grants.get(request.id)
             accepted = 0
-            if request.id in decision.shadows:
-                _cast_shadows(request, fact, world, grant)
             if grant is not None:
                 outcome, mean = drafts.outcome(request, grant)
                 outcomes.append(outcome)
@@ -177,23 +211,21 @@ class Simulator:
             request.num_tokens += 1 + accepted
             while request.shadows and request.shadows[0][0] <= request.num_tokens:
                 shadows.append(request.shadows.popleft()[1])
-        num_rows = len(decoding) + facts.prompt_rows + drafts.num_rows
-        context = sum(request.context_tokens for request in facts.requests)
+        num_rows = len(decoding) + prompt_rows + drafts.num_rows
         draft_s = drafts.seconds * self._jitter()
         table = world.table
         target_s = times.target[num_rows] + table.context_s * context
         target_s += table.request_s * max(0, len(decoding) - 1)
         target_s *= world.target_factor * self._jitter()
-        host_s = table.host_s + table.host_request_s * max(0, len(decoding) - 1)
-        host_s += (
-            table.offer_s * len(decoding) * (world.host is not None and self.policy.wants_offers)
-        )
-        self.policy.observe(
-            StepOutcome(
-                facts, decision, tuple(outcomes), num_rows, num_tokens,
-                draft_s, target_s, host_s, tuple(shadows),
-            )
-        )  # fmt: skip
+        if facts is None:
+            self.policy.observe_shadows(shadows)
+        else:
+            self.policy.observe(
+                StepOutcome(
+                    facts, decision, tuple(outcomes), num_rows, num_tokens,
+                    draft_s, target_s, host_s, tuple(shadows),
+                )
+            )  # fmt: skip
         self.steps.seconds.append(draft_s + target_s + host_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
@@ -230,7 +262,7 @@ class _Drafts:
         decision: Decision,
     ) -> None:
         self._world, self._times, self._scenario = world, times, scenario
-        self._requests = {request.id: request for request in decoding}
+        self.requests = {request.id: request for request in decoding}
         self.grants: dict[str, Grant] = {grant.request_id: grant for grant in decision.grants}
         self.levels = {
             grant.request_id: 0 if grant.source == NETWORK else grant.levels
@@ -240,7 +272,7 @@ class _Drafts:
         self.seconds = 0.0
         self._margins: dict[str, list[float]] = {}
         live = [grant for grant in decision.grants if grant.source == NETWORK]
-        lag = sum(min(self._requests[g.request_id].lag, scenario.window) for g in live)
+        lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
         if live:
             self.seconds = times.start_s + times.catch_up[min(lag, MAX_ROWS - 1)]
             self._draft(live, decision)
@@ -254,7 +286,7 @@ class _Drafts:
                 self.seconds += self._times.passes[len(live)]
             going_on = list[Grant]()
             for grant in live:
-                request = self._requests[grant.request_id]
+                request = self.requests[grant.request_id]
                 margin = request.noise(request.num_tokens + level)[2]
                 self._margins.setdefault(request.id, []).append(margin)
                 if grant.stop is not None:
