@@ -45,7 +45,13 @@ def test_tables_name_the_mode(command, mode):
     result = run(command, "plan", *PAIR, *CARDS, *TRAFFIC, *points)
     assert result.exit_code == 0
     assert f"Mode: {mode}." in result.stdout
-    for word in ("best", "TPOT ms by length", "Memory of the fullest card", "Drafts pay up to"):
+    for word in (
+        "best",
+        "A step of the best length",
+        "TPOT ms by length",
+        "Memory of the fullest card",
+        "Drafts pay up to",
+    ):
         assert word in result.stdout
 
 

@@ -29,7 +29,7 @@ def show(plan: Plan) -> None:
         style="bold",
     )
     console.print(f"Mode: {plan.mode}. {plan.basis}")
-    console.print(_levels(plan.levels), _lengths(plan.levels))
+    console.print(_levels(plan.levels), _steps(plan.levels), _lengths(plan.levels))
     console.print(
         "best: the length of drafts with the least time for a token; 0 is plain decoding. Bands "
         "hold most of what is measured, if the hardware is as described. break-even: the least "
@@ -82,7 +82,6 @@ def _levels(levels: list[Level]) -> Table:
         "plain TPOT ms\n(band)",
         "against\nplain",
         "tokens/s",
-        "step ms: draft / target /\ncommunication / host",
         "break-\neven",
         "fits",
     ):
@@ -97,10 +96,20 @@ def _levels(levels: list[Level]) -> Table:
             _band(level.plain_tpot_ms, level.plain_tpot_ms_low, level.plain_tpot_ms_high),
             f"{level.speedup:.2f}x",
             f"{level.tokens_per_s:,.0f}",
-            " / ".join(f"{ms:.1f}" for ms in level.step_ms.values()),
             "never" if least is None else f"{least:.2f}",
             "yes" if level.fits else "NO",
         )
+    return table
+
+
+def _steps(levels: list[Level]) -> Table:
+    table = Table(title="A step of the best length, ms", title_justify="left")
+    table.add_column("requests", justify="right")
+    for part in (*levels[0].step_ms, "sum"):
+        table.add_column(part, justify="right")
+    for level in levels:
+        times = (*level.step_ms.values(), sum(level.step_ms.values()))
+        table.add_row(str(level.concurrency), *(_digits(ms) for ms in times))
     return table
 
 
@@ -110,14 +119,18 @@ def _lengths(levels: list[Level]) -> Table:
     for length in range(len(levels[0].tpot_ms_by_length)):
         table.add_column(str(length), justify="right", no_wrap=True)
     for level in levels:
-        cells = [f"{ms:.2f}" for ms in level.tpot_ms_by_length]
+        cells = [_digits(ms) for ms in level.tpot_ms_by_length]
         cells[level.best_length] = f"[bold]{cells[level.best_length]}[/]"
         table.add_row(str(level.concurrency), *cells)
     return table
 
 
 def _band(middle: float, low: float, high: float) -> str:
-    return f"{middle:.2f} ({low:.2f}-{high:.2f})"
+    return f"{_digits(middle)} ({_digits(low)} to {_digits(high)})"
+
+
+def _digits(ms: float) -> str:
+    return f"{ms:.2f}" if ms < 10 else f"{ms:.1f}" if ms < 100 else f"{ms:,.0f}"
 
 
 def _memory(memory: Memory) -> str:

@@ -22,7 +22,7 @@ from outdraft.planning.roofline import Setup, StepTime, mean_rows, step_time
 
 # How far from (1, 1, 1, 0) the four numbers may well be, one standard deviation each. The last one
 # is in lone plain steps for each _ROWS rows.
-_SPREAD = (0.5, 1.0, 1.0, 1.0)
+_SPREAD = (0.4, 0.6, 0.6, 0.4)
 _EXPECTED = (1.0, 1.0, 1.0, 0.0)
 _ROWS = 256
 _NOISE = 0.04  # standard deviation of a measured step, of what the line cannot follow, too
