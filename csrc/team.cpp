@@ -31,7 +31,8 @@ enum State : uint64_t { kClaimed = 1, kStoring = 2, kDone = 3 };
 constexpr uint64_t word_of(uint64_t job, State state) { return 4 * job + state; }
 
 constexpr uint64_t kStop = ~uint64_t{0};  // as a job
-constexpr auto kLooking = std::chrono::microseconds(100);  // what lies between two jobs of a step
+constexpr auto kLooking = std::chrono::microseconds(100);  // what lies between two jobs of a pass
+constexpr auto kYielding = std::chrono::microseconds(400);  // and between two passes
 constexpr auto kPatience = std::chrono::microseconds(20);  // beside what the unit should take
 constexpr int kBackOff = 64;  // turns to work alone after a helper was late: the cores are busy
 constexpr int kSpins = 32;    // between two looks at the clock
@@ -132,8 +133,11 @@ void* serve(void* argument) {
       helper.works_on.store(0, std::memory_order_release);
       last = job;
       since = Clock::now();
-    } else if (spins % kSpins != 0 || Clock::now() - since < kLooking) {
+    } else if (const auto idle = spins % kSpins == 0 ? Clock::now() - since : Clock::duration();
+               idle < kLooking) {
       pause_core();
+    } else if (idle < kYielding) {
+      sched_yield();  // whoever else wants the core may have it
     } else {
       sleep_until_woken(team, helper, job);
       since = Clock::now();

@@ -22,38 +22,46 @@ def step_stats(
     Args:
         num_rows: that the target read.
     """
-    drafted: Counter[DraftSource] = Counter()
-    accepted: Counter[DraftSource] = Counter()
-    drafts: Counter[DraftSource] = Counter()
-    accepted_of: Counter[DraftSource] = Counter()
-    accepted_at: Counter[int] = Counter()
-    for work, outcome, _ in booked:
-        if work.drafts is not None and outcome.drafted_ids:  # a live rule may leave none
-            drafted.update(work.drafts.count_by_source(range(len(outcome.drafted_ids))))
-            accepted.update(work.drafts.count_by_source(outcome.accepted_rows))
-            drafts[work.drafts.source_of(0)] += 1
-            accepted_of[work.drafts.source_of(0)] += len(outcome.accepted_rows)
-            accepted_at.update(range(len(outcome.accepted_rows)))
+    verified = [
+        (work.drafts, range(len(outcome.drafted_ids)), outcome.accepted_rows)
+        for work, outcome, _ in booked
+        if work.drafts is not None and outcome.drafted_ids  # a live rule may leave none
+    ]
+    drafted = _sum([drafts.count_by_source(rows) for drafts, rows, _ in verified])
+    accepted = _sum([drafts.count_by_source(kept) for drafts, _, kept in verified])
+    drafts_by_source = _sum([{drafts.source_of(0): 1} for drafts, _, _ in verified])
+    accepted_of = _sum([{drafts.source_of(0): len(kept)} for drafts, _, kept in verified])
+    depths = [len(kept) for _, _, kept in verified]
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
         num_rows=num_rows,
-        num_emitted=sum(len(added) for _, _, added in booked),
-        num_drafts=sum(drafts.values()),
+        num_emitted=sum([len(added) for _, _, added in booked]),
+        num_drafts=len(verified),
         num_draft_tokens=sum(drafted.values()),
         num_accepted_tokens=sum(accepted.values()),
-        accepted_at=tuple(accepted_at[depth] for depth in range(len(accepted_at))),
-        drafted_by_source=dict(drafted),
-        accepted_by_source={source: accepted[source] for source in drafted},
-        drafts_by_source=dict(drafts),
-        accepted_by_first_source=dict(accepted_of),
+        accepted_at=tuple(
+            [sum([most > depth for most in depths]) for depth in range(max(depths, default=0))]
+        ),
+        drafted_by_source=drafted,
+        accepted_by_source={source: accepted.get(source, 0) for source in drafted},
+        drafts_by_source=drafts_by_source,
+        accepted_by_first_source=accepted_of,
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
         draft_lengths=tuple(
-            len(outcome.drafted_ids) for work, outcome, _ in booked if work.samples
+            [len(outcome.drafted_ids) for work, outcome, _ in booked if work.samples]
         ),
     )
+
+
+def _sum(counts: list[dict[DraftSource, int]]) -> dict[DraftSource, int]:
+    total: dict[DraftSource, int] = {}
+    for one in counts:
+        for source, count in one.items():
+            total[source] = total.get(source, 0) + count
+    return total
 
 
 @dataclass(slots=True)

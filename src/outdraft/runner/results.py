@@ -91,13 +91,13 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     """
     if copies.arrived is not None:
         copies.arrived.synchronize()
-    arrays = _unpack(copies)
-    if not arrays:
+    tensors = _unpack(copies)
+    if not tensors:
         return tuple(WorkResult() for _ in plan.works)
-    num_sampling = sum(work.samples for work in plan.works)
-    (is_finite_R, *verdicts), logs = [()], arrays
-    if num_sampling:
-        (is_finite_R, *verdicts), logs = [one.tolist() for one in arrays[:5]], arrays[5:]
+    num_sampling = sum([work.samples for work in plan.works])
+    num_verified = 5 if num_sampling else 0
+    is_finite_R, *verdicts = [one.tolist() for one in tensors[:num_verified]] or [()]
+    logs = [one.numpy() for one in tensors[num_verified:]]
     margins: Sequence[np.ndarray | None] = [None] * num_sampling
     if copies.has_margins:
         margins, logs = _margins(logs[0]), logs[1:]
@@ -114,7 +114,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
         if not work.samples:
             results.append(WorkResult(prompt_logprobs=tuple(prompt)))
             continue
-        emitted, accepted, drafted, parents = (rows[place] for rows in verdicts)
+        emitted, accepted, drafted, parents = [rows[place] for rows in verdicts]
         drafted_ids, rows = _leading(drafted[: work.num_drafts]), _leading(accepted)
         # Each token was chosen behind the root or behind an accepted draft: those from the first
         # row on that gave nothing to choose by mean nothing.
@@ -153,16 +153,11 @@ def _as_int64(tensor: Tensor) -> Tensor:
     return tensor.long()
 
 
-def _unpack(copies: StepCopies) -> list[np.ndarray]:
+def _unpack(copies: StepCopies) -> list[Tensor]:
     if copies.arrived is None:
-        return [tensor.numpy() for tensor in copies.packed]
-    flat = copies.packed[0].numpy()
-    arrays: list[np.ndarray] = []
-    start = 0
-    for shape in copies.shapes:
-        arrays.append(flat[start : start + shape.numel()].reshape(shape))
-        start += shape.numel()
-    return arrays
+        return copies.packed
+    parts = copies.packed[0].split([shape.numel() for shape in copies.shapes])
+    return [part.view(shape) for part, shape in zip(parts, copies.shapes, strict=True)]
 
 
 def _margins(margins_BL: np.ndarray) -> list[np.ndarray | None]:
@@ -175,7 +170,7 @@ def _margins(margins_BL: np.ndarray) -> list[np.ndarray | None]:
 
 def _leading(row: Sequence[int]) -> tuple[int, ...]:
     """The ids before the padding."""
-    return tuple(value for value in row if value >= 0)
+    return tuple([value for value in row if value >= 0])
 
 
 def _log_rows(counts: Sequence[int], arrays: Sequence[np.ndarray]) -> list[list[TokenLogprobs]]:
