@@ -68,6 +68,7 @@ def test_every_engine_flag_reaches_the_configuration():
         enable_prefix_caching=False,
         kernels="reference",
         quantization="int4-g32",
+        cost_table="roofline",
         seed=0,
         speculative_config='{"method": "suffix"}',
     )
@@ -88,6 +89,7 @@ def test_every_engine_flag_reaches_the_configuration():
         enable_prefix_caching=False,
         kernels="reference",
         quantization="int4-g32",
+        cost_table="roofline",
         seed=0,
         max_num_seqs=1,
         speculative_config={"method": "suffix"},

@@ -87,6 +87,7 @@ def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> E
         "max_num_seqs": 4,
         "max_num_batched_tokens": 24,
         "num_blocks": 64,
+        "cost_table": "roofline",  # nothing hangs on the machine
     }
     return EngineConfig.from_options(
         model=str(pair(family).target), speculative_config=speculative, **defaults | options

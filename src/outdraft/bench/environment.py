@@ -3,9 +3,10 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+from outdraft.engine.machine import installed_version, processor
 
 PACKAGES = ("outdraft", "torch", "tokenizers", "transformers", "httpx")
 GIT_TIMEOUT_S = 10
@@ -57,21 +58,3 @@ def _git(*arguments: str) -> str | None:
         if done.returncode != 0:
             return None
     return done.stdout.strip()
-
-
-def processor() -> str:
-    """The name that Linux gives, else what Python knows; "" if that is nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed distribution; a source tree on the path is none."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None

@@ -48,7 +48,7 @@ app = typer.Typer(
 
 def _print_version(is_asked: bool) -> None:
     if is_asked:
-        from outdraft.bench.environment import installed_version
+        from outdraft.engine.machine import installed_version
 
         typer.echo(f"outdraft {installed_version('outdraft') or 'not installed'}")
         raise typer.Exit

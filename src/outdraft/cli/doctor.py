@@ -65,7 +65,7 @@ def _machine(num_threads: int) -> Section:
     import psutil
     import torch
 
-    from outdraft.bench.environment import processor
+    from outdraft.engine.machine import processor
 
     features = sorted(
         name
@@ -99,7 +99,7 @@ def _gpu() -> Section:
 def _libraries() -> Section:
     import torch
 
-    from outdraft.bench.environment import installed_version
+    from outdraft.engine.machine import installed_version
 
     backends = {
         "MKL": torch.backends.mkl.is_available(),

@@ -60,6 +60,10 @@ class EngineOptions:
         "Bits of the target's weights, which change what it says: one of "
         f"{', '.join(QUANTIZATIONS)}."
     )
+    cost_table: str | None = flag(
+        "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "
+        "operations), or a file."
+    )
     enforce_eager: bool | None = flag(
         "Accepted: steps are never captured as graphs.", "--enforce-eager"
     )

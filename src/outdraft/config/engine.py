@@ -83,6 +83,9 @@ class EngineConfig:
         seed: of requests that bring no seed of their own.
         kernels: "auto": the fastest for the machine; "reference": the readable ones; or an
             instruction set of the CPU, such as "x86-64-v3".
+        cost_table: what steps are taken to cost, as far as speculation depends on it: "auto":
+            measured when the engine starts, once for each machine and model; "roofline": what
+            bytes and operations say; or a file with a table, as `CostTable.to_json` writes it.
         quantization: of the target's weights, which changes what it says: int8, int4, or int4 with
             -g32 (a scale for every 32 inputs, not 128), -zero (zero points) or -g32-zero.
     """
@@ -98,6 +101,7 @@ class EngineConfig:
     max_model_len: int | None = None
     seed: int = 0
     kernels: str = "auto"
+    cost_table: str = "auto"
     quantization: str | None = None
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)

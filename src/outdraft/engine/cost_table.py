@@ -1,38 +1,169 @@
-"""What steps of an engine cost: a table for the controller, ready before the first request."""
+"""What steps of an engine cost: a table for the controller, ready before the first request.
+
+It is measured once for each model, machine and network that drafts, in the time that a budget
+allows, and kept on disk. Small models take a few tenths of a second; others at most the budget.
+"""
+
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from outdraft.config.engine import EngineConfig
-from outdraft.control.costs import CostTable
+from outdraft.control.costs import CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
+from outdraft.core.errors import ConfigError
+from outdraft.engine.cost_cache import CostFile, default_folder, digest, drafter_key, target_key
+from outdraft.engine.cost_host import booking_s, offer_s
+from outdraft.engine.cost_measurement import (
+    DEPTH,
+    DrafterSteps,
+    TargetSteps,
+    request_counts,
+    take_turns,
+)
+from outdraft.engine.cost_steps import ScratchSteps
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import ModelRunner
 
+AUTO, ROOFLINE = "auto", "roofline"
+BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 3
 # Machines that nobody has measured: moderate ones.
-CPU_BANDWIDTH, CPU_PEAK = 20e9, 100e9  # bytes/s; operations/s of one thread
+CPU_BANDWIDTH, CPU_PEAK, CPU_CALL_S = 20e9, 100e9, 200e-6  # the peak is one thread's
 GPU = Machine(bandwidth=1.5e12, peak=2e14, layer_s=60e-6, call_s=500e-6)
-CPU_CALL_S = 200e-6
+_logger = logging.getLogger(__name__)
 
 
-def cost_table(config: EngineConfig, models: LoadedModels, runner: ModelRunner) -> CostTable:
-    """The costs of an engine whose runner is idle and serves nobody yet."""
-    rows = [count for count in ROWS if count <= config.scheduler.max_num_batched_tokens]
-    return roofline(models, runner, default_machine(models.device), rows)
+def cost_table(
+    config: EngineConfig,
+    models: LoadedModels,
+    runner: ModelRunner,
+    *,
+    budget_s: float = BUDGET_S,
+    folder: Path | None = None,
+) -> CostTable:
+    """The costs of an engine whose runner is idle and serves nobody yet.
+
+    As `config.cost_table` says: measured (or measured before), from a roofline, or from a file. An
+    engine that does not speculate measures nothing.
+
+    Args:
+        budget_s: seconds that measuring may take.
+        folder: where tables are kept; None: `default_folder()`.
+
+    Raises:
+        ConfigError: the configuration names a file without a table.
+    """
+    prior = roofline(config, models, runner, default_machine(models.device))
+    if config.cost_table == ROOFLINE or not config.speculation.sources:
+        return prior
+    if config.cost_table != AUTO:
+        told = _table_in(Path(config.cost_table))
+        return replace(told, drafters=prior.drafters | told.drafters)
+    measuring = _Measuring(config, models, runner, prior, budget_s)
+    table = measuring.table(cost_file(config, models, runner, folder))
+    return replace(table, offer_s=offer_s(config, models.kernels))
+
+
+def cost_file(
+    config: EngineConfig, models: LoadedModels, runner: ModelRunner, folder: Path | None = None
+) -> CostFile:
+    """Where the measured table of an engine is kept."""
+    key = target_key(config, models, runner.state.row_len - 1)
+    return CostFile(folder or default_folder(), key)
 
 
 def roofline(
-    models: LoadedModels, runner: ModelRunner, machine: Machine, rows: list[int]
+    config: EngineConfig, models: LoadedModels, runner: ModelRunner, machine: Machine
 ) -> CostTable:
     """The prior of an engine, see control/roofline.py."""
+    rows = [count for count in ROWS if count <= config.scheduler.max_num_batched_tokens]
     drafters: dict[str, tuple[PassSize, int]] = {}
     proposer = runner.proposer
     if proposer is not None and models.drafter is not None:
         source = str(proposer.drafting.source)
         drafters[source] = _drafter_size(models.drafter), proposer.max_passes
     return prior_table(machine, _target_size(models.target), drafters, rows)
+
+
+class _Measuring:
+    """Measures what the file of an engine does not know yet."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        models: LoadedModels,
+        runner: ModelRunner,
+        prior: CostTable,
+        budget_s: float,
+    ) -> None:
+        self._config, self._models, self._runner = config, models, runner
+        self._prior, self._budget_s = prior, budget_s
+
+    def table(self, file: CostFile) -> CostTable:
+        """The whole table; what was measured is added to the file."""
+        known, started_s = file.read(), time.perf_counter()
+        table = known
+        if table is None:
+            table = replace(self._target(), drafters={})
+        drafters: dict[str, DrafterCost] = {}
+        for name in self._prior.drafters:  # one at most
+            network = self._config.speculation.network
+            assert network is not None
+            kept_as = f"{name}-{digest(drafter_key(network))}"
+            if kept_as not in table.drafters:
+                cost = self._drafter(name)
+                table = replace(table, drafters=table.drafters | {kept_as: cost})
+            drafters[name] = table.drafters[kept_as]
+        if table is not known:
+            _logger.info("measured in %.2f s what steps cost", time.perf_counter() - started_s)
+            file.write(table)
+        return replace(table, drafters=drafters)
+
+    def _target(self) -> CostTable:
+        share = 1 - DRAFTER_SHARE if self._prior.drafters else 1.0
+        steps = self._steps()
+        target = TargetSteps(request_counts(steps), steps.num_long)
+        measured = take_turns(steps, target.wanted, self._prior.target, share * self._budget_s)
+        table = target.fitted(measured, self._prior)
+        alone_s, several_s = booking_s(self._config, 1), booking_s(self._config, 5)
+        return replace(
+            table,
+            host_s=table.host_s + alone_s,
+            host_request_s=table.host_request_s + max(0.0, several_s - alone_s) / 4,
+        )
+
+    def _drafter(self, name: str) -> DrafterCost:
+        proposer, loaded = self._runner.proposer, self._models.drafter
+        assert proposer is not None
+        assert loaded is not None
+        steps = self._steps()
+        drafter = DrafterSteps(
+            request_counts(steps),
+            steps.num_long,
+            levels=proposer.drafting.levels or (1,) * min(DEPTH, proposer.max_drafts),
+            max_passes=proposer.max_passes,
+            reads_texts=loaded.layers is not None,
+        )
+        budget_s = DRAFTER_SHARE * self._budget_s
+        measured = take_turns(steps, drafter.wanted, self._prior.target, budget_s)
+        return drafter.fitted(measured, self._prior.drafters[name])
+
+    def _steps(self) -> ScratchSteps:
+        limits = self._config.scheduler
+        return ScratchSteps(self._runner, limits, self._runner.state.row_len - 1)
+
+
+def _table_in(path: Path) -> CostTable:
+    try:
+        return CostTable.from_json(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cost_table {str(path)!r} cannot be read: {error}") from error
 
 
 def default_machine(device: torch.device) -> Machine:

@@ -1,0 +1,128 @@
+"""Steps of made-up texts, run by an idle engine's runner to see what they take.
+
+The texts lie in the first blocks of the cache, which hold nothing yet, and no scheduler knows them.
+Nothing is booked, so that a step can be repeated. What is measured is what the runner's clock tells
+of any step.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from outdraft.config.engine import SchedulerConfig
+from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.plan import DraftChoice, StepPlan, Work
+from outdraft.core.request import Request
+from outdraft.core.sampling import SamplingParams
+from outdraft.runner.model_runner import ModelRunner
+
+SHORT, LONG = 16, 1024  # tokens of a text
+MOST_DRAFTS = 63  # behind a short text
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run. Drafts are spread over the requests.
+
+    Attributes:
+        num_rows: newest tokens and drafts.
+        is_network: the network drafts; else the drafts are the host's.
+        is_long: one request with a long text; else the texts are short.
+        lag: tokens that the network has not read, beyond those of a usual step.
+    """
+
+    num_requests: int
+    num_rows: int
+    is_network: bool = False
+    is_long: bool = False
+    lag: int = 0
+
+    def num_drafts(self, index: int) -> int:
+        """How many drafts a request has, by its index."""
+        share, more = divmod(self.num_rows - self.num_requests, self.num_requests)
+        return share + (index < more)
+
+
+@dataclass(slots=True)
+class Samples:
+    """Seconds of the runs of a step: drafting; the target's pass until ids are chosen; the rest."""
+
+    draft_s: list[float] = field(default_factory=list[float])
+    target_s: list[float] = field(default_factory=list[float])
+    host_s: list[float] = field(default_factory=list[float])
+
+
+class ScratchSteps:
+    """Runs steps; the runner must be idle, and its cache without any text.
+
+    Attributes:
+        max_requests: that the cache has room for.
+        num_long: tokens of the long text.
+    """
+
+    def __init__(self, runner: ModelRunner, limits: SchedulerConfig, max_model_len: int) -> None:
+        self._runner, self._max_rows = runner, limits.max_num_batched_tokens
+        self._max_len = max_model_len
+        size, num_blocks = runner.cache.block_size, runner.cache.num_blocks
+        length = min(max_model_len, num_blocks * size)
+        self.num_long = min(LONG, length // 2)
+        blocks = -(-min(length, SHORT + 1 + MOST_DRAFTS) // size)
+        self.max_requests = min(limits.max_num_seqs, num_blocks // blocks)
+        self._short = [
+            (self._request(min(SHORT, length - 1), slot), range(slot * blocks, (slot + 1) * blocks))
+            for slot in range(self.max_requests)
+        ]
+        self._long = [(self._request(self.num_long, 0), range(length // size))]
+        for layer in runner.cache.layers:  # memory that nobody has written is read too fast
+            for kv_PSGC in (layer.k_PSGC, layer.v_PSGC):
+                kv_PSGC[: -(-self.num_long // size)].fill_(0.01)
+
+    def fits(self, step: Step) -> bool:
+        """Whether there is room for it."""
+        texts = self._long if step.is_long else self._short[: step.num_requests]
+        if len(texts) < step.num_requests:
+            return False
+        request, block_ids = texts[0]
+        length = min(len(block_ids) * self._runner.cache.block_size, self._max_len)
+        has_room = request.num_tokens + step.num_drafts(0) < length
+        return has_room and step.num_rows <= self._max_rows and request.num_tokens >= 2 + step.lag
+
+    def run(self, step: Step, samples: Samples) -> float:
+        """Run it once; the seconds that it took."""
+        plan = self._plan(step)
+        started_s = time.perf_counter()
+        times = self._runner.collect(self._runner.launch(plan)).times
+        step_s = time.perf_counter() - started_s
+        target_s = times.verify_s + times.sample_s
+        samples.draft_s.append(times.draft_s)
+        samples.target_s.append(target_s)
+        samples.host_s.append(max(0.0, step_s - times.draft_s - target_s))
+        return step_s
+
+    def _plan(self, step: Step) -> StepPlan:
+        texts = self._long if step.is_long else self._short[: step.num_requests]
+        works: list[Work] = []
+        for index, (request, block_ids) in enumerate(texts):
+            # After a usual step a network reads the newest token and at most the one before.
+            request.num_drafter_computed = request.num_tokens - 2 - step.lag
+            choice = self._choice(step, step.num_drafts(index))
+            works.append(Work(request, request.num_tokens - 1, 1, block_ids, True, choice))
+        return StepPlan(tuple(works))
+
+    def _choice(self, step: Step, count: int) -> DraftChoice | None:
+        if count == 0:
+            return None
+        if not step.is_network:
+            return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count)))
+        assert self._runner.proposer is not None
+        drafting = self._runner.proposer.drafting
+        return DraftChoice(drafting.source, num_model_drafts=count, model=drafting)
+
+    def _ids(self, count: int) -> list[int]:
+        return [7 * place % self._runner.model.config.vocab_size for place in range(count)]
+
+    def _request(self, num_tokens: int, slot: int) -> Request:
+        params = SamplingParams(temperature=1.0, max_tokens=None)
+        ids = self._ids(num_tokens)
+        request = Request("", ids, params, seed=slot, max_model_len=self._max_len)
+        request.slot = slot
+        return request

@@ -1,0 +1,126 @@
+"""Tables that follow from what steps took: right without noise, monotone with any."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost
+from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
+from outdraft.engine.cost_measurement import (
+    LAGS,
+    TURNS,
+    DrafterSteps,
+    Measured,
+    TargetSteps,
+    curve,
+    stretched,
+)
+from outdraft.engine.cost_steps import SHORT, Samples, Step
+
+NUM_LONG = 1000
+SIZE = PassSize(10**8, 10**8, 10**4, 8)
+PRIOR = prior_table(Machine(1e10, 1e12, call_s=1e-4), SIZE, {"eagle3": (SIZE, 63)})
+COUNTS = (1, 2, 4, 8)
+SECONDS = st.floats(0, 10)
+
+
+def tokens(step: Step) -> int:
+    return NUM_LONG if step.is_long else SHORT * step.num_requests
+
+
+def measured_as(steps, truth) -> Measured:
+    """Every turn takes what `truth` says: draft_s, target_s, host_s of a step."""
+    return Measured({step: Samples(*([one] * TURNS for one in truth(step))) for step in steps})
+
+
+def test_a_table_without_noise_is_what_was_true():
+    def truth(step):
+        target_s = 0.01 + 1e-3 * step.num_rows + 2e-6 * tokens(step)
+        return 1e-5, target_s + 3e-4 * (step.num_requests - 1), 1e-4 + 2e-5 * step.num_requests
+
+    steps = TargetSteps(COUNTS, NUM_LONG)
+    table = steps.fitted(measured_as(steps.wanted, truth), PRIOR)
+    rows = np.array([1, 2, 3, 8, 24, 64])
+    assert table.target.at(rows) == pytest.approx(0.01 + 1e-3 * rows)
+    assert table.context_s == pytest.approx(2e-6)
+    assert table.request_s == pytest.approx(3e-4)
+    assert table.host_s == pytest.approx(1e-5 + 1.2e-4)
+    assert table.host_request_s == pytest.approx(2e-5)
+
+
+def test_rows_that_nobody_measured_follow_the_prior():
+    prior = CostCurve((1, 8, 64, 128), (1.0, 1.0, 4.0, 8.0))
+    assert stretched(prior, {1: 2.0, 8: 3.0}) == CostCurve((1, 8, 64, 128), (2.0, 3.0, 12.0, 24.0))
+    assert stretched(prior, {8: 3.0}).seconds == (3.0, 3.0, 12.0, 24.0)
+    assert stretched(prior, {}) == prior
+
+
+@pytest.mark.parametrize("levels", [(1,) * 5, (3, 4, 2)])
+def test_a_networks_costs_without_noise_are_what_was_true(levels):
+    width = sum(levels[:-1]) / (len(levels) - 1)
+
+    def truth(step):
+        draft_s = 5e-5  # of the host
+        if step.is_network:
+            context_s = 1e-7 * (tokens(step) - SHORT * step.num_requests)
+            num_passes = len(levels) if step.num_drafts(0) > 1 else 1
+            further = (num_passes - 1) * 1e-4 * step.num_requests * width
+            first = 1e-4 * step.num_requests * width
+            draft_s += 8e-4 + first + further + context_s * num_passes + 1e-5 * step.lag
+        return draft_s, 1.0, 1.0
+
+    steps = DrafterSteps(COUNTS, NUM_LONG, levels=levels, max_passes=63, reads_texts=True)
+    cost = steps.fitted(measured_as(steps.wanted, truth), PRIOR.drafters["eagle3"])
+    rows = [max(1, round(count * width)) for count in COUNTS]
+    assert cost.passes.rows == tuple(rows)
+    assert cost.passes.seconds == pytest.approx([1e-4 * count * width for count in COUNTS])
+    assert cost.start_s == pytest.approx(8e-4)
+    assert cost.catch_up.at(np.array([0, 1, *LAGS])) == pytest.approx(
+        [0, 1e-5, *(1e-5 * lag for lag in LAGS)]
+    )
+    assert cost.max_passes == 63
+
+
+def test_heads_take_one_pass_and_have_nothing_to_catch_up_with():
+    steps = DrafterSteps(COUNTS, NUM_LONG, levels=(1, 1, 1), max_passes=1, reads_texts=False)
+
+    def truth(step):
+        return (1e-3 if step.is_network else 1e-4), 1.0, 1.0
+
+    prior = DrafterCost(PRIOR.target, PRIOR.target, max_passes=1)
+    cost = steps.fitted(measured_as(steps.wanted, truth), prior)
+    assert cost.passes == CostCurve(COUNTS, (9e-4,) * 4)
+    assert (cost.start_s, cost.catch_up.seconds, cost.max_passes) == (0.0, (0.0,), 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_any_noise_gives_a_table(data):
+    """Curves refuse times that fall or are negative, so that building one is the claim."""
+    counts = COUNTS[: data.draw(st.integers(1, len(COUNTS)))]
+    target = TargetSteps(counts, NUM_LONG)
+    levels = data.draw(st.sampled_from([(1,), (1,) * 5, (2, 3, 1)]))
+    max_passes = data.draw(st.sampled_from([1, 63]))
+    network = DrafterSteps(
+        counts, NUM_LONG, levels=levels, max_passes=max_passes, reads_texts=data.draw(st.booleans())
+    )
+    samples: dict[Step, Samples] = {}
+    for step in {*target.wanted, *network.wanted}:
+        turns = data.draw(st.integers(0, 2))
+        times = st.lists(SECONDS, min_size=turns, max_size=turns)
+        samples[step] = Samples(data.draw(times), data.draw(times), data.draw(times))
+    measured = Measured(samples)
+    table = target.fitted(measured, PRIOR)
+    cost = network.fitted(measured, PRIOR.drafters["eagle3"])
+    numbers = (table.context_s, table.request_s, table.host_s, table.host_request_s, cost.start_s)
+    assert min(*numbers, cost.context_s) >= 0
+    assert table.target.rows == ROWS
+    assert CostTable.from_json(table.to_json()) == table
+
+
+@given(st.dictionaries(st.integers(1, 10**4), st.floats(-1, 1), min_size=1))
+def test_a_curve_goes_through_any_points(points):
+    found = curve(points)
+    assert found.rows == tuple(sorted(points))
+    assert min(found.seconds) >= 0

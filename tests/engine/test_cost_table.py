@@ -1,0 +1,196 @@
+"""Costs of an engine: measured without a trace, kept on disk, measured again where that fails."""
+
+import json
+import logging
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outdraft.control.costs import CostTable
+from outdraft.core.errors import ConfigError
+from outdraft.engine.cost_cache import CostFile, digest, drafter_key, identity, target_key
+from outdraft.engine.cost_table import cost_file, cost_table, default_machine, roofline
+from outdraft.engine.llm import LLM
+from tests.oracle.engines import engine, greedy, ids, prompts_of, run
+
+FAMILY = "qwen2"
+TABLE = CostTable.from_json(
+    '{"target": {"rows": [1], "seconds": [0.5], "has_stairs": false}, "drafters": {}}'
+)
+
+
+def measured(llm: LLM, folder: Path, **options) -> CostTable:
+    config = replace(llm.config, cost_table="auto")
+    return cost_table(config, llm.models, llm.engine.runner, folder=folder, **options)
+
+
+@pytest.mark.parametrize(
+    "method", ["suffix", "combined", "draft_model-tree", "eagle3", "p-eagle", "pard", "medusa"]
+)
+def test_measuring_leaves_an_engine_as_it_was(method: str, tmp_path: Path):
+    fresh, other = engine(FAMILY, method), engine(FAMILY, method)
+    table = measured(other, tmp_path)
+    network = other.config.speculation.network
+    assert list(table.drafters) == ([] if network is None else [str(network.source)])
+    assert table.target.rows[0] == 1
+    assert table.target.rows[-1] <= other.config.scheduler.max_num_batched_tokens
+    assert table.host_s > 0
+    assert table.offer_s > 0
+    for llm in (fresh, other):
+        llm.engine.check_invariants()
+    pools = [llm.engine.scheduler.pool for llm in (fresh, other)]
+    assert pools[0].allocate(8) == pools[1].allocate(8)
+    for pool in pools:
+        pool.release(range(8))
+    prompts = prompts_of((5, 9, 17))
+    assert ids(run(other, prompts, greedy(12))) == ids(run(fresh, prompts, greedy(12)))
+
+
+@pytest.mark.parametrize("max_model_len", [2, 17, 20, 40])
+def test_short_contexts_leave_room_for_some_steps_or_for_none(max_model_len: int, tmp_path: Path):
+    llm = engine(FAMILY, "eagle3", max_model_len=max_model_len)
+    assert list(measured(llm, tmp_path).drafters) == ["eagle3"]
+
+
+def test_without_time_the_prior_stands_in(tmp_path: Path):
+    llm = engine(FAMILY, "eagle3")
+    prior = roofline(llm.config, llm.models, llm.engine.runner, default_machine(llm.models.device))
+    table = measured(llm, tmp_path, budget_s=0)
+    assert table.target == prior.target
+    assert table.drafters == prior.drafters
+
+
+def test_a_table_is_measured_once(tmp_path: Path):
+    llm = engine(FAMILY, "eagle3")
+    table = measured(llm, tmp_path)
+    (file,) = tmp_path.iterdir()
+    again = measured(llm, tmp_path)
+    assert replace(again, offer_s=table.offer_s) == table
+    assert file.read_text() == next(tmp_path.iterdir()).read_text()
+
+
+def test_another_network_is_added_and_the_target_is_not_measured_again(tmp_path: Path):
+    first, second = engine(FAMILY, "eagle3"), engine(FAMILY, "medusa")
+    tables = [measured(llm, tmp_path) for llm in (first, second, first)]
+    assert len(list(tmp_path.iterdir())) == 1
+    assert tables[0].target == tables[1].target == tables[2].target
+    assert tables[0].drafters == tables[2].drafters
+    assert list(tables[1].drafters) == ["medusa"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"key": {}, "table": {}}', "\x00\xff"])
+def test_a_broken_file_is_one_log_line_and_a_fresh_measurement(
+    content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    llm = engine(FAMILY, "suffix")
+    table = measured(llm, tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text(content, "latin-1")
+    with caplog.at_level(logging.WARNING):
+        again = measured(llm, tmp_path)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert again.target.rows == table.target.rows
+    assert CostTable.from_json(json.dumps(json.loads(file.read_text())["table"]))
+
+
+def test_a_folder_that_cannot_be_written_is_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "folder").write_text("a file")
+    with caplog.at_level(logging.WARNING):
+        table = measured(engine(FAMILY, "suffix"), tmp_path / "folder" / "below")
+    assert ["not kept" in record.message for record in caplog.records] == [True]
+    assert table.target.rows[0] == 1
+
+
+def test_files_of_something_else_are_not_used(tmp_path: Path):
+    file = CostFile(tmp_path, {"model": "a"})
+    file.write(TABLE)
+    assert file.read() == TABLE
+    other = CostFile(tmp_path, {"model": "b"})
+    assert other.read() is None
+    other.path.write_text(file.path.read_text())
+    assert other.read() is None
+
+
+def test_keys_differ_when_any_part_does(tmp_path: Path):
+    llm = engine(FAMILY, "eagle3")
+    base, models = llm.config, llm.models
+    scheduler, cache = base.scheduler, base.cache
+    others = [
+        replace(base, load_format="dummy"),
+        replace(base, scheduler=replace(scheduler, max_num_seqs=3)),
+        replace(base, scheduler=replace(scheduler, max_num_batched_tokens=23)),
+        replace(base, cache=replace(cache, block_size=8)),
+    ]
+    double = engine(FAMILY, "eagle3", dtype="float64").models
+    readable = engine(FAMILY, "eagle3", kernels="reference").models
+    draft_model = engine(FAMILY, "draft_model").models
+    keys = [
+        target_key(base, models, 64),
+        *(target_key(config, models, 64) for config in others),
+        target_key(base, models, 65),
+        target_key(base, double, 64),
+        target_key(base, readable, 64),
+        target_key(base, replace(models, path=tmp_path), 64),
+    ]
+    assert len({digest(key) for key in keys}) == len(keys)
+    assert digest(target_key(base, draft_model, 64)) == digest(keys[0])  # the same target
+
+
+def test_keys_of_networks_differ_when_any_part_does():
+    one = engine(FAMILY, "eagle3").config.speculation.network
+    tree = engine(FAMILY, "eagle3-tree").config.speculation.network
+    heads = engine(FAMILY, "medusa").config.speculation.network
+    assert one is not None
+    assert tree is not None
+    assert heads is not None
+    others = [
+        tree,
+        heads,
+        replace(one, quantization="int8"),
+        replace(one, parallel_drafting=True),
+        replace(one, draft_sample_method="greedy"),
+        replace(one, model=heads.model),
+        replace(one, model="someone/else"),
+    ]
+    assert len({digest(drafter_key(network)) for network in (one, *others)}) == 1 + len(others)
+
+
+def test_a_checkpoint_that_was_written_again_is_another_one(tmp_path: Path):
+    for name in ("model.safetensors", "config.json", "README.md"):
+        (tmp_path / name).write_text(name)
+    before = identity(tmp_path)
+    (tmp_path / "README.md").write_text("more")
+    assert identity(tmp_path) == before
+    os.utime(tmp_path / "model.safetensors", ns=(0, 1))
+    assert identity(tmp_path) != before
+    (tmp_path / "model-2.safetensors").write_text("more")
+    assert len(identity(tmp_path)) == 3
+
+
+def test_a_table_can_be_told(tmp_path: Path):
+    llm = engine(FAMILY, "eagle3")
+    path = tmp_path / "costs.json"
+    path.write_text(TABLE.to_json())
+    told = replace(llm.config, cost_table=str(path))
+    table = cost_table(told, llm.models, llm.engine.runner)
+    assert table.target == TABLE.target
+    assert list(table.drafters) == ["eagle3"]  # as the prior says
+    for wrong in (tmp_path / "none.json", tmp_path):
+        with pytest.raises(ConfigError, match="cost_table"):
+            cost_table(replace(told, cost_table=str(wrong)), llm.models, llm.engine.runner)
+
+
+@pytest.mark.parametrize("method", ["plain", "eagle3"])
+def test_nothing_is_measured_that_nobody_asks_for(method: str, tmp_path: Path):
+    llm = engine(FAMILY, method)
+    setting = "auto" if method == "plain" else "roofline"
+    config = replace(llm.config, cost_table=setting)
+    table = cost_table(config, llm.models, llm.engine.runner, folder=tmp_path)
+    machine = default_machine(llm.models.device)
+    assert table == roofline(config, llm.models, llm.engine.runner, machine)
+    assert cost_file(config, llm.models, llm.engine.runner, tmp_path).read() is None
+    assert list(tmp_path.iterdir()) == []
