@@ -70,22 +70,32 @@ def thresholds(rule, logits_RV, drafts):
     return torch.where(high > 1 - 1e-15, 1.0, low)
 
 
-def chains_emit(rule, drafts, logits_RV, weights):
-    """{sequence: probability} of what one step emits, of chains with these weights."""
+def each_chain_emits(rule, drafts, logits_RV):
+    """By chain: {sequence: probability} of what one step emits."""
     limit_BN = thresholds(rule, logits_RV, drafts)
-    emitted = defaultdict(float)
+    emitted = [defaultdict(float) for _ in range(drafts.num_requests)]
     for is_below in itertools.product((True, False), repeat=drafts.width):
         below_N = torch.tensor(is_below)
         coins_BN = torch.where(below_N, limit_BN / 2, (1 + limit_BN) / 2)
         share_B = torch.where(below_N, limit_BN, 1 - limit_BN).prod(1)
         script = Script(torch.zeros_like(drafts.num_drafts_B))
         verdict = rule(logits_RV, drafts, coins_BN, script)
-        for b, weight in enumerate(weights):
+        for b, law in enumerate(emitted):
             head = tuple(verdict.token_ids_BN1[b, : verdict.num_emitted_B[b] - 1].tolist())
             for v in range(V):
-                share = weight * share_B[b].item() * script.weights_BV[b, v].item()
+                share = share_B[b].item() * script.weights_BV[b, v].item()
                 if share > 0:
-                    emitted[(*head, v)] += share
+                    law[(*head, v)] += share
+    return emitted
+
+
+def chains_emit(rule, drafts, logits_RV, weights):
+    """{sequence: probability} of what one step emits, of chains with these weights."""
+    emitted = defaultdict(float)
+    for law, weight in zip(each_chain_emits(rule, drafts, logits_RV), weights, strict=True):
+        for sequence, share in law.items():
+            if weight * share > 0:
+                emitted[sequence] += weight * share
     return emitted
 
 

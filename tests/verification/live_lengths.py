@@ -1,0 +1,59 @@
+"""How long live rules let chains become, for tokens that are told beforehand."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from outdraft.core.plan import LiveStop
+from outdraft.core.sampling import SamplingParams
+from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.live_stop import LiveStops, stop_rules
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.kernels.draft_ops import Growth
+from outdraft.sampling.batch import SamplingBatch
+from tests.kernels.tables import kernels_for
+
+Chain = tuple[int, ...]
+
+
+def live_lengths(
+    proposer: Callable[[int, Chain], np.ndarray],
+    chains: Sequence[Chain],
+    stops: Sequence[LiveStop | None],
+    wanted: Sequence[int],
+    num_host_rows: int = 0,
+) -> tuple[int, ...]:
+    """Tokens that are drafted for each request, as the engine's own rule has it.
+
+    proposer: (request, prefix) -> probabilities [V]. chains: tokens that would be drawn, by
+    request, at least as many as are wanted.
+    """
+    depth = max(wanted)
+    asks = [
+        DraftModelAsk(row, 9, 9, count, (0,), (), stop)
+        for row, (count, stop) in enumerate(zip(wanted, stops, strict=True))
+    ]
+    rules = stop_rules(asks, num_host_rows, torch.device("cpu"))
+    if rules is None:
+        return tuple(wanted)
+    vocab_size = len(proposer(0, ()))
+    count_B = torch.tensor(wanted)
+    params = [SamplingParams()] * len(asks)
+    growth = Growth(
+        kernels_for(torch.float64),
+        TreeShape((1,) * depth),
+        count_B,
+        count_B,
+        count_B,
+        min(wanted),
+        SamplingBatch.from_requests(
+            params, seeds=range(len(params)), vocab_size=vocab_size, device="cpu"
+        ),
+        samples=True,
+    )
+    live = LiveStops(growth, rules)
+    for level in range(depth):
+        probs = [proposer(which, tuple(chain[:level])) for which, chain in enumerate(chains)]
+        live.look(torch.tensor(np.array(probs)).log())
+    return tuple(live.num_drafts_B.tolist())
