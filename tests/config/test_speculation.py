@@ -53,7 +53,7 @@ def test_sources_keep_their_order_and_a_tree_brings_its_number_of_rows():
         }
     )
     assert [str(method) for method in config.methods] == ["ngram", "suffix", "eagle3"]
-    assert config.num_speculative_tokens == 5
+    assert config.max_drafts == 5
     assert config.network is not None
     assert config.network.tree is not None
     assert config.network.tree.levels == (2, 2, 1)
@@ -67,23 +67,34 @@ def test_no_configuration_is_plain_decoding():
 
 
 @pytest.mark.parametrize(
-    ("values", "sources", "number"),
+    ("values", "sources", "most"),
     [
-        ({"method": "ngram"}, (NgramConfig(),), 4),
+        ({"method": "ngram"}, (NgramConfig(),), 10),
         ({"method": "suffix"}, (SuffixConfig(),), 24),
-        ({"method": "combined"}, (SuffixConfig(), NgramConfig()), 4),
-        ({"method": "draft_model", "model": "m"}, (DraftNetworkConfig(model="m"),), 4),
-        ({"model": "m"}, (DraftNetworkConfig(model="m"),), 4),
+        ({"method": "combined"}, (SuffixConfig(), NgramConfig()), 24),
+        ({"method": "draft_model", "model": "m"}, (DraftNetworkConfig(model="m"),), 7),
+        ({"model": "m"}, (DraftNetworkConfig(model="m"),), 7),
         (
             {"method": "combined", "model": "m"},
             (SuffixConfig(), NgramConfig(), DraftNetworkConfig(model="m")),
-            4,
+            7,
         ),
     ],
 )
-def test_methods_mean_their_sources_with_defaults(values, sources, number):
+def test_methods_mean_their_sources_with_defaults(values, sources, most):
     config = parse_speculative_config(values)
-    assert config == SpeculationConfig(sources=sources, num_speculative_tokens=number)
+    assert config == SpeculationConfig(sources=sources)
+    assert (config.num_speculative_tokens, config.control) == ("auto", "adaptive")
+    assert config.max_drafts == most
+
+
+@pytest.mark.parametrize("control", [{}, {"control": "fixed"}, {"control": "adaptive"}])
+def test_a_number_that_is_given_is_the_maximum_whatever_controls(control):
+    config = parse_speculative_config({"model": "m", "num_speculative_tokens": 3, **control})
+    assert config.max_drafts == 3
+    assert config.control == control.get("control", "adaptive")
+    auto = parse_speculative_config({"model": "m", "num_speculative_tokens": "auto", **control})
+    assert auto.max_drafts == 7
 
 
 def test_every_key_arrives_where_it_belongs():
@@ -160,7 +171,7 @@ def test_null_stands_for_the_default(method):
 @pytest.mark.parametrize(("depth", "number"), [(10, 10), (63, 63), (64, 63), (500, 63)])
 def test_suffix_decoding_drafts_as_deep_as_its_tree_if_a_draft_can(depth, number):
     config = parse_speculative_config({"method": "suffix", "suffix_decoding_max_tree_depth": depth})
-    assert config.num_speculative_tokens == number
+    assert config.max_drafts == number
 
 
 def test_an_unknown_key_gets_a_hint():
@@ -197,6 +208,9 @@ def test_a_key_without_meaning_for_the_method_is_refused(method, key):
         ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": "4"}, "num_speculative_tokens"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": "automatic"}, "num_speculative_tokens"),
+        ({"method": "ngram", "control": "none"}, "control"),
+        ({"method": "ngram", "control": True}, "control"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max"),
         ({"method": "ngram", "branching": 0}, "branching"),

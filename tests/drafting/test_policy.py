@@ -1,6 +1,6 @@
 """Who drafts, how much, and whom it concerns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,17 +11,35 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outdraft.core.draft import Draft, DraftAsk, DraftSource
+from outdraft.control.facts import (
+    Decision,
+    DraftOutcome,
+    Grant,
+    HostOffer,
+    Reason,
+    ShadowOutcome,
+    StepFacts,
+    StepOutcome,
+)
+from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import LengthPolicy
+from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import MODEL_CHAIN, DraftChoice, ModelDrafting
+from outdraft.core.plan import (
+    MODEL_CHAIN,
+    DraftChoice,
+    ModelDrafting,
+    PhaseTimes,
+    StepRoom,
+    Work,
+    WorkResult,
+)
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.policy import (
-    REFUSALS_PER_TRIAL,
-    DrafterLimits,
-    DraftPolicy,
-    most_draft_rows,
-)
+from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+
+ALWAYS = FixedLength(MAX_DRAFTS)
 
 
 class ScriptedProposer:
@@ -46,20 +64,24 @@ def request(
     num_prompt: int = 3,
     max_tokens: int = 50,
     prediction: Sequence[int] = (),
+    temperature: float = 1.0,
+    seed: int | None = None,
     **speculation,
 ) -> Request:
     return Request(
         request_id,
         [1] * num_prompt,
-        SamplingParams(max_tokens=max_tokens, speculation=speculation),
+        SamplingParams(
+            temperature=temperature, max_tokens=max_tokens, seed=seed, speculation=speculation
+        ),
         seed=0,
         max_model_len=1000,
         prediction_ids=prediction,
     )
 
 
-def draft(number: int, score: float) -> Draft:
-    return Draft.chain([1] * number, score)
+def draft(number: int) -> Draft:
+    return Draft.chain([1] * number)
 
 
 def ngram(**drafts: Draft) -> ScriptedProposer:
@@ -73,120 +95,195 @@ def suffix(**drafts: Draft) -> ScriptedProposer:
 def policy(
     *proposers: ScriptedProposer,
     drafter_max_len: int | None = None,
-    drafter_cost: float = 0.0,
     drafting: ModelDrafting = MODEL_CHAIN,
+    control: LengthPolicy = ALWAYS,
     **options,
 ) -> DraftPolicy:
     configs = {DraftSource.NGRAM: NgramConfig(), DraftSource.SUFFIX: SuffixConfig()}
     sources = [configs[p.source] for p in proposers]
     if drafter_max_len is not None:
         sources.append(DraftNetworkConfig(model="m"))
-    config = SpeculationConfig(sources=tuple(sources), **options)
     limits = None
     if drafter_max_len is not None:
-        limits = DrafterLimits(drafter_max_len, drafter_cost, drafting)
-    return DraftPolicy(config, proposers, limits, max_num_seqs=8)
+        limits = DrafterLimits(drafter_max_len, drafting)
+    options.setdefault("num_speculative_tokens", 4)
+    config = SpeculationConfig(sources=tuple(sources), **options)
+    return DraftPolicy(config, proposers, limits, control, max_num_seqs=8)
 
 
+class Scripted:
+    """Grants what a function of the facts says, and remembers what it is told."""
+
+    def __init__(
+        self,
+        grants: Callable[[StepFacts], Sequence[Grant]] = lambda _: (),
+        *,
+        shadows: tuple[str, ...] = (),
+        wants_offers: bool = True,
+    ) -> None:
+        self.grants, self.shadows, self.wants_offers = grants, shadows, wants_offers
+        self.facts: list[StepFacts] = []
+        self.outcomes: list[StepOutcome] = []
+        self.forgotten: list[str] = []
+
+    def decide(self, facts: StepFacts) -> Decision:
+        self.facts.append(facts)
+        grants = tuple(self.grants(facts))
+        return Decision(grants, 0, 99, Reason.GAIN, 0, 0, 0, 0, 0, 0, self.shadows)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        self.outcomes.append(outcome)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+
+def booking(
+    one: Request, choice: DraftChoice | None, accepted: int = 0
+) -> tuple[Work, WorkResult, tuple[int, ...]]:
+    """A step's part of a request that accepted the first drafts."""
+    drafted = () if choice is None else choice.draft.token_ids or (1,) * choice.num_model_drafts
+    new_ids = (1,) * (accepted + 1)
+    result = WorkResult(new_ids, tuple(range(accepted)), drafted)
+    return Work(one, one.num_tokens - 1, 1, (), True, choice), result, new_ids
+
+
+ROOM = StepRoom(prompt_rows=5, free_rows=40, free_slots=60)
 MODEL = DraftChoice(DraftSource.MODEL, num_model_drafts=4)
-EAGLE_CHAIN = ModelDrafting(DraftSource.EAGLE3, max_kept=-1)
-MODEL_TREE = ModelDrafting(levels=(2, 1, 1), max_kept=0)
-PARALLEL = ModelDrafting(max_kept=0)
 
 
 def test_without_a_draft_there_is_no_choice():
-    assert policy(ngram()).choose([request()], 1) == {}
+    assert policy(ngram()).choose([request()], 1, ROOM) == {}
 
 
 def test_the_model_drafts_where_the_host_has_no_idea():
-    ours = policy(ngram(b=draft(4, 4.0)), drafter_max_len=100)
-    choices = ours.choose([request("a"), request("b")], 2)
+    ours = policy(ngram(b=draft(4)), drafter_max_len=100)
+    choices = ours.choose([request("a"), request("b")], 2, ROOM)
     assert choices["a"] == MODEL
     assert choices["b"].source is DraftSource.NGRAM
 
 
-def test_a_host_draft_must_promise_more_than_the_model_delivers():
-    ours = policy(ngram(a=draft(4, 1.5)), drafter_max_len=100)
-    assert ours.choose([request()], 1)["a"] == MODEL  # the model starts at 2 of 4
-    for _ in range(60):
-        ours.observe(MODEL, 0)
-    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+def test_facts_say_what_each_request_could_draft():
+    control = Scripted()
+    tree = Draft((1, 2, 3, 4), (0, 0, 1, 1), match_length=5)
+    ours = policy(suffix(a=tree), ngram(a=draft(3)), drafter_max_len=100, control=control)
+    one = request("a", num_prompt=10, max_tokens=20)
+    one.num_computed, one.num_drafter_computed = 9, 4
+    ours.choose([one, request("b", temperature=0.0), request("c", seed=1)], 3, ROOM)
+    [facts] = control.facts
+    assert (facts.prompt_rows, facts.free_rows, facts.free_slots) == (5, 40, 60)
+    a, b, c = facts.requests
+    assert a.offers == (HostOffer("suffix", 2, 5, (2, 2)), HostOffer("ngram", 3, 0))
+    assert (a.max_tokens, a.max_drafts, a.context_tokens) == (20, 4, 10)
+    assert (a.network, a.shapes, a.lag_tokens) == ("draft_model", ((),), 4)
+    assert b.offers == c.offers == ()
+    assert [facts.rule for facts in (a, b, c)] == ["block", "greedy", "drafter_invariant"]
 
 
-def test_of_two_equal_promises_the_source_configured_first_wins():
-    first, second = suffix(a=draft(3, 2.0)), ngram(a=draft(4, 2.0))
-    assert policy(first, second).choose([request()], 1)["a"].source is DraftSource.SUFFIX
-    assert policy(second, first).choose([request()], 1)["a"].source is DraftSource.NGRAM
+def test_offers_are_not_looked_for_while_nobody_wants_them():
+    control = Scripted(wants_offers=False)
+    proposer = ngram(a=draft(4))
+    policy(proposer, control=control).choose([request()], 1, ROOM)
+    assert proposer.asked == []
+    assert control.facts[0].requests[0].offers == ()
 
 
-def test_the_greater_promise_wins_over_the_order():
-    ours = policy(suffix(a=draft(3, 1.0)), ngram(a=draft(4, 2.0)))
-    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_a_granted_draft_has_the_granted_levels(levels: int):
+    tree = Draft((1, 2, 3, 4, 5), (0, 1, 0, 2, 3))
+    control = Scripted(lambda _: [Grant("a", "suffix", levels, 9, 0.0)])
+    choice = policy(suffix(a=tree), control=control).choose([request()], 1, ROOM)["a"]
+    assert choice.draft.level_sizes() == (2, 2, 1)[:levels]
+    assert choice.draft.token_ids == {1: (1, 3), 2: (1, 2, 3, 5), 3: (1, 2, 3, 4, 5)}[levels]
 
 
-def test_a_promise_never_counts_for_more_than_the_drafts_length():
-    ours = policy(suffix(a=draft(1, 50.0)), ngram(a=draft(4, 2.0)))
-    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+def test_what_came_of_a_step_is_told_with_its_times():
+    control = Scripted(
+        lambda _: [Grant("a", "ngram", 3, 3, 1.5), Grant("b", "draft_model", 4, 4, 2)]
+    )
+    ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
+    requests = [request("a"), request("b"), request("c")]
+    choices = ours.choose(requests, 3, ROOM)
+    prompt = request("new", num_prompt=8)
+    booked = [
+        booking(requests[0], choices["a"], accepted=1),
+        booking(requests[1], choices["b"], accepted=4),
+        booking(requests[2], None),
+        (Work(prompt, 0, 8, (), False), WorkResult(), ()),
+    ]
+    ours.observe(booked, PhaseTimes(0.25, 0.5, 0.125), 2.0)
+    [outcome] = control.outcomes
+    assert outcome.drafts == (DraftOutcome("a", 3, 1), DraftOutcome("b", 4, 4))
+    assert (outcome.num_tokens, outcome.num_rows) == (2 + 5 + 1, 3 + 3 + 4 + 8)
+    assert outcome.facts.prompt_rows == 8
+    assert (outcome.draft_s, outcome.target_s, outcome.host_s) == (0.25, 0.625, 2.0)
 
 
-def test_a_source_that_does_not_keep_its_promises_loses_to_one_that_does():
-    ours = policy(suffix(a=draft(4, 3.0)), ngram(a=draft(4, 2.0)))
-    choice = ours.choose([request()], 1)["a"]
-    assert choice.source is DraftSource.SUFFIX
-    for _ in range(60):
-        ours.observe(choice, 0)
-    assert ours.choose([request()], 1)["a"].source is DraftSource.NGRAM
+def test_sending_drafts_of_the_host_is_time_of_the_host():
+    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)])
+    ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
+    one = request("a")
+    choices = ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, choices["a"])], PhaseTimes(0.25, 0.5, 0.125), 2.0)
+    [outcome] = control.outcomes
+    assert (outcome.draft_s, outcome.host_s) == (0.0, 2.25)
 
 
-def test_a_host_draft_that_promises_next_to_nothing_is_not_verified():
-    ours = policy(ngram(a=draft(4, 0.39), b=draft(4, 0.41)))
-    assert set(ours.choose([request("a"), request("b")], 2)) == {"b"}
+def test_nothing_is_told_of_a_step_that_lost_a_request():
+    control = Scripted()
+    ours = policy(ngram(), control=control)
+    kept, preempted = request("a"), request("b")
+    ours.choose([kept, preempted], 2, ROOM)
+    ours.observe([booking(kept, None)], PhaseTimes(), 1.0)
+    assert control.outcomes == []
 
 
-def test_a_source_that_is_refused_again_and_again_is_tried_once_in_a_while():
-    ours = policy(ngram(a=draft(4, 2.0)))
-    choice = ours.choose([request()], 1)["a"]
-    for _ in range(200):
-        ours.observe(choice, 0)
-    tried = [bool(ours.choose([request()], 1)) for _ in range(2 * REFUSALS_PER_TRIAL)]
-    assert [i for i, was_tried in enumerate(tried, 1) if was_tried] == [32, 64]
-    for _ in range(200):
-        ours.observe(choice, 4)  # it has become right
-    assert ours.choose([request()], 1) == {"a": choice}
+def test_unused_offers_are_compared_with_the_text_that_comes():
+    right = Draft.chain([7, 8, 9])
+    tree = Draft((5, 7, 6, 8), (0, 0, 2, 2), match_length=2)
+    control = Scripted(shadows=("a",))
+    ours = policy(suffix(a=tree), ngram(a=right), control=control)
+    one = request("a")
+    for token_id in (7, 8, 4):
+        ours.choose([one], 1, ROOM)
+        control.shadows = ()
+        one.append(token_id)
+        ours.observe([booking(one, None)], PhaseTimes(), 1.0)
+    told = [outcome.shadows for outcome in control.outcomes]
+    assert told == [
+        (),
+        (ShadowOutcome("suffix", 2, 2, 2),),  # the second branch, to its end
+        (ShadowOutcome("ngram", 0, 3, 2),),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("cost", "source"), [(0.1, "draft_model"), (0.25, "ngram"), (1.0, "ngram")]
-)
-def test_the_time_the_drafter_takes_is_weighed_against_what_it_delivers(cost, source):
-    # The model brings 1 + 2 tokens in 1 + 4 * cost steps, the host 1 + 1 in one.
-    ours = policy(ngram(a=draft(4, 1.0)), drafter_max_len=100, drafter_cost=cost)
-    assert str(ours.choose([request()], 1)["a"].source) == source
+def test_a_granted_draft_casts_no_shadow_of_its_own():
+    control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)], shadows=("a",))
+    ours = policy(suffix(a=draft(2)), ngram(a=draft(3)), control=control)
+    one = request("a")
+    ours.choose([one], 1, ROOM)
+    one.append(4)
+    ours.observe([booking(one, None)], PhaseTimes(), 1.0)
+    assert control.outcomes[0].shadows == (ShadowOutcome("suffix", 0, 2, 0),)
 
 
-def test_a_request_too_long_for_the_drafter_keeps_its_host_draft_whatever_the_model_delivers():
-    ours = policy(ngram(a=draft(4, 0.5)), drafter_max_len=100)
-    assert ours.choose([request(num_prompt=99)], 1)["a"].source is DraftSource.NGRAM
-
-
-def test_the_model_cannot_deliver_more_tokens_than_the_request_wants():
-    ours = policy(ngram(a=draft(2, 1.5), b=draft(2, 1.5)), drafter_max_len=100)
-    choices = ours.choose([request("a", num_speculative_tokens=1), request("b")], 2)
-    assert choices["a"].source is DraftSource.NGRAM
-    assert choices["b"] == MODEL
+def test_who_decides_forgets_requests_that_ended():
+    control = Scripted()
+    policy(ngram(), control=control).finish(request("a"))
+    assert control.forgotten == ["a"]
 
 
 @pytest.mark.parametrize(("num_running", "drafts"), [(2, True), (3, False)])
 def test_no_drafts_while_more_requests_run_than_allowed(num_running, drafts):
-    proposer = ngram(a=draft(4, 4.0))
+    proposer = ngram(a=draft(4))
     ours = policy(proposer, disable_by_batch_size=2, drafter_max_len=100)
-    assert bool(ours.choose([request()], num_running)) is drafts
+    assert bool(ours.choose([request()], num_running, ROOM)) is drafts
     assert bool(proposer.asked) is drafts
 
 
 def test_switching_off_concerns_the_request_that_did():
     ours = policy(proposer := ngram(), drafter_max_len=100)
-    choices = ours.choose([request("a", enabled=False), request("b")], 2)
+    choices = ours.choose([request("a", enabled=False), request("b")], 2, ROOM)
     assert choices == {"b": MODEL}
     assert proposer.asked == [("b", 4)]
 
@@ -194,7 +291,7 @@ def test_switching_off_concerns_the_request_that_did():
 @pytest.mark.parametrize(("number", "expected"), [(0, None), (2, 2), (4, 4), (9, 4)])
 def test_a_request_may_ask_for_fewer_drafts_but_not_for_more(number, expected):
     ours = policy(proposer := ngram(), drafter_max_len=100)
-    choices = ours.choose([request("a", num_speculative_tokens=number), request("b")], 2)
+    choices = ours.choose([request("a", num_speculative_tokens=number), request("b")], 2, ROOM)
     assert (choices["a"].num_model_drafts if "a" in choices else None) == expected
     assert choices["b"] == MODEL
     assert ("b", 4) in proposer.asked
@@ -202,8 +299,8 @@ def test_a_request_may_ask_for_fewer_drafts_but_not_for_more(number, expected):
 
 def test_near_its_end_a_request_drafts_only_what_it_can_still_emit():
     ours = policy(drafter_max_len=100)
-    assert ours.choose([request(max_tokens=3)], 1)["a"].num_model_drafts == 2
-    assert ours.choose([request(max_tokens=1)], 1) == {}
+    assert ours.choose([request(max_tokens=3)], 1, ROOM)["a"].num_model_drafts == 2
+    assert ours.choose([request(max_tokens=1)], 1, ROOM) == {}
 
 
 def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
@@ -212,32 +309,34 @@ def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
     numbers = {
         max_tokens: choices["a"].num_model_drafts if choices else 0
         for max_tokens in range(1, 9)
-        for choices in [ours.choose([request(max_tokens=max_tokens)], 1)]
+        for choices in [ours.choose([request(max_tokens=max_tokens)], 1, ROOM)]
     }
     assert numbers == {1: 0, 2: 3, 3: 5, 4: 6, 5: 6, 6: 6, 7: 6, 8: 6}
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_a_request_that_names_a_source_gets_no_other(method):
-    everyone = {"a": draft(4, 4.0)}
+    everyone = {"a": draft(4)}
     proposers = [suffix(**everyone), ngram(**everyone)]
     ours = policy(*proposers, drafter_max_len=100)
-    choice = ours.choose([request(method=method)], 1)["a"]
+    choice = ours.choose([request(method=method)], 1, ROOM)["a"]
     assert str(choice.source) == method
     assert all(not p.asked for p in proposers if str(p.source) != method)
 
 
 def test_a_request_too_long_for_the_drafter_changes_nobody_elses_draft():
-    ours = policy(ngram(long=draft(4, 1.0)), drafter_max_len=20)
+    ours = policy(ngram(long=draft(4)), drafter_max_len=20)
     others = [request("short"), request("long", num_prompt=17), request("fits", num_prompt=16)]
-    choices = ours.choose(others, 3)
+    choices = ours.choose(others, 3, ROOM)
     assert choices["short"] == choices["fits"] == MODEL
     assert choices["long"].source is DraftSource.NGRAM
 
 
 def test_what_some_requests_do_changes_no_other_choice():
-    drafts = {"b": draft(3, 3.0)}
-    alone = policy(ngram(**drafts), drafter_max_len=20).choose([request("b"), request("c")], 2)
+    drafts = {"b": draft(3)}
+    alone = policy(ngram(**drafts), drafter_max_len=20).choose(
+        [request("b"), request("c")], 2, ROOM
+    )
     company = [
         request("off", enabled=False),
         request("b"),
@@ -245,7 +344,7 @@ def test_what_some_requests_do_changes_no_other_choice():
         request("c"),
         request("zero", num_speculative_tokens=0),
     ]
-    together = policy(ngram(**drafts), drafter_max_len=20).choose(company, 5)
+    together = policy(ngram(**drafts), drafter_max_len=20).choose(company, 5, ROOM)
     assert together == alone
 
 
@@ -276,14 +375,14 @@ def test_a_proposer_that_forgets_a_request_is_caught():
             return []
 
     with pytest.raises(ValueError, match="zip"):
-        policy(Forgetful(DraftSource.NGRAM, {})).choose([request()], 1)
+        policy(Forgetful(DraftSource.NGRAM, {})).choose([request()], 1, ROOM)
 
 
 def test_what_the_client_predicted_goes_before_every_other_source():
-    everyone = {"a": draft(4, 4.0), "b": draft(4, 4.0)}
+    everyone = {"a": draft(4), "b": draft(4)}
     ours = policy(proposer := suffix(**everyone), drafter_max_len=100)
     predicted = request("a", max_tokens=200, prediction=list(range(100)))
-    choices = ours.choose([predicted, request("b")], 2)
+    choices = ours.choose([predicted, request("b")], 2, ROOM)
     assert choices["a"].source is DraftSource.PREDICTION
     assert len(choices["a"]) > ours.config.num_speculative_tokens
     assert choices["b"].source is DraftSource.SUFFIX
@@ -300,69 +399,23 @@ def test_what_the_client_predicted_goes_before_every_other_source():
     ],
 )
 def test_a_request_chooses_whether_its_prediction_is_used(wish, source):
-    ours = policy(ngram(a=draft(4, 4.0)))
-    choices = ours.choose([request("a", prediction=[1, 2, 3], **wish)], 1)
+    ours = policy(ngram(a=draft(4)))
+    choices = ours.choose([request("a", prediction=[1, 2, 3], **wish)], 1, ROOM)
     assert [choice.source for choice in choices.values()] == ([source] if source else [])
 
 
 def test_predictions_are_cut_to_what_was_asked_for_and_to_a_share_of_the_step():
     long = {"max_tokens": 200, "prediction": list(range(100))}
     ours = policy(ngram(), num_speculative_tokens=4)
-    assert len(ours.choose([request("a", num_speculative_tokens=2, **long)], 1)["a"]) == 2
+    assert len(ours.choose([request("a", num_speculative_tokens=2, **long)], 1, ROOM)["a"]) == 2
     crowd = [request(str(i), **long) for i in range(8)]
-    drafted = sum(len(choice) for choice in ours.choose(crowd, 8).values())
+    drafted = sum(len(choice) for choice in ours.choose(crowd, 8, ROOM).values())
     assert drafted <= most_draft_rows(ours.config, 8) == 63
 
 
 def test_an_engine_without_speculation_ignores_predictions():
-    ours = DraftPolicy(SpeculationConfig(), [], None, max_num_seqs=8)
-    assert ours.choose([request("a", prediction=[1, 2, 3])], 1) == {}
+    ours = DraftPolicy(SpeculationConfig(), [], None, ALWAYS, max_num_seqs=8)
+    assert ours.choose([request("a", prediction=[1, 2, 3])], 1, ROOM) == {}
     assert most_draft_rows(ours.config, 8) == 0
     with pytest.raises(RequestError, match="without speculation"):
         ours.check(request(method="prediction"))
-
-
-GOOD = 3.9  # of four
-
-
-@pytest.mark.parametrize(
-    ("drafting", "score", "cost", "num_model_drafts"),
-    [
-        pytest.param(MODEL_CHAIN, GOOD, 0.15, 4, id="a sure draft is continued"),
-        pytest.param(MODEL_CHAIN, 2.7, 0.15, 0, id="not one that will be cut short"),
-        pytest.param(MODEL_CHAIN, GOOD, 0.5, 0, id="nor by a dear drafter"),
-        pytest.param(EAGLE_CHAIN, GOOD, 0.05, 0, id="nor by one that waits for the target"),
-        pytest.param(MODEL_TREE, GOOD, 0.05, 0, id="nor by a tree"),
-        pytest.param(PARALLEL, GOOD, 0.05, 4, id="but by mask tokens"),
-    ],
-)
-def test_a_network_goes_on_where_a_good_draft_of_the_host_ends(
-    drafting: ModelDrafting, score: float, cost: float, num_model_drafts: int
-):
-    ours = policy(
-        ngram(a=draft(4, score)),
-        drafter_max_len=100,
-        drafter_cost=cost,
-        drafting=drafting,
-        num_speculative_tokens=8,
-    )
-    for _ in range(60):  # the host has lately been right
-        ours.observe(DraftChoice(DraftSource.NGRAM, draft(4, score)), round(score))
-    choice = ours.choose([request()], 1)["a"]
-    assert choice.source is DraftSource.NGRAM
-    assert choice.num_model_drafts == num_model_drafts
-    assert [choice.source_of(row) for row in range(len(choice))] == [DraftSource.NGRAM] * 4 + [
-        drafting.source
-    ] * num_model_drafts
-
-
-def test_each_source_of_a_mixed_draft_learns_from_its_own_part():
-    ours = policy(ngram(), drafter_max_len=100)
-    mixed = DraftChoice(DraftSource.NGRAM, draft(2, 2.0), num_model_drafts=3)
-    before = ours._records[DraftSource.MODEL].accepted
-    ours.observe(mixed, 1)  # refused before the model's part
-    assert ours._records[DraftSource.MODEL].accepted == before
-    for _ in range(200):
-        ours.observe(mixed, 5)
-    assert ours._records[DraftSource.MODEL].accepted == pytest.approx(3, abs=0.01)
-    assert ours._records[DraftSource.NGRAM].accepted == pytest.approx(2, abs=0.01)

@@ -8,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
+from outdraft.control.fixed import FixedLength
 from outdraft.core.draft import Draft, DraftAsk, DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
@@ -39,7 +40,7 @@ class CountingProposer:
 def counted() -> tuple[LLM, CountingProposer]:
     llm = engine("qwen2", "ngram", max_num_seqs=3)
     proposer = CountingProposer()
-    llm.engine.drafting = DraftPolicy(llm.config.speculation, [proposer], None, 8)
+    llm.engine.drafting = DraftPolicy(llm.config.speculation, [proposer], None, FixedLength(3), 8)
     return llm, proposer
 
 

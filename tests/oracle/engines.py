@@ -17,10 +17,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
+from outdraft.control.fixed import FixedLength
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.outputs import RequestOutput
-from outdraft.core.plan import DraftChoice
+from outdraft.core.plan import DraftChoice, StepRoom
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
@@ -136,7 +137,7 @@ def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | N
     """vLLM-style configuration of a method by its name in the tests."""
     if method == "plain":
         return None
-    common = {"num_speculative_tokens": num_drafts}
+    common: dict[str, Any] = {"num_speculative_tokens": num_drafts, "control": "fixed"}
     if method in HOST:
         return common | HOST[method]
     if method == "combined":
@@ -148,7 +149,9 @@ def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | N
         return {**common, "sources": [ngram, {"method": "suffix"}, network]}
     chosen = NETWORKS[method]
     chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
-    return chosen if TREE.keys() & chosen else common | chosen
+    if TREE.keys() & chosen:
+        del common["num_speculative_tokens"]
+    return common | chosen
 
 
 @cache
@@ -236,11 +239,13 @@ class NoisePolicy(DraftPolicy):
     """Drafts random trees, right now and then, whatever the request says."""
 
     def __init__(self, llm: LLM, right: dict[str, list[int]], seed: int) -> None:
-        super().__init__(llm.config.speculation, [], None, 8)
+        super().__init__(llm.config.speculation, [], None, FixedLength(0), 8)
         self._right = right
         self._rng = np.random.default_rng(seed)
 
-    def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
+    def choose(
+        self, requests: Sequence[Request], num_running: int, room: StepRoom
+    ) -> dict[str, DraftChoice]:
         return {r.id: DraftChoice(DraftSource.NGRAM, self._tree(r)) for r in requests}
 
     def _tree(self, request: Request) -> Draft:
@@ -264,12 +269,14 @@ class MixedPolicy(DraftPolicy):
 
     def __init__(self, llm: LLM, right: dict[str, list[int]], seed: int, vocab_size: int) -> None:
         policy = llm.engine.drafting
-        super().__init__(policy.config, [], policy._drafter, 8)
+        super().__init__(policy.config, [], policy._drafter, FixedLength(0), 8)
         self._right = right
         self._rng = np.random.default_rng(seed)
         self._vocab_size = vocab_size
 
-    def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
+    def choose(
+        self, requests: Sequence[Request], num_running: int, room: StepRoom
+    ) -> dict[str, DraftChoice]:
         return {r.id: self._chain(r) for r in requests}
 
     def _chain(self, request: Request) -> DraftChoice:

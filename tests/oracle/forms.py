@@ -75,6 +75,7 @@ def engine(method: str, rule: str = "block", **options: Any) -> LLM:
     speculative: dict[str, Any] = {
         "method": kind if name in ("perfect", kind) else name,
         "rejection_sample_method": rule,
+        "control": "fixed",
     }
     speculative |= TREE if method.endswith("-tree") else {"num_speculative_tokens": 4}
     if name in ("ngram", "combined"):

@@ -17,7 +17,6 @@ import torch
 from scipy.stats import chisquare
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting import policy as draft_policy
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -60,11 +59,6 @@ def exact(checkpoints: tuple[Path, Path, Any], with_parameters: bool = False) ->
     return logprobs.gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
 
 
-@pytest.fixture(autouse=True)
-def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
-
-
 def counts(
     checkpoints: tuple[Path, Path, Any],
     speculative: dict[str, Any] | None,
@@ -74,6 +68,8 @@ def counts(
 ) -> np.ndarray:
     if speculative is not None and "model" in speculative:
         speculative = {**speculative, "model": str(folder_of(speculative["model"], checkpoints))}
+    if speculative is not None:
+        speculative = {"control": "fixed", **speculative}
     llm = LLM(
         model=str(checkpoints[0]),
         speculative_config=speculative,

@@ -102,9 +102,9 @@ def test_a_drafter_that_paused_catches_up_exactly(method: str):
     policy, step = llm.engine.drafting, [0]
     choose = policy.choose
 
-    def now_and_then(requests, num_running):
+    def now_and_then(requests, num_running, room):
         step[0] += 1
-        return choose(requests, num_running) if step[0] % 5 in (0, 1) else {}
+        return choose(requests, num_running, room) if step[0] % 5 in (0, 1) else {}
 
     policy.choose = now_and_then
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))

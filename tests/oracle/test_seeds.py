@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting import policy as draft_policy
 from tests.oracle.engines import METHODS, engine, ids, prompts_of, run
 from tests.oracle.test_drafter_invariant import PARAMS
 
@@ -22,11 +21,6 @@ def sampled(**changes: Any) -> SamplingParams:
 
 SEEDED = sampled(seed=11)
 NEIGHBOURS = [sampled(), sampled(temperature=0.0), sampled(top_k=7, top_p=0.9)]
-
-
-@pytest.fixture(autouse=True)
-def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -14,7 +14,6 @@ import torch
 
 from outdraft.core.errors import GenerationError
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting import policy as draft_policy
 from outdraft.engine.llm import LLM
 from outdraft.runner import grammar_masks
 from tests.models.checkpoints import llama, randomised, save
@@ -65,15 +64,12 @@ def exact(checkpoints: tuple[Path, Path, Any]) -> dict[tuple[int, ...], float]:
     return texts | open_texts
 
 
-@pytest.fixture(autouse=True)
-def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
-
-
 def found(checkpoints: tuple[Path, Path, Any], case: str) -> list[tuple[int, ...]]:
     speculative = CASES[case]
     if speculative is not None and "model" in speculative:
         speculative = {**speculative, "model": str(folder_of(speculative["model"], checkpoints))}
+    if speculative is not None:
+        speculative = {"control": "fixed", **speculative}
     llm = LLM(
         model=str(checkpoints[0]),
         speculative_config=speculative,

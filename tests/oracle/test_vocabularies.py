@@ -14,7 +14,6 @@ from tokenizers.models import WordLevel
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting import policy as draft_policy
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
@@ -35,11 +34,6 @@ PAIRS = [
     ("unigram", "byte-level"),
 ]
 TEXTS = ("The target verifies what the drafter ", "héllo 日本", "a b a b a")
-
-
-@pytest.fixture(autouse=True)
-def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
 
 
 @cache
@@ -67,6 +61,7 @@ def config(
             "method": "draft_model",
             "model": str(drafter),
             "num_speculative_tokens": num_drafts,
+            "control": "fixed",
             **keys,
         }
     return EngineConfig.from_options(

@@ -9,7 +9,7 @@ import pytest
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import Reason
-from outdraft.planning.fixed import FixedLength
+from outdraft.control.fixed import FixedLength
 from outdraft.planning.simulator import Simulator
 from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Load, Scenario, World
 from tests.planning.scenarios import controlled, fixed_rates, random_case

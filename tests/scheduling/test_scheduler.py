@@ -211,7 +211,7 @@ class Simulation:
 
     def _choices(self) -> dict[str, DraftChoice]:
         rng = self.rng
-        drafting = self.sched.drafting_requests()
+        drafting = self.sched.decoding_requests()
         assert all(r in self.sched.running and r.num_uncomputed == 1 for r in drafting)
         choices: dict[str, DraftChoice] = {}
         for one in self.sched.running:  # also some that are not drafting: they must be ignored

@@ -20,11 +20,14 @@ NETWORK_SOURCES = (
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
 REJECTION_METHODS = ("block", "token", "drafter_invariant", "lossy_typical")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
-DEFAULT_NUM_DRAFTS = 4
+CONTROLS = ("adaptive", "fixed")
+AUTO = "auto"
+MOST_OF_NETWORK, MOST_OF_NGRAM = 7, 10  # drafts a step, where "auto" chooses
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's own
 
 RejectionMethod = Literal["block", "token", "drafter_invariant", "lossy_typical"]
 DraftSampleMethod = Literal["probabilistic", "greedy"]
+Control = Literal["adaptive", "fixed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +134,10 @@ class SpeculationConfig:
 
     Attributes:
         sources: draft sources in priority order; empty means plain decoding.
-        num_speculative_tokens: most drafts of one request in one step.
+        num_speculative_tokens: most drafts of one request in one step; "auto": `max_drafts` says.
+        control: `adaptive`: each step drafts what brings more tokens per time, at most the maximum
+            and often less or nothing. `fixed`: every request drafts the maximum in every step,
+            whatever it brings; for comparisons.
         rejection_sample_method: rule for drafts that were sampled from a known distribution.
             `drafter_invariant` makes the output a function of the seed alone, as it always is of
             requests that bring a seed: those are verified like that by any rule. `lossy_typical` is
@@ -142,14 +148,17 @@ class SpeculationConfig:
     """
 
     sources: tuple[SourceConfig, ...] = ()
-    num_speculative_tokens: int = DEFAULT_NUM_DRAFTS
+    num_speculative_tokens: int | Literal["auto"] = AUTO
+    control: Control = "adaptive"
     rejection_sample_method: RejectionMethod = "block"
     posterior_threshold: float = POSTERIOR_THRESHOLD
     posterior_alpha: float = POSTERIOR_ALPHA
     disable_by_batch_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+        if self.num_speculative_tokens != AUTO:
+            check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
+        check_choice("control", self.control, CONTROLS)
         check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
         for name in ("posterior_threshold", "posterior_alpha"):
             check_number(name, getattr(self, name), 1e-6, 1)
@@ -168,7 +177,7 @@ class SpeculationConfig:
                 f"one network drafts beside any sources of the host, not {' and '.join(networks)}"
             )
         tree = self.network.tree if self.network is not None else None
-        if tree is not None and tree.num_rows != self.num_speculative_tokens:
+        if tree is not None and tree.num_rows != self.max_drafts:
             raise ConfigError(
                 f"the tree has {tree.num_rows} rows, but num_speculative_tokens is "
                 f"{self.num_speculative_tokens}: leave one of them out"
@@ -177,6 +186,22 @@ class SpeculationConfig:
     @property
     def network(self) -> DraftNetworkConfig | None:
         return next((s for s in self.sources if isinstance(s, DraftNetworkConfig)), None)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of one request in one step; predictions may be longer."""
+        if self.num_speculative_tokens != AUTO:
+            return self.num_speculative_tokens
+        network = self.network
+        if network is not None:
+            return network.tree.num_rows if network.tree is not None else MOST_OF_NETWORK
+        depths = [
+            source.suffix_decoding_max_tree_depth
+            if isinstance(source, SuffixConfig)
+            else MOST_OF_NGRAM
+            for source in self.sources
+        ]
+        return min(max(depths, default=1), MAX_DRAFTS)
 
     @property
     def is_lossless(self) -> bool:

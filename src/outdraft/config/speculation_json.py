@@ -13,7 +13,7 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.tree_shape import TreeShape
 
@@ -61,12 +61,6 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
     _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
     common = _chosen(given, _COMMON_KEYS)
     sources = _listed(given) if "sources" in given else _sources(method, given)
-    if isinstance(sources[0], SuffixConfig) and len(sources) == 1:
-        depth = sources[0].suffix_decoding_max_tree_depth
-        common.setdefault("num_speculative_tokens", min(depth, MAX_DRAFTS))
-    for source in sources:
-        if isinstance(source, DraftNetworkConfig) and source.tree is not None:
-            common.setdefault("num_speculative_tokens", source.tree.num_rows)
     return SpeculationConfig(sources=sources, **common)
 
 

@@ -53,9 +53,8 @@ class Estimates:
         options = [
             Option(
                 offer.source,
-                self.host(offer.source).survivals(
-                    offer.match_length, min(offer.length, request.max_drafts)
-                ),
+                self.host(offer.source).survivals(offer.match_length, offer.length),
+                offer.shape,
                 match_length=offer.match_length,
             )
             for offer in request.offers
@@ -113,7 +112,7 @@ class Estimates:
         """
         expected = float(sum(option.survivals[:levels]))
         stop = None
-        if plan.price > 0 and option.is_network and not option.shape:
+        if plan.price > 0 and option.is_network and not option.shape and request.can_stop:
             most = min(plan.depth, len(option.survivals))
             stop = self.network(option.source, request.rule, ()).stop_rule(request.request_id, most)
             levels = most if stop is not None and has_room else levels
@@ -139,7 +138,7 @@ class Estimates:
         source = request.network or ""
         curve = self.network(source, request.rule, shape)
         survivals = curve.survivals(
-            request.request_id, _most_levels(request, shape), optimism=optimism
+            request.request_id, request.most_levels(shape), optimism=optimism
         )
         fixed_s = 0.0
         if request.lag_tokens and survivals:
@@ -148,17 +147,3 @@ class Estimates:
             steps = max(MIN_STEPS, tokens / (1 + sum(survivals)))
             fixed_s = costs.catch_up_s(source, request.lag_tokens) / steps
         return Option(source, survivals, shape, is_network=True, fixed_s=fixed_s)
-
-
-def _most_levels(request: RequestFacts, shape: Shape) -> int:
-    """Levels that the request has rows and tokens left for."""
-    most = min(request.max_drafts, request.max_tokens - 1)
-    if not shape:
-        return max(0, most)
-    levels = rows = 0
-    for count in shape[: max(0, request.max_tokens - 1)]:
-        rows += count
-        if rows > request.max_drafts:
-            break
-        levels += 1
-    return levels

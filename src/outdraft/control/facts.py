@@ -25,16 +25,21 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HostOffer:
-    """A draft that a source of the host has at hand; a chain without any sampling.
+    """A draft that a source of the host has at hand, for which nothing was drawn.
 
     Attributes:
-        length: tokens, at least 1.
+        length: levels, at least 1; no more than the request may have of this source.
         match_length: tokens of the text that the source found again.
+        shape: rows of each level; CHAIN: one each.
     """
 
     source: str
     length: int
     match_length: int
+    shape: Shape = CHAIN
+
+    def num_rows(self, num_levels: int) -> int:
+        return sum(self.shape[:num_levels]) if self.shape else num_levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,14 @@ class RequestFacts:
 
     Attributes:
         max_tokens: most tokens still to come, at least 1.
-        max_drafts: most rows of a draft that it may have; 0: it must not draft.
+        max_drafts: most rows of a network's draft that it may have; 0: it must not draft.
         context_tokens: tokens that its newest token attends to.
         offers: what sources of the host have for it.
         network: the network that may draft for it.
         rule: how its drafts are verified; acceptance is learned for each rule apart.
         shapes: what the network can draft.
         lag_tokens: settled tokens that the network has not read, beyond those of a usual step.
+        can_stop: whether the network ends a chain by its own confidence.
     """
 
     request_id: str
@@ -61,6 +67,27 @@ class RequestFacts:
     rule: str = ""
     shapes: tuple[Shape, ...] = (CHAIN,)
     lag_tokens: int = 0
+    can_stop: bool = True
+
+    @property
+    def most_rows(self) -> int:
+        """Of any draft."""
+        if not self.offers or not self.max_drafts:
+            return self.max_drafts
+        return max(self.max_drafts, *(offer.num_rows(offer.length) for offer in self.offers))
+
+    def most_levels(self, shape: Shape) -> int:
+        """Levels of a network's draft that there are rows and tokens left for."""
+        most = min(self.max_drafts, self.max_tokens - 1)
+        if not shape:
+            return max(0, most)
+        levels = rows = 0
+        for count in shape[: max(0, self.max_tokens - 1)]:
+            rows += count
+            if rows > self.max_drafts:
+                break
+            levels += 1
+        return levels
 
 
 @dataclass(frozen=True, slots=True)

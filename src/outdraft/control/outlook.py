@@ -58,7 +58,7 @@ class Outlook:
 
     def prices(self, facts: StepFacts, network: str | None, costs: Costs) -> Prices:
         """What drafts cost, for a long run as fast as plain decoding."""
-        most = min(facts.max_rows, sum(request.max_drafts for request in facts.requests))
+        most = min(facts.max_rows, sum(request.most_rows for request in facts.requests))
         pass_N, max_passes, start_s = np.zeros(2), 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)

@@ -38,6 +38,7 @@ class Draft:
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     score: float = 0.0  # expected number of accepted tokens, as estimated by the proposer
+    match_length: int = 0  # tokens of the text that the proposer found again
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.parents):
@@ -66,7 +67,35 @@ class Draft:
         if len(self) <= num_tokens:
             return self
         score = min(self.score, num_tokens)  # what is cut off cannot be accepted
-        return Draft(self.token_ids[:num_tokens], self.parents[:num_tokens], score)
+        token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
+        return Draft(token_ids, parents, score, self.match_length)
+
+    def depths(self) -> list[int]:
+        """Of each row; 1: it continues the text."""
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        return depths[1:]
+
+    def level_sizes(self) -> tuple[int, ...]:
+        """Rows of each level."""
+        depths = self.depths()
+        return tuple(depths.count(level) for level in range(1, max(depths, default=0) + 1))
+
+    def first_levels(self, num_levels: int) -> "Draft":
+        """The rows that are no deeper."""
+        if self.is_chain:
+            return self.truncated(num_levels)
+        kept = [row for row, depth in enumerate(self.depths(), 1) if depth <= num_levels]
+        if len(kept) == len(self):
+            return self
+        places = {0: 0, **{row: place for place, row in enumerate(kept, 1)}}
+        return Draft(
+            tuple(self.token_ids[row - 1] for row in kept),
+            tuple(places[self.parents[row - 1]] for row in kept),
+            min(self.score, num_levels),
+            self.match_length,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,21 @@ class DraftChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class StepRoom:
+    """What the next step leaves for drafts, as far as is known before it is planned.
+
+    Attributes:
+        prompt_rows: rows of tokens before the newest ones; the prefix cache may save some.
+        free_rows: rows beside those that running requests need.
+        free_slots: places in the KV cache beside those that running requests need.
+    """
+
+    prompt_rows: int
+    free_rows: int
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
     """One request's part of a step."""
 

@@ -1,92 +1,125 @@
-"""Which source drafts for each request in this step, and how much.
+"""Between the engine and what decides: requests become facts, decisions become draft choices.
 
-A prediction of the client goes first: verifying it costs rows only. Next come the proposers on the
-host (suffix, n-gram), whose drafts cost next to nothing. The best of their drafts is taken if it
-promises more tokens per time than the network has lately brought; else the network drafts, on the
-device. Where a good draft of the host ends too early, a network that can do so continues it.
-Promises are corrected by measured success, for each source apart. A source that has been refused
-many times is tried once in a while, since it can prove itself in no other way.
+`control` decides who drafts in a step and how far. What a request, the configuration or the batch
+forbids, it never sees as possible. After the step it is told how the drafts fared and what each
+phase took; offers of the host that were not used are compared with the text that came.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outdraft.config.speculation import SpeculationConfig
-from outdraft.core.draft import MAX_DRAFTS, DraftAsk, DraftSource
+from outdraft.control.facts import (
+    CHAIN,
+    Decision,
+    DraftOutcome,
+    Grant,
+    RequestFacts,
+    ShadowOutcome,
+    Shape,
+    StepFacts,
+    StepOutcome,
+)
+from outdraft.control.policy import LengthPolicy
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import MODEL_CHAIN, DraftChoice, ModelDrafting
-from outdraft.core.request import FinishReason, Request
-from outdraft.drafting.host.prediction import PredictionProposer
+from outdraft.core.plan import (
+    MODEL_CHAIN,
+    DraftChoice,
+    ModelDrafting,
+    PhaseTimes,
+    StepRoom,
+    Work,
+    WorkResult,
+)
+from outdraft.core.request import Request
 from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.host_sources import (
+    Drafts,
+    HostSources,
+    has_prediction,
+    max_drafts,
+    may_use,
+    offer,
+    wished_drafts,
+)
+from outdraft.drafting.shadows import Shadows
 
-FORGETTING = 0.95  # weight of the past in the running averages, per draft
-MIN_EXPECTED_PER_ROW = 0.1  # accepted tokens; a draft that promises fewer is not taken
-REFUSALS_PER_TRIAL = 32
-
-
-class SourceRecord:
-    """Running averages of what one source promised and brought, in tokens per draft."""
-
-    def __init__(self, promised: float, accepted: float) -> None:
-        self.promised = promised
-        self.accepted = accepted
-        self.num_refused = 0  # since the last trial
-
-    def observe(self, promised: float, accepted: int) -> None:
-        self.promised += (1 - FORGETTING) * (promised - self.promised)
-        self.accepted += (1 - FORGETTING) * (accepted - self.accepted)
-
-    @property
-    def delivery(self) -> float:
-        """Accepted tokens for every promised one."""
-        return self.accepted / max(self.promised, 1e-6)
-
-    def is_trial(self) -> bool:
-        """Count a refusal; true when it is time to take the refused draft all the same."""
-        self.num_refused = (self.num_refused + 1) % REFUSALS_PER_TRIAL
-        return self.num_refused == 0
+Booked = Sequence[tuple[Work, WorkResult, tuple[int, ...]]]  # as Scheduler.commit returns it
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterLimits:
-    """What the policy needs to know about the drafter.
+    """What the policy needs to know about the network that drafts.
 
     Attributes:
         max_len: most tokens of a text, the drafts included.
-        cost: time of one pass as a share of a step of the target, estimated from the bytes that
-            both read.
-        max_passes: most passes for a draft, however long it is; a chain takes one for each token.
         max_drafts: most drafts in one step.
+        reads_texts: it has layers that must have read a text before it can draft behind it.
     """
 
     max_len: int
-    cost: float
     drafting: ModelDrafting = MODEL_CHAIN
-    max_passes: int = MAX_DRAFTS
     max_drafts: int = MAX_DRAFTS
+    reads_texts: bool = True
 
-    def time_of(self, num_drafts: int) -> float:
-        """How long drafting takes, in steps of the target."""
-        return min(num_drafts, self.max_passes) * self.cost
+    @property
+    def shape(self) -> Shape:
+        return self.drafting.levels or CHAIN
+
+    @property
+    def usual_lag(self) -> int:
+        """Most tokens that it has to read in a step if it has drafted in the last one."""
+        if self.drafting.max_kept is None:
+            return 2
+        depth = len(self.drafting.levels) or self.max_drafts
+        return depth + 1 - self.drafting.max_kept
+
+
+@dataclass(frozen=True, slots=True)
+class _Standing:
+    """What never changes about a request.
+
+    Attributes:
+        max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
+        network: whether the network may draft for it.
+    """
+
+    max_drafts: int
+    network: bool
+    rule: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What was decided for the step that runs."""
+
+    facts: StepFacts
+    decision: Decision
 
 
 class DraftPolicy:
-    """Turns requests into draft choices; learns from what was accepted."""
+    """Translates requests, decisions and outcomes.
+
+    Attributes:
+        control: decides; may be exchanged between steps.
+    """
 
     def __init__(
         self,
         config: SpeculationConfig,
         proposers: Sequence[HostProposer],
         drafter: DrafterLimits | None,
+        control: LengthPolicy,
         max_num_seqs: int,
     ) -> None:
         self.config = config
-        self._prediction = PredictionProposer()
-        self._proposers = list(proposers)
+        self.control = control
+        self._host = HostSources(config, proposers, max_num_seqs)
         self._drafter = drafter
-        self._draft_rows = most_draft_rows(config, max_num_seqs)
-        first = config.num_speculative_tokens / 2
-        self._records = {source: SourceRecord(first, first) for source in DraftSource}
+        self._shadows = Shadows()
+        self._standing: dict[str, _Standing] = {}
+        self._step: _Step | None = None
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -107,169 +140,172 @@ class DraftPolicy:
                 "speculation",
             )
 
-    def choose(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
+    def choose(
+        self, requests: Sequence[Request], num_running: int, room: StepRoom
+    ) -> dict[str, DraftChoice]:
         """What each request verifies in the next step; requests without an entry do not draft.
 
+        requests: those with one token left to compute, in batch order.
         num_running: how many requests run, or may begin to run in this step.
         """
+        self._step = None
         limit = self.config.disable_by_batch_size
-        if limit is not None and num_running > limit:
+        if not requests or not self.config.sources or (limit is not None and num_running > limit):
             return {}
-        wanting = [r for r in requests if self._may_draft(r)]
-        chosen = self._predicted(wanting, num_running)
-        others = [request for request in wanting if request.id not in chosen]
-        best = self._best_of_host(others)
-        for request in others:
-            choice = self._pick(request, best.get(request.id))
-            if choice is not None:
-                chosen[request.id] = choice
-        return chosen
+        drafts: dict[str, Drafts] = {}
+        if self.control.wants_offers:
+            drafts = self._host.drafts([r for r in requests if self._may_draft(r)], num_running)
+        facts = StepFacts(
+            tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
+            room.prompt_rows,
+            room.free_rows,
+            room.free_slots,
+        )
+        decision = self.control.decide(facts)
+        self._step = _Step(facts, decision)
+        used = {grant.request_id: grant.source for grant in decision.grants}
+        for request in requests:
+            if request.id in decision.shadows:
+                for source, draft in drafts[request.id].items():
+                    if used.get(request.id) != source:
+                        self._shadows.cast(request, source, draft)
+        return {
+            grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))
+            for grant in decision.grants
+        }
 
-    def observe(self, choice: DraftChoice, num_accepted: int) -> None:
-        """Learn how a verified draft fared."""
-        of_host = min(num_accepted, len(choice.draft))
-        if len(choice.draft):
-            self._records[choice.source].observe(choice.draft.score, of_host)
-        # Behind a refused draft of the host, nothing shows how the network's were.
-        if choice.num_model_drafts and of_host == len(choice.draft):
-            record = self._records[choice.model.source]
-            record.observe(choice.num_model_drafts, num_accepted - of_host)
+    def observe(self, booked: Booked, times: PhaseTimes, host_s: float) -> None:
+        """Learn from the step that `choose` was asked about, before its requests are finished.
+
+        host_s: its time outside the phases.
+        """
+        shadows = self._shadows.observe(work.request for work, _, _ in booked)
+        step, self._step = self._step, None
+        if step is None:
+            return
+        ran = {work.request.id: (work, result, added) for work, result, added in booked}
+        if all(request.request_id in ran for request in step.facts.requests):
+            # Else some were preempted, so that the decision was for another batch.
+            self.control.observe(self._outcome(step, ran, times, host_s, shadows))
 
     def finish(self, request: Request) -> None:
-        """A request ended: the proposers drop its state, and learn from its text if it is whole."""
-        text = None if request.finish_reason is FinishReason.ABORT else request.token_ids
-        for proposer in (self._prediction, *self._proposers):
-            proposer.finish(request.id, text)
-
-    def num_drafts(self, request: Request, drafting: ModelDrafting = MODEL_CHAIN) -> int:
-        """Most drafts of any source but a prediction for this request in the next step.
-
-        `drafting`: who drafts them; a tree needs more rows than its longest path has tokens.
-        """
-        number = self.config.num_speculative_tokens
-        wish = request.params.speculation.num_speculative_tokens
-        most = drafting.most_drafts(request.max_drafts)
-        return min(number if wish is None else min(number, wish), most)
+        """A request ended: drop its state; the proposers learn from its text if it is whole."""
+        self._host.finish(request)
+        self._shadows.forget(request.id)
+        self._standing.pop(request.id, None)
+        self.control.forget(request.id)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
-        wish = request.params.speculation
-        if not self.config.sources or not wish.enabled:
+        if not self.config.sources or not request.params.speculation.enabled:
             return 0
-        number = self.config.num_speculative_tokens
-        if _has_prediction(request):
-            number = MAX_DRAFTS
-        if wish.num_speculative_tokens is not None:
-            number = min(number, wish.num_speculative_tokens)
-        return number
+        if has_prediction(request):
+            return wished_drafts(MAX_DRAFTS, request)
+        return max_drafts(self.config, request)
 
     def _may_draft(self, request: Request) -> bool:
-        return min(self.most_drafts(request), request.max_drafts) > 0
+        return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
 
-    def _predicted(self, requests: Sequence[Request], num_running: int) -> dict[str, DraftChoice]:
-        """Drafts for requests whose clients sent a prediction that is still right."""
-        asks = [
-            DraftAsk(
-                request.id,
-                request.token_ids,
-                min(
-                    self.most_drafts(request),
-                    request.max_drafts,
-                    max(self.config.num_speculative_tokens, self._draft_rows // num_running),
-                ),
-                request.num_prompt,
-                request.prediction_ids,
+    def _known(self, request: Request) -> _Standing:
+        standing = self._standing.get(request.id)
+        if standing is None:
+            drafter = self._drafter
+            standing = self._standing[request.id] = _Standing(
+                max_drafts(self.config, request) if self.most_drafts(request) else 0,
+                drafter is not None and may_use(request, drafter.drafting.source),
+                self._rule(request),
             )
-            for request in requests
-            if _has_prediction(request)
-        ]
-        drafts = self._prediction.propose(asks) if asks else []
-        return {
-            ask.request_id: DraftChoice(DraftSource.PREDICTION, draft)
-            for ask, draft in zip(asks, drafts, strict=True)
-            if len(draft)
-        }
+        return standing
 
-    def _best_of_host(self, requests: Sequence[Request]) -> dict[str, tuple[float, DraftChoice]]:
-        """Each request's best draft of the host, and the tokens that it is expected to bring."""
-        best: dict[str, tuple[float, DraftChoice]] = {}
-        for proposer in self._proposers:
-            record = self._records[proposer.source]
-            asked = [request for request in requests if _may_use(request, proposer.source)]
-            asks = [DraftAsk(r.id, r.token_ids, self.num_drafts(r)) for r in asked]
-            drafts = proposer.propose(asks) if asks else []
-            for ask, draft in zip(asks, drafts, strict=True):
-                if len(draft) == 0:
-                    continue
-                value = min(draft.score * record.delivery, len(draft))
-                if ask.request_id not in best or value > best[ask.request_id][0]:
-                    best[ask.request_id] = value, DraftChoice(proposer.source, draft)
-        return best
+    def _rule(self, request: Request) -> str:
+        """How the drafts of a request are verified."""
+        if request.params.is_greedy:
+            return "greedy"
+        if request.params.seed is not None:
+            return "drafter_invariant"
+        return self.config.rejection_sample_method
 
-    def _pick(self, request: Request, host: tuple[float, DraftChoice] | None) -> DraftChoice | None:
-        """The host's draft if it promises more than the network's, or if it is due for a trial."""
-        drafter = self._fitting_drafter(request)
-        number = self.num_drafts(request, drafter.drafting if drafter else MODEL_CHAIN)
-        if host is not None:
-            value, choice = host
-            least = MIN_EXPECTED_PER_ROW * len(choice)
-            if drafter is not None:
-                least = max(least, self._model_value(drafter, number) - 1)
-            if value > least or self._records[choice.source].is_trial():
-                return self._extended(choice, value, number, drafter)
-        if drafter is None:
-            return None
-        return DraftChoice(
-            drafter.drafting.source,
-            num_model_drafts=min(number, drafter.max_drafts),
-            model=drafter.drafting,
+    def _facts(self, request: Request, drafts: Drafts) -> RequestFacts:
+        known, drafter = self._known(request), self._drafter
+        most = known.max_drafts if request.may_draft and request.max_drafts > 0 else 0
+        network, lag = None, 0
+        if drafter is not None and known.network:
+            end = request.num_tokens + min(most, request.max_drafts)
+            if end <= drafter.max_len:
+                network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
+            if drafter.reads_texts:
+                unread = request.num_tokens - request.num_drafter_computed
+                lag = max(0, unread - drafter.usual_lag)
+        return RequestFacts(
+            request.id,
+            request.max_total - request.num_tokens,
+            most,
+            request.num_tokens,
+            tuple(offer(source, draft) for source, draft in drafts.items()),
+            network,
+            known.rule,
+            (drafter.shape,) if drafter is not None else (CHAIN,),
+            lag,
+            can_stop=False,
         )
 
-    def _extended(
-        self, choice: DraftChoice, value: float, number: int, drafter: DrafterLimits | None
-    ) -> DraftChoice:
-        """The host's choice, continued by a language model where that brings more per time."""
-        if drafter is None or not drafter.drafting.can_go_on or not choice.draft.is_chain:
-            return choice
-        room = min(number, drafter.max_drafts) - len(choice)
-        if room <= 0:
-            return choice
-        # If a draft's chance falls about linearly with its place, so many reach the end.
-        whole = max(0.0, 2 * value / len(choice) - 1)
-        gain = whole * min(self._records[drafter.drafting.source].accepted, room)
-        if gain <= drafter.time_of(room) * (1 + value):
-            return choice
-        return DraftChoice(choice.source, choice.draft, room, drafter.drafting)
+    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
+        source = DraftSource(grant.source)
+        if source in drafts:
+            return DraftChoice(source, drafts[source].first_levels(grant.levels))
+        assert self._drafter is not None
+        return DraftChoice(source, num_model_drafts=grant.rows, model=self._drafter.drafting)
 
-    def _model_value(self, drafter: DrafterLimits, num_drafts: int) -> float:
-        """Tokens that a step with the network brings, per time of a step of the target."""
-        num_drafts = min(num_drafts, drafter.max_drafts)
-        accepted = min(self._records[drafter.drafting.source].accepted, num_drafts)
-        return (1 + accepted) / (1 + drafter.time_of(num_drafts))
+    def _outcome(
+        self,
+        step: _Step,
+        ran: dict[str, tuple[Work, WorkResult, tuple[int, ...]]],
+        times: PhaseTimes,
+        host_s: float,
+        shadows: tuple[ShadowOutcome, ...],
+    ) -> StepOutcome:
+        outcomes: list[DraftOutcome] = []
+        num_tokens = num_rows = 0
+        drafts_network = False
+        for facts in step.facts.requests:
+            work, result, added = ran[facts.request_id]
+            num_tokens += len(added)
+            num_rows += work.num_new + len(result.drafted_ids)
+            if work.drafts is not None and result.is_finite:
+                drafts_network |= work.drafts.num_model_drafts > 0
+                levels = _num_levels(work.drafts, result)
+                accepted = len(result.accepted_rows)
+                outcomes.append(DraftOutcome(facts.request_id, levels, accepted))
+        prompt_rows = sum(work.num_rows for work, _, _ in ran.values()) - sum(
+            ran[facts.request_id][0].num_rows for facts in step.facts.requests
+        )
+        facts = step.facts
+        if prompt_rows != facts.prompt_rows:
+            facts = replace(facts, prompt_rows=prompt_rows)
+        # Drafts of the host are sent to the device in the phase of drafting.
+        draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
+        return StepOutcome(
+            facts,
+            step.decision,
+            tuple(outcomes),
+            num_rows + prompt_rows,
+            num_tokens,
+            draft_s,
+            times.verify_s + times.sample_s,
+            host_s + sending_s,
+            shadows,
+        )
 
-    def _fitting_drafter(self, request: Request) -> DrafterLimits | None:
-        """The drafter, if it may draft for the request."""
-        drafter = self._drafter
-        if drafter is None or not _may_use(request, drafter.drafting.source):
-            return None
-        fits = request.num_tokens + self.num_drafts(request) <= drafter.max_len
-        return drafter if fits else None
 
-
-def most_draft_rows(config: SpeculationConfig, max_num_seqs: int) -> int:
-    """Most drafts of all requests in one step.
-
-    Predictions are longer than other drafts. Together they have no more rows than all requests
-    could draft without them, or than one request may have.
-    """
-    if not config.sources:
-        return 0
-    return max(MAX_DRAFTS, config.num_speculative_tokens * max_num_seqs)
-
-
-def _has_prediction(request: Request) -> bool:
-    return len(request.prediction_ids) > 0 and _may_use(request, DraftSource.PREDICTION)
-
-
-def _may_use(request: Request, source: DraftSource) -> bool:
-    return request.params.speculation.method in (None, str(source))
+def _num_levels(choice: DraftChoice, result: WorkResult) -> int:
+    """How deep the draft was that was verified."""
+    num_rows = len(result.drafted_ids)
+    if not choice.is_device_tree:
+        return max(choice.draft.depths()) if len(choice.draft) else num_rows
+    levels = 0
+    for size in choice.model.levels:
+        if num_rows <= 0:
+            break
+        num_rows -= size
+        levels += 1
+    return levels

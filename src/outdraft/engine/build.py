@@ -2,11 +2,17 @@
 
 from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
+from outdraft.config.speculation import AUTO, DraftNetworkConfig, SpeculationConfig
+from outdraft.control.controller import Controller
+from outdraft.control.costs import CostTable
+from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import LengthPolicy
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.policy import DrafterLimits, DraftPolicy, most_draft_rows
+from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.drafting.policy import DrafterLimits, DraftPolicy
 from outdraft.engine.drafters import (
     LoadedDrafter,
     cache_bytes,
@@ -29,6 +35,7 @@ from outdraft.engine.memory import (
     state_bytes,
     text_bytes,
 )
+from outdraft.engine.prior_costs import prior_costs
 from outdraft.kernels.choose import computed_by
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
@@ -76,6 +83,7 @@ def build_engine(
         speculation,
         host_proposers(speculation.sources, models.kernels),
         _drafter_limits(speculation.network, target, drafter, proposer),
+        _control(speculation, _costs(target, drafter, proposer)),
         config.scheduler.max_num_seqs,
     )
     cache = kv_cache(target.config, memory, target.dtype, target.device)
@@ -90,6 +98,7 @@ def warm_up(engine: Engine) -> None:
     Runs a greedy and a sampled request for a few steps. Nothing is learned from them. The engine
     must be idle.
     """
+    control, engine.drafting.control = engine.drafting.control, FixedLength(MAX_DRAFTS)
     size = min(WARM_UP_TOKENS, engine.inputs.max_model_len - 1)
     prompt = [token_id % engine.inputs.vocab_size for token_id in range(size)]
     for temperature in (0.0, 1.0):
@@ -100,6 +109,7 @@ def warm_up(engine: Engine) -> None:
         for _ in range(WARM_UP_STEPS):
             engine.step()
         engine.abort("warm-up")
+    engine.drafting.control = control
 
 
 def _max_model_len(asked: int | None, target: CausalLM) -> int:
@@ -144,7 +154,7 @@ def _check_num_drafts(
                 f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
                 f"the target {vocab_size} tokens"
             )
-    elif len(config.sources) > 1:
+    elif depth == AUTO or len(config.sources) > 1:
         return
     if depth > most:
         raise ConfigError(
@@ -164,11 +174,26 @@ def _drafter_limits(
     longest = drafter.layers.max_model_len if drafter.layers else target.config.max_model_len
     return DrafterLimits(
         min(config.max_model_len or longest, longest),
-        drafter.network.weight_bytes / target.weight_bytes,
         proposer.drafting,
-        max_passes=proposer.max_passes,
         max_drafts=proposer.max_drafts,
+        reads_texts=drafter.layers is not None,
     )
+
+
+def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
+    """What decides lengths; nobody may draft more than the policy allows."""
+    if config.control == "fixed":
+        return FixedLength(MAX_DRAFTS)
+    return Controller(table, config.max_drafts)
+
+
+def _costs(
+    target: CausalLM, drafter: LoadedDrafter | None, proposer: DeviceProposer | None
+) -> CostTable:
+    networks: dict[DraftSource, tuple[int, int]] = {}
+    if drafter is not None and proposer is not None:
+        networks[proposer.drafting.source] = drafter.network.weight_bytes, proposer.max_passes
+    return prior_costs(target.device.type, target.weight_bytes, networks)
 
 
 def _plan_memory(

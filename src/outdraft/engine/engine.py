@@ -132,7 +132,9 @@ class Engine:
         scheduler = self.scheduler
         num_live = len(scheduler.running) + len(scheduler.waiting)
         choices = self.drafting.choose(
-            scheduler.drafting_requests(), min(num_live, scheduler.config.max_num_seqs)
+            scheduler.decoding_requests(),
+            min(num_live, scheduler.config.max_num_seqs),
+            scheduler.room(),
         )
         plan = self.scheduler.schedule(choices)
         if not plan.works:
@@ -145,10 +147,7 @@ class Engine:
         for work, outcome, added in booked:
             sequence = self._sequences[work.request.id]
             sequence.deltas.add(sequence.index, work, outcome, added, step_s)
-            if work.drafts is not None:
-                self.drafting.observe(work.drafts, len(outcome.accepted_rows))
             if work.request.finish_reason is not None:
-                self._end_drafting(sequence)
                 ended.append(sequence)
             if added or work.request.finish_reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
@@ -161,6 +160,9 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,
         )
+        self.drafting.observe(booked, stats.times, stats.host_s)
+        for sequence in ended:
+            self._end_drafting(sequence)
         self._record(stats)
         news = [deltas.take() for deltas in grown.values()]
         for sequence in ended:  # last: had the step failed, whoever is not told could be aborted

@@ -9,7 +9,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -24,30 +23,11 @@ from outdraft.control.facts import (
     StepFacts,
     StepOutcome,
 )
+from outdraft.control.policy import LengthPolicy
 from outdraft.planning.worlds import NETWORK, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
 MAX_ROWS = 16384  # of a pass
-
-
-class Policy(Protocol):
-    """Decides lengths: the controller, or a fixed one to compare it with."""
-
-    @property
-    def wants_offers(self) -> bool: ...
-
-    @property
-    def standing(self) -> Decision | None: ...
-
-    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool: ...
-
-    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None: ...
-
-    def decide(self, facts: StepFacts) -> Decision: ...
-
-    def observe(self, outcome: StepOutcome) -> None: ...
-
-    def forget(self, request_id: str) -> None: ...
 
 
 @dataclass(slots=True)
@@ -114,7 +94,7 @@ class _Times:
 class Simulator:
     """Runs a policy through a scenario, step by step."""
 
-    def __init__(self, scenario: Scenario, policy: Policy) -> None:
+    def __init__(self, scenario: Scenario, policy: LengthPolicy) -> None:
         self.scenario = scenario
         self.policy = policy
         self.steps = Steps()

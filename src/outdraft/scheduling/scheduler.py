@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import CapacityError, RequestError
-from outdraft.core.plan import DraftChoice, StepPlan, StepResult, Work, WorkResult
+from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work, WorkResult
 from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
@@ -95,9 +95,28 @@ class Scheduler:
     def table(self, request: Request) -> BlockTable:
         return self._tables[request.id]
 
-    def drafting_requests(self) -> list[Request]:
+    def decoding_requests(self) -> list[Request]:
         """Running requests with one token left to compute: only they can use a draft."""
-        return [r for r in self.running if r.num_uncomputed == 1 and r.max_drafts > 0]
+        return [request for request in self.running if request.num_uncomputed == 1]
+
+    def room(self) -> StepRoom:
+        """What `schedule` will have left for drafts if it preempts nobody."""
+        budget = self.config.max_num_batched_tokens
+        num_needed = num_slack = prompt_rows = 0
+        for request in self.running:
+            num_new = min(request.num_uncomputed, budget)
+            budget -= num_new
+            if num_new > 1:
+                prompt_rows += num_new
+            held = len(self._tables[request.id].ids)
+            end = request.num_computed + num_new
+            blocks = max(held, -(-end // self._block_size))
+            num_needed += blocks - held
+            num_slack += blocks * self._block_size - end
+        free_slots = (self.pool.num_free - num_needed) * self._block_size + num_slack
+        if self.waiting and self._free_slots:
+            prompt_rows += min(self.waiting[0].num_tokens, budget)
+        return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
 
     def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.

@@ -77,7 +77,7 @@ def _start(
         max_model_len=engine.inputs.max_model_len,
         eos_token_ids=list(engine.inputs.eos_token_ids),
         speculation_methods=[str(source) for source in engine.drafting.sources],
-        num_speculative_tokens=speculation.num_speculative_tokens if speculation.sources else 0,
+        num_speculative_tokens=speculation.max_drafts if speculation.sources else 0,
         memory=str(memory),
         tokenizer_path=str(tokenizer_path(config, models.path)),
         lossless=speculation.is_lossless,

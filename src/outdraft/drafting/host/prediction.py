@@ -145,7 +145,7 @@ def _draft(cursor: _Cursor, max_tokens: int) -> Draft:
             token_ids += branch
     rate = cursor.rate
     score = sum(rate**depth for depth in range(1, len(main) + 1))
-    return Draft(tuple(token_ids), tuple(parents), score)
+    return Draft(tuple(token_ids), tuple(parents), score, cursor.num_followed)
 
 
 def _reach(rate: float) -> int:

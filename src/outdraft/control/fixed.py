@@ -1,0 +1,75 @@
+"""Lengths that never change: to compare the controller with, and for tests."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outdraft.control.facts import (
+    Decision,
+    Grant,
+    Reason,
+    RequestFacts,
+    ShadowOutcome,
+    StepFacts,
+    StepOutcome,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    """Every request drafts the same number of levels in every step; 0 is plain decoding.
+
+    Where a source of the host has a draft, the first one that does is preferred if `prefers_host`;
+    else the network drafts where there is one. Nobody drafts more than there is to offer.
+    """
+
+    num_drafts: int
+    prefers_host: bool = True
+
+    @property
+    def wants_offers(self) -> bool:
+        return self.num_drafts > 0
+
+    @property
+    def standing(self) -> None:
+        """It decides every step."""
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Never: a fixed policy decides every step."""
+        return False
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        """A fixed policy learns nothing."""
+
+    def decide(self, facts: StepFacts) -> Decision:
+        grants = tuple(
+            grant for request in facts.requests if (grant := self._grant(request)) is not None
+        )
+        rows = sum(grant.rows for grant in grants)
+        reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
+        return Decision(grants, 0.0, rows, reason, 0, 0, 0, 0, 0, 0)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """A fixed policy learns nothing."""
+
+    def forget(self, request_id: str) -> None:
+        """A fixed policy knows no request."""
+
+    def _grant(self, request: RequestFacts) -> Grant | None:
+        if request.max_drafts == 0:
+            return None
+        offer, match_length = request.offers[0] if request.offers else None, 0
+        if offer is not None and (self.prefers_host or request.network is None):
+            levels = min(self.num_drafts, offer.length)
+            source, rows, shape = offer.source, offer.num_rows(levels), offer.shape
+            match_length = offer.match_length
+        elif request.network is not None:
+            [shape] = request.shapes
+            levels = min(self.num_drafts, request.most_levels(shape))
+            source, rows = request.network, sum(shape[:levels]) if shape else levels
+        else:
+            return None
+        if levels <= 0:
+            return None
+        return Grant(
+            request.request_id, source, levels, rows, 0.0, match_length, request.rule, shape
+        )

@@ -1,0 +1,40 @@
+"""What decides lengths: the controller, or a rule that never learns."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from outdraft.control.facts import Decision, ShadowOutcome, StepFacts, StepOutcome
+
+
+class LengthPolicy(Protocol):
+    """Is told facts before a step and the outcome after it."""
+
+    @property
+    def wants_offers(self) -> bool:
+        """Whether the sources of the host should look for drafts before the next decision."""
+        ...
+
+    @property
+    def standing(self) -> Decision | None:
+        """What decided the step if `holds` was just true."""
+        ...
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        """Whether the step is plain, for which nobody needs to decide: see the controller's."""
+        ...
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        """Drafts that nobody verified met their text in a step that was held."""
+        ...
+
+    def decide(self, facts: StepFacts) -> Decision:
+        """How the step that begins now speculates. A grant's host draft is one of the offers."""
+        ...
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """A step is over. Not every decision is followed by this: steps may fail."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request ended; unknown ids are fine."""
+        ...
