@@ -170,11 +170,12 @@ def checkpoint(family: str, name: str) -> Path:
 
 
 def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM:
-    """An engine with the weights of its family; `invariant=True` shares the noise."""
+    """An engine with the weights of its family; lengths are fixed unless `control` says else."""
     speculative = speculation(family, method, num_drafts)
-    rule = options.pop("rejection_sample_method", None)
-    if speculative is not None and rule is not None:
-        speculative["rejection_sample_method"] = rule
+    for key in ("rejection_sample_method", "control"):
+        value = options.pop(key, None)
+        if speculative is not None and value is not None:
+            speculative[key] = value
     chosen = config(family, speculative, **options)
     network = chosen.speculation.network
     key = None if network is None else (str(network.source), network.model)

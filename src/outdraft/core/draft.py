@@ -70,23 +70,16 @@ class Draft:
         token_ids, parents = self.token_ids[:num_tokens], self.parents[:num_tokens]
         return Draft(token_ids, parents, score, self.match_length)
 
-    def depths(self) -> list[int]:
-        """Of each row; 1: it continues the text."""
-        depths = [0]
-        for parent in self.parents:
-            depths.append(depths[parent] + 1)
-        return depths[1:]
-
     def level_sizes(self) -> tuple[int, ...]:
         """Rows of each level."""
-        depths = self.depths()
+        depths = depths_of(self.parents)
         return tuple(depths.count(level) for level in range(1, max(depths, default=0) + 1))
 
     def first_levels(self, num_levels: int) -> "Draft":
         """The rows that are no deeper."""
         if self.is_chain:
             return self.truncated(num_levels)
-        kept = [row for row, depth in enumerate(self.depths(), 1) if depth <= num_levels]
+        kept = [row for row, depth in enumerate(depths_of(self.parents), 1) if depth <= num_levels]
         if len(kept) == len(self):
             return self
         places = {0: 0, **{row: place for place, row in enumerate(kept, 1)}}
@@ -96,6 +89,14 @@ class Draft:
             min(self.score, num_levels),
             self.match_length,
         )
+
+
+def depths_of(parents: Iterable[int]) -> list[int]:
+    """The level of each row; 1: it continues the text."""
+    depths = [0]
+    for parent in parents:
+        depths.append(depths[parent] + 1)
+    return depths[1:]
 
 
 @dataclass(frozen=True, slots=True)

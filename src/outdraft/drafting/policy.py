@@ -21,7 +21,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import MAX_DRAFTS, DraftSource, depths_of
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
     MODEL_CHAIN,
@@ -299,13 +299,6 @@ class DraftPolicy:
 
 def _num_levels(choice: DraftChoice, result: WorkResult) -> int:
     """How deep the draft was that was verified."""
-    num_rows = len(result.drafted_ids)
-    if not choice.is_device_tree:
-        return max(choice.draft.depths()) if len(choice.draft) else num_rows
-    levels = 0
-    for size in choice.model.levels:
-        if num_rows <= 0:
-            break
-        num_rows -= size
-        levels += 1
-    return levels
+    if choice.draft.is_chain and not choice.is_device_tree:
+        return len(result.drafted_ids)
+    return max(depths_of(result.drafted_parents), default=0)

@@ -1,0 +1,70 @@
+"""A policy of lengths that changes its mind at every step, and checks what it is told."""
+
+import numpy as np
+
+from outdraft.control.facts import (
+    Decision,
+    Grant,
+    Reason,
+    RequestFacts,
+    StepFacts,
+    StepOutcome,
+)
+from outdraft.core.draft import DraftSource
+
+
+class ChangingLengths:
+    """Random sources and levels for each request in each step, some without drafts."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._decided: Decision | None = None
+        self.lengths: set[tuple[str, int]] = set()  # that were verified, by source
+        self.num_mixed = 0  # steps in which requests drafted different levels
+        self.num_observed = 0
+        self.num_shadows = 0
+
+    @property
+    def wants_offers(self) -> bool:
+        return self._rng.random() < 0.8
+
+    def decide(self, facts: StepFacts) -> Decision:
+        grants = [grant for one in facts.requests if (grant := self._grant(one)) is not None]
+        offered = [one.request_id for one in facts.requests if one.offers]
+        shadows = tuple(one for one in offered if self._rng.random() < 0.5)
+        rows = sum(grant.rows for grant in grants)
+        self._decided = Decision(tuple(grants), 0, rows, Reason.GAIN, 0, 0, 0, 0, 0, 0, shadows)
+        return self._decided
+
+    def observe(self, outcome: StepOutcome) -> None:
+        assert outcome.decision is self._decided
+        self.num_observed += 1
+        self.num_shadows += len(outcome.shadows)
+        assert all(0 <= shadow.accepted <= shadow.drafted for shadow in outcome.shadows)
+        grants = {grant.request_id: grant for grant in outcome.decision.grants}
+        deepest = max((grant.levels for grant in grants.values()), default=0)
+        for draft in outcome.drafts:
+            grant = grants[draft.request_id]
+            # A small tree may be as deep as the largest one of its step.
+            most = deepest if grant.shape else grant.levels
+            assert 0 <= draft.accepted <= draft.drafted <= most
+            self.lengths.add((str(grants[draft.request_id].source), draft.drafted))
+        self.num_mixed += len({draft.drafted for draft in outcome.drafts}) > 1
+        assert outcome.num_tokens >= len(outcome.facts.requests)
+        assert min(outcome.draft_s, outcome.target_s, outcome.host_s) >= 0
+
+    def forget(self, request_id: str) -> None:
+        """It knows no request."""
+
+    def _grant(self, one: RequestFacts) -> Grant | None:
+        ways = [(offer.source, offer.length, offer.shape) for offer in one.offers]
+        if one.network is not None:
+            ways += [(one.network, one.most_levels(shape), shape) for shape in one.shapes]
+        if not ways or not one.max_drafts or self._rng.random() < 0.2:
+            return None
+        source, most, shape = ways[self._rng.integers(len(ways))]
+        levels = int(self._rng.integers(0, most + 1))
+        if levels == 0:
+            return None
+        rows = sum(shape[:levels]) if shape else levels
+        return Grant(one.request_id, DraftSource(source), levels, rows, 0.0, 0, one.rule, shape)
