@@ -30,7 +30,9 @@ from outdraft.core.plan import (
     DraftChoice,
     ModelDrafting,
     PhaseTimes,
+    StepPlan,
     StepRoom,
+    StepStats,
     Work,
     WorkResult,
 )
@@ -38,6 +40,7 @@ from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.host_sources import most_draft_rows
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.engine.stats import step_stats
 
 ALWAYS = FixedLength(MAX_DRAFTS)
 
@@ -125,6 +128,7 @@ class Scripted:
         self.facts: list[StepFacts] = []
         self.outcomes: list[StepOutcome] = []
         self.forgotten: list[str] = []
+        self.wants_margins = False
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -146,6 +150,16 @@ def booking(
     new_ids = (1,) * (accepted + 1)
     result = WorkResult(new_ids, tuple(range(accepted)), drafted)
     return Work(one, one.num_tokens - 1, 1, (), True, choice), result, new_ids
+
+
+NO_TIMES = PhaseTimes()
+
+
+def stats(num_rows: int, times: PhaseTimes = NO_TIMES) -> StepStats:
+    """Of a step that the host took two seconds for."""
+    step_s = 2.0 + times.draft_s + times.verify_s + times.sample_s
+    rest = {"num_waiting": 0, "kv_usage": 0.0}
+    return step_stats(StepPlan(()), [], num_rows=num_rows, times=times, step_s=step_s, **rest)
 
 
 ROOM = StepRoom(prompt_rows=5, free_rows=40, free_slots=60)
@@ -211,7 +225,7 @@ def test_what_came_of_a_step_is_told_with_its_times():
         booking(requests[2], None),
         (Work(prompt, 0, 8, (), False), WorkResult(), ()),
     ]
-    ours.observe(booked, PhaseTimes(0.25, 0.5, 0.125), 2.0)
+    ours.observe(booked, stats(18, PhaseTimes(0.25, 0.5, 0.125)))
     [outcome] = control.outcomes
     assert outcome.drafts == (DraftOutcome("a", 3, 1), DraftOutcome("b", 4, 4))
     assert (outcome.num_tokens, outcome.num_rows) == (2 + 5 + 1, 3 + 3 + 4 + 8)
@@ -224,7 +238,7 @@ def test_sending_drafts_of_the_host_is_time_of_the_host():
     ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
     one = request("a")
     choices = ours.choose([one], 1, ROOM)
-    ours.observe([booking(one, choices["a"])], PhaseTimes(0.25, 0.5, 0.125), 2.0)
+    ours.observe([booking(one, choices["a"])], stats(4, PhaseTimes(0.25, 0.5, 0.125)))
     [outcome] = control.outcomes
     assert (outcome.draft_s, outcome.host_s) == (0.0, 2.25)
 
@@ -234,7 +248,7 @@ def test_nothing_is_told_of_a_step_that_lost_a_request():
     ours = policy(ngram(), control=control)
     kept, preempted = request("a"), request("b")
     ours.choose([kept, preempted], 2, ROOM)
-    ours.observe([booking(kept, None)], PhaseTimes(), 1.0)
+    ours.observe([booking(kept, None)], stats(1))
     assert control.outcomes == []
 
 
@@ -248,7 +262,7 @@ def test_unused_offers_are_compared_with_the_text_that_comes():
         ours.choose([one], 1, ROOM)
         control.shadows = ()
         one.append(token_id)
-        ours.observe([booking(one, None)], PhaseTimes(), 1.0)
+        ours.observe([booking(one, None)], stats(1))
     told = [outcome.shadows for outcome in control.outcomes]
     assert told == [
         (),
@@ -263,7 +277,7 @@ def test_a_granted_draft_casts_no_shadow_of_its_own():
     one = request("a")
     ours.choose([one], 1, ROOM)
     one.append(4)
-    ours.observe([booking(one, None)], PhaseTimes(), 1.0)
+    ours.observe([booking(one, None)], stats(1))
     assert control.outcomes[0].shadows == (ShadowOutcome("suffix", 0, 2, 0),)
 
 

@@ -9,6 +9,7 @@ from outdraft.control.facts import (
     RequestFacts,
     StepFacts,
     StepOutcome,
+    StopRule,
 )
 from outdraft.core.draft import DraftSource
 
@@ -20,6 +21,7 @@ class ChangingLengths:
         self._rng = np.random.default_rng(seed)
         self._decided: Decision | None = None
         self.lengths: set[tuple[str, int]] = set()  # that were verified, by source
+        self.num_stopped = 0  # chains that a live rule ended
         self.num_mixed = 0  # steps in which requests drafted different levels
         self.num_observed = 0
         self.num_shadows = 0
@@ -28,12 +30,18 @@ class ChangingLengths:
     def wants_offers(self) -> bool:
         return self._rng.random() < 0.8
 
+    @property
+    def wants_margins(self) -> bool:
+        return self._rng.random() < 0.5
+
     def decide(self, facts: StepFacts) -> Decision:
         grants = [grant for one in facts.requests if (grant := self._grant(one)) is not None]
         offered = [one.request_id for one in facts.requests if one.offers]
         shadows = tuple(one for one in offered if self._rng.random() < 0.5)
-        rows = sum(grant.rows for grant in grants)
-        self._decided = Decision(tuple(grants), 0, rows, Reason.GAIN, 0, 0, 0, 0, 0, 0, shadows)
+        rows = int(sum(grant.rows for grant in grants) * self._rng.uniform(0.5, 1.5))
+        price = float(self._rng.random())
+        times = (0.0,) * 6
+        self._decided = Decision(tuple(grants), price, rows, Reason.GAIN, *times, shadows)
         return self._decided
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -48,6 +56,7 @@ class ChangingLengths:
             # A small tree may be as deep as the largest one of its step.
             most = deepest if grant.shape else grant.levels
             assert 0 <= draft.accepted <= draft.drafted <= most
+            self.num_stopped += 0 < len(draft.margins) > draft.drafted
             self.lengths.add((str(grants[draft.request_id].source), draft.drafted))
         self.num_mixed += len({draft.drafted for draft in outcome.drafts}) > 1
         assert outcome.num_tokens >= len(outcome.facts.requests)
@@ -67,4 +76,8 @@ class ChangingLengths:
         if levels == 0:
             return None
         rows = sum(shape[:levels]) if shape else levels
-        return Grant(one.request_id, DraftSource(source), levels, rows, 0.0, 0, one.rule, shape)
+        stop = None
+        if source == one.network and one.can_stop and self._rng.random() < 0.5:
+            stop = StopRule(*self._rng.normal(0.5, 0.5, (2, levels)).tolist())
+        source = DraftSource(source)
+        return Grant(one.request_id, source, levels, rows, 0.0, 0, one.rule, shape, stop)

@@ -89,8 +89,9 @@ def test_the_policy_here_really_changes_sources_and_lengths(method: str):
     control = llm.engine.drafting.control = ChangingLengths(1)
     run(llm, prompts_of(LENGTHS), greedy(50))
     assert len({source for source, _ in control.lengths}) >= 2
-    assert {length for _, length in control.lengths} == {1, 2, 3, 4}
+    assert {length for _, length in control.lengths} == {0, 1, 2, 3, 4}
     assert control.num_mixed > 5
+    assert control.num_stopped > 5
     assert control.num_shadows > 5
 
 

@@ -99,6 +99,11 @@ class Controller:
         """Learn from unused offers whose text has come; those of held steps have no outcome."""
         self.estimates.observe_shadows(shadows)
 
+    @property
+    def wants_margins(self) -> bool:
+        """Chances of acceptance are learned from them, also where no chain is ended by them."""
+        return True
+
     def decide(self, facts: StepFacts) -> Decision:
         """How the step that begins now speculates.
 

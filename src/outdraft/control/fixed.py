@@ -40,6 +40,10 @@ class FixedLength:
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""
 
+    @property
+    def wants_margins(self) -> bool:
+        return False
+
     def decide(self, facts: StepFacts) -> Decision:
         grants = tuple(
             grant for request in facts.requests if (grant := self._grant(request)) is not None

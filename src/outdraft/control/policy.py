@@ -27,6 +27,11 @@ class LengthPolicy(Protocol):
         """Drafts that nobody verified met their text in a step that was held."""
         ...
 
+    @property
+    def wants_margins(self) -> bool:
+        """Whether networks should tell the margins of their chains."""
+        ...
+
     def decide(self, facts: StepFacts) -> Decision:
         """How the step that begins now speculates. A grant's host draft is one of the offers."""
         ...

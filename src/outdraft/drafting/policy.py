@@ -26,9 +26,10 @@ from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
     MODEL_CHAIN,
     DraftChoice,
+    LiveStop,
     ModelDrafting,
-    PhaseTimes,
     StepRoom,
+    StepStats,
     Work,
     WorkResult,
 )
@@ -170,15 +171,12 @@ class DraftPolicy:
                     if used.get(request.id) != source:
                         self._shadows.cast(request, source, draft)
         return {
-            grant.request_id: self._choice(grant, drafts.get(grant.request_id, {}))
+            grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
 
-    def observe(self, booked: Booked, times: PhaseTimes, host_s: float) -> None:
-        """Learn from the step that `choose` was asked about, before its requests are finished.
-
-        host_s: its time outside the phases.
-        """
+    def observe(self, booked: Booked, stats: StepStats) -> None:
+        """Learn from the step that `choose` was asked about, before its requests are finished."""
         shadows = self._shadows.observe(work.request for work, _, _ in booked)
         step, self._step = self._step, None
         if step is None:
@@ -186,7 +184,7 @@ class DraftPolicy:
         ran = {work.request.id: (work, result, added) for work, result, added in booked}
         if all(request.request_id in ran for request in step.facts.requests):
             # Else some were preempted, so that the decision was for another batch.
-            self.control.observe(self._outcome(step, ran, times, host_s, shadows))
+            self.control.observe(self._outcome(step, ran, stats, shadows))
 
     def finish(self, request: Request) -> None:
         """A request ended: drop its state; the proposers learn from its text if it is whole."""
@@ -246,59 +244,58 @@ class DraftPolicy:
             known.rule,
             (drafter.shape,) if drafter is not None else (CHAIN,),
             lag,
-            can_stop=False,
+            can_stop=drafter is not None and not drafter.shape,
         )
 
-    def _choice(self, grant: Grant, drafts: Drafts) -> DraftChoice:
+    def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
         source = DraftSource(grant.source)
         if source in drafts:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
         assert self._drafter is not None
-        return DraftChoice(source, num_model_drafts=grant.rows, model=self._drafter.drafting)
+        drafting, stop = self._drafter.drafting, None
+        if grant.stop is not None:
+            stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
+        elif self.control.wants_margins and not drafting.is_tree:
+            stop = LiveStop((0.0,) * grant.levels, (0.0,) * grant.levels, price=0.0)
+        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=stop)
 
     def _outcome(
         self,
         step: _Step,
         ran: dict[str, tuple[Work, WorkResult, tuple[int, ...]]],
-        times: PhaseTimes,
-        host_s: float,
+        stats: StepStats,
         shadows: tuple[ShadowOutcome, ...],
     ) -> StepOutcome:
-        outcomes: list[DraftOutcome] = []
-        num_tokens = num_rows = 0
-        drafts_network = False
-        for facts in step.facts.requests:
-            work, result, added = ran[facts.request_id]
+        facts, outcomes = step.facts, list[DraftOutcome]()
+        prompt_rows = sum(work.num_new for work, _, _ in ran.values()) - len(facts.requests)
+        num_tokens, drafts_network = 0, False
+        for one in facts.requests:
+            work, result, added = ran[one.request_id]
             num_tokens += len(added)
-            num_rows += work.num_new + len(result.drafted_ids)
             if work.drafts is not None and result.is_finite:
                 drafts_network |= work.drafts.num_model_drafts > 0
-                levels = _num_levels(work.drafts, result)
-                accepted = len(result.accepted_rows)
-                outcomes.append(DraftOutcome(facts.request_id, levels, accepted))
-        prompt_rows = sum(work.num_rows for work, _, _ in ran.values()) - sum(
-            ran[facts.request_id][0].num_rows for facts in step.facts.requests
-        )
-        facts = step.facts
+                outcomes.append(_draft_outcome(work.drafts, one.request_id, result))
         if prompt_rows != facts.prompt_rows:
             facts = replace(facts, prompt_rows=prompt_rows)
+        times = stats.times
         # Drafts of the host are sent to the device in the phase of drafting.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
         return StepOutcome(
             facts,
             step.decision,
             tuple(outcomes),
-            num_rows + prompt_rows,
+            stats.num_rows,
             num_tokens,
             draft_s,
             times.verify_s + times.sample_s,
-            host_s + sending_s,
+            stats.host_s + sending_s,
             shadows,
         )
 
 
-def _num_levels(choice: DraftChoice, result: WorkResult) -> int:
-    """How deep the draft was that was verified."""
-    if choice.draft.is_chain and not choice.is_device_tree:
-        return len(result.drafted_ids)
-    return max(depths_of(result.drafted_parents), default=0)
+def _draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:
+    drafted = len(result.drafted_ids)
+    if choice.is_device_tree or not choice.draft.is_chain:
+        drafted = max(depths_of(result.drafted_parents), default=0)
+    margins = () if result.margins is None else tuple(result.margins.tolist())
+    return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins)

@@ -4,15 +4,15 @@ from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import AUTO, DraftNetworkConfig, SpeculationConfig
 from outdraft.control.controller import Controller
-from outdraft.control.costs import CostTable
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.host_sources import most_draft_rows
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.engine.cost_table import cost_table
 from outdraft.engine.drafters import (
     LoadedDrafter,
     cache_bytes,
@@ -35,7 +35,6 @@ from outdraft.engine.memory import (
     state_bytes,
     text_bytes,
 )
-from outdraft.engine.prior_costs import prior_costs
 from outdraft.kernels.choose import computed_by
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
@@ -79,16 +78,16 @@ def build_engine(
         eos_token_ids=target.config.eos_token_ids,
         seed=config.seed,
     )
+    cache = kv_cache(target.config, memory, target.dtype, target.device)
+    verifier = _verifier(models.kernels, speculation)
+    runner = ModelRunner(target, cache, state, verifier, proposer)
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),
         _drafter_limits(speculation.network, target, drafter, proposer),
-        _control(speculation, _costs(target, drafter, proposer)),
+        _control(config, models, runner),
         config.scheduler.max_num_seqs,
     )
-    cache = kv_cache(target.config, memory, target.dtype, target.device)
-    verifier = _verifier(models.kernels, speculation)
-    runner = ModelRunner(target, cache, state, verifier, proposer)
     return Engine(inputs, scheduler, policy, runner), memory
 
 
@@ -180,20 +179,11 @@ def _drafter_limits(
     )
 
 
-def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
+def _control(config: EngineConfig, models: LoadedModels, runner: ModelRunner) -> LengthPolicy:
     """What decides lengths; nobody may draft more than the policy allows."""
-    if config.control == "fixed":
+    if config.speculation.control == "fixed" or not config.speculation.sources:
         return FixedLength(MAX_DRAFTS)
-    return Controller(table, config.max_drafts)
-
-
-def _costs(
-    target: CausalLM, drafter: LoadedDrafter | None, proposer: DeviceProposer | None
-) -> CostTable:
-    networks: dict[DraftSource, tuple[int, int]] = {}
-    if drafter is not None and proposer is not None:
-        networks[proposer.drafting.source] = drafter.network.weight_bytes, proposer.max_passes
-    return prior_costs(target.device.type, target.weight_bytes, networks)
+    return Controller(cost_table(config, models, runner), config.speculation.max_drafts)
 
 
 def _plan_memory(

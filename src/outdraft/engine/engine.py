@@ -160,7 +160,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,
         )
-        self.drafting.observe(booked, stats.times, stats.host_s)
+        self.drafting.observe(booked, stats)
         for sequence in ended:
             self._end_drafting(sequence)
         self._record(stats)
