@@ -128,7 +128,10 @@ class Scripted:
         self.facts: list[StepFacts] = []
         self.outcomes: list[StepOutcome] = []
         self.forgotten: list[str] = []
-        self.wants_margins = False
+        self.wants_margins = self.is_held = False
+        self.standing: Decision | None = None
+        self.asked_to_hold: list[tuple[int, int]] = []
+        self.late_shadows: list[ShadowOutcome] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -137,6 +140,13 @@ class Scripted:
 
     def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        self.asked_to_hold.append((num_requests, prompt_rows))
+        return self.is_held
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        self.late_shadows += shadows
 
     def forget(self, request_id: str) -> None:
         self.forgotten.append(request_id)
@@ -279,6 +289,22 @@ def test_a_granted_draft_casts_no_shadow_of_its_own():
     one.append(4)
     ours.observe([booking(one, None)], stats(1))
     assert control.outcomes[0].shadows == (ShadowOutcome("suffix", 0, 2, 0),)
+
+
+def test_a_step_that_is_held_needs_no_facts_and_has_no_outcome():
+    control = Scripted(shadows=("a",))
+    ours = policy(ngram(a=draft(2)), drafter_max_len=100, control=control)
+    one = request("a")
+    ours.choose([one], 1, ROOM)  # an offer: it is decided
+    ours.observe([booking(one, None)], stats(1))
+    control.is_held = True
+    proposer_is_silent = request("b")
+    assert ours.choose([proposer_is_silent], 1, ROOM) == {}
+    one.append(4)
+    ours.observe([booking(one, None)], stats(1))
+    assert control.asked_to_hold == [(1, 5)]
+    assert len(control.facts) == len(control.outcomes) == 1
+    assert control.late_shadows == [ShadowOutcome("ngram", 0, 2, 0)]
 
 
 def test_who_decides_forgets_requests_that_ended():

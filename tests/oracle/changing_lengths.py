@@ -1,5 +1,7 @@
 """A policy of lengths that changes its mind at every step, and checks what it is told."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from outdraft.control.facts import (
@@ -7,6 +9,7 @@ from outdraft.control.facts import (
     Grant,
     Reason,
     RequestFacts,
+    ShadowOutcome,
     StepFacts,
     StepOutcome,
     StopRule,
@@ -33,6 +36,16 @@ class ChangingLengths:
     @property
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
+
+    @property
+    def standing(self) -> Decision | None:
+        return self._decided
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        return bool(self._rng.random() < 0.1)
+
+    def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
+        self.num_shadows += len(shadows)
 
     def decide(self, facts: StepFacts) -> Decision:
         grants = [grant for one in facts.requests if (grant := self._grant(one)) is not None]

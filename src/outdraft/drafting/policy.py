@@ -156,6 +156,8 @@ class DraftPolicy:
         drafts: dict[str, Drafts] = {}
         if self.control.wants_offers:
             drafts = self._host.drafts([r for r in requests if self._may_draft(r)], num_running)
+        if not drafts and self.control.holds(len(requests), room.prompt_rows):
+            return {}
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
@@ -180,6 +182,8 @@ class DraftPolicy:
         shadows = self._shadows.observe(work.request for work, _, _ in booked)
         step, self._step = self._step, None
         if step is None:
+            if shadows:
+                self.control.observe_shadows(shadows)
             return
         ran = {work.request.id: (work, result, added) for work, result, added in booked}
         if all(request.request_id in ran for request in step.facts.requests):
