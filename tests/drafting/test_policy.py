@@ -166,7 +166,7 @@ NO_TIMES = PhaseTimes()
 
 
 def stats(num_rows: int, times: PhaseTimes = NO_TIMES) -> StepStats:
-    """Of a step that the host took two seconds for."""
+    """The numbers of a step that the host took two seconds for."""
     step_s = 2.0 + times.draft_s + times.verify_s + times.sample_s
     rest = {"num_waiting": 0, "kv_usage": 0.0}
     return step_stats(StepPlan(()), [], num_rows=num_rows, times=times, step_s=step_s, **rest)

@@ -63,7 +63,7 @@ SAMPLED = SamplingParams(temperature=1.0, max_tokens=NUM_TOKENS, ignore_eos=True
 @pytest.mark.parametrize("method", METHODS[1:])
 @pytest.mark.parametrize("rule", ["drafter_invariant", "block"])
 def test_a_seed_has_one_text_at_all_lengths(method: str, rule: str):
-    """Of every request where the rule says so, of those with a seed by any rule."""
+    """A request that brings a seed has it by any rule."""
     prompts, params = prompts_of(LENGTHS), [SAMPLED] * len(LENGTHS)
     plain = ids(run(engine(FAMILY, "plain"), prompts, params))
     for seed in range(2):

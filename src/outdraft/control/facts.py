@@ -71,7 +71,7 @@ class RequestFacts:
 
     @property
     def most_rows(self) -> int:
-        """Of any draft."""
+        """The most that any draft may have."""
         if not self.offers or not self.max_drafts:
             return self.max_drafts
         return max(self.max_drafts, *(offer.num_rows(offer.length) for offer in self.offers))
