@@ -39,6 +39,10 @@ class ServerOptions:
     enable_log_requests: bool = flag(
         "Log each request: path, status, time, id; never its text.", default=False
     )
+    record_trace: Path | None = flag(
+        "New file that gets a line of JSON for each finished request: token ids, never text; for "
+        "`outdraft replay`."
+    )
     profiler_config: str | None = flag(
         '{"profiler": "torch", "torch_profiler_dir": "DIR"}: POST /start_profile and '
         "/stop_profile trace the engine's steps into DIR."

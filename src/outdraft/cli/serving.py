@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -34,6 +35,7 @@ from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
 from outdraft.server.messages import EngineInfo, Loading, Steps
 from outdraft.server.metrics import Metrics, metrics_router
 from outdraft.server.process_client import Supervisor
+from outdraft.server.trace_file import TraceFile
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ def run(
     def show(loading: Loading) -> None:
         console.print(f"loading {loading.stage} of {config.model}", style="dim", markup=False)
 
-    async def serve() -> int:
+    async def serve(trace: TraceFile | None) -> int:
         with bind(options.host, options.port) as listener:
             host, port = listener.getsockname()[:2]
             shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -82,6 +84,8 @@ def run(
                     markup=False,
                 )
             supervisor = Supervisor(launch, show, restarts=options.restart_engine)
+            if trace is not None:
+                supervisor.record(trace)
             await supervisor.start()
             if settings.reasoning_parser is not None:
                 check_marks(supervisor.inputs.tokenizer)
@@ -100,7 +104,11 @@ def run(
             launcher = Launcher(supervisor, listener, options.drain_timeout, feed.close, http)
             return await _serve(supervisor, launcher, feed, known, template)
 
-    return asyncio.run(serve())
+    with ExitStack() as stack:
+        trace = None
+        if options.record_trace is not None:  # refused before anything is loaded
+            trace = stack.enter_context(TraceFile(options.record_trace, config.speculation))
+        return asyncio.run(serve(trace))
 
 
 async def _serve(

@@ -49,6 +49,21 @@ class DraftTrace:
     drafted_logprobs: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StepCounts:
+    """One step of a sequence in numbers.
+
+    Attributes:
+        num_tokens: of the output that it brought.
+        drafted, accepted: tokens by source; empty: nothing was drafted. What was accepted behind
+            the end of the text does not count.
+    """
+
+    num_tokens: int
+    drafted: Mapping[str, int]
+    accepted: Mapping[str, int]
+
+
 @dataclass(slots=True)
 class CompletionOutput:
     """One of a request's n sequences.

@@ -6,6 +6,7 @@ from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import CHAIN, HostOffer
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.request import FinishReason, Request
+from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.host.prediction import PredictionProposer
 from outdraft.drafting.host.proposer import HostProposer
 
@@ -110,3 +111,12 @@ def has_prediction(request: Request) -> bool:
 def may_use(request: Request, source: DraftSource) -> bool:
     """Whether the request leaves the choice to the engine, or names this source."""
     return request.params.speculation.method in (None, str(source))
+
+
+def verification_rule(config: SpeculationConfig, params: SamplingParams) -> str:
+    """How the drafts of a request are verified; acceptance is learned for each rule apart."""
+    if params.is_greedy:
+        return "greedy"
+    if params.seed is not None:
+        return "drafter_invariant"
+    return config.rejection_sample_method

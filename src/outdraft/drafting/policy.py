@@ -42,6 +42,7 @@ from outdraft.drafting.host_sources import (
     max_drafts,
     may_use,
     offer,
+    verification_rule,
     wished_drafts,
 )
 from outdraft.drafting.shadows import Shadows
@@ -215,17 +216,9 @@ class DraftPolicy:
             standing = self._standing[request.id] = _Standing(
                 max_drafts(self.config, request) if self.most_drafts(request) else 0,
                 drafter is not None and may_use(request, drafter.drafting.source),
-                self._rule(request),
+                verification_rule(self.config, request.params),
             )
         return standing
-
-    def _rule(self, request: Request) -> str:
-        """How the drafts of a request are verified."""
-        if request.params.is_greedy:
-            return "greedy"
-        if request.params.seed is not None:
-            return "drafter_invariant"
-        return self.config.rejection_sample_method
 
     def _facts(self, request: Request, drafts: Drafts) -> RequestFacts:
         known, drafter = self._known(request), self._drafter

@@ -14,6 +14,7 @@ from outdraft.core.outputs import (
     RequestMetrics,
     RequestOutput,
     SpeculationMetrics,
+    StepCounts,
 )
 from outdraft.core.plan import TokenLogprobs
 from outdraft.core.request import FinishReason
@@ -26,10 +27,19 @@ class RequestAssembly:
     """One request: its output, which grows by `add`.
 
     The only place where text is made. It needs no engine, so a server does it in another process.
+
+    Attributes:
+        steps: of each sequence, if it keeps them: those that brought tokens.
     """
 
     def __init__(
-        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, inputs: InputProcessor
+        self,
+        request_id: str,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        inputs: InputProcessor,
+        *,
+        keeps_steps: bool = False,
     ) -> None:
         self._num_prompt_top = params.prompt_logprobs
         self._tokenizer = inputs.tokenizer if params.detokenize else None
@@ -42,6 +52,7 @@ class RequestAssembly:
             finished=False,
             metrics=RequestMetrics(time.monotonic(), SpeculationMetrics(0)),
         )
+        self.steps: list[list[StepCounts]] = [[] for _ in range(params.n)] if keeps_steps else []
         stop_token_ids = inputs.stop_token_ids(params)
         self._sequences = [
             _Sequence(completion, params, stop_token_ids, prompt_ids, self._tokenizer)
@@ -62,11 +73,15 @@ class RequestAssembly:
             if completion.finish_reason is not None:
                 continue
             num_kept = sequence.add(part)
+            accepted: dict[str, int] = {}
             if part.drafted is not None:
                 # The text may end inside a draft.
                 kept: Counter[str] = Counter(part.origins[:num_kept])
                 accepted = {source: kept[source] for source in part.drafted if source in kept}
                 self.output.metrics.speculative_decoding.record(part.drafted, accepted)
+            if self.steps and num_kept:
+                step = StepCounts(num_kept, part.drafted or {}, accepted)
+                self.steps[part.index].append(step)
             if completion.finish_reason is not None and part.finish_reason is None:
                 stopped.append(completion)
         if all(completion.finish_reason is not None for completion in self.output.outputs):

@@ -18,6 +18,7 @@ from outdraft.core.errors import (
     OutdraftError,
     RequestError,
 )
+from outdraft.core.request import FinishReason
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
@@ -27,6 +28,7 @@ from outdraft.server.client import Unread, Update
 from outdraft.server.engine_process import EngineProcess, OnLoading
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
+from outdraft.server.trace_file import TraceFile
 
 
 class Supervisor:
@@ -51,6 +53,7 @@ class Supervisor:
         self._profiles: deque[asyncio.Future[str | None]] = deque()  # commands without an answer
         self._watchers: list[Callable[[Steps], None]] = []
         self._metrics: Metrics | None = None
+        self._trace: TraceFile | None = None
 
     @property
     def info(self) -> EngineInfo:
@@ -79,6 +82,10 @@ class Supervisor:
         """Have all steps and requests counted from now on."""
         self._metrics = metrics
         self.watch(metrics.observe_steps)
+
+    def record(self, trace: TraceFile) -> None:
+        """Have every request that ends written down from now on, those that are aborted too."""
+        self._trace = trace
 
     def watch(self, on_steps: Callable[[Steps], None]) -> None:
         """Have a function called with the engine's statistics, several times a second at most."""
@@ -198,7 +205,10 @@ class Supervisor:
         # Ids on the wire are used once: reports on an aborted request reach no later one.
         self._num_sent += 1
         wire_id = f"{self._num_sent}:{request_id}"
-        assembly = RequestAssembly(request_id, prompt, params, inputs)
+        trace = self._trace
+        assembly = RequestAssembly(
+            request_id, prompt, params, inputs, keeps_steps=trace is not None
+        )
         stream = self._streams[wire_id] = _Stream(assembly)
         sent = replace(params, prediction=prediction)
         ids = assembly.output.prompt_token_ids
@@ -213,6 +223,8 @@ class Supervisor:
             del self._streams[wire_id]
             if not assembly.output.finished and self.is_alive:
                 self._send(messages.Abort(wire_id))
+            if trace is not None and not stream.is_refused:
+                trace.record(assembly, sent, inputs.max_model_len, stream.unfinished)
 
     async def _read(self, process: EngineProcess) -> None:
         while self.is_alive:
@@ -256,6 +268,16 @@ class _Stream:
         self._unread = Unread(assembly.output)
         self._news = asyncio.Event()
         self._error: OutdraftError | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the engine would not have it."""
+        return isinstance(self._error, RequestError | CapacityError)
+
+    @property
+    def unfinished(self) -> FinishReason:
+        """Why its sequences without an end have none."""
+        return FinishReason.ABORT if self._error is None else FinishReason.ERROR
 
     async def next(self) -> Update:
         """Everything that came since it was asked last."""

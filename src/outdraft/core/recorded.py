@@ -1,0 +1,158 @@
+"""A request as a trace of requests keeps it: one line of JSON each, ids and numbers, never text.
+
+A server writes such lines, `outdraft replay` reads them. `read_requests` checks all that a replay
+relies on, so what comes from it can be taken as it is.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct, field
+
+from outdraft.core.errors import ConfigError
+
+MAX_ID = 2**31 - 1
+
+
+class RecordedStep(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One step of a sequence that brought tokens.
+
+    Attributes:
+        tokens, drafted, accepted: as in core.outputs.StepCounts.
+    """
+
+    tokens: int
+    drafted: dict[str, int] = field(default_factory=dict)
+    accepted: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+        for source, count in self.drafted.items():
+            if count < 1:
+                raise ValueError(f"drafted tokens of {source} must be at least 1, got {count}")
+        for source, count in self.accepted.items():
+            if not 0 <= count <= self.drafted.get(source, 0):
+                raise ValueError(f"accepted tokens of {source}: {count} of what was drafted")
+        if sum(self.accepted.values()) > self.tokens:
+            raise ValueError(f"more tokens were accepted than the {self.tokens} that came")
+
+
+class RecordedOutput(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """One of a request's n sequences.
+
+    Attributes:
+        finish_reason: a core.request.FinishReason. "abort": its reader left, so that the text ends
+            where it happened to be, maybe before the first token.
+    """
+
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort", "error"]
+    steps: list[RecordedStep]
+
+    def __post_init__(self) -> None:
+        _check_ids("token_ids", self.token_ids)
+        brought = sum(step.tokens for step in self.steps)
+        if brought != len(self.token_ids):
+            raise ValueError(f"steps bring {brought} tokens, token_ids has {len(self.token_ids)}")
+
+
+class RecordedRequest(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
+    """One finished request.
+
+    Attributes:
+        format: of the line.
+        arrival_s: seconds since the recording began.
+        elapsed_s: from the arrival to the end.
+        max_tokens: most tokens that each output could have had.
+        temperature: of the sampling; 0: greedy.
+        rule: how its drafts were verified; acceptance is learned for each rule apart.
+        num_cached_tokens: of the prompt, that the prefix cache supplied.
+        may_draft: False: its client wanted plain decoding.
+        method: the one source that its client wanted.
+        num_speculative_tokens: most drafts that its client wanted.
+        prediction_token_ids: what its client expected the output to be.
+        tree: rows by level of the drafts of the engine's network; empty: chains.
+    """
+
+    format: Literal[1]
+    arrival_s: float
+    elapsed_s: float
+    prompt_token_ids: list[int]
+    max_tokens: int
+    temperature: float
+    rule: str
+    outputs: list[RecordedOutput]
+    num_cached_tokens: int = 0
+    may_draft: bool = True
+    method: str | None = None
+    num_speculative_tokens: int | None = None
+    prediction_token_ids: list[int] = field(default_factory=list)
+    tree: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name in ("arrival_s", "elapsed_s", "temperature"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"{name} must be a number of at least 0, got {value}")
+        for name in ("prompt_token_ids", "prediction_token_ids"):
+            _check_ids(name, getattr(self, name))
+        if not self.prompt_token_ids:
+            raise ValueError("prompt_token_ids must not be empty")
+        if not 0 <= self.num_cached_tokens < len(self.prompt_token_ids):
+            raise ValueError(
+                f"num_cached_tokens must be less than the prompt's {len(self.prompt_token_ids)}, "
+                f"got {self.num_cached_tokens}"
+            )
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 0:
+            raise ValueError("num_speculative_tokens must be at least 0")
+        if any(rows < 1 for rows in self.tree):
+            raise ValueError(f"tree must have rows in each level, got {self.tree}")
+        longest = max((len(output.token_ids) for output in self.outputs), default=0)
+        if not self.outputs or not max(1, longest) <= self.max_tokens:
+            raise ValueError(
+                f"there are {len(self.outputs)} outputs of up to {longest} tokens, but max_tokens "
+                f"is {self.max_tokens}"
+            )
+
+
+def read_requests(path: Path) -> tuple[list[RecordedRequest], bool]:
+    """The requests of a trace by arrival, and whether its last line is whole.
+
+    A last line without an end is what an interrupted writer leaves; it is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, has no request, or a line is wrong; the line and the
+            field are named.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"the trace {path} cannot be read: {error.strerror}") from error
+    *lines, rest = content.split(b"\n")
+    requests = list(_decoded(path, lines))
+    if not requests:
+        raise ConfigError(f"the trace {path} holds no request")
+    return sorted(requests, key=lambda request: request.arrival_s), not rest
+
+
+def _decoded(path: Path, lines: list[bytes]) -> Iterator[RecordedRequest]:
+    decoder = msgspec.json.Decoder(RecordedRequest)
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield decoder.decode(line)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}, line {number}: {error}") from None
+
+
+def _check_ids(name: str, token_ids: list[int]) -> None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= MAX_ID):
+        wrong = next(one for one in token_ids if not 0 <= one <= MAX_ID)
+        raise ValueError(f"{name} must hold ids of tokens, got {wrong}")

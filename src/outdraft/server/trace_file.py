@@ -1,0 +1,93 @@
+"""Writes a trace: one line for each request that has ended, in the order in which they end."""
+
+import logging
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from outdraft.config.speculation import SpeculationConfig
+from outdraft.core.errors import ConfigError
+from outdraft.core.recorded import RecordedRequest
+from outdraft.core.request import FinishReason
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembly import RequestAssembly
+from outdraft.server.recording import recorded_request
+
+_logger = logging.getLogger(__name__)
+
+
+class TraceFile:
+    """A new file that only its owner may read: ids tell what was said to whoever has the tokenizer.
+
+    A line is written whole or not at all. Where that fails, as on a full disk, the recording ends
+    with an error in the log, and the server goes on. Use as a context manager.
+    """
+
+    def __init__(self, path: Path, config: SpeculationConfig) -> None:
+        """
+        Raises:
+            ConfigError: there is such a file already, or it cannot be made.
+        """
+        self.path = path
+        self.started_s = time.monotonic()
+        self._config = config
+        self._encoder = msgspec.json.Encoder()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        try:
+            self._file: int | None = os.open(path, flags, 0o600)
+        except FileExistsError:
+            raise ConfigError(
+                f"--record-trace: {path} exists already: remove it, or name another file"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"--record-trace: {path} cannot be made: {error.strerror}") from error
+
+    def __enter__(self) -> "TraceFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Record no more."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def record(
+        self,
+        assembly: RequestAssembly,
+        params: SamplingParams,
+        max_model_len: int,
+        unfinished: FinishReason,
+    ) -> None:
+        """Write the line of a request that has ended; see `recorded_request`."""
+        if self._file is not None:
+            self.write(
+                recorded_request(
+                    assembly,
+                    params,
+                    self._config,
+                    started_s=self.started_s,
+                    ended_s=time.monotonic(),
+                    max_model_len=max_model_len,
+                    unfinished=unfinished,
+                )
+            )
+
+    def write(self, request: RecordedRequest) -> None:
+        """Append a line, if the recording has not ended."""
+        if self._file is None:
+            return
+        line = self._encoder.encode(request) + b"\n"
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        try:
+            written = os.write(self._file, line)
+            if written < len(line):
+                raise OSError(f"{written} of {len(line)} bytes were written")
+        except OSError as error:
+            _logger.error("the trace %s ends here: %s", self.path, error)
+            os.ftruncate(self._file, size)
+            self.close()
