@@ -1,6 +1,7 @@
 """Who drafts, how much, and whom it concerns."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,7 +40,7 @@ from outdraft.core.plan import (
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.host_sources import most_draft_rows
-from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.drafting.policy import WARM_UP_STEPS, DrafterLimits, DraftPolicy
 from outdraft.engine.stats import step_stats
 
 ALWAYS = FixedLength(MAX_DRAFTS)
@@ -95,6 +96,10 @@ def suffix(**drafts: Draft) -> ScriptedProposer:
     return ScriptedProposer(DraftSource.SUFFIX, drafts)
 
 
+def unread(one: Request) -> int:
+    return one.num_tokens - one.num_drafter_computed
+
+
 def policy(
     *proposers: ScriptedProposer,
     drafter_max_len: int | None = None,
@@ -108,7 +113,7 @@ def policy(
         sources.append(DraftNetworkConfig(model="m"))
     limits = None
     if drafter_max_len is not None:
-        limits = DrafterLimits(drafter_max_len, drafting)
+        limits = DrafterLimits(drafter_max_len, drafting, lag_tokens=unread)
     options.setdefault("num_speculative_tokens", 4)
     config = SpeculationConfig(sources=tuple(sources), **options)
     return DraftPolicy(config, proposers, limits, control, max_num_seqs=8)
@@ -132,6 +137,7 @@ class Scripted:
         self.standing: Decision | None = None
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
+        self.network_due_in = 0
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -199,7 +205,7 @@ def test_facts_say_what_each_request_could_draft():
     a, b, c = facts.requests
     assert a.offers == (HostOffer("suffix", 2, 5, (2, 2)), HostOffer("ngram", 3, 0))
     assert (a.max_tokens, a.max_drafts, a.context_tokens) == (20, 4, 10)
-    assert (a.network, a.shapes, a.lag_tokens) == ("draft_model", ((),), 4)
+    assert (a.network, a.shapes, a.lag_tokens) == ("draft_model", ((),), 6)
     assert b.offers == c.offers == ()
     assert [facts.rule for facts in (a, b, c)] == ["block", "greedy", "drafter_invariant"]
 
@@ -459,3 +465,24 @@ def test_an_engine_without_speculation_ignores_predictions():
     assert most_draft_rows(ours.config, 8) == 0
     with pytest.raises(RequestError, match="without speculation"):
         ours.check(request(method="prediction"))
+
+
+@pytest.mark.parametrize(
+    ("due_in", "max_len", "running", "params", "is_followed"),
+    [
+        (0, 100, 1, {}, True),
+        (WARM_UP_STEPS, 100, 1, {}, True),
+        (WARM_UP_STEPS + 1, 100, 1, {}, False),
+        (0, 10, 1, {}, False),
+        (0, 100, 9, {}, False),
+        (0, 100, 1, {"enabled": False}, False),
+        (0, 100, 1, {"method": "suffix"}, False),
+    ],
+)
+def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
+    due_in: int, max_len: int, running: int, params: dict[str, Any], is_followed: bool
+):
+    control = Scripted()
+    control.network_due_in = due_in
+    ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
+    assert ours.follows(request("a", num_prompt=10, **params), running) == is_followed

@@ -10,6 +10,7 @@ from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
+from outdraft.drafting.device.state_window import STATE_WINDOW
 from outdraft.engine import build
 from outdraft.engine.build import build_engine
 from outdraft.engine.memory import (
@@ -247,14 +248,17 @@ def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
     assert order == ["free", "texts"]
 
 
-def test_a_drafter_that_reads_states_pays_for_them_and_for_what_it_keeps():
+def test_a_drafter_that_reads_states_pays_for_them_and_for_its_window():
     plans = {m: engine("qwen2", m).memory for m in ("plain", "draft_model", "eagle3", "medusa")}
     assert plans["plain"].step.states == plans["draft_model"].step.states == 0
     assert plans["eagle3"].step.states > plans["medusa"].step.states > 0
     hidden, block = 32, plans["plain"].block_size
     own_keys = 2 * 2 * 8 * block * 4  # of one layer with two heads of eight
     kept = plans["eagle3"].block_bytes - plans["plain"].block_bytes
-    assert kept == own_keys + hidden * block * 4
+    assert kept == own_keys
+    # Beside the window: three streams of each row, twice, and twice what is made of them.
+    rows, window = 24 * 8 * hidden * 4, (4 * STATE_WINDOW + 1) * hidden * 4
+    assert plans["eagle3"].step.states == rows + window
     assert plans["medusa"].block_bytes == plans["plain"].block_bytes
 
 

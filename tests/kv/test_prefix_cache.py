@@ -41,18 +41,13 @@ def test_only_full_blocks_within_the_limit_are_hashed(text, size, data):
     assert hashes_of(text, size, limit) == hashes_of(text, size)[: limit // size]
 
 
-@given(texts, texts, sizes, st.integers(0, 3))
-def test_names_cover_the_tokens_behind_a_block_where_these_matter(first, second, size, ahead):
-    names = []
-    for text in (first, second):
-        hashes: list[bytes] = []
-        extend_hashes(hashes, np.array(text, np.int32), size, len(text), ahead)
-        assert len(hashes) == max(0, len(text) - ahead) // size
-        names.append(hashes)
-    for i, one in enumerate(names[0]):
-        for j, other in enumerate(names[1]):
-            same = first[: (i + 1) * size + ahead] == second[: (j + 1) * size + ahead]
-            assert (one == other) == same
+@given(texts, texts, sizes)
+def test_two_blocks_have_one_name_exactly_if_the_texts_up_to_their_ends_are_one(
+    first, second, size
+):
+    for i, one in enumerate(hashes_of(first, size)):
+        for j, other in enumerate(hashes_of(second, size)):
+            assert (one == other) == (first[: (i + 1) * size] == second[: (j + 1) * size])
 
 
 @given(texts, texts, sizes, st.sampled_from([b"a" * 32, b"b" * 32]))

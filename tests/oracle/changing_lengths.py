@@ -41,6 +41,10 @@ class ChangingLengths:
     def standing(self) -> Decision | None:
         return self._decided
 
+    @property
+    def network_due_in(self) -> int:
+        return 0
+
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         return bool(self._rng.random() < 0.1)
 

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.core.plan import Work
+from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
@@ -48,7 +49,17 @@ def read_afresh(target: CausalLM, text: Tensor, taps: Sequence[int]) -> tuple[Te
     return target.forward_tapped(text, layers, batch, taps)
 
 
-def drafter_afresh(target: CausalLM, network: Any, text: Tensor) -> Tensor:
+def known_tokens(request: Request, block_ids: Sequence[int], block_size: int) -> list[int] | None:
+    """Places of the tokens that the drafter has read, or will read now; None: it reads keys that
+    were made behind a gap of another text, which no pass makes afresh."""
+    before, num_tokens = request.drafter_gap.before, request.num_tokens - 1
+    if list(before) != list(block_ids[: len(before)]):
+        return None
+    first = len(before) * block_size
+    return [*range(first), *range(first + request.drafter_gap.num_tokens, num_tokens)]
+
+
+def drafter_afresh(target: CausalLM, network: Any, text: Tensor, known: list[int]) -> Tensor:
     """[V]: what the drafter expects behind the text."""
     if isinstance(network, LanguageModelNetwork):
         model = network._model
@@ -56,22 +67,22 @@ def drafter_afresh(target: CausalLM, network: Any, text: Tensor) -> Tensor:
         return model.logits(read_afresh(model, text, ())[0][-1:])[0]
     assert isinstance(network, EagleDraftNetwork)
     eagle: EagleNetwork = network._network
-    features = eagle.features(*read_afresh(target, text, eagle.taps))[:-1]
-    count = len(text) - 1
+    features = eagle.features(*read_afresh(target, text, eagle.taps))[known]
+    count = len(known)
     batch = causal_metadata(0, count, torch.arange(count), torch.zeros(1).int())
     layers = cache_of(eagle.config.layer, count).layers
-    return eagle.logits(eagle(text[1:], features, layers, batch)[-1:])[0]
+    return eagle.logits(eagle(text[1:][known], features, layers, batch)[-1:])[0]
 
 
 class RandomAcceptance:
     """Stands in for verification, and compares first."""
 
     def __init__(self, llm: LLM, seed: int) -> None:
-        self.runner = llm.engine.runner
+        self.runner, self.scheduler = llm.engine.runner, llm.engine.scheduler
         self.runner._verify = self.verify
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0
-        self.num_drafter_checks = 0
+        self.num_drafter_checks = self.num_gaps = 0
         proposer = self.runner.proposer
         if proposer is not None:
             self._watch(proposer.drafter)
@@ -118,10 +129,16 @@ class RandomAcceptance:
             found = start_of(asks, token_ids_SL)
             logits_BV = drafter.network.logits(found.states_BD)
             for ask, logits_V in zip(asks, logits_BV, strict=True):
+                [request] = [r for r in self.scheduler.running if r.slot == ask.state_row]
+                blocks = self.scheduler.table(request).ids
+                known = known_tokens(request, blocks, self.runner.cache.block_size)
+                if known is None:
+                    continue
                 text = token_ids_SL[ask.state_row, : ask.num_tokens]
-                fresh = drafter_afresh(self.runner.model, drafter.network, text)
+                fresh = drafter_afresh(self.runner.model, drafter.network, text, known)
                 torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
                 self.num_drafter_checks += 1
+                self.num_gaps += ask.num_missing > 0
             return found
 
         drafter.start = checked
@@ -147,14 +164,40 @@ def test_after_random_trees_the_target_reads_on_as_after_a_prefill(
 )
 def test_the_drafter_too_and_whether_it_paused_or_not(method: str, seed: int, block_size: int):
     llm = engine("llama-llama3-rope", method, block_size=block_size, **EXACT)
+    acceptance = run_with_pauses(llm, method, seed)
+    assert acceptance.num_drafter_checks > 10
+
+
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 10_000), block_size=st.sampled_from([1, 4]))
+@pytest.mark.parametrize("method", ["eagle", "eagle-tree", "eagle3"])
+def test_behind_a_gap_the_drafter_reads_on_as_if_the_text_had_none(
+    method: str, seed: int, block_size: int
+):
+    llm = engine("llama-llama3-rope", method, block_size=block_size, **EXACT)
+    policy, off = llm.engine.drafting, range(*np.random.default_rng(seed).integers((0, 4), (4, 9)))
+    choose, steps = policy.choose, iter(range(1000))
+
+    def chosen(*args: Any) -> dict[str, DraftChoice]:
+        is_off = next(steps) in off
+        policy.follows = lambda *_: not is_off
+        return {} if is_off else choose(*args)
+
+    policy.choose = chosen
+    acceptance = run_with_pauses(llm, method, seed)
+    assert acceptance.num_gaps > 3
+
+
+def run_with_pauses(llm: LLM, method: str, seed: int) -> RandomAcceptance:
+    """Nobody drafts in some of the steps."""
     policy, rng = llm.engine.drafting, np.random.default_rng(seed)
     choose = policy.choose
     policy.choose = lambda *args: choose(*args) if rng.random() < 0.7 else {}
     acceptance = RandomAcceptance(llm, seed)
     prompts = prompts_of(LENGTHS)
     run(llm, [*prompts, prompts[1], [*prompts[1][:17], 5, 6]], sampled())
-    assert acceptance.num_drafter_checks > 10
     assert acceptance.num_branches > 0 or "tree" not in method
+    return acceptance
 
 
 def sampled() -> SamplingParams:

@@ -23,13 +23,22 @@ class SimulatedDevice:
     """Executes plans with random choices and checks all that is read.
 
     A slot of the target's cache holds the text up to and including its token. So does the
-    drafter's, or one token more if it reads that together with the target's state.
+    drafter's, or one token more if it reads that together with the target's state. A state, too,
+    is the text that it depends on.
     """
 
     def __init__(
-        self, rng: Random, block_size: int, vocab_size: int, drafting: ModelDrafting = MODEL_CHAIN
+        self,
+        rng: Random,
+        block_size: int,
+        vocab_size: int,
+        drafting: ModelDrafting = MODEL_CHAIN,
+        state_window: int = 0,
     ) -> None:
         self.drafting = drafting
+        self.state_window = state_window
+        self.states: dict[tuple[int | None, int], Text] = {}  # by state row and place in the window
+        self.num_gaps = 0
         self.lag = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
@@ -44,6 +53,7 @@ class SimulatedDevice:
             if work.drafts is not None and work.drafts.num_model_drafts:
                 num_read = work.request.num_tokens - self.lag
                 self.check_drafter(work.request, work.block_ids, num_read)
+                self.num_gaps += work.request.drafter_gap.num_tokens > 0
         written: set[int] = set()
         for work, draft in zip(plan.works, drafted, strict=True):
             self._check_order(work)
@@ -52,8 +62,12 @@ class SimulatedDevice:
             written |= slots
         for work in plan.works:
             self.check(self.target, work.request, work.block_ids, work.start + work.num_new)
-        results = map(self._verify, plan.works, drafted)
-        return StepResult(tuple(results), plan.num_rows)
+        results = tuple(map(self._verify, plan.works, drafted))
+        for work, result in zip(plan.works, results, strict=True):
+            self._read_chunk(work)
+            if plan.keeps_states:
+                self._keep_states(work, result)
+        return StepResult(results, plan.num_rows)
 
     def check(
         self,
@@ -70,8 +84,16 @@ class SimulatedDevice:
             assert found == text[: place + 1 + ahead], (request.id, place)
 
     def check_drafter(self, request: Request, blocks: Sequence[int], num_tokens: int) -> None:
-        """The same for the drafter's cache."""
-        self.check(self.drafter, request, blocks, num_tokens, self.lag)
+        """The drafter has read the same, but for a gap: parts of this text, in its order."""
+        text, gap = tuple(request.token_ids.tolist()), request.drafter_gap
+        table, last = gap.blocks(blocks), -1
+        for place in range(num_tokens - gap.num_tokens):
+            found = self.drafter[self._slot(table, place)]
+            token = len(found) - 1 - self.lag
+            assert found == text[: len(found)], (request.id, place)
+            is_behind = place >= len(gap.before) * self.block_size
+            assert token == place + gap.num_tokens if is_behind else token > last
+            last = token
 
     def _slot(self, blocks: Sequence[int], place: int) -> int:
         return blocks[place // self.block_size] * self.block_size + place % self.block_size
@@ -92,14 +114,44 @@ class SimulatedDevice:
         text = tuple(request.token_ids.tolist())
         num_read = request.num_tokens - self.lag
         self.check_drafter(request, work.block_ids, request.num_drafter_computed)
-        self.check(self.target, request, work.block_ids, num_read if self.lag else 0)
-        for place in range(request.num_drafter_computed, num_read):
-            self.drafter[self._slot(work.block_ids, place)] = text[: place + 1 + self.lag]
+        assert request.num_drafter_computed < num_read, "nothing to draft behind"
+        if self.state_window and not self.lag:
+            self._check_state(request, request.num_computed - 1)
+        self._read(request, work.block_ids, range(request.num_drafter_computed, num_read))
+        if self.lag:
+            for place in range(request.num_drafter_computed, num_read):
+                self._check_state(request, place)
+        table, missing = request.drafter_gap.blocks(work.block_ids), request.drafter_gap.num_tokens
         for row in range(len(ids) - 1):  # behind the text; only a chain's own keys may be kept
             keeps = self.drafting.max_kept is None
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
-            self.drafter[self._slot(work.block_ids, num_read + row)] = kept
+            self.drafter[self._slot(table, num_read - missing + row)] = kept
         return draft
+
+    def _read(self, request: Request, blocks: Sequence[int], places: range) -> None:
+        """The drafter reads tokens of the text."""
+        text, gap = tuple(request.token_ids.tolist()), request.drafter_gap
+        for place in places:
+            slot = self._slot(gap.blocks(blocks), place - gap.num_tokens)
+            self.drafter[slot] = text[: place + 1 + self.lag]
+
+    def _read_chunk(self, work: Work) -> None:
+        if work.num_drafter_reads:
+            assert work.request.num_drafter_computed == work.start
+            assert work.num_drafter_reads <= work.num_new
+            end = work.start + work.num_drafter_reads
+            self.check_drafter(work.request, work.block_ids, work.start)
+            self._read(work.request, work.block_ids, range(work.start, end))
+
+    def _check_state(self, request: Request, place: int) -> None:
+        found = self.states[request.slot, place % self.state_window]
+        assert found == tuple(request.token_ids[: place + 1].tolist())
+
+    def _keep_states(self, work: Work, result: WorkResult) -> None:
+        text = (*work.request.token_ids.tolist(), *result.token_ids)
+        end = work.start + work.num_new + len(result.accepted_rows)
+        for place in range(max(work.start, end - self.state_window), end):
+            self.states[work.request.slot, place % self.state_window] = text[: place + 1]
 
     def _parents(self, number: int) -> tuple[int, ...]:
         """The parents of a tree's first rows: any row of the level above."""

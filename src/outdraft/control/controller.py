@@ -25,6 +25,7 @@ SETTLED = 4  # decisions against drafts before one stands for steps to come
 SLEEPY = 64  # steps in a row whose offers were all refused
 OFFER_SHARE = 0.01  # most of the time that looking for refused offers may take
 LONGEST_SLEEP = 8  # steps between two looks
+LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 
@@ -67,6 +68,11 @@ class Controller:
     def wants_offers(self) -> bool:
         """Whether the sources of the host should look for drafts before the next decision."""
         return self._refused < SLEEPY or self._num_steps % self._sleep == 0
+
+    @property
+    def network_due_in(self) -> int:
+        """Steps until the network may draft again; 0 while it does, or did a few steps ago."""
+        return 0 if self.probe.idle_steps < LINGERING else self.probe.due_in
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Whether the step that begins now is plain, as one like it was decided lately.

@@ -37,6 +37,10 @@ class FixedLength:
         """Never: a fixed policy decides every step."""
         return False
 
+    @property
+    def network_due_in(self) -> int:
+        return 0
+
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""
 

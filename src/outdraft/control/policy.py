@@ -23,6 +23,11 @@ class LengthPolicy(Protocol):
         """Whether the step is plain, for which nobody needs to decide: see the controller's."""
         ...
 
+    @property
+    def network_due_in(self) -> int:
+        """Steps until a network may draft again, as far as is known; 0 while it does."""
+        ...
+
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """Drafts that nobody verified met their text in a step that was held."""
         ...

@@ -46,6 +46,11 @@ class NetworkProbe:
         self._is_first = False
 
     @property
+    def idle_steps(self) -> int:
+        """Steps since the network drafted."""
+        return self._idle
+
+    @property
     def due_in(self) -> int:
         """Steps until the next probe may begin, as far as is known."""
         return max(0, (self.interval or FIRST_INTERVAL) - self._idle)

@@ -178,6 +178,7 @@ class Work:
     block_ids: Sequence[int]  # the request's blocks; they cover all rows of the work
     samples: bool  # the newest token is among them, so the step yields at least one token more
     drafts: DraftChoice | None = None  # what is verified behind them; None unless the work samples
+    num_drafter_reads: int = 0  # of the new tokens, from the first one on, right behind the step
 
     @property
     def num_drafts(self) -> int:
@@ -190,9 +191,14 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The requests of a step in batch order."""
+    """The requests of a step in batch order.
+
+    Attributes:
+        keeps_states: the target's states are kept for a drafter that reads them.
+    """
 
     works: tuple[Work, ...]
+    keeps_states: bool = False
 
     @property
     def num_rows(self) -> int:

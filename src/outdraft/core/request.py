@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from outdraft.core.drafter_gap import NO_GAP
 from outdraft.core.grammar import GrammarMatcher
 from outdraft.core.sampling import SamplingParams
 
@@ -30,7 +31,10 @@ class Request:
     Attributes:
         token_ids: int32 [num_tokens], prompt and output so far.
         num_computed: tokens whose keys and values the target has in the cache.
-        num_drafter_computed: the same for the drafter's layers; may lag behind.
+        num_drafter_computed: the same for the drafter's layers, less the gap; may lag behind.
+        drafter_gap: what the drafter lacks of the tokens before those.
+        num_drafter_usual: tokens that the drafter has to read if it drafts in every step.
+        num_states: of the newest computed tokens the drafter can find the target's states.
         slot: row of the device-resident state while running, else None.
         seed: the noise key of every choice of this request.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
@@ -72,6 +76,9 @@ class Request:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_drafter_computed = 0
+        self.drafter_gap = NO_GAP
+        self.num_drafter_usual = 1
+        self.num_states = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING

@@ -5,7 +5,7 @@ forbids, it never sees as possible. After the step it is told how the drafts far
 phase took; offers of the host that were not used are compared with the text that came.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outdraft.config.speculation import SpeculationConfig
@@ -47,6 +47,9 @@ from outdraft.drafting.host_sources import (
 )
 from outdraft.drafting.shadows import Shadows
 
+# Before a network may draft, the target's states are kept for so many steps, for it to read.
+WARM_UP_STEPS = 16
+
 Booked = Sequence[tuple[Work, WorkResult, tuple[int, ...]]]  # as Scheduler.commit returns it
 
 
@@ -57,25 +60,17 @@ class DrafterLimits:
     Attributes:
         max_len: most tokens of a text, the drafts included.
         max_drafts: most drafts in one step.
-        reads_texts: it has layers that must have read a text before it can draft behind it.
+        lag_tokens: tokens that it would have to read now beyond those of a usual step.
     """
 
     max_len: int
     drafting: ModelDrafting = MODEL_CHAIN
     max_drafts: int = MAX_DRAFTS
-    reads_texts: bool = True
+    lag_tokens: Callable[[Request], int] = lambda request: 0
 
     @property
     def shape(self) -> Shape:
         return self.drafting.levels or CHAIN
-
-    @property
-    def usual_lag(self) -> int:
-        """Most tokens that it has to read in a step if it has drafted in the last one."""
-        if self.drafting.max_kept is None:
-            return 2
-        depth = len(self.drafting.levels) or self.max_drafts
-        return depth + 1 - self.drafting.max_kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,8 +146,7 @@ class DraftPolicy:
         num_running: how many requests run, or may begin to run in this step.
         """
         self._step = None
-        limit = self.config.disable_by_batch_size
-        if not requests or not self.config.sources or (limit is not None and num_running > limit):
+        if not requests or not self.config.sources or self._is_disabled(num_running):
             return {}
         drafts: dict[str, Drafts] = {}
         if self.control.wants_offers:
@@ -177,6 +171,15 @@ class DraftPolicy:
             grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
+
+    def follows(self, request: Request, num_running: int) -> bool:
+        """Whether the network should be able to draft for the request in one of the next steps."""
+        drafter = self._drafter
+        if drafter is None or self.control.network_due_in > WARM_UP_STEPS:
+            return False
+        if self._is_disabled(num_running) or not self._may_draft(request):
+            return False
+        return self._known(request).network and request.num_tokens < drafter.max_len
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
@@ -206,6 +209,10 @@ class DraftPolicy:
             return wished_drafts(MAX_DRAFTS, request)
         return max_drafts(self.config, request)
 
+    def _is_disabled(self, num_running: int) -> bool:
+        limit = self.config.disable_by_batch_size
+        return limit is not None and num_running > limit
+
     def _may_draft(self, request: Request) -> bool:
         return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
 
@@ -228,9 +235,7 @@ class DraftPolicy:
             end = request.num_tokens + min(most, request.max_drafts)
             if end <= drafter.max_len:
                 network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
-            if drafter.reads_texts:
-                unread = request.num_tokens - request.num_drafter_computed
-                lag = max(0, unread - drafter.usual_lag)
+            lag = drafter.lag_tokens(request)
         return RequestFacts(
             request.id,
             request.max_total - request.num_tokens,

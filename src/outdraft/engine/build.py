@@ -1,5 +1,7 @@
 """From a configuration to an engine that is ready to step."""
 
+from collections.abc import Callable
+
 from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation import AUTO, DraftNetworkConfig, SpeculationConfig
@@ -8,6 +10,7 @@ from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
+from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.host_sources import most_draft_rows
@@ -69,7 +72,8 @@ def build_engine(
         config.cache,
         BlockPool(memory.num_blocks),
         max_model_len,
-        drafter_reads_ahead=drafter is not None and drafter.feature_size > 0,
+        state_window=drafter.state_window if drafter is not None else 0,
+        drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
     )
     inputs = InputProcessor(
         models.tokenizer,
@@ -84,7 +88,7 @@ def build_engine(
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),
-        _drafter_limits(speculation.network, target, drafter, proposer),
+        _drafter_limits(speculation.network, target, drafter, proposer, scheduler.lag_tokens),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
     )
@@ -167,6 +171,7 @@ def _drafter_limits(
     target: CausalLM,
     drafter: LoadedDrafter | None,
     proposer: DeviceProposer | None,
+    lag_tokens: Callable[[Request], int],
 ) -> DrafterLimits | None:
     if config is None or drafter is None or proposer is None:
         return None
@@ -175,7 +180,7 @@ def _drafter_limits(
         min(config.max_model_len or longest, longest),
         proposer.drafting,
         max_drafts=proposer.max_drafts,
-        reads_texts=drafter.layers is not None,
+        lag_tokens=lag_tokens,
     )
 
 
@@ -228,9 +233,10 @@ def _step_memory(
         noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
     )
     states = 0
-    if drafter is not None and drafter.reads_states:
-        hidden_size = target.config.hidden_size
-        states = state_bytes(shape, hidden_size, drafter.num_taps, drafter.feature_size)
+    if drafter is not None and drafter.state_window:
+        window = drafter.state_window
+        hidden_size, size = target.config.hidden_size, drafter.feature_size
+        states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
     most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(

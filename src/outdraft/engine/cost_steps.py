@@ -106,7 +106,9 @@ class ScratchSteps:
             request.num_drafter_computed = request.num_tokens - 2 - step.lag
             choice = self._choice(step, step.num_drafts(index))
             works.append(Work(request, request.num_tokens - 1, 1, block_ids, True, choice))
-        return StepPlan(tuple(works))
+        proposer = self._runner.proposer
+        reads_states = proposer is not None and proposer.drafter.state_window > 0
+        return StepPlan(tuple(works), keeps_states=step.is_network and reads_states)
 
     def _choice(self, step: Step, count: int) -> DraftChoice | None:
         if count == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from outdraft.config.engine import EngineConfig
+from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceConfig, SuffixConfig
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
@@ -17,7 +17,7 @@ from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDr
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
-from outdraft.drafting.device.text_reader import MaskStates
+from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
 from outdraft.drafting.device.translated_model import LanguageModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
@@ -28,7 +28,6 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
@@ -48,7 +47,7 @@ class LoadedDrafter:
 
     Attributes:
         layers: the shapes of its layers, which keep keys and values; None: it has none.
-        feature_size: numbers that it keeps of the target's pass for each token.
+        feature_size: numbers that it keeps of the target's pass for each token of its window.
         num_taps: residual streams of the target that these are made of.
         max_drafts: ahead of the text.
         mask_token_id: of a network that was trained for parallel drafting.
@@ -62,16 +61,20 @@ class LoadedDrafter:
     mask_token_id: int | None = None
 
     @property
-    def reads_states(self) -> bool:
-        """Whether it needs the target's."""
-        return self.feature_size > 0 or self.layers is None
+    def state_window(self) -> int:
+        """Tokens of each text whose states of the target it keeps: heads need the last one."""
+        if self.layers is None:
+            return 1
+        return STATE_WINDOW if self.feature_size else 0
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether what it keeps for a token depends on the token behind it."""
+        return self.layers is not None and self.feature_size > 0
 
     def bytes_per_block(self, block_size: int) -> int:
         """What it keeps in a block of the pool."""
-        features = FeatureCache.bytes_per_block(block_size, self.feature_size, self.network.dtype)
-        return features + (
-            cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
-        )
+        return cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
 
 
 def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -184,8 +187,7 @@ def device_proposer(
     elif isinstance(loaded, MLPSpeculator):
         drafting = MLPSpeculatorDrafter(loaded, num_seqs)
     else:
-        max_rows = config.scheduler.max_num_batched_tokens
-        drafting = _layered_drafter(network, drafter, memory, device, max_rows)
+        drafting = _layered_drafter(network, drafter, memory, device, config.scheduler)
     return DeviceProposer(kernels, drafting, network.tree, samples=network.samples)
 
 
@@ -194,32 +196,30 @@ def _layered_drafter(
     drafter: LoadedDrafter,
     memory: MemoryPlan,
     device: torch.device,
-    max_rows: int,
+    scheduler: SchedulerConfig,
 ) -> NetworkDrafter | ParallelDrafter:
     """For a network with layers of its own: it reads its own drafts, or mask tokens."""
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
-    mask_states: MaskStates | None = None
+    window, mask_state_D = None, None
     if isinstance(loaded, EagleNetwork):
-        size = drafter.feature_size
-        features = FeatureCache(
-            memory.num_blocks, memory.block_size, size, drafter.network.dtype, device
-        )
-        reading = EagleDraftNetwork(loaded, features)
+        size, dtype = drafter.feature_size, drafter.network.dtype
+        window = StateWindow(scheduler.max_num_seqs, size, dtype, device, drafter.state_window)
+        reading = EagleDraftNetwork(loaded)
         if config.parallel_drafting and mask is not None:
-            mask_states = MaskStates(loaded.mask_state(), features)
+            mask_state_D = loaded.mask_state()
     else:
         assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
         reading = LanguageModelNetwork(loaded)
     cache = kv_cache(layers, memory, drafter.network.dtype, device)
-    place = reading, cache, max_rows, config.source
+    place = reading, cache, scheduler.max_num_batched_tokens, config.source
     if not config.parallel_drafting:
-        return NetworkDrafter(*place)
+        return NetworkDrafter(*place, window)
     if mask is None:
         raise ConfigError(
             f"{config.model!r} was not trained for parallel_drafting: it names no mask token"
         )
-    return ParallelDrafter(*place, mask, mask_states)
+    return ParallelDrafter(*place, mask, window, mask_state_D)
 
 
 def kv_cache(

@@ -131,12 +131,11 @@ class Engine:
         started_s = time.perf_counter()
         scheduler = self.scheduler
         num_live = len(scheduler.running) + len(scheduler.waiting)
-        choices = self.drafting.choose(
-            scheduler.decoding_requests(),
-            min(num_live, scheduler.config.max_num_seqs),
-            scheduler.room(),
+        num_running = min(num_live, scheduler.config.max_num_seqs)
+        choices = self.drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
+        plan = scheduler.schedule(
+            choices, lambda request: self.drafting.follows(request, num_running)
         )
-        plan = self.scheduler.schedule(choices)
         if not plan.works:
             return []
         result = self.runner.collect(self.runner.launch(plan))

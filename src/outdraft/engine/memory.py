@@ -110,12 +110,19 @@ def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     return DRAFT_TENSORS * num_drafts * vocab_size * 4
 
 
-def state_bytes(shape: StepShape, hidden_size: int, num_taps: int, feature_size: int) -> int:
+def state_bytes(
+    shape: StepShape, hidden_size: int, num_taps: int, feature_size: int, window: int
+) -> int:
     """Tapped streams of a full step, side by side and once more as one; what is made of them; and
-    the last state of each running request."""
+    the states that are kept of each running request.
+
+    Args:
+        feature_size: of what is made of a token's states; 0: they are kept as they are.
+        window: tokens of each request whose states are kept.
+    """
     row = 2 * num_taps * hidden_size + 2 * feature_size
-    last = shape.scheduler.max_num_seqs * hidden_size
-    return (shape.num_rows * row + last) * shape.dtype.itemsize
+    kept = (shape.scheduler.max_num_seqs * window + 1) * (feature_size or hidden_size)
+    return (shape.num_rows * row + kept) * shape.dtype.itemsize
 
 
 def text_bytes(shape: StepShape) -> int:

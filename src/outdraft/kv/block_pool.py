@@ -3,10 +3,15 @@
 A block serves the layers of target and drafter at once. A full block whose tokens are known can be
 found again by the hash of its whole prefix (prefix_cache.py). It keeps its contents after its last
 owner has released it, until the block is needed for another text; the oldest goes first.
+
+Whether the drafter's layers of a block are filled is told apart. They may depend on the token
+behind the block, too: then they are of use before that token only.
 """
 
 from collections import OrderedDict
 from collections.abc import Sequence
+
+NO_TOKEN = -1
 
 
 class BlockPool:
@@ -24,7 +29,7 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
-        self._drafter_filled = [False] * num_blocks
+        self._drafter_filled: list[int | None] = [None] * num_blocks
 
     @property
     def num_free(self) -> int:
@@ -72,12 +77,13 @@ class BlockPool:
             self._hashes[block] = prefix_hash
             self._blocks[prefix_hash] = block
 
-    def is_drafter_filled(self, block: int) -> bool:
-        """Whether the drafter's layers of a full block are valid too."""
-        return self._drafter_filled[block]
+    def is_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN) -> bool:
+        """Whether the drafter's layers of a full block are valid too, before this next token."""
+        return self._drafter_filled[block] == read_ahead
 
-    def mark_drafter_filled(self, block: int) -> None:
-        self._drafter_filled[block] = True
+    def mark_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN) -> None:
+        """`read_ahead`: the token behind the block, if what the drafter keeps depends on it."""
+        self._drafter_filled[block] = read_ahead
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -91,4 +97,4 @@ class BlockPool:
         if prefix_hash is not None:
             del self._blocks[prefix_hash]
             self._hashes[block] = None
-        self._drafter_filled[block] = False
+        self._drafter_filled[block] = None

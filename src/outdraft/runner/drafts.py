@@ -24,15 +24,16 @@ from outdraft.runner.step_rows import state_row
 
 
 def draft_ask(work: Work) -> DraftModelAsk:
-    choice = _choice(work)
+    request, choice = work.request, _choice(work)
     return DraftModelAsk(
-        state_row=state_row(work.request),
-        num_tokens=work.request.num_tokens,
-        num_computed=work.request.num_drafter_computed,
+        state_row=state_row(request),
+        num_tokens=request.num_tokens,
+        num_computed=request.num_drafter_computed,
         num_drafts=choice.num_model_drafts,
-        block_ids=work.block_ids,
+        block_ids=request.drafter_gap.blocks(work.block_ids),
         continued=choice.draft.token_ids,
         stop=choice.stop,
+        num_missing=request.drafter_gap.num_tokens,
     )
 
 
@@ -53,7 +54,7 @@ def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
             works.append(replace(work, drafts=work.drafts.truncated(count)))
         else:
             works.append(work)
-    return StepPlan(tuple(works))
+    return replace(plan, works=tuple(works))
 
 
 def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:

@@ -17,9 +17,7 @@ from torch import Tensor
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.core.request import Request
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
-from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
@@ -38,6 +36,7 @@ from outdraft.runner.logprobs import (
     wants_logprobs,
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
+from outdraft.runner.states import target_states
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
@@ -111,7 +110,7 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, drafts) if drafts else None
         clock.mark()
-        target = self._forward(plan.works, drafts)
+        target = self._forward(plan, drafts)
         prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
         clock.mark()
         verified: VerifiedRows | None = None
@@ -120,9 +119,8 @@ class ModelRunner:
             allowed = grammar_masks(works, drafted, drafts, self.model.config.vocab_size)
             verified, emitted = self._verify(works, target, drafts, sampling, allowed)
             self._keep(verified.verdict, drafts, target.rows)
-        if self.proposer is not None and self.proposer.drafter.reads_states:
-            verdict = verified and verified.verdict
-            self.proposer.drafter.keep(_target_states(target, verdict, self.model.kernels))
+        if plan.keeps_states:
+            self._keep_states(plan.works, target, verified and verified.verdict)
         clock.mark()
         return PendingStep(plan, to_host(verified, emitted, prompt, self.device), clock)
 
@@ -162,7 +160,8 @@ class ModelRunner:
         made = self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
         return joined_drafts(works, asked, made, self.device)
 
-    def _forward(self, works: Sequence[Work], drafts: DraftBatch | None) -> TargetPass:
+    def _forward(self, plan: StepPlan, drafts: DraftBatch | None) -> TargetPass:
+        works = plan.works
         width = drafts.width if drafts is not None else 0
         rows = step_rows(
             works,
@@ -177,7 +176,7 @@ class ModelRunner:
         ids_T = self.state.read(rows, drafts)
         metadata = rows.metadata
         hidden_TD, tapped_KTD = self.model.forward_tapped(
-            ids_T, self.cache.layers, metadata, self._taps
+            ids_T, self.cache.layers, metadata, self._taps if plan.keeps_states else ()
         )
         are_all = len(rows.logit_rows_R) == len(hidden_TD)
         logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
@@ -229,16 +228,20 @@ class ModelRunner:
         source_BN = source_BN.masked_fill(verdict.rows_BN < 0, -1)
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
 
-
-def _target_states(target: TargetPass, verdict: Verdict | None, kernels: Kernels) -> TargetStates:
-    rows = target.rows
-    slots_T, last_rows, state_rows = (
-        rows.metadata.slots_T,
-        rows.chunk_rows_C,
-        rows.chunk_state_rows_C,
-    )
-    if verdict is not None:
-        slots_T, last_rows_B = rows.kept(verdict, kernels)
-        last_rows = torch.cat([last_rows_B, last_rows])
-        state_rows = torch.cat([rows.state_rows_B, state_rows])
-    return TargetStates(target.hidden_TD, target.tapped_KTD, slots_T, last_rows, state_rows)
+    def _keep_states(
+        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+    ) -> None:
+        """Give the drafter the states of what is part of a text now."""
+        assert self.proposer is not None, "nobody reads the states"
+        drafter = self.proposer.drafter
+        states = target_states(
+            works,
+            target.rows,
+            target.hidden_TD,
+            target.tapped_KTD,
+            verdict,
+            self.state,
+            drafter.state_window,
+            self.model.kernels,
+        )
+        drafter.keep(states)

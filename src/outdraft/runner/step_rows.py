@@ -53,14 +53,12 @@ class StepRows:
         metadata = replace(self.metadata, positions_T=positions_T, ancestors_T=ancestors_T)
         return replace(self, metadata=metadata)
 
-    def kept(self, verdict: Verdict, kernels: Kernels) -> tuple[Tensor, Tensor]:
+    def kept(
+        self, slots_T: Tensor, draft_slots_BN: Tensor, verdict: Verdict, kernels: Kernels
+    ) -> tuple[Tensor, Tensor]:
         """As `ops.KeepRows`."""
         return kernels.keep_rows(
-            self.metadata.slots_T,
-            self.draft_index_T,
-            self.root_rows_B,
-            self.draft_slots_BN,
-            verdict.rows_BN,
+            slots_T, self.draft_index_T, self.root_rows_B, draft_slots_BN, verdict.rows_BN
         )
 
 

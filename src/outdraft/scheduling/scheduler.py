@@ -6,7 +6,8 @@ prefill phase and no decode phase, and no plain or speculative mode.
 """
 
 from bisect import insort
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import CapacityError, RequestError
@@ -15,6 +16,7 @@ from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.scheduling.drafter_books import DrafterBooks
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.
 _ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
@@ -38,10 +40,10 @@ class Scheduler:
         pool: BlockPool,
         max_model_len: int,
         *,
+        state_window: int = 0,
         drafter_reads_ahead: bool = False,
     ) -> None:
-        """`drafter_reads_ahead`: what the drafter keeps for a token depends on the token after it
-        (EAGLE). Then a block is found again only if the token after the block is the same, too."""
+        """`state_window`, `drafter_reads_ahead`: as in DrafterBooks."""
         self.config = config
         self.pool = pool
         self.max_model_len = max_model_len
@@ -49,7 +51,9 @@ class Scheduler:
         self.waiting: list[Request] = []
         self._block_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
-        self._look_ahead = 1 if drafter_reads_ahead else 0
+        self._books = DrafterBooks(
+            pool, cache.block_size, state_window, reads_ahead=drafter_reads_ahead
+        )
         self._order = _ORDERS[config.policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
@@ -118,11 +122,22 @@ class Scheduler:
             prompt_rows += min(self.waiting[0].num_tokens, budget)
         return StepRoom(prompt_rows, max(0, budget), max(0, free_slots))
 
-    def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
+    def lag_tokens(self, request: Request) -> int:
+        """Tokens that the drafter would read now beyond those of a usual step."""
+        return self._books.lag_tokens(request)
+
+    def schedule(
+        self,
+        choices: Mapping[str, DraftChoice],
+        follows: Callable[[Request], bool] = lambda request: False,
+    ) -> StepPlan:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
         `choices` maps request ids to what they would like to verify. A choice is cut to what the
         budget and the pool allow: drafts never preempt a request.
+
+        `follows`: whether a drafter that reads states should be able to draft for a request in one
+        of the next steps. If so for any, the states of the step are kept.
 
         A waiting request is passed over while another one computes its next block. It takes that
         block from the prefix cache later. Others may start before it, but one slot is kept free
@@ -151,7 +166,7 @@ class Scheduler:
                 break
             works.append(work)
             budget -= work.num_rows
-        return StepPlan(tuple(works))
+        return self._followed(works, choices, follows)
 
     def commit(
         self, plan: StepPlan, result: StepResult
@@ -169,11 +184,14 @@ class Scheduler:
                 continue  # aborted while the step ran
             request.may_draft = outcome.is_finite or work.drafts is None
             if not request.may_draft:
+                self._books.spoil(request)
                 self.table(request).truncate(request.num_computed)
                 booked.append((work, outcome, ()))
                 continue
             known = request.num_computed, request.num_drafter_computed
-            self._advance(work, len(outcome.accepted_rows))
+            num_accepted = len(outcome.accepted_rows)
+            self._books.advance(work, num_accepted, keeps_states=plan.keeps_states)
+            request.num_computed += work.num_new + num_accepted
             added: list[int] = []
             reason = request.failed()  # while it was found what may follow
             for token_id in outcome.token_ids if reason is None else ():
@@ -224,6 +242,7 @@ class Scheduler:
             assert request.status is RequestStatus.RUNNING
             assert 0 <= request.num_computed < request.num_tokens
             assert 0 <= request.num_drafter_computed <= request.num_tokens
+            assert 0 <= request.num_states <= self._books.state_window
             held = len(self.table(request).ids)
             assert held == -(-request.num_computed // self._block_size), (request.id, held)
         for request in self.waiting:
@@ -231,6 +250,25 @@ class Scheduler:
             assert not self.table(request).ids
         if not self.has_work:
             assert self.pool.num_free == self.pool.num_blocks
+
+    def _followed(
+        self,
+        works: Sequence[Work],
+        choices: Mapping[str, DraftChoice],
+        follows: Callable[[Request], bool],
+    ) -> StepPlan:
+        """The plan, with what the drafter does beside drafting."""
+        if not self._books.state_window:
+            return StepPlan(tuple(works))
+        keeps_states = any(choice.num_model_drafts for choice in choices.values())
+        done: list[Work] = []
+        for work in works:
+            if follows(work.request):
+                keeps_states = True
+                if num_reads := self._books.chunk_reads(work):
+                    work = replace(work, num_drafter_reads=num_reads)
+            done.append(work)
+        return StepPlan(tuple(done), keeps_states)
 
     def _reserve_rows(self) -> list[int]:
         """New tokens of every running request, at least one each, with blocks to write them to.
@@ -264,9 +302,9 @@ class Scheduler:
         else:
             choice = None
         if choice is not None:
+            choice = self._books.readable(request, choice, table.ids)
+        if choice is not None:
             table.reserve(request.num_tokens + len(choice))
-            if choice.num_model_drafts:
-                self._skip_drafter_filled(request)
         return Work(request, request.num_computed, num_new, table.ids, samples, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
@@ -284,7 +322,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.num_computed = cached
-        self._skip_drafter_filled(request)
+        self._books.admit(request, known)
         if request.num_preemptions == 0:
             request.num_cached = cached
         return Work(request, cached, num_new, table.ids, num_new == request.num_uncomputed)
@@ -319,7 +357,6 @@ class Scheduler:
             request.token_ids,
             self._block_size,
             num_tokens,
-            self._look_ahead,
             request.block_salt,
         )
 
@@ -338,22 +375,12 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _skip_drafter_filled(self, request: Request) -> None:
-        """Count what the drafter has read for another request in blocks that both requests hold."""
-        blocks = self.table(request).ids
-        block = request.num_drafter_computed // self._block_size
-        num_full = request.num_computed // self._block_size
-        while block < num_full and self.pool.is_drafter_filled(blocks[block]):
-            block += 1
-        filled = block * self._block_size
-        request.num_drafter_computed = max(request.num_drafter_computed, filled)
-
     def _preempt(self, request: Request) -> None:
         """Take a running request's memory; it will be computed again from its tokens."""
         self._leave(request)
         request.status = RequestStatus.WAITING
         request.num_computed = 0
-        request.num_drafter_computed = 0
+        self._books.drop(request)
         request.num_preemptions += 1
         insort(self.waiting, request, key=self._order)
 
@@ -363,14 +390,6 @@ class Scheduler:
         self._free_slots.append(request.slot)
         request.slot = None
         self.running.remove(request)
-
-    def _advance(self, work: Work, num_accepted: int) -> None:
-        """Count what the target, and the drafter if it drafted, now have in the cache."""
-        request = work.request
-        if work.drafts is not None and work.drafts.num_model_drafts:
-            kept = min(num_accepted, work.drafts.max_kept)
-            request.num_drafter_computed = request.num_tokens + kept
-        request.num_computed += work.num_new + num_accepted
 
     def _cache_full_blocks(self, request: Request, computed: int, drafter_computed: int) -> None:
         """Enter the blocks filled since `computed` and `drafter_computed` were counted."""
@@ -383,9 +402,7 @@ class Scheduler:
         blocks = self.table(request).ids
         for block in range(computed // size, min(valid // size, len(request.block_hashes))):
             self.pool.remember(blocks[block], request.block_hashes[block])
-        drafter_valid = min(request.num_drafter_computed, valid)
-        for block in range(drafter_computed // size, drafter_valid // size):
-            self.pool.mark_drafter_filled(blocks[block])
+        self._books.mark_filled(request, drafter_computed, valid, blocks)
 
 
 def _not_finite(request: Request) -> str:

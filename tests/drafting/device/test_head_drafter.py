@@ -108,6 +108,7 @@ def states(hidden_TD: Tensor, last_rows: Sequence[int], state_rows: Sequence[int
         torch.full((len(hidden_TD),), -1),
         torch.tensor(list(last_rows), dtype=torch.int64),
         torch.tensor(list(state_rows), dtype=torch.int64),
+        TEXTS_SL,
     )
 
 

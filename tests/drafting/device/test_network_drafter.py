@@ -19,7 +19,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
-from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
+from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
 
@@ -64,7 +64,8 @@ def drafter_of(network: Network) -> NetworkDrafter:
     for layer in cache.layers:
         layer.k_PSGC.fill_(0)
         layer.v_PSGC.fill_(0)
-    return NetworkDrafter(drafting, cache, 100, DraftSource.EAGLE3)
+    window = random_window(drafting, MOST_REQUESTS, MOST_TOKENS)
+    return NetworkDrafter(drafting, cache, 100, DraftSource.EAGLE3, window)
 
 
 def propose(
@@ -88,7 +89,8 @@ class SingleLevels:
 
     def __init__(self, network: DraftNetwork) -> None:
         self.lag, self.taps, self.kernels = network.lag, network.taps, network.kernels
-        self.keep, self.read, self.logits = network.keep, network.read, network.logits
+        self.feature_size = network.feature_size
+        self.features, self.read, self.logits = network.features, network.read, network.logits
 
     def draft(
         self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]

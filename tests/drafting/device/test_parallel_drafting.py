@@ -20,12 +20,11 @@ from outdraft.drafting.device.draft_network import LanguageModelNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.drafting.device.text_reader import MaskStates
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
-from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
@@ -211,13 +210,14 @@ class ScriptedNetwork:
     """A network with a lag that keeps what it is given to read."""
 
     lag = 1
+    feature_size = 3
     taps = (1,)
     kernels = reference_kernels()
 
     def __init__(self) -> None:
         self.read_rows: list[tuple[Tensor, Tensor | None, AttentionMetadata]] = []
 
-    def keep(self, states: TargetStates) -> None:
+    def features(self, states: TargetStates) -> Tensor:
         raise NotImplementedError
 
     def read(
@@ -235,9 +235,8 @@ class ScriptedNetwork:
 
 
 def test_masks_of_a_network_with_states_read_the_learned_one():
-    features = FeatureCache(4 * BLOCKS_EACH, BLOCK, 3, torch.float64, torch.device("cpu"))
-    values = torch.randn(4 * BLOCKS_EACH * BLOCK, 3, dtype=torch.float64)
-    features.write(values, torch.arange(len(values)))
+    window = StateWindow(6, 3, torch.float64, torch.device("cpu"), num_tokens=5)
+    window.features_NF.normal_()
     state_D = torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)
     network = ScriptedNetwork()
     drafter = ParallelDrafter(
@@ -246,7 +245,8 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
         100,
         DraftSource.EAGLE3,
         MASK,
-        MaskStates(state_D, features),
+        window,
+        state_D,
     )
     proposer = DeviceProposer(kernels_for(torch.float64), drafter, None, samples=True)
     [ask] = asks_for([0], [7], [3], computed=[4])
@@ -261,10 +261,11 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     assert metadata.positions_T.tolist() == [4, 5, 6, 7]
     slots = [ask.block_ids[p // BLOCK] * BLOCK + p % BLOCK for p in range(4, 8)]
     assert metadata.slots_T.tolist() == slots
-    assert torch.equal(states_TD, torch.stack([*values[slots[:2]], state_D, state_D]))
+    kept = [window.features_NF[ask.state_row * 5 + place] for place in (4, 0)]  # of tokens 4 and 5
+    assert torch.equal(states_TD, torch.stack([*kept, state_D, state_D]))
     assert made.token_ids_BK.tolist() == [[int(text[6]) + 1, MASK + 1, MASK + 1]]
     assert proposer.drafting.max_kept == -1
-    assert drafter.reads_states
+    assert drafter.state_window == 5
     assert drafter.taps == (1,)
 
 

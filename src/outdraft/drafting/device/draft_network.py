@@ -17,7 +17,6 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.translated_model import LanguageModel
 from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
 from outdraft.kernels.ops import Kernels
-from outdraft.kv.feature_cache import FeatureCache
 from outdraft.models.eagle import EagleNetwork
 
 
@@ -28,15 +27,17 @@ class DraftNetwork(Protocol):
         lag: 0: a token's keys are kept at its own cache index. 1: a token is read together with
             the state before it, and its keys are kept at the index of that state. Then nothing can
             be kept for the newest token of a text before the next token is known.
-        taps: residual streams of the target that `keep` reads.
+        feature_size: F of `features`; 0: it reads no states.
+        taps: residual streams of the target that `features` reads.
     """
 
     lag: int
+    feature_size: int
     taps: tuple[int, ...]
     kernels: Kernels
 
-    def keep(self, states: TargetStates) -> None:
-        """Store what will be needed of the target's pass."""
+    def features(self, states: TargetStates) -> Tensor:
+        """[T, F]: what it reads of the target's pass; only with a lag."""
         ...
 
     def read(
@@ -50,8 +51,8 @@ class DraftNetwork(Protocol):
 
         Args:
             token_ids_T: int64; with a lag, those behind the tokens whose rows the batch names.
-            states_TD: what `read` returned for the rows that these continue; None for tokens of
-                a text, whose states the target has left.
+            states_TD: with a lag, of tokens of a text their features, of drafts what `read`
+                returned for the rows that they continue.
         """
         ...
 
@@ -70,6 +71,7 @@ class LanguageModelNetwork:
     """A small language model."""
 
     lag = 0
+    feature_size = 0
     taps = ()
 
     def __init__(self, model: LanguageModel) -> None:
@@ -77,8 +79,9 @@ class LanguageModelNetwork:
         self.kernels = model.kernels
         self.logits, self.draft = model.logits, model.draft
 
-    def keep(self, states: TargetStates) -> None:
-        """It needs nothing of the target's."""
+    def features(self, states: TargetStates) -> Tensor:
+        """As `DraftNetwork`."""
+        raise AssertionError("a language model reads no states")
 
     def read(
         self,
@@ -91,20 +94,19 @@ class LanguageModelNetwork:
 
 
 class EagleDraftNetwork:
-    """EAGLE-1, EAGLE-3 and its variants, with the target's states in the pool's blocks."""
+    """EAGLE-1, EAGLE-3 and its variants."""
 
     lag = 1
 
-    def __init__(self, network: EagleNetwork, features: FeatureCache) -> None:
+    def __init__(self, network: EagleNetwork) -> None:
         self._network = network
-        self._features = features
         self.kernels = network.kernels
-        self.taps = network.taps
+        self.taps, self.feature_size = network.taps, network.feature_size
         self.logits, self.draft = network.logits, network.draft
 
-    def keep(self, states: TargetStates) -> None:
-        features_TF = self._network.features(states.hidden_TD, states.tapped_KTD)
-        self._features.write(features_TF, states.slots_T)
+    def features(self, states: TargetStates) -> Tensor:
+        """As `DraftNetwork`."""
+        return self._network.features(states.hidden_TD, states.tapped_KTD)
 
     def read(
         self,
@@ -113,6 +115,5 @@ class EagleDraftNetwork:
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
     ) -> Tensor:
-        if states_TD is None:
-            states_TD = self._features.read(metadata.slots_T)
+        assert states_TD is not None
         return self._network(token_ids_T, states_TD, caches, metadata)

@@ -68,7 +68,7 @@ class FirstHeads:
 class MedusaDrafter(LevelDrafter):
     """No head looks at what the others have drafted."""
 
-    reads_states = True
+    state_window = 1
     taps: tuple[int, ...] = ()
     max_passes = 1
 
@@ -98,7 +98,7 @@ class MedusaDrafter(LevelDrafter):
 class MLPSpeculatorDrafter(LevelDrafter):
     """Each head reads the draft of the head before it."""
 
-    reads_states = True
+    state_window = 1
     taps: tuple[int, ...] = ()
     max_passes = 1
 

@@ -16,11 +16,14 @@ class DraftModelAsk:
     Attributes:
         state_row: its row in token_ids_SL.
         num_tokens: length of its text.
-        num_computed: tokens of it that the drafter has in its cache.
+        num_computed: tokens of it that the drafter has in its cache, less those of a gap.
         num_drafts: K of this request, at least 1.
-        block_ids: cover the text, `continued`, and num_drafts slots more.
+        block_ids: of the drafter; they cover the text without the gap, `continued`, and num_drafts
+            slots more.
         continued: a chain that another proposer has drafted; these drafts continue it.
         stop: where its chain may end before it has num_drafts; None: nowhere.
+        num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
+            cache is by so much smaller than in the text.
     """
 
     state_row: int
@@ -30,3 +33,4 @@ class DraftModelAsk:
     block_ids: Sequence[int]
     continued: tuple[int, ...] = ()
     stop: LiveStop | None = None
+    num_missing: int = 0

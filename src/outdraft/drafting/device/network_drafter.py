@@ -17,6 +17,7 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
 from outdraft.kv.cache import KVCache
@@ -26,15 +27,25 @@ class NetworkDrafter:
     """A small model, or EAGLE."""
 
     def __init__(
-        self, network: DraftNetwork, cache: KVCache, max_rows: int, source: DraftSource
+        self,
+        network: DraftNetwork,
+        cache: KVCache,
+        max_rows: int,
+        source: DraftSource,
+        window: StateWindow | None = None,
     ) -> None:
-        """`max_rows`: of one pass over texts."""
+        """
+        Args:
+            max_rows: of one pass over texts.
+            window: of a network with a lag.
+        """
         self.network = network
-        self.reads_states = network.lag > 0
-        self.taps, self.keep = network.taps, network.keep
+        self.state_window = window.num_tokens if window is not None else 0
+        self.taps = network.taps
         self.max_drafts = self.max_passes = MAX_DRAFTS
         self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
-        self._reader = TextReader(network, cache, max_rows)
+        self._reader = TextReader(network, cache, max_rows, window)
+        self.keep = self._reader.keep
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
@@ -51,7 +62,7 @@ class NetworkDrafter:
         """Read all that the network has not seen."""
         states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
         lag = self.network.lag
-        contexts = [ask.num_tokens + len(ask.continued) - lag for ask in asks]
+        contexts = [ask.num_tokens - ask.num_missing + len(ask.continued) - lag for ask in asks]
         (contexts_B,) = to_device([np.array(contexts)], states_B1D.device)
         return DraftStart(
             states_BD=states_B1D[:, 0],

@@ -25,7 +25,8 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.text_reader import MaskStates, TextReader
+from outdraft.drafting.device.state_window import StateWindow
+from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import read_json
 from outdraft.models.counts import MASK_KEYS, read_mask_token
@@ -57,20 +58,22 @@ class ParallelDrafter(LevelDrafter):
         max_rows: int,
         source: DraftSource,
         mask_token_id: int,
-        mask_states: MaskStates | None = None,
+        window: StateWindow | None = None,
+        mask_state_D: Tensor | None = None,
     ) -> None:
         """
         Args:
             max_rows: of one pass over texts.
             mask_token_id: of the network's vocabulary.
-            mask_states: of a network that reads states.
+            window, mask_state_D: of a network with a lag; what it reads beside mask tokens.
         """
         self.network = network
-        self.reads_states = network.lag > 0
-        self.taps, self.keep = network.taps, network.keep
+        self.state_window = window.num_tokens if window is not None else 0
+        self.taps = network.taps
         self.drafting = ModelDrafting(source, max_kept=-network.lag)
         self.max_drafts, self.max_passes = MAX_DRAFTS, 1
-        self._reader = TextReader(network, cache, max_rows, mask_states)
+        self._reader = TextReader(network, cache, max_rows, window, mask_state_D)
+        self.keep = self._reader.keep
         self._mask = mask_token_id
 
     def levels(

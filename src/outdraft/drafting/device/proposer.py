@@ -29,14 +29,15 @@ class Drafter(Protocol):
 
     Attributes:
         drafting: of chains, as far as the scheduler and the policy must know.
-        reads_states: whether it needs the target's states of every step; else `keep` is not called.
+        state_window: of so many newest tokens of a text it keeps the target's states; 0: none, and
+            `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
         max_drafts: how far ahead of the text it drafts.
         max_passes: most passes of the network in one step, however much it drafts.
     """
 
     drafting: ModelDrafting
-    reads_states: bool
+    state_window: int
     max_drafts: int
     max_passes: int
 
@@ -44,7 +45,8 @@ class Drafter(Protocol):
     def taps(self) -> tuple[int, ...]: ...
 
     def keep(self, states: TargetStates) -> None:
-        """The target has computed these; called at the end of every step."""
+        """The target has computed these; called at the end of steps whose states are kept. If some
+        are not, nothing is drafted for a text before its next ones are."""
         ...
 
     def draft(

@@ -3,9 +3,25 @@
 Dimension key: T rows of the pass, D hidden of the target, K tapped layers, B requests.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRead:
+    """Tokens of one text that a drafter reads with the states of this step, as they pass by.
+
+    Attributes:
+        text: what it reads up to, as if it would draft behind it.
+        first_row: the row of the pass that computed the first of these tokens; the others follow.
+    """
+
+    text: DraftModelAsk
+    first_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,15 +33,20 @@ class TargetStates:
     Attributes:
         hidden_TD: behind the final norm.
         tapped_KTD: residual streams behind the layers that the drafter asked for.
-        slots_T: int64; where the token of each row stands in the caches from now on, -1 if it is
-            a draft that was refused. Prompt chunks are among the rows.
+        places_T: int64; where a StateWindow keeps the state of each row, -1 if it is that of a
+            refused draft, or of a token that is older than the window. Drafters with a window of
+            one token have no use for it.
         last_rows_B: int64; the row of each text's last computed token. It has all requests of the
             step, those included that have more of their prompt to read.
         state_rows_B: int64; the rows of the same requests in the device's state.
+        token_ids_SL: int64; the texts, with the tokens that the step emitted.
+        reads: what the drafter reads now.
     """
 
     hidden_TD: Tensor
     tapped_KTD: Tensor
-    slots_T: Tensor
+    places_T: Tensor
     last_rows_B: Tensor
     state_rows_B: Tensor
+    token_ids_SL: Tensor
+    reads: Sequence[ChunkRead] = ()

@@ -1,10 +1,12 @@
 """Reads what a drafting network has not read yet: the end of a text, and what stands behind it.
 
 Its keys and values live in the same blocks as the target's. It may lag: before it drafts it reads
-all tokens that it has not seen, the accepted ones and the newest together, in one pass.
+all tokens that it has not seen, the accepted ones and the newest together, in one pass. A network
+that reads the target's states beside tokens finds them in a window over the newest tokens, or, of
+a prompt, in the step that computes them.
 
 Dimension key: B requests that draft, T rows, C rows of each request whose states are wanted, S
-state rows, L tokens of a text, D the network's state.
+state rows, L tokens of a text, D the network's state, N places of states, F numbers of one.
 """
 
 from collections.abc import Sequence
@@ -17,21 +19,22 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.state_window import StateWindow
+from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kv.cache import KVCache
-from outdraft.kv.feature_cache import FeatureCache
 
 
 @dataclass(frozen=True, slots=True)
-class MaskStates:
-    """What a network that reads states reads beside tokens that the target has not read.
+class _States:
+    """Where a pass finds the target's states.
 
     Attributes:
-        state_D: learned.
-        features: where the states of the text's tokens are.
+        features_NF: of which some belong to the pass.
+        places: of each row's feature; -1: the row holds a mask token.
     """
 
-    state_D: Tensor
-    features: FeatureCache
+    features_NF: Tensor
+    places: Sequence[int]
 
 
 class TextReader:
@@ -42,12 +45,39 @@ class TextReader:
         network: DraftNetwork,
         cache: KVCache,
         max_rows: int,
-        mask_states: MaskStates | None = None,
+        window: StateWindow | None = None,
+        mask_state_D: Tensor | None = None,
     ) -> None:
-        """`max_rows`: of one pass."""
+        """
+        Args:
+            max_rows: of one pass.
+            window: of a network that reads states.
+            mask_state_D: what such a network reads beside mask tokens.
+        """
         self.network, self.cache = network, cache
         self._max_rows = max_rows
-        self._mask_states = mask_states
+        self._window = window
+        self._mask_state_D = mask_state_D
+
+    def keep(self, states: TargetStates) -> None:
+        """As `Drafter.keep`."""
+        if self._window is None:
+            return
+        features_TF = self.network.features(states)
+        self._window.write(features_TF, states.places_T)
+        if not states.reads:
+            return
+        asks = [read.text for read in states.reads]
+        counts = [self._num_unread(ask) for ask in asks]
+        row_len = states.token_ids_SL.shape[1]
+        spans = [
+            self._span(ask, row_len, count, range(0))
+            for ask, count in zip(asks, counts, strict=True)
+        ]
+        rows: list[int] = []
+        for read, count in zip(states.reads, counts, strict=True):
+            rows += range(read.first_row, read.first_row + count)
+        self._pass(asks, spans, states.token_ids_SL, [], _States(features_TF, rows))
 
     def read(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
@@ -68,7 +98,8 @@ class TextReader:
         for span, count in zip(spans, num_last, strict=True):
             num_rows += span.num_rows
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
-        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, rows)
+        kept = self._kept(asks, spans)
+        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, rows, kept)
         if rows != list(range(num_rows)):
             states_TD = states_TD[rows_R]
         return states_TD.view(len(asks), most, -1), metadata
@@ -79,8 +110,20 @@ class TextReader:
 
     def _span(self, ask: DraftModelAsk, row_len: int, count: int, behind: range) -> Span:
         """So many rows of the text; what stands behind it is a chain of drafts."""
-        start = ask.state_row * row_len + self.network.lag
-        return Span(ask.num_computed, count, behind, ask.block_ids, start)
+        start = ask.state_row * row_len + self.network.lag + ask.num_missing
+        context_len = ask.num_computed - ask.num_missing
+        return Span(context_len, count, behind, ask.block_ids, start)
+
+    def _kept(self, asks: Sequence[DraftModelAsk], spans: Sequence[Span]) -> _States | None:
+        """The states of these rows in the window."""
+        window = self._window
+        if window is None:
+            return None
+        places: list[int] = []
+        for ask, span in zip(asks, spans, strict=True):
+            places += window.places(ask.state_row, ask.num_computed, span.num_causal)
+            places += [-1] * len(span.parents)
+        return _States(window.features_NF, places)
 
     def _caught_up(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
@@ -104,7 +147,8 @@ class TextReader:
                     spans[i] = self._span(ask, token_ids_SL.shape[1], count, range(0))
             if not spans:
                 return current
-            self._pass([current[i] for i in spans], list(spans.values()), token_ids_SL, [])
+            read, chunks = [current[i] for i in spans], list(spans.values())
+            self._pass(read, chunks, token_ids_SL, [], self._kept(read, chunks))
             for i, span in spans.items():
                 num_computed = current[i].num_computed + span.num_causal
                 current[i] = replace(current[i], num_computed=num_computed)
@@ -115,6 +159,7 @@ class TextReader:
         spans: Sequence[Span],
         token_ids_SL: Tensor,
         extra: Sequence[int],
+        states: _States | None,
     ) -> tuple[Tensor, AttentionMetadata, Tensor]:
         """The states of all rows, [T, D]; their batch; `extra` on the device."""
         network = self.network
@@ -123,17 +168,16 @@ class TextReader:
         for ask, span in zip(asks, spans, strict=True):
             continued += ask.continued if span.parents else ()
             continued += [-1] * (width - len(span.parents))
+        places = states.places if states is not None else []
         device, block_size = token_ids_SL.device, self.cache.block_size
         metadata, sent = lay_out(
-            spans, block_size, network.kernels, device, width, [continued, extra]
+            spans, block_size, network.kernels, device, width, [continued, extra, places]
         )
-        state_index_T, draft_index_T, _, _, _, drafts, sent_extra = sent
+        state_index_T, draft_index_T, _, _, _, drafts, sent_extra, places_T = sent
         ids_T = network.kernels.read_token_ids(
             token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
         )
-        states_TD = None
-        if self._mask_states is not None:
-            features_TD = self._mask_states.features.read(metadata.slots_T)
-            is_text_T1 = draft_index_T[:, None] < 0
-            states_TD = torch.where(is_text_T1, features_TD, self._mask_states.state_D)
+        states_TD = None if states is None else states.features_NF[places_T]
+        if states_TD is not None and self._mask_state_D is not None:
+            states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
         return network.read(ids_T, states_TD, self.cache.layers, metadata), metadata, sent_extra

@@ -1,0 +1,141 @@
+"""What the drafter has read of each running text, and what it can still read.
+
+A language model needs ids only: it reads whatever it lacks when it drafts next. A drafter that
+reads the target's states can only read where they are kept: of the newest tokens. It reads prompts
+in the step of the target, as their states pass by, and goes on behind a gap if it missed some.
+"""
+
+from collections.abc import Sequence
+
+from outdraft.core.drafter_gap import NO_GAP, DrafterGap
+from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.request import Request
+from outdraft.kv.block_pool import NO_TOKEN, BlockPool
+
+
+class DrafterBooks:
+    """Keeps the drafter's counts of every request: `num_drafter_computed`, `drafter_gap`,
+    `num_drafter_usual` and `num_states`."""
+
+    def __init__(
+        self, pool: BlockPool, block_size: int, state_window: int, *, reads_ahead: bool
+    ) -> None:
+        """
+        Args:
+            state_window: of so many tokens of a text the target's states are kept; 0: the drafter
+                needs none.
+            reads_ahead: what the drafter keeps for a token depends on the token behind it (EAGLE).
+                Else one that reads states keeps nothing for a token (heads).
+        """
+        assert state_window > 0 or not reads_ahead, "nothing to read ahead with"
+        self.state_window = state_window
+        self._pool, self._block_size = pool, block_size
+        self._lag = 1 if reads_ahead else 0
+
+    def lag_tokens(self, request: Request) -> int:
+        """Tokens that the drafter would read now beyond those of a usual step."""
+        unread = request.num_tokens - self._lag - request.num_drafter_computed
+        if self.state_window:
+            unread = min(unread, request.num_states) if self._lag else 0
+        return max(0, unread - request.num_drafter_usual)
+
+    def admit(self, request: Request, known: Sequence[int]) -> None:
+        """The request starts with these blocks of the prefix cache, whose states are gone."""
+        if not self._lag:
+            self._skip_filled(request, known)
+            return
+        filled = tuple(b for i, b in enumerate(known) if self._is_filled(request, i, b))
+        request.num_drafter_computed = len(known) * self._block_size
+        missing = (len(known) - len(filled)) * self._block_size
+        request.drafter_gap = DrafterGap(missing, filled, len(known)) if missing else NO_GAP
+
+    def drop(self, request: Request) -> None:
+        """All that was kept for the request is gone."""
+        request.num_drafter_computed = request.num_states = 0
+        request.num_drafter_usual = 1
+        request.drafter_gap = NO_GAP
+
+    def chunk_reads(self, work: Work) -> int:
+        """How many tokens of a prompt's chunk the drafter reads at once: `num_drafter_reads`.
+
+        Others may take the blocks over from the next step on, and find no states then. The token
+        before the newest one is left: what the drafter drafts follows from what it reads last.
+        """
+        num_tokens = work.request.num_tokens + (1 if work.samples else 0)
+        count = min(work.num_new, num_tokens - 2 - work.start) if self._lag else 0
+        if count > 0:
+            self._go_on_at(work.request, work.start, work.block_ids)
+        return max(0, count)
+
+    def readable(
+        self, request: Request, choice: DraftChoice, block_ids: Sequence[int]
+    ) -> DraftChoice | None:
+        """The choice, without the network's drafts if it cannot make any: none of the states that
+        it reads were kept. It can in the next step."""
+        if not choice.num_model_drafts:
+            return choice
+        if not self.state_window:
+            self._skip_filled(request, block_ids)
+            return choice
+        if request.num_states == 0:
+            return choice.truncated(len(choice.draft))
+        if self._lag:
+            self._go_on_at(request, request.num_computed - request.num_states, block_ids)
+        return choice
+
+    def advance(self, work: Work, num_accepted: int, *, keeps_states: bool) -> None:
+        """Count what the drafter has read in a step; before its tokens are added to the text."""
+        request = work.request
+        if work.drafts is not None and work.drafts.num_model_drafts:
+            kept = min(num_accepted, work.drafts.max_kept)
+            request.num_drafter_computed = request.num_tokens + kept
+            request.num_drafter_usual = num_accepted + 1 - self._lag - kept
+        elif work.num_drafter_reads:
+            request.num_drafter_computed = work.start + work.num_drafter_reads
+        num_states = request.num_states + work.num_new + num_accepted
+        request.num_states = min(num_states, self.state_window) if keeps_states else 0
+
+    def spoil(self, request: Request) -> None:
+        """A step kept states that are no part of the text, in the places of others."""
+        request.num_states = 0
+
+    def mark_filled(
+        self, request: Request, computed: int, valid: int, block_ids: Sequence[int]
+    ) -> None:
+        """Others may use the blocks that the drafter has filled since `computed` was counted.
+
+        `valid`: so many tokens of the cache belong to the text.
+        """
+        size = self._block_size
+        if request.drafter_gap.num_tokens % size:
+            return  # its keys are not in the places of their tokens
+        valid = min(request.num_drafter_computed, valid, request.num_tokens - self._lag)
+        for block in range(computed // size, valid // size):
+            ahead = self._token_behind(request, block)
+            self._pool.mark_drafter_filled(block_ids[block], ahead)
+
+    def _go_on_at(self, request: Request, start: int, block_ids: Sequence[int]) -> None:
+        """The drafter reads on at `start` at the earliest."""
+        read = request.num_drafter_computed
+        if read < start:
+            gap = request.drafter_gap
+            request.drafter_gap = gap.widened(read, start, block_ids, self._block_size)
+            request.num_drafter_computed = start
+
+    def _skip_filled(self, request: Request, block_ids: Sequence[int]) -> None:
+        """Count what the drafter has read for another request in blocks that both requests hold."""
+        block = request.num_drafter_computed // self._block_size
+        num_full = request.num_computed // self._block_size
+        while block < num_full and self._is_filled(request, block, block_ids[block]):
+            block += 1
+        filled = block * self._block_size
+        request.num_drafter_computed = max(request.num_drafter_computed, filled)
+
+    def _is_filled(self, request: Request, place: int, block: int) -> bool:
+        return self._pool.is_drafter_filled(block, self._token_behind(request, place))
+
+    def _token_behind(self, request: Request, block: int) -> int:
+        """What the drafter's layers of a block depend on beside the text up to its end."""
+        if not self._lag:
+            return NO_TOKEN
+        return int(request.token_ids[(block + 1) * self._block_size])

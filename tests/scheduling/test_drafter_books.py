@@ -1,0 +1,168 @@
+"""What a drafter of the target's states may read, and what it is told that it missed."""
+
+import pytest
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.drafter_gap import NO_GAP, DrafterGap
+from outdraft.core.plan import DraftChoice, ModelDrafting, StepPlan, StepResult, WorkResult
+from outdraft.core.request import Request
+from outdraft.scheduling.scheduler import Scheduler
+from tests.scheduling.test_scheduler import (
+    host_drafts,
+    model_drafts,
+    plain_results,
+    request,
+    run_plainly,
+    scheduler,
+)
+
+EAGLE = ModelDrafting(DraftSource.EAGLE3, max_kept=-1)
+WINDOW = 8
+
+
+def eagle(**options) -> Scheduler:
+    return scheduler(state_window=WINDOW, drafter_reads_ahead=True, **options)
+
+
+def eagle_drafts(number: int) -> DraftChoice:
+    return DraftChoice(EAGLE.source, num_model_drafts=number, model=EAGLE)
+
+
+def everybody(_: Request) -> bool:
+    return True
+
+
+def run_followed(sched: Scheduler, steps: int) -> list[StepPlan]:
+    plans = []
+    for _ in range(steps):
+        plan = sched.schedule({}, everybody)
+        sched.commit(plan, plain_results(plan))
+        sched.check_invariants()
+        plans.append(plan)
+    return plans
+
+
+def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
+    sched = eagle(max_num_batched_tokens=5)
+    one = request("a", [1] * 12, 6)
+    sched.add(one)
+    while sched.has_work:
+        plan = sched.schedule({})
+        assert not plan.keeps_states
+        assert [work.num_drafter_reads for work in plan.works] == [0]
+        sched.commit(plan, plain_results(plan))
+        assert (one.num_states, one.num_drafter_computed) == (0, 0)
+        assert sched.lag_tokens(one) == 0
+
+
+def test_a_prompt_is_read_as_it_passes_by():
+    sched = eagle(max_num_batched_tokens=7)
+    sched.add(request("a", [1] * 20, 6))
+    plans = run_followed(sched, 3)
+    assert [plan.works[0].num_new for plan in plans] == [7, 7, 6]
+    assert [plan.works[0].num_drafter_reads for plan in plans] == [7, 7, 5]
+    [one] = sched.running
+    assert (one.num_drafter_computed, one.num_states) == (19, WINDOW)
+    assert one.drafter_gap == NO_GAP
+    assert sched.lag_tokens(one) == 0  # the last one is read before the first draft
+
+
+def test_what_a_draft_follows_from_is_left_to_read():
+    sched = eagle(max_num_batched_tokens=9)
+    sched.add(request("a", [1] * 10, 6))
+    [plan] = run_followed(sched, 1)
+    assert plan.works[0].num_drafter_reads == 8  # the ninth is read together with the newest
+    plan = sched.schedule({"a": eagle_drafts(1)})
+    assert plan.works[0].num_drafts == 1
+
+
+def test_a_drafter_without_states_drafts_in_the_next_step_and_holds_no_block_before():
+    sched = eagle(block_size=1)
+    one = request("a", [1] * 6, 9)
+    sched.add(one)
+    run_plainly(sched, 2)
+    plan = sched.schedule({"a": eagle_drafts(3)})
+    assert (plan.keeps_states, plan.works[0].drafts) == (True, None)
+    assert len(plan.works[0].block_ids) == plan.works[0].start + 1
+    sched.commit(plan, plain_results(plan))
+    plan = sched.schedule({"a": eagle_drafts(3)})
+    assert plan.works[0].num_drafts == 3
+    assert (one.num_drafter_computed, one.drafter_gap.num_tokens) == (7, 7)
+
+
+def test_what_the_host_drafted_is_verified_where_the_network_cannot_go_on():
+    heads = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
+    sched = scheduler(state_window=1)
+    sched.add(request("a", [1] * 6, 9))
+    run_plainly(sched, 1)
+    mixed = DraftChoice(DraftSource.SUFFIX, host_drafts(1, 1).draft, 2, heads)
+    [work] = sched.schedule({"a": mixed}).works
+    assert work.drafts is not None
+    assert (len(work.drafts.draft), work.drafts.num_model_drafts) == (2, 0)
+
+
+def test_after_a_pause_the_drafter_reads_the_window_behind_what_it_has_read():
+    sched = eagle(block_size=4)
+    one = request("a", [1] * 9, 30)
+    sched.add(one)
+    run_followed(sched, 1)
+    plan = sched.schedule({"a": eagle_drafts(1)}, everybody)
+    sched.commit(plan, plain_results(plan))
+    assert (one.num_tokens, one.num_drafter_computed) == (11, 9)
+    run_followed(sched, 20)
+    assert sched.lag_tokens(one) == WINDOW - 1
+    before = list(sched.table(one).ids)
+    sched.schedule({"a": eagle_drafts(1)}, everybody)
+    # Tokens 22 to 29 stand behind the two full blocks that were read before: token 22 at place 8.
+    assert one.drafter_gap == DrafterGap(14, tuple(before[:2]), 5)
+    assert one.num_drafter_computed == one.num_computed - WINDOW == 22
+
+
+def test_a_refused_step_spoils_the_states_that_it_has_overwritten():
+    sched = eagle()
+    one = request("a", [1] * 9, 30)
+    sched.add(one)
+    run_followed(sched, 2)
+    plan = sched.schedule({"a": host_drafts(1, 1)}, everybody)
+    sched.commit(plan, StepResult((WorkResult(is_finite=False),), 3))
+    assert (one.num_tokens, one.num_states) == (11, 0)
+
+
+def test_a_draft_model_lags_by_all_that_it_has_not_read():
+    sched = scheduler()
+    one = request("a", [1] * 9, 30)
+    sched.add(one)
+    run_plainly(sched, 3)
+    assert sched.lag_tokens(one) == 12 - 1
+    plan = sched.schedule({"a": model_drafts(2)})
+    assert plan.works[0].num_drafts == 2
+    sched.commit(plan, StepResult((WorkResult((1, 1, 1), (0, 1), (1, 1)),), 3))
+    assert (one.num_tokens, one.num_drafter_computed, sched.lag_tokens(one)) == (15, 13, 0)
+    run_plainly(sched, 4)
+    assert sched.lag_tokens(one) == 4
+
+
+@pytest.mark.parametrize(("token", "filled"), [(1, 8), (2, 4)])
+def test_a_filled_block_is_of_use_before_the_token_that_it_was_read_with(token, filled):
+    sched = eagle(block_size=4)
+    sched.add(request("a", [1] * 13, 1))
+    run_followed(sched, 1)
+    second = request("b", [*[1] * 8, token, *[2] * 5], 9)
+    sched.add(second)
+    sched.schedule({}, everybody)
+    assert (second.num_cached, second.num_drafter_computed) == (8, 8)
+    assert second.num_drafter_computed - second.drafter_gap.num_tokens == filled
+
+
+def test_blocks_behind_a_gap_serve_other_texts_where_their_slots_are_those_of_the_text():
+    sched = eagle(block_size=4)
+    sched.add(request("a", [1] * 9, 1))
+    run_plainly(sched, 1)  # nobody follows: two blocks without the drafter's keys
+    sched.add(request("b", [1] * 21, 1))
+    run_followed(sched, 1)
+    third = request("c", [1] * 22, 9)
+    sched.add(third)
+    sched.schedule({}, everybody)
+    ids = sched.table(third).ids
+    assert third.num_cached == 20
+    assert third.drafter_gap == DrafterGap(8, tuple(ids[2:5]), 5)
