@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from corpus import BEGIN, END
-from held_out_prompts import held_out_prompts
+from held_out_prompts import held_out_prompts, with_further_prompts
 from safetensors.torch import save_file
 from train_target import next_token_loss
 from transformers import LlamaForCausalLM
 
-NUM_PROMPTS = 24
+NUM_PROMPTS = 24  # one of a file; they come first
+NUM_ALL_PROMPTS = 400
 # Names that Llama readers of every age understand; `rope_theta` is the older spelling.
 CONFIG_FIELDS = (
     "vocab_size",
@@ -161,7 +162,7 @@ def main() -> None:
         write_model(model, data / "tokenizer.json", args.out / role)
         nats = whole_loss(model, held_out, model.config.max_position_embeddings)
         facts |= model_facts(role, model, nats, tokens_per_byte, tokens)
-    prompts = held_out_prompts(data, NUM_PROMPTS)
+    prompts = with_further_prompts(data, held_out_prompts(data, NUM_PROMPTS), NUM_ALL_PROMPTS)
     write_json(args.out / "prompts.json", [asdict(prompt) for prompt in prompts])
     card = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8"))
     (args.out / "README.md").write_text(card.substitute(facts), encoding="utf-8")

@@ -21,6 +21,7 @@ from outdraft.cli.bench_options import (
     numbers,
     traffics_of,
 )
+from outdraft.cli.bench_sweep import sweep
 from outdraft.cli.command import Command
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
@@ -37,6 +38,7 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 bench.command(cls=Command)(methods)
+bench.command(cls=Command)(sweep)
 
 ModelFlag = Annotated[
     str | None, typer.Option(help="Directory or hub name; default: the embedded model.")

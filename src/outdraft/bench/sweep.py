@@ -1,0 +1,189 @@
+"""Speculation that chooses its lengths against plain decoding and fixed lengths, by concurrency.
+
+At each level all variants complete the same prompts, which no other level saw, in turn and round by
+round, so that a machine whose speed drifts treats them alike. What counts is the time in which
+exactly so many requests run: a round ends when there is none left to begin.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from outdraft.bench.in_process import Generation
+from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.bench.workloads import BenchRequest
+from outdraft.config.engine import EngineConfig
+from outdraft.engine.assembler import Assembler, Queued, checked
+from outdraft.engine.build import build_engine
+from outdraft.engine.engine import Engine
+from outdraft.engine.loading import LoadedModels
+from outdraft.engine.stats import StatsTotal
+
+CHOSEN = "auto"  # the variant that chooses
+REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
+RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap, percentiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepPlan:
+    """How long a sweep measures.
+
+    Attributes:
+        levels: requests that run at once.
+        tolerance: rounds are added until the ratio's interval is as narrow to either side.
+        acceptance: chances that a synthetic draft's token is accepted, request by request in turn;
+            None: the target decides.
+    """
+
+    levels: tuple[int, ...]
+    min_rounds: int = 3
+    max_rounds: int = 12
+    tolerance: float = 0.02
+    acceptance: tuple[float, ...] | None = None
+
+    def num_requests(self, level: int) -> int:
+        return max(LEAST_REQUESTS, REQUESTS_PER_PLACE * level)
+
+    @property
+    def num_prompts(self) -> int:
+        """Of all levels, those included that are not measured."""
+        return sum(level + self.num_requests(level) for level in self.levels)
+
+
+@dataclass(slots=True)
+class LevelResult:
+    """One level: tokens a second of each variant, round by round."""
+
+    concurrency: int
+    rates: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    stats: dict[str, StatsTotal] = field(default_factory=dict[str, StatsTotal])
+
+    @property
+    def num_rounds(self) -> int:
+        return len(self.rates[PLAIN])
+
+    @property
+    def best(self) -> str:
+        """The fastest variant that does not choose, by its median."""
+        return max((n for n in self.rates if n != CHOSEN), key=lambda n: median(self.rates[n]))
+
+    def ratios(self, other: str) -> list[float]:
+        """The chosen lengths' speed as a multiple of another variant's, round by round."""
+        pairs = zip(self.rates[CHOSEN], self.rates[other], strict=True)
+        return [own / base for own, base in pairs]
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """A 95 % interval of the median, by the bootstrap of percentiles; the same at every call."""
+    drawn = np.random.default_rng(0).choice(np.array(values), (RESAMPLES, len(values)))
+    low, high = np.percentile(np.median(drawn, axis=1), INTERVAL).tolist()
+    return low, high
+
+
+def sweep(
+    configs: Mapping[str, EngineConfig],
+    models: Mapping[str, LoadedModels],
+    requests: Sequence[BenchRequest],
+    plan: SweepPlan,
+    generation: Generation,
+    on_run: Callable[[str], object] = lambda variant: None,
+) -> Iterator[LevelResult]:
+    """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
+    rest = list(requests)
+    assert len(rest) == plan.num_prompts
+    for level in plan.levels:
+        count = level + plan.num_requests(level)
+        part, rest = rest[:count], rest[count:]
+        engines = {
+            name: _engine(config, models[name], level, plan) for name, config in configs.items()
+        }
+        result = LevelResult(level, {name: [] for name in engines})
+        result.stats = {name: StatsTotal() for name in engines}
+        for name, engine in engines.items():
+            _run(engine, part[:level], level, generation)
+            on_run(name)
+        while not _is_enough(result, plan):
+            for name in _order(list(engines), result.num_rounds):
+                engine = engines[name]
+                engine.on_step = result.stats[name].add
+                result.rates[name].append(_run(engine, part[level:], level, generation))
+                engine.on_step = None
+                on_run(name)
+        yield result
+
+
+def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
+    """A level for tables and files."""
+    ratios = {name: result.ratios(name) for name in result.rates if name != CHOSEN}
+    return {
+        "concurrency": result.concurrency,
+        "num_rounds": result.num_rounds,
+        "best": result.best,
+        "ratio_to_best": _with_interval(ratios[result.best]),
+        "ratio_to_plain": _with_interval(ratios[PLAIN]),
+        "is_narrow": _is_narrow(ratios[result.best], plan),
+        "variants": {
+            name: {
+                "tokens_per_s": median(rates),
+                "rounds": rates,
+                "acceptance_length": result.stats[name].acceptance_length,
+                "draft_tokens_per_step": result.stats[name].num_draft_tokens
+                / max(1, result.stats[name].num_steps),
+            }
+            for name, rates in result.rates.items()
+        },
+    }
+
+
+def _with_interval(ratios: Sequence[float]) -> dict[str, float]:
+    low, high = median_interval(ratios)
+    return {"median": median(ratios), "low": low, "high": high}
+
+
+def _is_narrow(ratios: Sequence[float], plan: SweepPlan) -> bool:
+    low, high = median_interval(ratios)
+    return high - low <= 2 * plan.tolerance
+
+
+def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
+    if result.num_rounds < plan.min_rounds:
+        return False
+    return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
+
+
+def _order(names: list[str], number: int) -> list[str]:
+    """Everybody is first once, so nobody always runs behind the same one."""
+    start = number % len(names)
+    return names[start:] + names[:start]
+
+
+def _engine(config: EngineConfig, models: LoadedModels, level: int, plan: SweepPlan) -> Engine:
+    scheduler = replace(config.scheduler, max_num_seqs=level)
+    engine, _ = build_engine(replace(config, scheduler=scheduler), models)
+    if plan.acceptance is not None:
+        method = engine.runner.verifier.method
+        engine.runner.verifier = SyntheticVerifier(models.kernels, method, plan.acceptance)
+    return engine
+
+
+def _run(
+    engine: Engine, requests: Sequence[BenchRequest], level: int, generation: Generation
+) -> float:
+    """Tokens a second while `level` requests run; the rest of the last ones is not generated."""
+    queue: list[Queued] = [
+        (str(number), request.prompt, generation.params(request), 0)
+        for number, request in enumerate(requests)
+    ]
+    num_left, before = len(queue), engine.stats.num_emitted
+    started_s = perf_counter()
+    with closing(Assembler(engine).run(queue)) as steps:
+        while num_left >= level:
+            num_left -= sum(checked(output).finished for output in next(steps))
+        elapsed_s = perf_counter() - started_s
+    return (engine.stats.num_emitted - before) / elapsed_s

@@ -1,0 +1,142 @@
+"""A sweep gives every variant the same requests, other ones at each level, and measures long enough."""
+
+import json
+
+import pytest
+import torch
+
+from outdraft.bench.in_process import Generation
+from outdraft.bench.side_by_side import PLAIN, share_target
+from outdraft.bench.sweep import (
+    CHOSEN,
+    LevelResult,
+    SweepPlan,
+    level_report,
+    median_interval,
+    sweep,
+)
+from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.bench.workloads import BenchRequest
+from outdraft.cli.bench_sweep import plot, variants
+from outdraft.config.engine import EngineConfig
+from outdraft.core.draft import Draft
+from outdraft.core.sampling import SamplingParams
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.reference.table import reference_kernels
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.processors import Paths
+from tests.cli.pair import pair
+
+VOCAB = 11
+
+
+def synthetic_verdict(chances, lengths, seeds):
+    verifier = SyntheticVerifier(reference_kernels(), "block", chances)
+    drafts = DraftBatch.from_drafts([Draft.chain(range(n)) for n in lengths], "cpu")
+    sampling = SamplingBatch.from_requests(
+        [SamplingParams(temperature=1.0)] * len(lengths),
+        seeds=seeds,
+        vocab_size=VOCAB,
+        device="cpu",
+    )
+    zeros_B = torch.zeros(len(lengths), dtype=torch.int64)
+    logits_RV = torch.zeros(sum(lengths) + len(lengths), VOCAB)
+    return verifier.verify(logits_RV, drafts, sampling, Paths(None, zeros_B, zeros_B + 1))
+
+
+@pytest.mark.parametrize(("chance", "kept"), [(0.0, 0), (1.0, 1)])
+def test_certain_coins_keep_all_or_nothing_and_add_one_token(chance, kept):
+    lengths = [3, 0, 5]
+    verdict = synthetic_verdict((chance,), lengths, [1, 2, 3])
+    assert verdict.num_emitted_B.tolist() == [kept * n + 1 for n in lengths]
+    for ids, rows, n in zip(verdict.token_ids_BN1, verdict.rows_BN, lengths, strict=True):
+        num = kept * n
+        assert ids[:num].tolist() == list(range(num))
+        assert 0 <= ids[num] < VOCAB
+        assert set(ids[num + 1 :].tolist()) <= {-1}
+        assert rows.tolist() == [*range(num), *[-1] * (5 - num)]
+
+
+def test_a_request_has_its_own_chance_and_drafts_fare_accordingly():
+    num_each, depth = 4000, 3
+    chances = (0.3, 0.8)
+    verdict = synthetic_verdict(chances, [depth] * 2 * num_each, list(range(2 * num_each)))
+    for place, chance in enumerate(chances):
+        mean = (verdict.num_emitted_B[place::2] - 1).double().mean().item()
+        expected = sum(chance**i for i in range(1, depth + 1))
+        assert mean == pytest.approx(expected, abs=5 * depth / num_each**0.5 / 2)
+
+
+def test_an_interval_of_a_median_covers_it_as_often_as_it_says():
+    generator = torch.Generator().manual_seed(0)
+    hits = 0
+    for _ in range(200):
+        low, high = median_interval(torch.randn(15, generator=generator).tolist())
+        hits += low <= 0 <= high
+    assert 0.88 <= hits / 200 <= 0.995
+    assert median_interval([2.0] * 5) == (2.0, 2.0)
+
+
+def test_the_best_of_the_others_is_what_choosing_is_measured_by():
+    rates = {PLAIN: [10.0, 11.0, 12.0], "3": [20.0, 22.0, 10.0], CHOSEN: [19.0, 22.0, 12.0]}
+    report = level_report(LevelResult(4, rates), SweepPlan(levels=(4,)))
+    assert report["best"] == "3"
+    assert report["ratio_to_best"]["median"] == 1.0
+    assert report["ratio_to_plain"]["median"] == 1.9
+    assert report["is_narrow"] is False
+
+
+@pytest.fixture(scope="module")
+def configs():
+    base = EngineConfig.from_options(model=str(pair().target), device="cpu", max_model_len=64)
+    given = {"method": "draft_model", "model": str(pair().drafter)}
+    return variants(base, given, [2])
+
+
+def requests(plan):
+    return [BenchRequest((5, 6, 7 + number), 9) for number in range(plan.num_prompts)]
+
+
+def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, monkeypatch):
+    plan = SweepPlan(levels=(1, 3), min_rounds=2, max_rounds=2)
+    seen: dict[tuple[int, str], list[tuple[int, ...]]] = {}
+    runs: list[str] = []
+    models = share_target(configs)
+    all_requests = requests(plan)
+    results = []
+    for result in sweep(
+        configs, models, all_requests, plan, Generation(ignore_eos=True), runs.append
+    ):
+        results.append(result)
+        for name, total in result.stats.items():
+            seen[result.concurrency, name] = [total.num_emitted, total.num_drafts]
+    assert [result.concurrency for result in results] == [1, 3]
+    assert [result.num_rounds for result in results] == [2, 2]
+    assert len(runs) == 2 * 3 * (1 + 2)
+    first, second = runs[3:6], runs[6:9]
+    assert sorted(first) == sorted(second) == sorted(configs)
+    assert first != second
+    for level in plan.levels:
+        assert seen[level, PLAIN][1] == 0
+        assert seen[level, "2"][1] > 0
+    assert seen[1, PLAIN][0] == 2 * plan.num_requests(1) * 9
+
+
+def test_a_plot_and_strict_json_come_of_a_result(configs, tmp_path):
+    plan = SweepPlan(levels=(2,), min_rounds=1, max_rounds=1)
+    level = next(sweep(configs, share_target(configs), requests(plan), plan, Generation()))
+    result = {"levels": [level_report(level, plan)], "acceptance": "decided by the target"}
+    json.dumps(result, allow_nan=False)
+    plot(result, tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_fixed_lengths_are_fixed_and_nothing_remembers_a_round(configs):
+    assert configs[PLAIN].speculation.sources == ()
+    assert configs["2"].speculation.control == "fixed"
+    assert configs["2"].speculation.num_speculative_tokens == 2
+    assert configs[CHOSEN].speculation.control == "adaptive"
+    assert not any(config.cache.enable_prefix_caching for config in configs.values())
+    base = EngineConfig.from_options(model=str(pair().target), device="cpu")
+    suffix = variants(base, {"method": "suffix"}, [2])["2"].speculation.sources[0]
+    assert suffix.suffix_decoding_max_cached_requests == 0
