@@ -1,4 +1,4 @@
-"""A sweep gives every variant the same requests, other ones at each level, and measures long enough."""
+"""A sweep gives every variant the same requests, other ones at each level, for long enough."""
 
 import json
 
@@ -21,6 +21,7 @@ from outdraft.cli.bench_sweep import plot, variants
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.sampling.batch import SamplingBatch
@@ -41,7 +42,7 @@ def synthetic_verdict(chances, lengths, seeds):
     )
     zeros_B = torch.zeros(len(lengths), dtype=torch.int64)
     logits_RV = torch.zeros(sum(lengths) + len(lengths), VOCAB)
-    return verifier.verify(logits_RV, drafts, sampling, Paths(None, zeros_B, zeros_B + 1))
+    return verifier.verify(logits_RV, drafts, sampling, Paths(None, zeros_B, zeros_B + 1, None))
 
 
 @pytest.mark.parametrize(("chance", "kept"), [(0.0, 0), (1.0, 1)])
@@ -79,7 +80,8 @@ def test_an_interval_of_a_median_covers_it_as_often_as_it_says():
 
 def test_the_best_of_the_others_is_what_choosing_is_measured_by():
     rates = {PLAIN: [10.0, 11.0, 12.0], "3": [20.0, 22.0, 10.0], CHOSEN: [19.0, 22.0, 12.0]}
-    report = level_report(LevelResult(4, rates), SweepPlan(levels=(4,)))
+    stats = {name: StatsTotal() for name in rates}
+    report = level_report(LevelResult(4, rates, stats), SweepPlan(levels=(4,)))
     assert report["best"] == "3"
     assert report["ratio_to_best"]["median"] == 1.0
     assert report["ratio_to_plain"]["median"] == 1.9

@@ -1,0 +1,210 @@
+"""Whether speculation keeps what it promises for somebody's own models.
+
+Greedy ids must be those of plain decoding. Sampled tokens must have the target's distribution: many
+short texts are drawn with drafts, and behind each beginning that came up often enough the counts of
+the next token are compared with the target's own probabilities.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outdraft.bench.in_process import Generation, run_batch
+from outdraft.bench.side_by_side import (
+    PLAIN,
+    Sample,
+    acceptance_length,
+    complete_alone,
+    complete_in_turn,
+    median_ratio,
+    median_tokens_per_s,
+)
+from outdraft.bench.workloads import BenchRequest
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
+
+SPECULATIVE = "speculative"  # as it is configured
+ALWAYS = "always"  # the same, but every step drafts as much as it may
+DRAWN_TOKENS = 4  # of each sampled text
+LEAST_COUNT = 40  # of a beginning whose next token is looked at
+LEAST_EXPECTED = 5.0  # of a token that is counted by itself
+MOST_LOGPROBS = 100
+SIMULATIONS = 20_000
+LEAST_P = 1e-3  # a smaller chance of such counts is no accident
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a greedy text first parts from plain decoding's.
+
+    Attributes:
+        engine: whose text it is, SPECULATIVE or ALWAYS.
+        place: tokens before it.
+        gap: nats by which the target prefers its own token to that of the other text, 0 for a tie;
+            None: it does not list the other one among its most likely.
+    """
+
+    engine: str
+    prompt: int
+    place: int
+    plain_id: int | None
+    speculative_id: int | None
+    gap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How often each token followed one beginning, and the target's chances of them.
+
+    The last place stands for all tokens that are expected too seldom to be counted alone.
+    """
+
+    prefix: tuple[int, ...]
+    observed: NDArray[np.int64]
+    chances: NDArray[np.float64]
+
+
+def self_test(
+    engines: Mapping[str, Engine],
+    prompts: Sequence[str],
+    *,
+    max_tokens: int,
+    num_samples: int,
+    num_sampled_prompts: int,
+    on_done: Callable[[], object] = lambda: None,
+) -> dict[str, Any]:
+    """All findings; `passed` says whether all is as promised.
+
+    Args:
+        engines: PLAIN, SPECULATIVE and ALWAYS.
+        prompts: the last one is for warming up.
+        num_samples: texts drawn for each of the first `num_sampled_prompts`.
+    """
+    *measured, warm_up = prompts
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    samples = complete_in_turn(engines, warm_up, measured, [greedy] * len(measured), on_done)
+    differences = [
+        difference
+        for name in (SPECULATIVE, ALWAYS)
+        for number, prompt in enumerate(measured)
+        if (difference := first_difference(engines[PLAIN], prompt, number, name, samples))
+    ]
+    counts = [
+        one
+        for prompt in measured[:num_sampled_prompts]
+        for one in counted(engines, prompt, num_samples)
+    ]
+    p_value = fit(counts)
+    return {
+        "num_prompts": len(measured),
+        "max_tokens": max_tokens,
+        "differences": differences,
+        "num_samples": num_samples * min(num_sampled_prompts, len(measured)),
+        "num_beginnings": len(counts),
+        "p_value": p_value,
+        "speed": _speed(samples),
+        "passed": not differences and p_value >= LEAST_P,
+    }
+
+
+def first_difference(
+    plain: Engine, prompt: str, number: int, name: str, samples: Mapping[str, Sequence[Sample]]
+) -> Difference | None:
+    """Where an engine's text of a prompt parts from plain decoding's; None if they are equal."""
+    own, other = samples[PLAIN][number].token_ids, samples[name][number].token_ids
+    length = min(len(own), len(other))
+    place = next((i for i in range(length) if own[i] != other[i]), length)
+    if place == len(own) == len(other):
+        return None
+    ids = [text[place] if place < len(text) else None for text in (own, other)]
+    params = SamplingParams(
+        temperature=0.0, max_tokens=place + 1, ignore_eos=True, logprobs=MOST_LOGPROBS
+    )
+    output = complete_alone(plain, "gap", prompt, params, lambda output: None)[0]
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    likely = logprobs[place] if place < len(logprobs) else {}
+    gap = None
+    if ids[0] in likely and ids[1] in likely:
+        gap = likely[ids[0]].logprob - likely[ids[1]].logprob
+    return Difference(name, number, place, ids[0], ids[1], gap)
+
+
+def counted(engines: Mapping[str, Engine], prompt: str, num_samples: int) -> list[Counts]:
+    """The tokens behind each frequent beginning of texts that were drawn with drafts."""
+    plain, drafting = engines[PLAIN], engines[ALWAYS]
+    prompt_ids = tuple(plain.inputs.encoded(prompt).token_ids.tolist())
+    generation = Generation(temperature=1.0, ignore_eos=True, detokenize=False)
+    requests = [BenchRequest(prompt_ids, DRAWN_TOKENS)] * num_samples
+    done = run_batch(drafting, requests, generation, float("inf"))
+    nexts: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for output in done.outputs:
+        ids = tuple(output.outputs[0].token_ids)
+        for place, token_id in enumerate(ids):
+            nexts[ids[:place]][token_id] += 1
+    frequent = {prefix: of for prefix, of in nexts.items() if of.total() >= LEAST_COUNT}
+    return [_counts(plain, prompt_ids, prefix, of) for prefix, of in sorted(frequent.items())]
+
+
+def fit(counts: Sequence[Counts]) -> float:
+    """How probable counts as far from what is expected are; 1 without any.
+
+    The likelihood ratio of all beginnings together, against draws from the expected chances
+    themselves: exact for small counts, too.
+    """
+    rng = np.random.default_rng(0)
+    total, simulated = 0.0, np.zeros(SIMULATIONS)
+    for one in counts:
+        number = int(one.observed.sum())
+        total += float(_likelihood_ratio(one.observed, one.chances))
+        drawn = rng.multinomial(number, one.chances, SIMULATIONS)
+        simulated += _likelihood_ratio(drawn, one.chances)
+    slack = 1e-9 * (1 + abs(total))
+    return (1 + int((simulated >= total - slack).sum())) / (1 + SIMULATIONS)
+
+
+def _likelihood_ratio(counts: NDArray[np.int64], chances: NDArray[np.float64]) -> Any:
+    """2 sum O ln(O / E) over the last axis; infinite for what cannot happen."""
+    expected = counts.sum(-1, keepdims=True) * chances
+    with np.errstate(divide="ignore", invalid="ignore"):
+        terms = np.where(counts > 0, counts * np.log(counts / expected), 0.0)
+    return 2 * terms.sum(-1)
+
+
+def _counts(
+    plain: Engine, prompt_ids: tuple[int, ...], prefix: tuple[int, ...], nexts: Counter[int]
+) -> Counts:
+    params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=MOST_LOGPROBS)
+    prompt = list(prompt_ids + prefix)
+    output = complete_alone(plain, "chances", prompt, params, lambda output: None)[0]
+    assert output.outputs[0].logprobs is not None
+    chances = {
+        token_id: float(np.exp(one.logprob))
+        for token_id, one in output.outputs[0].logprobs[0].items()
+        if one.rank <= MOST_LOGPROBS
+    }
+    number = nexts.total()
+    alone = [token_id for token_id, chance in chances.items() if number * chance >= LEAST_EXPECTED]
+    observed = [nexts[token_id] for token_id in alone]
+    expected = np.array([*(chances[token_id] for token_id in alone), 0.0])
+    expected[-1] = max(0.0, 1 - expected.sum())
+    return Counts(prefix, np.array([*observed, number - sum(observed)]), expected / expected.sum())
+
+
+def _speed(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
+    """Speed as configured; acceptance where every step drafts."""
+    own, plain = samples[SPECULATIVE], samples[PLAIN]
+    always = samples[ALWAYS]
+    drafted = sum(sample.stats.num_draft_tokens for sample in always)
+    accepted = sum(sample.stats.num_accepted_tokens for sample in always)
+    return {
+        "tokens_per_s": median_tokens_per_s(own),
+        "plain_tokens_per_s": median_tokens_per_s(plain),
+        "ratio_to_plain": median_ratio(own, plain),
+        "acceptance_length": acceptance_length(always),
+        "acceptance_rate": accepted / max(1, drafted),
+    }

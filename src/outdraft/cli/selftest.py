@@ -1,0 +1,120 @@
+"""`outdraft selftest`: whether speculation keeps its promises for the user's own models."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import typer
+from rich.console import Console
+from tqdm import tqdm
+
+from outdraft import assets
+from outdraft.cli.command import Model
+from outdraft.cli.options import EngineOptions, engine_config, takes_options
+from outdraft.cli.threads import use_physical_cores
+from outdraft.config.checks import check_whole
+from outdraft.config.engine import SchedulerConfig
+from outdraft.config.flags import flag
+from outdraft.config.speculation import SpeculationConfig
+from outdraft.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelfTestOptions:
+    """How much is looked at."""
+
+    prompts: int = flag("Prompts of the package that are completed greedily.", default=8)
+    max_tokens: int = flag("Tokens to complete each of them by.", default=64)
+    samples: int = flag("Texts that are drawn for each of --sampled-prompts.", default=512)
+    sampled_prompts: int = flag("Prompts with drawn texts.", default=2)
+    json_: bool = flag("Print one JSON object and nothing else.", "--json", default=False)
+
+    def __post_init__(self) -> None:
+        check_whole("prompts", self.prompts, 1, 300)
+        check_whole("max_tokens", self.max_tokens, 2)
+        check_whole("samples", self.samples, 100)
+        check_whole("sampled_prompts", self.sampled_prompts, 1, self.prompts)
+
+
+@takes_options
+def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOptions) -> None:
+    """Check that drafts change nothing but the speed, with your models on your machine.
+
+    Greedy texts must be plain decoding's, token by token, and drawn tokens must have the target's
+    distribution. Exits with 1 if not, and tells how undecided the target was at the first
+    difference.
+    """
+    config = engine_config(model, engine)
+    if not config.speculation.sources:
+        raise ConfigError("a self-test needs --speculative-config: it says what drafts")
+    if not config.speculation.is_lossless:
+        raise ConfigError(
+            "rejection_sample_method 'lossy_typical' does not promise the target's distribution"
+        )
+    texts = [prompt.text for prompt in assets.prompts()[: options.prompts + 1]]
+    if len(texts) <= options.prompts:
+        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    use_physical_cores(os.environ)
+    from outdraft.bench.selftest import ALWAYS, SPECULATIVE, self_test
+    from outdraft.bench.side_by_side import PLAIN, share_target
+    from outdraft.engine.build import build_engine
+
+    config = replace(config, scheduler=SchedulerConfig(max_num_seqs=16))
+    always = replace(config.speculation, control="fixed")
+    configs = {
+        PLAIN: replace(config, speculation=SpeculationConfig()),
+        SPECULATIVE: config,
+        ALWAYS: replace(config, speculation=always),
+    }
+    models = share_target(configs)
+    engines = {name: build_engine(one, models[name])[0] for name, one in configs.items()}
+    with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
+        result = self_test(
+            engines,
+            texts,
+            max_tokens=options.max_tokens,
+            num_samples=options.samples,
+            num_sampled_prompts=options.sampled_prompts,
+            on_done=bar.update,
+        )
+    if options.json_:
+        differences = [asdict(one) for one in result["differences"]]
+        typer.echo(json.dumps(result | {"differences": differences}))
+    else:
+        show(result)
+    if not result["passed"]:
+        raise typer.Exit(1)
+
+
+def show(result: dict[str, Any]) -> None:
+    """The findings, one to a line."""
+    from outdraft.bench.selftest import LEAST_P
+
+    console = Console(highlight=False, soft_wrap=True)
+    found, number = result["differences"], 2 * result["num_prompts"]
+    console.print(
+        f"{_mark(not found)} greedy: {number - len(found)} of {number} texts of "
+        f"{result['max_tokens']} tokens are plain decoding's, token by token"
+    )
+    for one in found[:1]:
+        gap = "far" if one.gap is None else f"by {one.gap:.2g} nats"
+        console.print(
+            f"     prompt {one.prompt}, {one.engine}, parts at token {one.place}: {one.plain_id} "
+            f"became {one.speculative_id}, which the target likes less {gap}"
+        )
+    p_value = result["p_value"]
+    console.print(
+        f"{_mark(p_value >= LEAST_P)} temperature 1: {result['num_samples']} texts, the next token "
+        f"behind {result['num_beginnings']} beginnings: p = {p_value:.3g} (at least {LEAST_P:g})"
+    )
+    speed = result["speed"]
+    console.print(
+        f"     speed, greedy, one request: {speed['tokens_per_s']:.0f} tokens/s, "
+        f"{speed['ratio_to_plain']:.2f} times plain decoding; where all steps draft: acceptance "
+        f"length {speed['acceptance_length']:.2f}, {speed['acceptance_rate']:.0%} accepted"
+    )
+
+
+def _mark(is_good: bool) -> str:
+    return "[green]ok  [/]" if is_good else "[bold red]FAIL[/]"

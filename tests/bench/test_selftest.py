@@ -1,0 +1,114 @@
+"""A self-test passes what is exact, and finds what is not."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from outdraft.bench.selftest import (
+    ALWAYS,
+    LEAST_P,
+    SPECULATIVE,
+    Counts,
+    first_difference,
+    fit,
+    self_test,
+)
+from outdraft.bench.side_by_side import PLAIN, Sample, complete_alone, share_target
+from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.config.engine import EngineConfig, SchedulerConfig
+from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import build_engine
+from outdraft.engine.stats import StatsTotal
+from tests.cli.pair import PROMPTS, pair
+from tests.cli.test_commands import run
+
+
+def tested(verifier_chances):
+    base = replace(
+        EngineConfig.from_options(model=str(pair().target), device="cpu"),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+    )
+    given = {"method": "draft_model", "model": str(pair().drafter), "num_speculative_tokens": 3}
+    configs = {
+        PLAIN: base,
+        SPECULATIVE: replace(base, speculation=parse_speculative_config(given)),
+        ALWAYS: replace(base, speculation=parse_speculative_config(given | {"control": "fixed"})),
+    }
+    models = share_target(configs)
+    engines = {name: build_engine(one, models[name])[0] for name, one in configs.items()}
+    if verifier_chances is not None:
+        kernels = models[PLAIN].kernels
+        engines[ALWAYS].runner.verifier = SyntheticVerifier(kernels, "block", verifier_chances)
+    return self_test(engines, PROMPTS, max_tokens=8, num_samples=400, num_sampled_prompts=1)
+
+
+def test_exact_speculation_passes():
+    result = tested(None)
+    assert result["passed"]
+    assert result["differences"] == []
+    assert result["num_beginnings"] >= 1
+    assert result["speed"]["acceptance_length"] >= 1
+
+
+def test_drafts_that_are_always_kept_are_found_by_the_counts():
+    result = tested((1.0,))
+    assert not result["passed"]
+    assert result["p_value"] < LEAST_P
+
+
+def test_a_text_that_parts_is_found_with_the_gap_between_the_two_tokens():
+    config = EngineConfig.from_options(model=str(pair().target), device="cpu")
+    engine, _ = build_engine(config)
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
+    output = complete_alone(engine, "0", PROMPTS[0], params, lambda output: None)[0].outputs[0]
+    second_id, second = max(
+        ((i, one) for i, one in output.logprobs[4].items() if i != output.token_ids[4]),
+        key=lambda pair: pair[1].logprob,
+    )
+    other = [*output.token_ids[:4], second_id, 0]
+    samples = {
+        PLAIN: [Sample(output.token_ids, 5, 1.0, StatsTotal())],
+        ALWAYS: [Sample(other, 5, 1.0, StatsTotal())],
+    }
+    found = first_difference(engine, PROMPTS[0], 0, ALWAYS, samples)
+    best = output.logprobs[4][output.token_ids[4]]
+    assert (found.engine, found.prompt, found.place) == (ALWAYS, 0, 4)
+    assert (found.plain_id, found.speculative_id) == (output.token_ids[4], second_id)
+    assert found.gap == pytest.approx(best.logprob - second.logprob, abs=1e-5)
+    assert first_difference(engine, PROMPTS[0], 0, PLAIN, samples) is None
+
+
+def test_p_values_of_true_chances_are_even_and_of_wrong_ones_small():
+    rng = np.random.default_rng(5)
+    chances = np.array([0.5, 0.3, 0.15, 0.05])
+    p_values = [
+        fit([Counts((), rng.multinomial(60, chances), chances) for _ in range(3)])
+        for _ in range(150)
+    ]
+    assert abs(np.mean(p_values) - 0.5) < 0.1
+    assert np.mean(np.array(p_values) < 0.1) < 0.2
+    biased = np.array([0.4, 0.4, 0.15, 0.05])
+    assert fit([Counts((), rng.multinomial(2000, biased), chances)]) < LEAST_P
+    impossible = np.array([1.0, 0.0])
+    assert fit([Counts((), np.array([50, 1]), impossible)]) < LEAST_P
+    assert fit([]) == 1
+
+
+@pytest.mark.usefixtures("embedded")
+def test_the_command_says_what_it_found(command):
+    arguments = ["--prompts", "2", "--max-tokens", "6", "--samples", "100", "--device", "cpu"]
+    result = run(command, "selftest", "--sampled-prompts", "1", *arguments)
+    assert result.exit_code == 0
+    assert "greedy: 4 of 4 texts" in result.stdout
+    assert "temperature 1: 100 texts" in result.stdout
+
+
+@pytest.mark.usefixtures("embedded")
+def test_what_promises_nothing_is_refused(command):
+    lossy = '{"method": "draft_model", "rejection_sample_method": "lossy_typical"}'
+    result = run(command, "selftest", "--speculative-config", lossy)
+    assert result.exit_code == 2
+    assert "lossy_typical" in result.stderr
+    assert run(command, "selftest", "--speculative-config", "null").exit_code == 2
