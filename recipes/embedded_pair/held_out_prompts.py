@@ -106,7 +106,7 @@ def held_out_prompts(data: Path, count: int, seed: int = 0) -> list[Prompt]:
 def with_further_prompts(data: Path, first: Sequence[Prompt], count: int) -> list[Prompt]:
     """The first prompts, then others of the held-out files, until there are `count` in all.
 
-    The files take turns, and no two prompts share a line. Files that hold no more are left out.
+    The files take turns, and no two prompts share a place or a text. Files that hold no more are left out.
 
     Raises:
         ValueError: the files do not hold so many.
@@ -123,7 +123,7 @@ def with_further_prompts(data: Path, first: Sequence[Prompt], count: int) -> lis
             found = file_prompt(path, text, tokenizer, rng, taken)
             if found is None:
                 open_paths.remove(path)
-            elif len(prompts) < count:
+            elif len(prompts) < count and all(found.text != one.text for one in prompts):
                 prompts.append(found)
         if not open_paths:
             raise ValueError(f"asked for {count} prompts, the files hold {len(prompts)}")

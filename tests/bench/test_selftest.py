@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outdraft import assets
 from outdraft.bench.selftest import (
     ALWAYS,
     LEAST_P,
@@ -22,15 +23,16 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.stats import StatsTotal
 from tests.cli.pair import PROMPTS, pair
-from tests.cli.test_commands import run
 
 
-def tested(verifier_chances):
+def findings(verifier_chances):
+    """Findings about the trained pair: what random weights say is too even to be told apart."""
     base = replace(
-        EngineConfig.from_options(model=str(pair().target), device="cpu"),
+        EngineConfig.from_options(model=str(assets.target_path()), device="cpu", max_model_len=512),
         scheduler=SchedulerConfig(max_num_seqs=16),
     )
-    given = {"method": "draft_model", "model": str(pair().drafter), "num_speculative_tokens": 3}
+    drafter = str(assets.drafter_path())
+    given = {"method": "draft_model", "model": drafter, "num_speculative_tokens": 3}
     configs = {
         PLAIN: base,
         SPECULATIVE: replace(base, speculation=parse_speculative_config(given)),
@@ -41,11 +43,12 @@ def tested(verifier_chances):
     if verifier_chances is not None:
         kernels = models[PLAIN].kernels
         engines[ALWAYS].runner.verifier = SyntheticVerifier(kernels, "block", verifier_chances)
-    return self_test(engines, PROMPTS, max_tokens=8, num_samples=400, num_sampled_prompts=1)
+    texts = [prompt.text for prompt in assets.prompts()[:3]]
+    return self_test(engines, texts, max_tokens=8, num_samples=400, num_sampled_prompts=1)
 
 
 def test_exact_speculation_passes():
-    result = tested(None)
+    result = findings(None)
     assert result["passed"]
     assert result["differences"] == []
     assert result["num_beginnings"] >= 1
@@ -53,7 +56,7 @@ def test_exact_speculation_passes():
 
 
 def test_drafts_that_are_always_kept_are_found_by_the_counts():
-    result = tested((1.0,))
+    result = findings((1.0,))
     assert not result["passed"]
     assert result["p_value"] < LEAST_P
 
@@ -85,30 +88,12 @@ def test_p_values_of_true_chances_are_even_and_of_wrong_ones_small():
     chances = np.array([0.5, 0.3, 0.15, 0.05])
     p_values = [
         fit([Counts((), rng.multinomial(60, chances), chances) for _ in range(3)])
-        for _ in range(150)
+        for _ in range(60)
     ]
-    assert abs(np.mean(p_values) - 0.5) < 0.1
-    assert np.mean(np.array(p_values) < 0.1) < 0.2
+    assert abs(np.mean(p_values) - 0.5) < 0.15
+    assert np.mean(np.array(p_values) < 0.1) < 0.25
     biased = np.array([0.4, 0.4, 0.15, 0.05])
     assert fit([Counts((), rng.multinomial(2000, biased), chances)]) < LEAST_P
     impossible = np.array([1.0, 0.0])
     assert fit([Counts((), np.array([50, 1]), impossible)]) < LEAST_P
     assert fit([]) == 1
-
-
-@pytest.mark.usefixtures("embedded")
-def test_the_command_says_what_it_found(command):
-    arguments = ["--prompts", "2", "--max-tokens", "6", "--samples", "100", "--device", "cpu"]
-    result = run(command, "selftest", "--sampled-prompts", "1", *arguments)
-    assert result.exit_code == 0
-    assert "greedy: 4 of 4 texts" in result.stdout
-    assert "temperature 1: 100 texts" in result.stdout
-
-
-@pytest.mark.usefixtures("embedded")
-def test_what_promises_nothing_is_refused(command):
-    lossy = '{"method": "draft_model", "rejection_sample_method": "lossy_typical"}'
-    result = run(command, "selftest", "--speculative-config", lossy)
-    assert result.exit_code == 2
-    assert "lossy_typical" in result.stderr
-    assert run(command, "selftest", "--speculative-config", "null").exit_code == 2

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from outdraft import assets
 from outdraft.bench.workloads import (
     BenchRequest,
     Dataset,
@@ -68,13 +69,14 @@ def test_a_rate_that_is_none_is_refused(rate, burstiness):
 
 
 def test_embedded_prompts_repeat_only_when_all_were_used():
-    requests = load_requests(Dataset(output_len=9), 24, seed=3)
-    assert num_distinct_prompts(requests) == 24
+    count = len(assets.prompts())
+    requests = load_requests(Dataset(output_len=9), count, seed=3)
+    assert num_distinct_prompts(requests) == count
     assert {request.max_tokens for request in requests} == {9}
-    again = load_requests(Dataset(output_len=9), 30, seed=3)
-    assert again[:24] == requests
-    assert again[24:] == requests[:6]
-    assert load_requests(Dataset(output_len=9), 24, seed=4) != requests
+    again = load_requests(Dataset(output_len=9), count + 6, seed=3)
+    assert again[:count] == requests
+    assert again[count:] == requests[:6]
+    assert load_requests(Dataset(output_len=9), count, seed=4) != requests
 
 
 def test_a_jsonl_line_is_a_request(tmp_path):

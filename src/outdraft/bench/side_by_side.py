@@ -15,6 +15,7 @@ from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.engine import Engine
+from outdraft.engine.inputs import Prompt
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
 from outdraft.engine.stats import StatsTotal
 
@@ -58,7 +59,7 @@ def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]
 def complete_alone(
     engine: Engine,
     request_id: str,
-    prompt: str,
+    prompt: Prompt,
     params: SamplingParams,
     shown: Callable[[RequestOutput], None],
 ) -> tuple[RequestOutput, int, float]:

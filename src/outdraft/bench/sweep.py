@@ -52,7 +52,7 @@ class SweepPlan:
 
     @property
     def num_prompts(self) -> int:
-        """Of all levels, those included that are not measured."""
+        """For all levels, warming up included."""
         return sum(level + self.num_requests(level) for level in self.levels)
 
 

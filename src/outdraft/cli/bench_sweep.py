@@ -37,8 +37,8 @@ class SweepOptions:
     concurrency: str = flag("Requests that run at once.", default="1,2,4,8,16,32", metavar="1,2,4")
     lengths: str = flag("Fixed numbers of drafts to compare with.", default="1,2,3,5,7")
     temperature: float = flag(default=0.0, min=0)
-    min_rounds: int = flag("Of each level.", default=3)
-    max_rounds: int = flag("Of each level.", default=12)
+    min_rounds: int = flag("At least so many at each level.", default=3)
+    max_rounds: int = flag("At most so many at each level.", default=12)
     tolerance: float = flag(
         "Rounds are added until the ratio is known as well, to either side.", default=0.02
     )
