@@ -106,7 +106,8 @@ def held_out_prompts(data: Path, count: int, seed: int = 0) -> list[Prompt]:
 def with_further_prompts(data: Path, first: Sequence[Prompt], count: int) -> list[Prompt]:
     """The first prompts, then others of the held-out files, until there are `count` in all.
 
-    The files take turns, and no two prompts share a place or a text. Files that hold no more are left out.
+    The files take turns, and no two prompts share a place or a text. Files that hold no more are
+    left out.
 
     Raises:
         ValueError: the files do not hold so many.
