@@ -43,10 +43,13 @@ class Text {
 
   // Reads the tokens that are new and writes a draft, as GrowingTree does; returns its score.
   virtual double draft(const TextAsk& ask, int32_t* draft) = 0;
+  // Tokens that the text's end and the places behind which it was drafted have in common.
+  int64_t match_length() const { return match_n_; }
   int64_t num_bytes() const { return automaton_.num_bytes(); }
 
  protected:
   SuffixAutomaton automaton_;
+  int64_t match_n_ = 0;  // match length of the last draft
 };
 
 namespace {
@@ -146,7 +149,6 @@ class NgramText : public Text {
 
   NgramRule rule_;
   std::vector<Tally> tallies_;   // by match length
-  int64_t match_n_ = 0;          // match length of the last look-up
   std::vector<int64_t> places_;  // what followed its matches starts here, the newest first
   int64_t max_depth_ = 0;        // tokens that the last draft could look ahead
 };
@@ -169,11 +171,12 @@ struct SuffixRule {
 };
 
 // Writes the best draft behind the matches, the longest first, if its score is above `best`;
-// returns the score of what is written then. A match has occurred `num_more` times more than it is
-// counted.
+// returns the score of what is written then, and sets its match length. A match has occurred
+// `num_more` times more than it is counted.
 template <class Texts, class Place>
 double draft_best(Texts& texts, const std::vector<Match<Place>>& matches, int32_t num_more,
-                  const SuffixRule& rule, int64_t max_tokens, double best, int32_t* draft) {
+                  const SuffixRule& rule, int64_t max_tokens, double best, int32_t* draft,
+                  int64_t& match_n) {
   thread_local GrowingTree<Place> tree;
   for (const auto& [place, shortest, longest] : matches) {
     const int64_t limit = rule.limit(shortest, longest, max_tokens);
@@ -187,6 +190,7 @@ double draft_best(Texts& texts, const std::vector<Match<Place>>& matches, int32_
     });
     if (tree.score() <= best) continue;
     best = tree.score();
+    match_n = longest;
     tree.write(draft);
   }
   return best;
@@ -203,11 +207,11 @@ class SuffixText : public Text {
     }
     automaton_.read(ask.tokens, ask.num_tokens);
     draft[0] = 0;
-    const double best =
-        draft_best(automaton_, automaton_.matches(), 0, rule_, ask.max_tokens, 0.0, draft);
+    const double best = draft_best(automaton_, automaton_.matches(), 0, rule_, ask.max_tokens,
+                                   0.0, draft, match_n_);
     // The text's own occurrence of a match counts as one more, without continuation.
     const auto matches = finished_->matches(ask.tokens + ask.num_tokens, ask.num_tokens);
-    return draft_best(*finished_, matches, 1, rule_, ask.max_tokens, best, draft);
+    return draft_best(*finished_, matches, 1, rule_, ask.max_tokens, best, draft, match_n_);
   }
 
  private:
@@ -254,12 +258,14 @@ OUTDRAFT_EXPORT Text* new_suffix_text(FinishedTexts* finished, int64_t max_depth
 OUTDRAFT_EXPORT void free_text(Text* text) { delete text; }
 OUTDRAFT_EXPORT int64_t text_bytes(const Text* text) { return text->num_bytes(); }
 
-// One draft behind the other, and the scores; returns how many numbers the drafts take.
+// One draft behind the other, their scores and match lengths; returns how many numbers the drafts
+// take.
 OUTDRAFT_EXPORT int64_t draft_texts(int64_t num_asks, const outdraft::TextAsk* asks,
-                                    int32_t* drafts, double* scores) {
+                                    int32_t* drafts, double* scores, int64_t* match_lengths) {
   int64_t end = 0;
   for (int64_t i = 0; i < num_asks; ++i) {
     scores[i] = asks[i].text->draft(asks[i], drafts + end);
+    match_lengths[i] = asks[i].text->match_length();
     end += 1 + 2 * drafts[end];
   }
   return end;

@@ -29,8 +29,9 @@ class NgramTexts(Protocol):
 
         A text that cannot be the one before of its request, grown, starts anew: that is judged by
         its length and by the token where the one before ended. The score is the sum of the
-        probabilities of all rows, which is the expected number of accepted tokens. Token ids are
-        contiguous; a new token costs the same however long the text is.
+        probabilities of all rows, which is the expected number of accepted tokens. The match length
+        is that of the end that was looked up; of ends that occurred at the same places, the
+        longest. Token ids are contiguous; a new token costs the same however long the text is.
         """
         ...
 

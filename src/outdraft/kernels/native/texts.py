@@ -28,7 +28,7 @@ class NativeTexts:
         self._new_text = new_text
         self._free = library.function("free_text", [c_void_p])
         self._num_bytes = library.function("text_bytes", [c_void_p], c_int64)
-        self._draft = library.function("draft_texts", [c_int64, *[c_void_p] * 3], c_int64)
+        self._draft = library.function("draft_texts", [c_int64, *[c_void_p] * 4], c_int64)
         self._texts: dict[str, int] = {}
         self._room = _Room(1)
 
@@ -123,22 +123,26 @@ class _Room:
         self.asks = bytearray(num_asks * _ASK.size)
         self._drafts = np.empty(num_asks * _PLACES, np.int32)
         self._scores = np.empty(num_asks)
+        self._match_lengths = np.empty(num_asks, np.int64)
         self.addresses = (
             addressof(c_char.from_buffer(self.asks)),
             self._drafts.ctypes.data,
             self._scores.ctypes.data,
+            self._match_lengths.ctypes.data,
         )
 
     def to_drafts(self, num_asks: int, num_places: int) -> list[Draft]:
         numbers: tuple[int, ...] = tuple(self._drafts[:num_places].tolist())
         scores: list[float] = self._scores[:num_asks].tolist()
+        match_lengths: list[int] = self._match_lengths[:num_asks].tolist()
         drafts: list[Draft] = []
         start = 1
-        for score in scores:
+        for score, match_length in zip(scores, match_lengths, strict=True):
             middle = start + numbers[start - 1]
             stop = 2 * middle - start
             if stop > start:
-                drafts.append(Draft(numbers[start:middle], numbers[middle:stop], score))
+                token_ids, parents = numbers[start:middle], numbers[middle:stop]
+                drafts.append(Draft(token_ids, parents, score, match_length))
             else:
                 drafts.append(Draft())
             start = stop + 1

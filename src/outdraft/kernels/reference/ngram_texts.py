@@ -1,7 +1,7 @@
 """Prompt lookup by scanning texts (Saxena 2023, "prompt lookup decoding")."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk
 from outdraft.kernels.reference.grown_tree import Path, grow
@@ -56,7 +56,7 @@ class ReferenceNgramTexts:
             most_first = sorted(dict.fromkeys(following), key=lambda t: -following.count(t))
             return [(t, rate * (following.count(t) / len(following))) for t in most_first]
 
-        return grow(children, max_tokens, max_tokens)
+        return replace(grow(children, max_tokens, max_tokens), match_length=text.match_len)
 
     def _look_up(self, text: _Text, max_tokens: int) -> None:
         tokens = text.tokens

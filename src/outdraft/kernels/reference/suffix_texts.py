@@ -1,7 +1,7 @@
 """Suffix decoding by scanning texts (Oliaro et al. 2024, arXiv 2411.04975)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -88,7 +88,15 @@ class ReferenceSuffixTexts:
             is_deeper = ends == best_ends and limit > best_limit
             if draft.score > best.score or (draft.score == best.score and is_deeper):
                 best, best_ends, best_limit = draft, ends, limit
-        return best
+        return replace(best, match_length=_longest(context, texts, best_ends, self._max_depth))
+
+
+def _longest(
+    context: list[int], texts: list[_Text], ends: list[tuple[int, int]], max_depth: int
+) -> int:
+    """Tokens of the longest end of the context that occurred at these places; 0: at none."""
+    lengths = range(1, min(len(context) + 1, max_depth))
+    return max((n for n in lengths if ends and _ends(texts, context[-n:]) == ends), default=0)
 
 
 def _occurrences(text: _Text, string: list[int]) -> list[int]:
