@@ -1,6 +1,7 @@
 """The scheduler against a simulated device that checks every position it is given to read."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from random import Random
 
@@ -17,6 +18,7 @@ from outdraft.core.plan import (
     ModelDrafting,
     StepPlan,
     StepResult,
+    StepRoom,
     WorkResult,
 )
 from outdraft.core.request import FinishReason, Request, RequestStatus
@@ -333,6 +335,70 @@ class Simulation:
 @given(worlds())
 def test_any_mix_of_requests_drafts_and_aborts_is_computed_in_order_and_leaves_nothing(world):
     Simulation(world).run()
+
+
+class ComparedWithPlain(Simulation):
+    """Also plans each step without drafts, on a copy."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.num_cut = 0  # drafts that had to do with less than they asked for
+
+    def _check_plan(self, plan: StepPlan, choices: dict[str, DraftChoice]) -> None:
+        super()._check_plan(plan, choices)
+        preempted = self.before.running.keys() - {one.id for one in self.sched.running}
+        assert preempted == self.before.preempted_without_drafts
+        num_drafts = sum(work.num_drafts for work in plan.works)
+        if not preempted:
+            assert num_drafts <= self.before.room.free_rows
+            assert num_drafts <= self.before.room.free_slots
+        asked = sum(len(choices[w.request.id]) for w in plan.works if w.drafts is not None)
+        self.num_cut += num_drafts < asked
+
+    def _choices(self) -> dict[str, DraftChoice]:
+        self.before = Before.of(self.sched)
+        return super()._choices()
+
+
+@dataclass(frozen=True)
+class Before:
+    """A scheduler as it stands before a step.
+
+    Attributes:
+        preempted_without_drafts: ids of those that a step without drafts would preempt.
+    """
+
+    running: dict[str, Request]
+    room: StepRoom
+    preempted_without_drafts: set[str]
+
+    @classmethod
+    def of(cls, sched: Scheduler) -> "Before":
+        running = {one.id: one for one in sched.running}
+        plain = deepcopy(sched)
+        plain.schedule({})
+        left = {one.id for one in plain.running}
+        return cls(running, sched.room(), running.keys() - left)
+
+
+@settings(max_examples=40, deadline=None)
+@given(worlds())
+def test_drafts_preempt_nobody_and_keep_to_the_room_that_is_told(world):
+    ComparedWithPlain(world).run()
+
+
+def test_the_comparison_reaches_preemption_and_drafts_that_are_cut():
+    """Else it would prove nothing about them."""
+    preemptions = cut = 0
+    for seed in range(10):
+        simulation = ComparedWithPlain(
+            World(seed, 2, 24, 5, 40, "fcfs", True, 10, MODEL_CHAIN, 0, 0.7)
+        )
+        simulation.run()
+        preemptions += simulation.num_preemptions
+        cut += simulation.num_cut
+    assert preemptions > 5
+    assert cut > 5
 
 
 @pytest.mark.parametrize(("drafting", "window"), [*zip(DRAFTINGS[:3], (0, 0, 12), strict=True)])
