@@ -1,14 +1,17 @@
 """Growing trees: each library places and draws their levels as the reference does."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.grower import KnownLevels, grow
-from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts, StopRules
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 from tests.kernels.comparisons import Case
@@ -70,10 +73,40 @@ def compare_draw_level(case: Case) -> None:
         torch.testing.assert_close(*probs)
 
 
+def stop_rules(case: Case, num_requests: int, depth: int) -> StopRules:
+    """Rules of some requests, which end some of them early."""
+    rng = case.rng()
+    return StopRules(
+        weights_BL=torch.tensor(rng.normal(0, 1, (num_requests, depth))),
+        biases_BL=torch.tensor(rng.normal(1, 1, (num_requests, depth))),
+        price_B=torch.tensor(rng.choice([0.0, 0.1, 0.3, 0.6], num_requests)),
+        has_rule_B=torch.tensor(rng.random(num_requests) < 0.7),
+        row_cap=int(rng.integers(1, num_requests * depth + 3)),
+        num_rows_before=int(rng.integers(0, 3)),
+    )
+
+
+def compare_stops(rules: StopRules, ours: ModelDrafts, theirs: ModelDrafts) -> None:
+    """The same lengths, where no survival is so near to the price that rounding may decide."""
+    assert ours.margins_BL is not None
+    assert theirs.margins_BL is not None
+    margins_BL = theirs.margins_BL
+    levels = slice(margins_BL.shape[1])
+    scores_BL = rules.weights_BL[:, levels] * margins_BL + rules.biases_BL[:, levels]
+    survivals_BL = scores_BL.sigmoid().cumprod(1)  # NaN where the rule did not look
+    assume(not ((survivals_BL - rules.price_B[:, None]).abs() < 1e-6).any())
+    assert torch.equal(ours.num_drafts_B, theirs.num_drafts_B)
+    assert ours.margins_BL[:, margins_BL.shape[1] :].isnan().all()
+    # Each subtracts the best logit and divides by the temperature: two roundings by half an eps.
+    rounding = {"rtol": 2 * torch.finfo(torch.float32).eps, "atol": 0}
+    torch.testing.assert_close(ours.margins_BL[:, levels], margins_BL, equal_nan=True, **rounding)
+
+
 def compare_grow(case: Case) -> None:
-    """Requests that are greedy, that draw, and that share their noise, in one batch."""
+    """Requests that are greedy, that draw, and that share their noise, in one batch, some of them
+    with live rules if they draft chains."""
     rng, size = case.rng(), 40
-    shape = TreeShape(case.data.draw(st.sampled_from([(1,), (1, 1, 1), (3,), (2, 4, 3)]), "levels"))
+    shape = TreeShape(case.data.draw(st.sampled_from([(1,), (1,) * 4, (3,), (2, 4, 3)]), "levels"))
     params = [
         SamplingParams(temperature=temperature, seed=seed)
         for temperature, seed in ((0, None), (0.8, None), (1.5, None), (1, 7))
@@ -87,12 +120,19 @@ def compare_grow(case: Case) -> None:
     def grown(kernels: Kernels) -> ModelDrafts:
         fewest = int(num_drafts_B.min())
         counts = num_tokens_B, num_tokens_B + 2, num_drafts_B
-        growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True)
+        growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True, stops=rules)
         return kernels.grow(levels, growth, lambda: grow(levels, growth))
 
+    rules = None
+    if shape.is_chain and case.data.draw(st.booleans(), "has rules"):
+        rules = stop_rules(case, len(params), shape.depth)
     ours, theirs = grown(case.kernels), grown(case.reference)
+    if rules is not None:
+        compare_stops(rules, ours, theirs)
+        ours = without_last_levels(ours, theirs.token_ids_BK.shape[1])
     assert torch.equal(ours.token_ids_BK, theirs.token_ids_BK)
     is_draft_BK = theirs.token_ids_BK >= 0
+    assert torch.equal(is_draft_BK.sum(1), theirs.num_drafts_B)
     assert torch.equal(ours.parents_BK[is_draft_BK], theirs.parents_BK[is_draft_BK])
     assert ours.is_sampled_BK is not None
     assert theirs.is_sampled_BK is not None
@@ -101,6 +141,20 @@ def compare_grow(case: Case) -> None:
     assert ours.probs_BKV is not None
     assert theirs.probs_BKV is not None
     torch.testing.assert_close(ours.probs_BKV[is_drawn_BK], theirs.probs_BKV[is_drawn_BK])
+
+
+def without_last_levels(chains: ModelDrafts, num_levels: int) -> ModelDrafts:
+    """Without levels that no request has."""
+    assert chains.probs_BKV is not None
+    assert chains.is_sampled_BK is not None
+    assert (chains.token_ids_BK[:, num_levels:] == -1).all()
+    return replace(
+        chains,
+        token_ids_BK=chains.token_ids_BK[:, :num_levels],
+        parents_BK=chains.parents_BK[:, :num_levels],
+        probs_BKV=chains.probs_BKV[:, :num_levels],
+        is_sampled_BK=chains.is_sampled_BK[:, :num_levels],
+    )
 
 
 COMPARISONS = {

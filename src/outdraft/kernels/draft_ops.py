@@ -147,6 +147,8 @@ class ModelDrafts:
         all_sampled: known on the host: of every request some were, if it has any.
         margins_BL: float32, of each level that a live rule looked at, then NaN; None: there was no
             rule. A rule looks at one level more than it lets a request draft, if it ends it.
+            Here and in the tensors of drafts the last levels may be left out if no request has
+            them.
     """
 
     token_ids_BK: Tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import NO_DRAFT, DraftChoice, StepPlan, Work
+from outdraft.drafting.device import live_stop
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -118,8 +119,10 @@ def _with_margins(
 ) -> DraftBatch:
     """With what live rules saw, and with the rows that the plan has where the host cannot know how
     many are needed."""
-    if margins_BL is None or drafts.device.type == "cpu":
-        return replace(drafts, margins_BL=margins_BL) if margins_BL is not None else drafts
+    if margins_BL is None:
+        return drafts
+    if live_stop.host_sees(drafts.device):
+        return replace(drafts, margins_BL=margins_BL)
     planned = np.array([work.num_drafts for work in works])
     (num_laid_out_B,) = to_device([planned], drafts.device)
     return replace(drafts, num_laid_out_B=num_laid_out_B, margins_BL=margins_BL)

@@ -75,7 +75,7 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     draws = growth.samples and sampling.any_draws
     drawn = DrawnTrees(growth) if draws else None
     ranked = None if draws and sampling.all_draw else RankedTrees(shape)
-    stops = LiveStops(growth, growth.stops) if growth.stops is not None else None
+    stops = LiveStops(growth.num_drafts_B, growth.stops) if growth.stops is not None else None
     draws_B1 = sampling.draws_B[:, None]
     logits_BEV, frontier = levels.first_logits()[:, None], None
     for depth in range(shape.depth):

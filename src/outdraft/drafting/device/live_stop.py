@@ -17,7 +17,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_MARGIN
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.kernels.draft_ops import Growth, StopRules
+from outdraft.kernels.draft_ops import StopRules
 
 
 def stop_rules(
@@ -65,14 +65,24 @@ def margins_B(logits_BV: Tensor) -> Tensor:
     return distance_B.nan_to_num(nan=0.0).clamp(max=MAX_MARGIN)
 
 
-class LiveStops:
-    """Says, level by level, which requests go on."""
+def host_sees(device: torch.device) -> bool:
+    """Whether the host can look at a tensor there without waiting."""
+    return device.type == "cpu"
 
-    def __init__(self, growth: Growth, rules: StopRules) -> None:
-        self._rules, self._num_wanted_B = rules, growth.num_drafts_B
+
+class LiveStops:
+    """Says, level by level, which requests go on.
+
+    Attributes:
+        num_drafts_B: int64; how many drafts each request has so far.
+    """
+
+    def __init__(self, num_wanted_B: Tensor, rules: StopRules) -> None:
+        """`num_wanted_B`: int64, most drafts of each request."""
+        self._rules, self._num_wanted_B = rules, num_wanted_B
         self._is_drafting_B = torch.ones_like(rules.has_rule_B)
         self._survival_B = torch.ones_like(rules.price_B)
-        self.num_drafts_B = torch.zeros_like(growth.num_drafts_B)
+        self.num_drafts_B = torch.zeros_like(num_wanted_B)
         self._margins: list[Tensor] = []
 
     def look(self, logits_BV: Tensor) -> None:
@@ -94,7 +104,7 @@ class LiveStops:
     @property
     def have_all_ended(self) -> bool:
         """Whether no request drafts on; False where the host would have to wait to know it."""
-        if self._is_drafting_B.device.type != "cpu":
+        if not host_sees(self._is_drafting_B.device):
             return False
         return not bool(self._is_drafting_B.any())
 
