@@ -45,8 +45,9 @@ def folders() -> tuple[Path, Path]:
 
 
 @cache
-def models(method: str, drafter: Path, device: str) -> LoadedModels:
-    return load_models(config({"method": method, "model": str(drafter)}, device=device))
+def models(method: str, drafter: Path, device: str, kernels: str) -> LoadedModels:
+    speculative = {"method": method, "model": str(drafter)}
+    return load_models(config(speculative, device=device, kernels=kernels))
 
 
 @cache
@@ -83,7 +84,7 @@ def engine(method: str, rule: str = "block", **options: Any) -> LLM:
     if name not in ("ngram", "suffix"):
         speculative["model"] = str(drafter)
     chosen = config(None if method == "plain" else speculative, **options)
-    return LLM.from_config(chosen, models(kind, drafter, chosen.device))
+    return LLM.from_config(chosen, models(kind, drafter, chosen.device, chosen.kernels))
 
 
 def asking(form: Form, **changes: Any) -> SamplingParams:

@@ -5,7 +5,7 @@ probabilities by transformers: the first token comes plain, the others in one to
 Deliberately wrong samplers must be caught by the same test.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,9 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -185,6 +187,60 @@ def test_drafts_from_another_distribution_than_told_are_caught(
 ):
     monkeypatch.setattr(DeviceProposer, "propose", lying(DeviceProposer.propose))
     assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["block", "token", "eagle3", "medusa", "mlp_speculator"])
+def test_chains_that_live_rules_end_follow_it_too(
+    case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+):
+    num_drafts: list[int] = []
+    monkeypatch.setattr(DeviceProposer, "propose", ruled(DeviceProposer.propose, num_drafts))
+    found = counts(checkpoints, CASES[case])
+    assert len(set(num_drafts)) > 2
+    assert p_value(found, exact(checkpoints)) > ALPHA
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["block", "token"])
+def test_chains_that_end_before_unlikely_drafts_are_caught(
+    case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """The probability of a drawn token is no signal, margins are one."""
+    monkeypatch.setattr(DeviceProposer, "propose", cut_by_drawn(DeviceProposer.propose))
+    assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
+
+
+def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callable[..., ModelDrafts]:
+    """Every request has a live rule."""
+    stop = LiveStop((1.0, 0.8, 0.6), (0.5, 0.8, 0.5), 0.45)
+
+    def wrapped(self: DeviceProposer, asks: Sequence[DraftModelAsk], *rest: Any) -> ModelDrafts:
+        drafts = propose(self, [replace(ask, stop=stop) for ask in asks], *rest)
+        num_drafts.extend(drafts.num_drafts_B.tolist())
+        return drafts
+
+    return wrapped
+
+
+def cut_by_drawn(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
+    """Chains without the first draft that brings their own probability below 0.3, and the rest."""
+
+    def wrapped(*args: Any) -> ModelDrafts:
+        drafts = propose(*args)
+        if drafts.probs_BKV is None:
+            return drafts
+        ids_BK = drafts.token_ids_BK
+        own_BK = drafts.probs_BKV.gather(2, ids_BK.clamp_min(0)[:, :, None])[:, :, 0]
+        stays_BK = (own_BK.cumprod(1) >= 0.3) & (ids_BK >= 0)
+        return replace(
+            drafts,
+            token_ids_BK=ids_BK.masked_fill(~stays_BK, -1),
+            num_drafts_B=stays_BK.sum(1),
+            margins_BL=own_BK,
+        )
+
+    return wrapped
 
 
 def lying(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:

@@ -31,6 +31,7 @@ from outdraft.runner.model_runner import TargetPass
 from outdraft.runner.results import VerifiedRows
 from tests.attention.causal import causal_metadata
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
+from tests.oracle.live_rules import RandomRules
 from tests.reference.draft_trees import tree_depths
 
 LENGTHS, NUM_TOKENS, CLOSE = (3, 21, 12), 16, 1e-10
@@ -198,6 +199,17 @@ def run_with_pauses(llm: LLM, method: str, seed: int) -> RandomAcceptance:
     run(llm, [*prompts, prompts[1], [*prompts[1][:17], 5, 6]], sampled())
     assert acceptance.num_branches > 0 or "tree" not in method
     return acceptance
+
+
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 10_000), block_size=st.sampled_from([2, 16]))
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_and_where_live_rules_end_its_chains(method: str, seed: int, block_size: int):
+    llm = engine("llama-llama3-rope", method, block_size=block_size, **EXACT)
+    rules, acceptance = RandomRules(llm, seed), RandomAcceptance(llm, seed)
+    run(llm, prompts_of(LENGTHS), sampled())
+    assert acceptance.num_drafter_checks > 10
+    assert rules.num_short > 0
 
 
 def sampled() -> SamplingParams:

@@ -37,7 +37,7 @@ def test_rows_computed_are_rows_planned(method: str):
     assert len(computed) == llm.engine.stats.num_steps
 
 
-class _Waits(TorchDispatchMode):
+class Waits(TorchDispatchMode):
     """Counts the operations that make the host wait for the device."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
@@ -65,7 +65,7 @@ def test_no_operator_of_a_step_reads_a_value_and_one_copy_goes_back(
         model_runner, "to_host", lambda *args: (copies.append(1), to_host(*args))[1]
     )
     params = greedy(12) if temperature == 0 else _sampled(12)
-    with _Waits() as waits, torch.inference_mode():
+    with Waits() as waits, torch.inference_mode():
         run(llm, prompts_of([5, 18]), params)
     assert waits.seen == []
     assert len(copies) == llm.engine.stats.num_steps
