@@ -224,7 +224,7 @@ def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callabl
 
 
 def cut_by_drawn(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDrafts]:
-    """Chains without the first draft that brings their own probability below 0.12, and the rest."""
+    """Chains without their first draft of a probability below 1/4, and what stands behind it."""
 
     def wrapped(*args: Any) -> ModelDrafts:
         drafts = propose(*args)
@@ -232,7 +232,7 @@ def cut_by_drawn(propose: Callable[..., ModelDrafts]) -> Callable[..., ModelDraf
             return drafts
         ids_BK = drafts.token_ids_BK
         own_BK = drafts.probs_BKV.gather(2, ids_BK.clamp_min(0)[:, :, None])[:, :, 0]
-        stays_BK = (own_BK.cumprod(1) >= 0.12) & (ids_BK >= 0)
+        stays_BK = ((own_BK >= 0.25) & (ids_BK >= 0)).long().cumprod(1).bool()
         return replace(
             drafts,
             token_ids_BK=ids_BK.masked_fill(~stays_BK, -1),

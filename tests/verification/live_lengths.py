@@ -6,13 +6,8 @@ import numpy as np
 import torch
 
 from outdraft.core.plan import LiveStop
-from outdraft.core.sampling import SamplingParams
-from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.live_stop import LiveStops, stop_rules
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.kernels.draft_ops import Growth
-from outdraft.sampling.batch import SamplingBatch
-from tests.kernels.tables import kernels_for
 
 Chain = tuple[int, ...]
 
@@ -37,22 +32,7 @@ def live_lengths(
     rules = stop_rules(asks, num_host_rows, torch.device("cpu"))
     if rules is None:
         return tuple(wanted)
-    vocab_size = len(proposer(0, ()))
-    count_B = torch.tensor(wanted)
-    params = [SamplingParams()] * len(asks)
-    growth = Growth(
-        kernels_for(torch.float64),
-        TreeShape((1,) * depth),
-        count_B,
-        count_B,
-        count_B,
-        min(wanted),
-        SamplingBatch.from_requests(
-            params, seeds=range(len(params)), vocab_size=vocab_size, device="cpu"
-        ),
-        samples=True,
-    )
-    live = LiveStops(growth, rules)
+    live = LiveStops(torch.tensor(wanted), rules)
     for level in range(depth):
         probs = [proposer(which, tuple(chain[:level])) for which, chain in enumerate(chains)]
         live.look(torch.tensor(np.array(probs)).log())
