@@ -31,9 +31,10 @@ class RandomRules:
         self._schedule, self._commit = scheduler.schedule, scheduler.commit
         scheduler.schedule, scheduler.commit = self.schedule, self.commit
 
-    def schedule(self, choices: Mapping[str, DraftChoice]) -> StepPlan:
+    def schedule(self, choices: Mapping[str, DraftChoice], *rest: Any) -> StepPlan:
         cap = int(self.rng.integers(1, 12))
-        return self._schedule({of: self._with_rule(one, cap) for of, one in choices.items()})
+        ruled = {of: self._with_rule(one, cap) for of, one in choices.items()}
+        return self._schedule(ruled, *rest)
 
     def commit(self, plan: StepPlan, result: StepResult) -> Any:
         for work, outcome in zip(plan.works, result.works, strict=True):

@@ -73,8 +73,8 @@ def test_rows_that_were_not_drafted_are_not_computed(method: str):
         computed.append(len(ids_T)),
         forward(ids_T, *rest),
     )[1]
-    llm.engine.scheduler.schedule = lambda choices: (
-        planned.append(schedule(choices)),
+    llm.engine.scheduler.schedule = lambda *args: (
+        planned.append(schedule(*args)),
         planned[-1],
     )[1]
     try:

@@ -19,7 +19,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
-from tests.drafting.small_networks import BLOCK_SIZE, KINDS, small_network
+from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
 from tests.reference.live_stop import live_lengths
@@ -144,7 +144,8 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
             DraftModelAsk(b, length, 0, number, range(b * num_blocks, (b + 1) * num_blocks), (), s)
             for b, (length, number, s) in enumerate(zip(texts, wanted, stops, strict=True))
         ]
-        drafter = NetworkDrafter(network, cache, 100, DraftSource.EAGLE3)
+        window = random_window(network, len(texts), 12)
+        drafter = NetworkDrafter(network, cache, 100, DraftSource.EAGLE3, window)
         proposer = DeviceProposer(kernels_for(torch.float32), drafter, None, samples=True)
         sampling = SamplingBatch.from_requests(
             batch, seeds=range(4), vocab_size=VOCABULARY, device="cpu"
