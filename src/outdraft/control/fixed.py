@@ -13,6 +13,8 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 
+NEVER = 1 << 30  # steps
+
 
 @dataclass(frozen=True, slots=True)
 class FixedLength:
@@ -39,7 +41,7 @@ class FixedLength:
 
     @property
     def network_due_in(self) -> int:
-        return 0
+        return 0 if self.num_drafts else NEVER
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""

@@ -1,0 +1,102 @@
+"""Networks that stop and go on at any time change nothing: the texts are those of plain decoding.
+
+While they pause, the target's states are not kept, and prompts are not read. So they go on behind
+gaps, over windows, and with what other texts have left in shared blocks.
+"""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outdraft.control.facts import Decision, StepFacts
+from outdraft.core.sampling import SamplingParams
+from tests.oracle.changing_lengths import ChangingLengths
+from tests.oracle.engines import COMBINED, NETWORKS, engine, ids, prompts_of, run
+
+FAMILY, NUM_TOKENS = "llama-llama3-rope", 24
+WAYS: dict[str, dict[str, Any]] = {
+    "preempted": {"num_blocks": 6},
+    "preempted without shared blocks": {"num_blocks": 6, "enable_prefix_caching": False},
+    "tiny blocks and chunks": {"block_size": 1, "num_blocks": 300, "max_num_batched_tokens": 5},
+    "one by one": {"max_num_seqs": 1, "block_size": 4, "num_blocks": 40},
+}
+
+
+class Pausing(ChangingLengths):
+    """Off and on for as many steps as are drawn. While it is off, nothing of the network is due."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self._steps = np.random.default_rng(seed + 1)
+        self._left, self._is_off = 0, True
+        self.num_pauses = 0
+
+    @property
+    def network_due_in(self) -> int:
+        return 1000 if self._is_off else 0
+
+    def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
+        self._left -= 1
+        if self._left < 0:
+            self._is_off, self._left = not self._is_off, int(self._steps.integers(1, 8))
+            self.num_pauses += self._is_off
+        return self._is_off
+
+    def decide(self, facts: StepFacts) -> Decision:
+        self._is_off &= not any(request.offers for request in facts.requests)
+        return super().decide(facts)
+
+
+@cache
+def plain_texts(seed: int | None) -> list[list[int]]:
+    return ids(run(engine(FAMILY, "plain"), prompts(), params(seed)))
+
+
+def prompts() -> list[list[int]]:
+    """Of three lengths; some begin like others."""
+    first = prompts_of((3, 40, 17))
+    return [*first, first[1], [*first[1][:33], 5, 6], [*first[1][:16], *first[2]]]
+
+
+def params(seed: int | None) -> SamplingParams:
+    temperature = 0.0 if seed is None else 0.8
+    return SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True
+    )
+
+
+@settings(max_examples=3, deadline=None)
+@given(seed=st.integers(0, 10_000), chosen=st.sampled_from([None, 3]), way=st.sampled_from([*WAYS]))
+@pytest.mark.parametrize("method", [*NETWORKS, *COMBINED])
+def test_texts_do_not_depend_on_when_a_network_pauses(
+    method: str, seed: int, chosen: int | None, way: str
+):
+    llm = engine(FAMILY, method, **WAYS[way])
+    control = llm.engine.drafting.control = Pausing(seed)
+    found = run(llm, prompts(), params(chosen))
+    assert ids(found) == plain_texts(chosen)
+    assert control.num_pauses > 2
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3-tree", "p-eagle"])
+def test_pauses_reach_gaps_and_preemptions(method: str):
+    """Else they would prove nothing."""
+    llm = engine(FAMILY, method, **WAYS["preempted"])
+    llm.engine.drafting.control = Pausing(1)
+    proposer = llm.engine.runner.proposer
+    assert proposer is not None
+    propose, missing = proposer.propose, list[int]()
+
+    def watched(asks: Any, *others: Any) -> Any:
+        missing.extend(ask.num_missing for ask in asks)
+        return propose(asks, *others)
+
+    proposer.propose = watched
+    run(llm, prompts(), params(None))
+    assert sum(number > 0 for number in missing) > 5
+    assert any(number % 16 for number in missing)
+    assert 0 in missing
