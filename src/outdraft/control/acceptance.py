@@ -12,7 +12,10 @@ no label; the chance that the margin gave it stands in, else levels would look b
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from outdraft.control.facts import DraftOutcome, StopRule
 from outdraft.control.surprise import Surprise
@@ -29,6 +32,7 @@ MAX_OFFSET = 4.0
 FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here
 MAX_LOGIT = 6.0
 MIN_LIVE_LABELS = 50
+FEW = 4  # requests for which arrays cost more than they save
 
 
 def sigmoid(logit: float) -> float:
@@ -127,6 +131,7 @@ class NetworkCurve:
         self._levels = [Level(logit(prior)) for _ in range(max_levels)]
         self._live = [LiveLevel() for _ in range(max_levels)]
         self._offsets: dict[str, RequestOffset] = {}
+        self._stop_parts: tuple[tuple[float, ...], tuple[float, ...]] | None = None
         self._surprise = Surprise()
 
     @property
@@ -139,13 +144,26 @@ class NetworkCurve:
 
         optimism: as high as few labels leave room for.
         """
-        offset = self._offset(request_id)
+        return self.all_survivals([request_id], optimism=optimism)[0][:num_levels]
+
+    def all_survivals(
+        self, request_ids: Sequence[str], *, optimism: bool = False
+    ) -> list[list[float]]:
+        """`survivals` of all levels, by request."""
+        hope = 0.0
         if optimism and self._levels:
             known = self._levels[0].information + LEANING
-            offset += max(0.0, known**-0.5 - FIRM_INFORMATION**-0.5)
+            hope = max(0.0, known**-0.5 - FIRM_INFORMATION**-0.5)
+        offsets = [hope + self._offset(request_id) for request_id in request_ids]
+        if len(offsets) < FEW:
+            return [self._survivals(offset) for offset in offsets]
+        logits_RL = np.array(offsets)[:, None] + np.array([level.logit for level in self._levels])
+        return (1 / (1 + np.exp(-logits_RL))).cumprod(1).tolist()
+
+    def _survivals(self, offset: float) -> list[float]:
         survival, survivals = 1.0, list[float]()
-        for level in self._levels[:num_levels]:
-            survival *= sigmoid(level.logit + offset)
+        for level in self._levels:
+            survival /= 1 + math.exp(-level.logit - offset)
             survivals.append(survival)
         return survivals
 
@@ -153,19 +171,23 @@ class NetworkCurve:
         """What the drafter judges its next token by; None: margins have taught nothing yet."""
         if self._live[0].num_labels < MIN_LIVE_LABELS:
             return None
+        if self._stop_parts is None:
+            is_known = [live.num_labels >= MIN_LIVE_LABELS for live in self._live]
+            parts = list(zip(is_known, self._live, self._levels, strict=True))
+            self._stop_parts = (
+                tuple(live.weight if known else 0.0 for known, live, _ in parts),
+                tuple(live.bias if known else level.logit for known, live, level in parts),
+            )
+        weights, biases = self._stop_parts
         offset = self._offset(request_id)
-        weights, biases = list[float](), list[float]()
-        for level, live in zip(self._levels[:num_levels], self._live, strict=False):
-            is_known = live.num_labels >= MIN_LIVE_LABELS
-            weights.append(live.weight if is_known else 0.0)
-            biases.append(offset + (live.bias if is_known else level.logit))
-        return StopRule(tuple(weights), tuple(biases))
+        return StopRule(weights[:num_levels], tuple([offset + b for b in biases[:num_levels]]))
 
     def observe(self, outcome: DraftOutcome) -> float:
         """Learn from one draft; how much better it fared than predicted, in tokens."""
         if outcome.drafted == 0 and not outcome.margins:
             return 0.0
-        offset = self._offsets.setdefault(outcome.request_id, RequestOffset())
+        self._stop_parts = None
+        offset = self._offset_of(outcome.request_id)
         before = [level.logit for level in self._levels]
         excess = variance = 0.0
         labels = [1.0] * outcome.accepted + [0.0] * (outcome.accepted < outcome.drafted)
@@ -193,7 +215,8 @@ class NetworkCurve:
         """Learn about the first level from settled tokens that the network read."""
         if num_tokens == 0:
             return
-        offset = self._offsets.setdefault(request_id, RequestOffset())
+        self._stop_parts = None
+        offset = self._offset_of(request_id)
         before = [level.logit for level in self._levels]
         errors = [
             self._levels[0].observe(num_right / num_tokens, offset.value, self.memory)
@@ -213,6 +236,12 @@ class NetworkCurve:
     def forget(self, request_id: str) -> None:
         self._offsets.pop(request_id, None)
 
+    def _offset_of(self, request_id: str) -> RequestOffset:
+        known = self._offsets.get(request_id)
+        if known is None:
+            known = self._offsets[request_id] = RequestOffset()
+        return known
+
     def _offset(self, request_id: str) -> float:
         known = self._offsets.get(request_id)
         return known.value if known is not None else 0.0
@@ -227,12 +256,14 @@ class NetworkCurve:
 
     def _spread(self, before: list[float], num_seen: int) -> None:
         """Levels follow the ones above; those that got no label lean more on them."""
-        moved = 0.0
+        moved = above = 0.0
         for index, level in enumerate(self._levels):
-            level.follow(moved)
+            if moved:
+                level.follow(moved)
             if index >= num_seen and index:
-                level.fade(self._levels[index - 1].logit)
-            moved = level.logit - before[index]
+                level.fade(above)
+            above = level.logit
+            moved = above - before[index]
 
 
 def _padded(margins: tuple[float, ...], count: int) -> list[float | None]:

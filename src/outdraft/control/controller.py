@@ -199,16 +199,16 @@ class Controller:
         regime = self._regime(outlook.num_requests)
         network = next((r.network for r in facts.requests if r.network is not None), None)
         prices = outlook.prices(facts, network, self.costs)
-        options = [self.estimates.options(r, self.costs) for r in facts.requests]
+        options = self.estimates.options(facts.requests, self.costs)
         plan = self._best(options, prices, outlook, regime)
         if not plan.picks and self._is_drafting:
             # A few unlucky labels do not end it: without drafts there would be hardly any more.
-            options = [self.estimates.options(r, self.costs, optimism=True) for r in facts.requests]
-            plan = self._best(options, prices, outlook, regime)
+            hopeful = self.estimates.options(facts.requests, self.costs, optimism=True)
+            plan = self._best(hopeful, prices, outlook, regime)
         gain = outlook.gain(outlook.num_requests + plan.tokens, outlook.step_s(plan))
         if regime.guard.waiting and plan.picks:
             if gain <= regime.guard.gain_at_alarm + RELEASE:
-                return self._off(facts, outlook, prices, Reason.PATIENCE)
+                return self._off(facts, outlook, prices, options, Reason.PATIENCE)
             regime.guard.release()
         self._is_drafting = bool(plan.picks)
         if not facts.prompt_rows:
@@ -216,7 +216,7 @@ class Controller:
             plain_tokens = outlook.plain_tokens(outlook.step_s(plan))
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
-            return self._off(facts, outlook, prices, Reason.NO_GAIN)
+            return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
         if self._since_plain >= plain_interval(gain):
             return self._decision(facts, outlook, Reason.PLAIN_PROBE)
         return self._decision(facts, outlook, Reason.GAIN, plan)
@@ -237,9 +237,16 @@ class Controller:
         margin = 0.0 if self._is_drafting else MARGIN * prices.rate * outlook.alone_s
         return plan if plan.objective > margin else plain(prices)
 
-    def _off(self, facts: StepFacts, outlook: Outlook, prices: Prices, reason: Reason) -> Decision:
+    def _off(
+        self,
+        facts: StepFacts,
+        outlook: Outlook,
+        prices: Prices,
+        options: Sequence[Sequence[Option]],
+        reason: Reason,
+    ) -> Decision:
         """No drafts, except those of a probe."""
-        plan = self.probe.plan(facts, outlook, prices, self.estimates, self.costs)
+        plan = self.probe.plan(facts, options, outlook, prices, self.estimates, self.costs)
         if plan is not None:
             return self._decision(facts, outlook, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, outlook, reason)

@@ -14,6 +14,7 @@ Dimension key: I levels of all drafts, D depths of networks (0 included), B numb
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -195,13 +196,11 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
     depths_D1 = np.arange(levels.max_depth + 1)[:, None]
     is_in_DI = levels.depth_I[None, :] <= depths_D1
     rows_DI = np.where(is_in_DI, levels.rows_I, 0).cumsum(1)
-    tokens_DI = np.where(is_in_DI, levels.tokens_I, 0.0).cumsum(1)
-    draft_DI = np.where(is_in_DI, levels.draft_I, 0.0).cumsum(1)
-    fixed_DI = np.where(is_in_DI, levels.fixed_I, 0.0).cumsum(1)
+    worth_I = levels.tokens_I - prices.rate * (levels.draft_I + levels.fixed_I)
+    worth_DI = np.where(is_in_DI, worth_I, 0.0).cumsum(1)
     target_DI = prices.target_N[np.minimum(rows_DI, prices.max_rows)]
-    more_s = draft_DI + fixed_DI + target_DI - prices.target_N[0]
-    objective_DI = tokens_DI - prices.rate * more_s
-    objective_DI = np.where(rows_DI <= prices.max_rows, objective_DI, -np.inf)
+    objective_DI = worth_DI - prices.rate * (target_DI - prices.target_N[0])
+    objective_DI[rows_DI > prices.max_rows] = -np.inf
     depth, last = np.unravel_index(int(objective_DI.argmax()), objective_DI.shape)
     taken = is_in_DI[depth].copy()
     left_out = taken & (np.arange(len(taken)) > last)
@@ -218,11 +217,11 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
         int(depth),
         int(rows_DI[depth, last]),
         _price(levels.tokens_I[live], prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed),
-        float(tokens_DI[depth, last]),
+        float(levels.tokens_I[taken].sum()),
         float(objective_DI[depth, last]),
-        float(draft_DI[depth, last]),
+        float(levels.draft_I[taken].sum()),
         float(target_DI[depth, last]),
-        float(fixed_DI[depth, last]),
+        float(levels.fixed_I[taken].sum()),
     )
 
 
@@ -230,43 +229,51 @@ class _Levels:
     """The levels of all drafts as arrays, the most tokens a row first; a draft's stay in order."""
 
     def __init__(self, chosen: Sequence[tuple[int, Option]], prices: Prices) -> None:
-        tokens, rows, density, depth = list[float](), list[int](), list[float](), list[int]()
-        owner, pass_rows, fixed = list[int](), list[int](), list[float]()
-        is_chain = list[bool]()
-        for index, (_, option) in enumerate(chosen):
-            count = len(option.survivals)
-            own_rows = [option.rows_at(level) for level in range(count)]
-            tokens.extend(option.survivals)
-            rows.extend(own_rows)
-            density.extend(_falling(option, prices.rate))
-            owner.extend([index] * count)
-            fixed.extend([option.fixed_s] + [0.0] * (count - 1))
-            is_chain.extend([option.is_network and not option.shape] * count)
-            depth.extend(range(1, count + 1) if option.is_network else [0] * count)
-            pass_rows.extend(
-                option.pass_rows(level) if option.is_network and level < prices.max_passes else 0
-                for level in range(count)
-            )
-        order = np.argsort(-np.asarray(density), kind="stable")
-        self.tokens_I = np.asarray(tokens)[order]
-        self.rows_I = np.asarray(rows)[order]
-        self.depth_I = np.asarray(depth)[order]
-        self.owner_I = np.asarray(owner)[order]
-        self.fixed_I = np.asarray(fixed)[order]
-        self.is_chain_I = np.asarray(is_chain)[order]
+        options = [option for _, option in chosen]
+        counts_P = np.array([len(option.survivals) for option in options])
+        starts_P = counts_P.cumsum() - counts_P
+        owner_I = np.arange(len(options)).repeat(counts_P)
+        level_I = np.arange(len(owner_I)) - starts_P[owner_I]
+        tokens_I = np.fromiter(
+            chain.from_iterable(option.survivals for option in options), float, len(owner_I)
+        )
+        is_network_I = np.array([option.is_network for option in options])[owner_I]
+        fixed_I = np.zeros(len(owner_I))
+        fixed_I[starts_P] = [option.fixed_s for option in options]
+        has_pass_I = is_network_I & (level_I < prices.max_passes)
+        rows_I, pass_rows_I = np.ones(len(owner_I), int), has_pass_I.astype(int)
+        is_chain_I, density_I = is_network_I.copy(), tokens_I.copy()
+        for option, start in zip(options, starts_P.tolist(), strict=True):
+            own = slice(start, start + len(option.survivals))
+            if option.shape:
+                levels = range(len(option.survivals))
+                rows_I[own] = [option.rows_at(level) for level in levels]
+                pass_rows_I[own] *= [option.pass_rows(level) for level in levels]
+                is_chain_I[own] = False
+            if option.shape or option.fixed_s:
+                density_I[own] = _falling(option, prices.rate)
+        order = (-density_I).argsort(kind="stable")
+        self.tokens_I = tokens_I[order]
+        self.rows_I = rows_I[order]
+        self.depth_I = np.where(is_network_I, level_I + 1, 0)[order]
+        self.owner_I = owner_I[order]
+        self.fixed_I = fixed_I[order]
+        self.is_chain_I = is_chain_I[order]
         self.max_depth = int(self.depth_I.max())
-        self.draft_I = self._pass_s(np.asarray(pass_rows)[order], prices)
+        self.draft_I = self._pass_s(pass_rows_I[order], prices)
 
     def _pass_s(self, pass_rows_I: np.ndarray, prices: Prices) -> np.ndarray:
         """What each level adds to the time of its pass, which levels before it may have opened."""
         draft_I = np.zeros(len(pass_rows_I))
-        for depth in range(1, self.max_depth + 1):
+        for depth in range(1, min(self.max_depth, prices.max_passes) + 1):
             at = np.flatnonzero((self.depth_I == depth) & (pass_rows_I > 0))
             if len(at) == 0:
                 continue
             times = prices.pass_N[pass_rows_I[at].cumsum()]
-            times += prices.start_s if depth == 1 else 0.0
-            draft_I[at] = np.diff(times, prepend=0.0)
+            added = times.copy()
+            added[1:] -= times[:-1]
+            added[0] += prices.start_s if depth == 1 else 0.0
+            draft_I[at] = added
         return draft_I
 
 
@@ -319,6 +326,8 @@ def _most_valuable(
 
     row_tokens, pass_tokens: what a row, and a part in a pass, cost in tokens.
     """
+    if len(options) == 1:
+        return options[0]
     best, best_value = None, 0.0
     for option in options:
         value = most = 0.0

@@ -74,6 +74,9 @@ class Costs:
         )
         self._target = Correction(len(table.target.rows))
         self._pass_N = {name: one.passes.at(rows) for name, one in table.drafters.items()}
+        self._catch_up_N = {
+            name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
+        }
         self._drafters = {name: Correction(1) for name in table.drafters}
         self._host = Correction(1)
 
@@ -113,7 +116,7 @@ class Costs:
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
-        seconds = float(self.drafter(network).catch_up.at(np.array(num_tokens)))
+        seconds = self._table_catch_up_s(network, num_tokens)
         return seconds * self._drafters[network].factor(0)
 
     def host_s(self, num_requests: int) -> float:
@@ -142,11 +145,16 @@ class Costs:
         table_s = cost.start_s + sum(float(times_N[min(rows, SPAN - 1)]) for rows in pass_rows)
         table_s += len(pass_rows) * cost.context_s * context_tokens
         if catch_up_tokens:
-            table_s += float(cost.catch_up.at(np.array(catch_up_tokens)))
+            table_s += self._table_catch_up_s(network, catch_up_tokens)
         self._drafters[network].observe(0, table_s, actual_s)
 
     def observe_host(self, num_requests: int, actual_s: float) -> None:
         self._host.observe(0, self._table_host_s(num_requests), actual_s)
+
+    def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
+        if num_tokens < SPAN:
+            return self._catch_up_N[network][num_tokens]
+        return float(self.drafter(network).catch_up.at(np.array(num_tokens)))
 
     def _table_s(self, num_rows: int, context_tokens: int, num_requests: int) -> float:
         if num_rows < SPAN:

@@ -45,9 +45,15 @@ class Estimates:
         return self.hosts[source]
 
     def options(
-        self, request: RequestFacts, costs: Costs, *, optimism: bool = False
+        self, requests: Sequence[RequestFacts], costs: Costs, *, optimism: bool = False
+    ) -> list[list[Option]]:
+        """By request: all ways in which it could draft now."""
+        survivals = _Survivals(self, requests, optimism=optimism)
+        return [self._options(request, costs, survivals) for request in requests]
+
+    def _options(
+        self, request: RequestFacts, costs: Costs, survivals: "_Survivals"
     ) -> list[Option]:
-        """All ways in which the request could draft now."""
         if request.max_drafts == 0:
             return []
         options = [
@@ -61,7 +67,7 @@ class Estimates:
         ]
         if request.network is not None:
             options += [
-                self._of_network(request, shape, costs, optimism=optimism)
+                self._of_network(request, shape, survivals.find(request, shape), costs)
                 for shape in request.shapes
             ]
         return [option for option in options if option.survivals]
@@ -133,13 +139,9 @@ class Estimates:
             curve.forget(request_id)
 
     def _of_network(
-        self, request: RequestFacts, shape: Shape, costs: Costs, *, optimism: bool
+        self, request: RequestFacts, shape: Shape, survivals: list[float], costs: Costs
     ) -> Option:
         source = request.network or ""
-        curve = self.network(source, request.rule, shape)
-        survivals = curve.survivals(
-            request.request_id, request.most_levels(shape), optimism=optimism
-        )
         fixed_s = 0.0
         if request.lag_tokens and survivals:
             # The steps to come pay for it. Who came so far is expected to come on so far.
@@ -147,3 +149,26 @@ class Estimates:
             steps = max(MIN_STEPS, tokens / (1 + sum(survivals)))
             fixed_s = costs.catch_up_s(source, request.lag_tokens) / steps
         return Option(source, survivals, shape, is_network=True, fixed_s=fixed_s)
+
+
+class _Survivals:
+    """Those of a step's requests, computed at once by network, rule and shape."""
+
+    def __init__(
+        self, estimates: Estimates, requests: Sequence[RequestFacts], *, optimism: bool
+    ) -> None:
+        ids: dict[CurveKey, list[str]] = {}
+        for request in requests:
+            if request.network is not None and request.max_drafts:
+                for shape in request.shapes:
+                    key = request.network, request.rule, shape
+                    ids.setdefault(key, []).append(request.request_id)
+        self._known: dict[CurveKey, dict[str, list[float]]] = {}
+        for key, own in ids.items():
+            rows = estimates.network(*key).all_survivals(own, optimism=optimism)
+            self._known[key] = dict(zip(own, rows, strict=True))
+
+    def find(self, request: RequestFacts, shape: Shape) -> list[float]:
+        """As many levels as the request has rows and tokens left for."""
+        row = self._known[request.network or "", request.rule, shape][request.request_id]
+        return row[: request.most_levels(shape)]

@@ -11,7 +11,7 @@ while is plain.
 import math
 from collections.abc import Sequence
 
-from outdraft.control.decision import Pick, Plan, Prices
+from outdraft.control.decision import Option, Pick, Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import StepFacts
@@ -58,16 +58,20 @@ class NetworkProbe:
     def plan(
         self,
         facts: StepFacts,
+        options: Sequence[Sequence[Option]],
         outlook: Outlook,
         prices: Prices,
         estimates: Estimates,
         costs: Costs,
     ) -> Plan | None:
-        """Drafts of a probe, if one goes on or is due; None: the step is plain."""
+        """Drafts of a probe, if one goes on or is due; None: the step is plain.
+
+        options: of each request.
+        """
         token_s = outlook.alone_s / max(1, outlook.num_requests)
         if self.request_ids:
             chosen = [i for i, r in enumerate(facts.requests) if r.request_id in self.request_ids]
-            plan = _priced(_picks(facts, chosen, self._depth, estimates, costs), prices)
+            plan = _priced(_picks(options, chosen, self._depth), prices)
             if plan is None:
                 self.end()
             else:
@@ -78,7 +82,7 @@ class NetworkProbe:
         plans = [
             plan
             for most, depth in self._ways(len(facts.requests))
-            if (plan := _plan(facts, most, depth, prices, estimates, costs)) is not None
+            if (plan := _plan(facts, options, most, depth, prices, costs)) is not None
         ]
         if not plans:
             return None
@@ -139,20 +143,22 @@ def _candidates(facts: StepFacts, prices: Prices, costs: Costs, most: int) -> li
 
 
 def _plan(
-    facts: StepFacts, most: int, depth: int, prices: Prices, estimates: Estimates, costs: Costs
+    facts: StepFacts,
+    options: Sequence[Sequence[Option]],
+    most: int,
+    depth: int,
+    prices: Prices,
+    costs: Costs,
 ) -> Plan | None:
     """A probe on so many requests."""
     chosen = _candidates(facts, prices, costs, most)
-    return _priced(_picks(facts, chosen, depth, estimates, costs), prices)
+    return _priced(_picks(options, chosen, depth), prices)
 
 
-def _picks(
-    facts: StepFacts, chosen: Sequence[int], depth: int, estimates: Estimates, costs: Costs
-) -> list[Pick]:
+def _picks(options: Sequence[Sequence[Option]], chosen: Sequence[int], depth: int) -> list[Pick]:
     picks = list[Pick]()
     for index in chosen:
-        options = estimates.options(facts.requests[index], costs)
-        network = next((option for option in options if option.is_network), None)
+        network = next((option for option in options[index] if option.is_network), None)
         if network is not None:
             picks.append(Pick(index, network, min(depth, len(network.survivals))))
     return picks
