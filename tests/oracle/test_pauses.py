@@ -57,7 +57,7 @@ def plain_texts(seed: int | None) -> list[list[int]]:
 
 
 def prompts() -> list[list[int]]:
-    """Of three lengths; some begin like others."""
+    """Prompts of three lengths; some begin like others."""
     first = prompts_of((3, 40, 17))
     return [*first, first[1], [*first[1][:33], 5, 6], [*first[1][:16], *first[2]]]
 
