@@ -132,7 +132,10 @@ class Network:
 
         def run() -> int:
             states_TD, _ = self._decoder(token_ids_T, self._cache.layers, metadata)
-            best_R: Tensor = self._decoder.best_tokens(states_TD[wanted_R])[0]
+            # Like the engine, which copies no states where the logits of all rows are wanted.
+            are_all = case.num_logits == len(states_TD)
+            wanted_RD = states_TD if are_all else states_TD[wanted_R]
+            best_R: Tensor = self._decoder.best_tokens(wanted_RD)[0]
             return len(best_R)
 
         return run

@@ -105,10 +105,16 @@ float weigh(float* scores, int64_t num_keys, float& top, float& total) {
   Floats summed = Floats{};
   auto* weights = reinterpret_cast<Weight*>(scores);
   for (int64_t key = 0; key < num_keys; key += kWidth) {
-    put(weights + key, exp2_of(numbers(scores + key) - broadcast(new_top)));
+    const Floats weight = exp2_of(numbers(scores + key) - broadcast(new_top));
+    if constexpr (sizeof(Weight) == 2) {
+      store(weights + key, to_bf16_unless_tiny(weight));
+    } else {
+      store(weights + key, weight);
+    }
     summed = summed + numbers(weights + key);
   }
-  const float shrink = exp2_of(broadcast(top - new_top))[0];
+  // 2 ** 0 is 1, and mostly the top stays.
+  const float shrink = top == new_top ? 1.0f : exp2_of(broadcast(top - new_top))[0];
   total = total * shrink + sum_of(summed);
   top = new_top;
   return shrink;

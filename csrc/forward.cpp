@@ -24,6 +24,9 @@ constexpr int64_t kHeadRows = 64;  // whose logits are kept at a time
 constexpr int64_t kMinShared = 1 << 14;  // numbers; below, sharing costs what it saves
 constexpr int64_t kEvenUnits = 4;        // for each thread
 
+// From row to row of a product: rows whose distance is a power of two share few lines of a cache.
+constexpr int64_t stride_of(int64_t num_outputs) { return num_outputs + 16; }
+
 // to = x / rms(x) * weight; without a weight a copy (Zhang, Sennrich 2019).
 template <class From, class To>
 void normalize(const From* x, const float* weight, int64_t size, float eps, To* to) {
@@ -122,7 +125,7 @@ struct AddAndNormalize {
     To* normed = reinterpret_cast<To*>(scratch + sizeof(From) * size);
     if (y != nullptr) {
       From* sum = reinterpret_cast<From*>(scratch);
-      const float* added = y + row * size;
+      const float* added = y + row * stride_of(size);
       for_numbers(size, [&](int64_t i, auto kind) {
         using Kind = decltype(kind);
         put(sum + i, read<Kind>(from + i) + read<Kind>(added + i));
@@ -145,7 +148,7 @@ struct Gate {
 
   int64_t row_bytes() const { return sizeof(To) * size; }
   void compute(int64_t row, char* scratch) const {
-    gate(gate_up + row * 2 * size, size, reinterpret_cast<To*>(scratch));
+    gate(gate_up + row * stride_of(2 * size), size, reinterpret_cast<To*>(scratch));
   }
   void store(int64_t row, const char* scratch) const {
     std::memcpy(to + row * size, scratch, sizeof(To) * size);
@@ -167,7 +170,7 @@ struct ReadKeys {
     // A late helper may find any number where the position was.
     const int64_t position = static_cast<const volatile int64_t*>(positions)[row];
     if (position < 0 || position >= num_positions) return;
-    const float* heads = qkv + row * (num_q + 2 * num_kv);
+    const float* heads = qkv + row * stride_of(num_q + 2 * num_kv);
     float* normed = reinterpret_cast<float*>(scratch);
     Number* to = reinterpret_cast<Number*>(normed + size);
     for (int64_t at = 0; at < num_q + num_kv; at += size) {
@@ -286,7 +289,7 @@ class DecoderOf final : public Decoder {
       normalize_rows(states_RD, spec_.head_norm, num_rows, normed);
       states_RD = normed;
     }
-    multiply(*spec_.head, states_RD, out, num_rows);
+    multiply(*spec_.head, states_RD, out, num_rows, vocabulary());
   }
 
  private:
@@ -335,9 +338,9 @@ class DecoderOf final : public Decoder {
     residual_ = parts.take<float>(num_rows * spec_.hidden);
     x_ = parts.take<Number>(block * 2 * spec_.hidden);
     gated_ = parts.take<Number>(block * spec_.intermediate);
-    qkv_ = parts.take<float>(block * (heads_size_ + 2 * kv_size_));
-    y_ = parts.take<float>(block * spec_.hidden);
-    gate_up_ = parts.take<float>(block * 2 * spec_.intermediate);
+    qkv_ = parts.take<float>(block * stride_of(heads_size_ + 2 * kv_size_));
+    y_ = parts.take<float>(block * stride_of(spec_.hidden));
+    gate_up_ = parts.take<float>(block * stride_of(2 * spec_.intermediate));
   }
 
   const Number* embedded(int64_t token) const {
@@ -345,8 +348,13 @@ class DecoderOf final : public Decoder {
   }
 
   void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count) const {
-    linear(spec_.team, weights, {x, kDtype, weights.num_inputs},
-           {y, Dtype::kFloat32, weights.num_outputs}, count);
+    multiply(weights, x, y, count, stride_of(weights.num_outputs));
+  }
+
+  void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count,
+                int64_t stride) const {
+    linear(spec_.team, weights, {x, kDtype, weights.num_inputs}, {y, Dtype::kFloat32, stride},
+           count);
   }
 
   template <class From>
@@ -379,7 +387,7 @@ class DecoderOf final : public Decoder {
     float* residual = residual_ + first * size;
     if (spec_.fc != nullptr) {
       pair(rows, states, first, count);
-      return multiply(*spec_.fc, x_, residual, count);
+      return multiply(*spec_.fc, x_, residual, count, size);
     }
     for (int64_t r = 0; r < count; ++r) {
       if (!spec_.reads_states) {

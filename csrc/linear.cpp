@@ -33,6 +33,9 @@ namespace {
 constexpr int kPiece = 128;  // inputs; of int4 a group, if it is shorter
 constexpr int kShortGroup = 32;
 constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
+constexpr int64_t kCopyRows = 32;    // that one thread copies at a time
+constexpr int64_t kFewCalls = 4;     // of kernels for a piece; then a call does several pieces
+constexpr int64_t kManyInputs = 4 * kPiece;
 constexpr int64_t kStepBytes = 128;  // of a tile
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
 constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
@@ -65,6 +68,7 @@ using Sums = Floats[R][kVectors];
 // Each kernel adds one step, for the outputs of a strip, to the sums of R rows.
 
 struct Float32Kernel {
+  static constexpr bool kIsQuantised = false;
   using Number = float;  // of a row
   static constexpr int kInputs = 1, kLaneBytes = 4, kPieceInputs = kPiece, kRowNumbers = 1;
   template <int R>
@@ -81,6 +85,7 @@ struct Float32Kernel {
 // The words of a step, as pairs of bfloat16 inputs, for a vector of outputs.
 
 struct Bf16Words {
+  static constexpr bool kIsQuantised = false;
   static constexpr int kInputs = 2, kLaneBytes = 4, kPieceInputs = kPiece;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
@@ -89,6 +94,7 @@ struct Bf16Words {
 };
 
 struct Int8Words {
+  static constexpr bool kIsQuantised = true;
   static constexpr int kInputs = 4, kLaneBytes = 2, kPieceInputs = kPiece;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
@@ -109,6 +115,7 @@ struct Int8Words {
 
 template <int kGroup>
 struct Int4Words {
+  static constexpr bool kIsQuantised = true;
   static constexpr int kInputs = 8, kLaneBytes = 4, kPieceInputs = kGroup;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
@@ -130,6 +137,7 @@ struct PairKernel {
   using Number = std::conditional_t<kDots, uint32_t, float>;
   static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
   static constexpr int kPieceInputs = Decoder::kPieceInputs;
+  static constexpr bool kIsQuantised = Decoder::kIsQuantised;
   static constexpr int kRowNumbers = kDots ? kInputs / 2 : kInputs;
 
   template <int R>
@@ -201,17 +209,20 @@ void add_stretch(Stretch<Kernel> all) {
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         float* at = all.out + r * kTile + v * kWidth;
-        Floats sum = sums[r][v];
-        if (all.shifts != nullptr) {
-          sum = fused(numbers(all.shifts + v * kWidth), broadcast(all.x_sums[r]), sum);
-        }
         const Floats total = load<Floats>(at);
-        store(at, all.scales == nullptr ? total + sum
-                                        : fused(numbers(all.scales + v * kWidth), sum, total));
+        if constexpr (!Kernel::kIsQuantised) {
+          store(at, total + sums[r][v]);
+        } else {
+          Floats sum = sums[r][v];
+          if (all.shifts != nullptr) {
+            sum = fused(numbers(all.shifts + v * kWidth), broadcast(all.x_sums[r]), sum);
+          }
+          store(at, fused(numbers(all.scales + v * kWidth), sum, total));
+        }
       }
     }
     all.x += all.num_rows * Of::kNumbers;
-    if (all.scales != nullptr) all.scales += all.next_scale;
+    if (Kernel::kIsQuantised) all.scales += all.next_scale;
     if (all.shifts != nullptr) all.shifts += all.next_scale;
     all.x_sums += all.num_rows;
   }
@@ -238,7 +249,10 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
   const int64_t num_calls = num_blocks * (kTile / kStrip);
   const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
-  const int64_t most_steps = num_calls == 1 ? num_steps : kPiece / Kernel::kInputs;
+  const int64_t most_steps = num_calls == 1         ? num_steps
+                             : num_calls > kFewCalls ? kManyInputs / Kernel::kInputs
+                                                     : kPiece / Kernel::kInputs;
+  const int64_t ahead = num_calls == 1 ? kAhead : std::max(kAhead, most_steps * kStepBytes);
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
   std::memset(sums, 0, sizeof(float) * num_rows * kTile);
   for (int64_t step = 0; step < num_steps; step += most_steps) {
@@ -254,7 +268,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
       for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
         // Who is alone fetches all that the next tiles need, else the first two half of it each: a
         // block that waits for memory leaves nothing to do for it while the next one computes.
-        all.ahead = tile_at + step * kStepBytes + kAhead + call * all.num_steps * kLine;
+        all.ahead = tile_at + step * kStepBytes + ahead + call * all.num_steps * kLine;
         all.weights = tile_at + step * kStepBytes + e * Kernel::kLaneBytes;
         all.x = static_cast<const typename Kernel::Number*>(x.rows) +
                 (piece * num_rows + r) * Stretch<Kernel>::kNumbers;
@@ -345,39 +359,53 @@ struct Product {
   }
 };
 
-// Rows as the kernels read them: [piece][row][inputs], zeros behind the last input.
-void copy_rows(ConstRows x, int64_t num_rows, int64_t num_inputs, int64_t piece, bool keeps_bf16,
-               void* block) {
-  const int64_t item = keeps_bf16 ? 2 : 4;
-  char* to = static_cast<char*>(block);
-  for (int64_t first = 0; first < num_inputs; first += piece) {
-    const int64_t count = std::min(piece, num_inputs - first);
-    for (int64_t r = 0; r < num_rows; ++r, to += item * piece) {
-      const int64_t at = r * x.stride + first;
-      if (keeps_bf16) {
-        std::memcpy(to, static_cast<const uint16_t*>(x.numbers) + at, 2 * count);
-      } else {
-        with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
-          convert(from + at, count, reinterpret_cast<float*>(to));
-        });
-      }
-      std::memset(to + item * count, 0, item * (piece - count));
+// Rows as the kernels read them: [piece][row][inputs], zeros behind the last input; for weights
+// with shifts also sums: [group][row], in order, of the numbers that are multiplied. A unit is some
+// rows. Nothing is to be computed: who stores a unit copies it.
+struct Copy {
+  ConstRows x;
+  LinearWeights weights;
+  int64_t num_rows, piece;
+  bool keeps_bf16;
+  char* block;
+  float* sums;
+
+  int64_t num_units() const { return (num_rows + kCopyRows - 1) / kCopyRows; }
+  size_t scratch_bytes() const { return 0; }
+  void compute(int64_t, void*) const {}
+
+  void store(int64_t unit, const void*) const {
+    const int64_t end = std::min((unit + 1) * kCopyRows, num_rows);
+    for (int64_t first = 0; first < weights.num_inputs; first += piece) {
+      for (int64_t r = unit * kCopyRows; r < end; ++r) copy_piece(r, first);
+    }
+    for (int64_t group = 0; weights.shifts != nullptr && group < weights.num_groups; ++group) {
+      for (int64_t r = unit * kCopyRows; r < end; ++r) sum_group(r, group);
     }
   }
-}
 
-// sums[group][row], for weights with a zero point; in order, of the numbers that are multiplied.
-void sum_groups(ConstRows x, int64_t num_rows, const LinearWeights& weights, float* sums) {
-  for (int64_t group = 0; group < weights.num_groups; ++group) {
+  void copy_piece(int64_t row, int64_t first) const {
+    const int64_t item = keeps_bf16 ? 2 : 4, at = row * x.stride + first;
+    const int64_t count = std::min(piece, weights.num_inputs - first);
+    char* to = block + item * (first * num_rows + row * piece);
+    if (keeps_bf16) {
+      std::memcpy(to, static_cast<const uint16_t*>(x.numbers) + at, 2 * count);
+    } else {
+      with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
+        convert(from + at, count, reinterpret_cast<float*>(to));
+      });
+    }
+    std::memset(to + item * count, 0, item * (piece - count));
+  }
+
+  void sum_group(int64_t row, int64_t group) const {
     const int64_t first = group * weights.group_inputs;
     const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
-    for (int64_t r = 0; r < num_rows; ++r) {
-      float sum = 0;
-      for (int64_t k = first; k < end; ++k) sum += x.at(r, k);
-      sums[group * num_rows + r] = sum;
-    }
+    float sum = 0;
+    for (int64_t k = first; k < end; ++k) sum += x.at(row, k);
+    sums[group * num_rows + row] = sum;
   }
-}
+};
 
 }  // namespace
 
@@ -400,8 +428,7 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
     const ConstRows rows = {from, x.dtype, x.stride};
     auto* sums = reinterpret_cast<float*>(block + block_rows * row_bytes);
-    copy_rows(rows, block_rows, num_inputs, piece, keeps_bf16, block);
-    if (weights.shifts != nullptr) sum_groups(rows, block_rows, weights, sums);
+    run_in_turn(turn.team(), Copy{rows, weights, block_rows, piece, keeps_bf16, block, sums});
     auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
     run_in_turn(turn.team(), Product{kernel_of(weights, keeps_bf16), weights,
                                      Inputs{block, sums}, Rows{to, y.dtype, y.stride}, block_rows,

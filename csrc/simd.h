@@ -136,6 +136,14 @@ inline Halves to_bf16(Floats x) {
   const Words is_nan = (Words)(x != x);
   return __builtin_convertvector((rounded & ~is_nan) | (is_nan & 0x7FC0u), Halves);
 }
+// The same of numbers from 2 ** -126 on, and of 0.
+inline Halves to_bf16_unless_tiny(Floats x) {
+#if defined(__AVX512BF16__)
+  return (Halves)_mm512_cvtneps_pbh(x);
+#else
+  return to_bf16(x);
+#endif
+}
 inline uint16_t to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);

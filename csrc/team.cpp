@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -37,6 +38,7 @@ constexpr auto kPatience = std::chrono::microseconds(20);  // beside what the un
 constexpr int kBackOff = 64;  // turns to work alone after a helper was late: the cores are busy
 constexpr int kSpins = 32;    // between two looks at the clock
 constexpr size_t kAlignment = 64;
+constexpr size_t kHugePage = 1 << 21;
 constexpr size_t kWorkWords = kMaxWorkBytes / 8;
 
 struct alignas(kAlignment) Helper {
@@ -242,6 +244,17 @@ void run_shared(Team* shared, const Calls& calls, const void* work, size_t work_
 }
 
 }  // namespace detail
+
+void* KeptMemory::allocate(size_t& bytes) {
+  const size_t page = bytes >= kHugePage / 4 ? kHugePage : kAlignment;
+  bytes = (bytes + page) / page * page;
+  void* memory = std::aligned_alloc(page, bytes);
+  if (memory == nullptr) std::abort();
+#if defined(MADV_HUGEPAGE)
+  if (page == kHugePage) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
 
 void wait_until_idle(Team* team) {
   if (team == nullptr || getpid() != team->process) return;  // forked: the helpers are not here

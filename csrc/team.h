@@ -51,15 +51,16 @@ class KeptMemory {
     const size_t bytes = sizeof(Number) * static_cast<size_t>(count);
     if (bytes > size_) {
       give_back();
-      size_ = (bytes + bytes / 2 + kLine) / kLine * kLine;
-      memory_ = std::aligned_alloc(kLine, size_);
-      if (memory_ == nullptr) std::abort();
+      size_ = bytes + bytes / 2;
+      memory_ = allocate(size_);
     }
     return static_cast<Number*>(memory_);
   }
 
  private:
-  static constexpr size_t kLine = 64;
+  // Much memory lies in huge pages where the system has them: its parts meet different lines of a
+  // cache. `bytes` is rounded up.
+  static void* allocate(size_t& bytes);
 
   void give_back() {
     if (memory_ == nullptr) return;
