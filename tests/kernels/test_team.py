@@ -74,7 +74,8 @@ def test_a_unit_that_a_helper_does_not_finish_is_computed_by_the_caller():
             assert torch.equal(shared(x_TD), alone(x_TD))
         assert counted(team, "shared") == num_shared
         shared(x_TD)
-        assert counted(team, "shared") == num_shared + 1
+        num_jobs = 1 if num_rows < 100 else 2  # many rows are copied by all threads, too
+        assert counted(team, "shared") == num_shared + num_jobs
 
 
 def test_a_late_unit_of_any_job_is_never_missing():
