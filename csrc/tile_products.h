@@ -110,7 +110,7 @@ void multiply_tile(const TileProduct& p) {
 namespace detail {
 
 template <int kDistance, int... kPlaces>
-void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
+[[gnu::always_inline]] inline void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
   const Words low = __builtin_shufflevector(
       a, b, (kPlaces & kDistance ? kPlaces - kDistance + kWidth : kPlaces)...);
   b = __builtin_shufflevector(
@@ -118,10 +118,11 @@ void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
   a = low;
 }
 
-// Word j of vector i becomes word i of vector j.
+// Word j of vector i becomes word i of vector j. Inlined and without loops it runs in registers.
 template <int kDistance = 1>
-void transpose(Words* vectors) {
+[[gnu::always_inline]] inline void transpose(Words* vectors) {
   if constexpr (kDistance < kWidth) {
+#pragma GCC unroll 16
     for (int i = 0; i < kWidth; ++i) {
       if (!(i & kDistance)) exchange<kDistance>(vectors[i], vectors[i + kDistance], Places{});
     }
@@ -138,6 +139,39 @@ inline Vector load_up_to(const Number* from, int64_t count) {
   return vector;
 }
 
+// A vector's words of as many rows become outputs: `to` gets them step by step, `next` words apart.
+// `count`: the numbers of a row from `at` on; `kIsWhole`: they fill the vector.
+template <bool kIsWhole, class Number>
+void turn_block(const void* const* rows, int64_t at, int64_t count, uint32_t* to, int64_t next) {
+  Words words[kWidth];
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) {
+    const Number* row = static_cast<const Number*>(rows[i]) + at;
+    words[i] = kIsWhole ? load<Words>(row) : load_up_to<Words>(row, count);
+  }
+  transpose(words);
+#pragma GCC unroll 16
+  for (int i = 0; i < kWidth; ++i) store(to + i * next, words[i]);
+}
+
+typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
+
+// Word i is half kFirst + i of `even`, and above it that of `odd`.
+template <int kFirst, int... kPlaces>
+inline Words pairs(PairHalves even, PairHalves odd, std::integer_sequence<int, kPlaces...>) {
+  return (Words)__builtin_shufflevector(
+      even, odd, (kFirst + kPlaces / 2 + kPlaces % 2 * 2 * kWidth)...);
+}
+
+// One vector of pairs from two rows, or two.
+inline void pair_rows(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t vectors,
+                      uint32_t* to) {
+  using AllPlaces = std::make_integer_sequence<int, 2 * kWidth>;
+  const auto low = load_up_to<PairHalves>(even, count), high = load_up_to<PairHalves>(odd, count);
+  store(to, pairs<0>(low, high, AllPlaces()));
+  if (vectors > 1) store(to + kWidth, pairs<kWidth>(low, high, AllPlaces()));
+}
+
 }  // namespace detail
 
 // What the cache fetches meanwhile: rows, line by line.
@@ -145,11 +179,12 @@ struct Fetch {
   const void* const *row, *const *end;
   int64_t row_bytes, at = 0;
 
-  void line() {
-    if (row == end) return;
-    prefetch_far(static_cast<const char*>(*row) + at);
-    at += 64;
-    if (at >= row_bytes) at = 0, ++row;
+  void lines(int64_t count) {
+    for (; count > 0 && row != end; --count) {
+      prefetch_far(static_cast<const char*>(*row) + at);
+      at += 64;
+      if (at >= row_bytes) at = 0, ++row;
+    }
   }
 };
 
@@ -171,15 +206,12 @@ int64_t lay_out_columns(const void* const* rows, int64_t num_rows, int64_t offse
     uint32_t* to = matrix + first * matrix_steps;
     for (int64_t v = 0; v < vectors; ++v, first += kWidth) {
       for (int64_t step = 0; step < matrix_steps; step += kWidth) {
-        const int64_t at = step * kNumbers / kWidth;
-        Words words[kWidth];
-        for (int i = 0; i < kWidth; ++i) {
-          const Number* row = static_cast<const Number*>(rows[first + i]) + offset + at;
-          fetch.line();
-          words[i] = detail::load_up_to<Words>(row, size - at);
-        }
-        detail::transpose(words);
-        for (int i = 0; i < kWidth; ++i) store(to + ((step + i) * vectors + v) * kWidth, words[i]);
+        const int64_t at = step * kNumbers / kWidth, count = size - at;
+        const auto& turn = count >= kNumbers ? detail::turn_block<true, Number>
+                                             : detail::turn_block<false, Number>;
+        fetch.lines(kWidth);
+        turn(rows + first, offset + at, count, to + (step * vectors + v) * kWidth,
+             vectors * kWidth);
       }
     }
   }
@@ -196,19 +228,20 @@ int64_t lay_out_rows(const void* const* rows, int64_t num_rows, int64_t offset, 
   for (int64_t first = 0; first < num_outputs;) {
     const int64_t vectors = group_vectors(first, num_outputs);
     for (int64_t step = 0; step < matrix_steps; ++step) {
-      for (int64_t at = first; at < first + vectors * kWidth; at += kWidth, matrix += kWidth) {
-        fetch.line();
-        if constexpr (sizeof(Number) == 4) {
-          const auto* row = static_cast<const Number*>(rows[step]) + offset + at;
-          store(matrix, detail::load_up_to<Words>(row, size - at));
-        } else {
-          const auto* even = static_cast<const Number*>(rows[2 * step]) + offset + at;
-          const auto* odd = static_cast<const Number*>(rows[2 * step + 1]) + offset + at;
-          const Halves low = detail::load_up_to<Halves>(even, size - at);
-          const Halves high = detail::load_up_to<Halves>(odd, size - at);
-          store(matrix, __builtin_convertvector(low, Words) |
-                            (__builtin_convertvector(high, Words) << 16));
+      fetch.lines(vectors);
+      if constexpr (sizeof(Number) == 4) {
+        const auto* row = static_cast<const Number*>(rows[step]) + offset;
+        for (int64_t at = first; at < first + vectors * kWidth; at += kWidth, matrix += kWidth) {
+          store(matrix, detail::load_up_to<Words>(row + at, size - at));
         }
+      } else {
+        const auto* even = static_cast<const Number*>(rows[2 * step]) + offset;
+        const auto* odd = static_cast<const Number*>(rows[2 * step + 1]) + offset;
+        for (int64_t v = 0; v < vectors; v += 2) {
+          const int64_t at = first + v * kWidth;
+          detail::pair_rows(even + at, odd + at, size - at, vectors - v, matrix + v * kWidth);
+        }
+        matrix += vectors * kWidth;
       }
     }
     first += vectors * kWidth;
