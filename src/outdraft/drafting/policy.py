@@ -148,9 +148,12 @@ class DraftPolicy:
         self._step = None
         if not requests or not self.config.sources or self._is_disabled(num_running):
             return {}
+        wanting = [request for request in requests if self._may_draft(request)]
+        if not wanting:
+            return {}
         drafts: dict[str, Drafts] = {}
         if self.control.wants_offers:
-            drafts = self._host.drafts([r for r in requests if self._may_draft(r)], num_running)
+            drafts = self._host.drafts(wanting, num_running)
         if not drafts and self.control.holds(len(requests), room.prompt_rows):
             return {}
         facts = StepFacts(
@@ -172,14 +175,18 @@ class DraftPolicy:
             for grant in decision.grants
         }
 
-    def follows(self, request: Request, num_running: int) -> bool:
-        """Whether the network should be able to draft for the request in one of the next steps."""
-        drafter = self._drafter
-        if drafter is None or self.control.network_due_in > WARM_UP_STEPS:
+    def may_follow(self, num_running: int) -> bool:
+        """Whether the network should be able to draft for any request in one of the next steps."""
+        if self._drafter is None or self._is_disabled(num_running):
             return False
-        if self._is_disabled(num_running) or not self._may_draft(request):
+        return self.control.network_due_in <= WARM_UP_STEPS
+
+    def follows(self, request: Request) -> bool:
+        """Whether it should for this one, if it should for any."""
+        assert self._drafter is not None
+        if not self._may_draft(request) or request.num_tokens >= self._drafter.max_len:
             return False
-        return self._known(request).network and request.num_tokens < drafter.max_len
+        return self._known(request).network
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""

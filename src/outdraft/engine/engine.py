@@ -133,9 +133,8 @@ class Engine:
         num_live = len(scheduler.running) + len(scheduler.waiting)
         num_running = min(num_live, scheduler.config.max_num_seqs)
         choices = self.drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
-        plan = scheduler.schedule(
-            choices, lambda request: self.drafting.follows(request, num_running)
-        )
+        may_follow = self.drafting.may_follow(num_running)
+        plan = scheduler.schedule(choices, self.drafting.follows if may_follow else None)
         if not plan.works:
             return []
         result = self.runner.collect(self.runner.launch(plan))

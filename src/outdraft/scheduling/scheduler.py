@@ -129,7 +129,7 @@ class Scheduler:
     def schedule(
         self,
         choices: Mapping[str, DraftChoice],
-        follows: Callable[[Request], bool] = lambda request: False,
+        follows: Callable[[Request], bool] | None = None,
     ) -> StepPlan:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
@@ -137,7 +137,7 @@ class Scheduler:
         budget and the pool allow: drafts never preempt a request.
 
         `follows`: whether a drafter that reads states should be able to draft for a request in one
-        of the next steps. If so for any, the states of the step are kept.
+        of the next steps; None: for nobody. If so for any, the states of the step are kept.
 
         A waiting request is passed over while another one computes its next block. It takes that
         block from the prefix cache later. Others may start before it, but one slot is kept free
@@ -255,15 +255,15 @@ class Scheduler:
         self,
         works: Sequence[Work],
         choices: Mapping[str, DraftChoice],
-        follows: Callable[[Request], bool],
+        follows: Callable[[Request], bool] | None,
     ) -> StepPlan:
         """The plan, with what the drafter does beside drafting."""
-        if not self._books.state_window:
+        if not self._books.state_window or (follows is None and not choices):
             return StepPlan(tuple(works))
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
         done: list[Work] = []
         for work in works:
-            if follows(work.request):
+            if follows is not None and follows(work.request):
                 keeps_states = True
                 if num_reads := self._books.chunk_reads(work):
                     work = replace(work, num_drafter_reads=num_reads)
