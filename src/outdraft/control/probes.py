@@ -26,7 +26,8 @@ PROMISING = 0.4  # tokens a step beyond what was expected, for a probe to go on
 DEPTH = 2  # levels
 PROBED = 4  # requests at most; all of them in the first probe
 FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
-PROBE_INFORMATION = 2.0  # what counts of earlier labels: about 10
+PROBE_INFORMATION = 2.0  # what counts of labels that are OLD: about 10; more of younger ones
+OLD = 512  # steps
 PLAIN_INTERVALS = 32, 512
 
 
@@ -99,7 +100,7 @@ class NetworkProbe:
         self._depth = plan.depth
         self._burst, self._num_drafts, self._excess = 0, 0, 0.0
         self._lost_s, self._token_s = catch_up_s + lost_s, token_s
-        estimates.doubt_network(first, PROBE_INFORMATION)
+        estimates.doubt_network(first, PROBE_INFORMATION * max(1.0, OLD / max(1, self._idle)))
         return plan
 
     def _ways(self, num_requests: int) -> tuple[tuple[int, int], ...]:
