@@ -13,6 +13,7 @@ from outdraft.cli.demo import demo
 from outdraft.cli.doctor import doctor
 from outdraft.cli.generate import generate
 from outdraft.cli.plan import plan
+from outdraft.cli.replay import replay
 from outdraft.cli.selftest import selftest
 from outdraft.cli.serve import serve
 from outdraft.core.errors import ConfigError, OutdraftError, RequestError
@@ -65,6 +66,6 @@ def _options(
     """LLM inference in which speculative decoding is the normal way to execute."""
 
 
-for _command in (generate, chat, serve, demo, doctor, plan, selftest):
+for _command in (generate, chat, serve, demo, doctor, plan, replay, selftest):
     app.command(cls=Command)(_command)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,159 @@
+"""How often the drafts of networks were accepted in a trace: what replays take for the truth.
+
+A network cannot draft again without the target's states, so a replay draws its luck from these
+curves: by level, and shifted for each request by how much easier than others it was.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outdraft.core.draft import DraftSource
+from outdraft.core.recorded import RecordedRequest, RecordedStep
+
+PRIOR_CHANCE, LEANING = 0.6, 10.0  # of a level that leans on the one above; labels
+OFFSET_INFORMATION, MAX_OFFSET = 4.0, 4.0  # of "as easy as others", as 16 labels; logits
+NEWTON_STEPS = 8
+NETWORKS = frozenset(DraftSource) - {
+    DraftSource.PREDICTION,
+    DraftSource.SUFFIX,
+    DraftSource.NGRAM,
+}
+BLOCK = 256  # places of a text
+
+
+@dataclass(slots=True)
+class LevelCounts:
+    """Drafts that reached a level, and those that were accepted there, by level."""
+
+    reached: list[int] = field(default_factory=list[int])
+    accepted: list[int] = field(default_factory=list[int])
+
+    def add(self, drafted: int, accepted: int) -> None:
+        """A draft of so many levels."""
+        while len(self.reached) < drafted:
+            self.reached.append(0)
+            self.accepted.append(0)
+        for level in range(min(accepted + 1, drafted)):
+            self.reached[level] += 1
+            self.accepted[level] += level < accepted
+
+    @property
+    def chances(self) -> list[float]:
+        """By level, given that those above were accepted; few labels lean on the level above."""
+        above, chances = PRIOR_CHANCE, list[float]()
+        for reached, accepted in zip(self.reached, self.accepted, strict=True):
+            above = (accepted + LEANING * above) / (reached + LEANING)
+            chances.append(above)
+        return chances
+
+
+class RecordedAcceptance:
+    """The curves of one network by rule, and the luck of each request at each place of its text.
+
+    `counts` tells the levels of all rules together. Luck is drawn from the request's number and
+    the place, so two policies meet the same.
+    """
+
+    def __init__(self, source: DraftSource, requests: Sequence[RecordedRequest], seed: int) -> None:
+        self.source = source
+        self.counts = LevelCounts()
+        self._seed = seed
+        by_rule: dict[str, LevelCounts] = defaultdict(LevelCounts)
+        for request in requests:
+            for drafted, accepted in network_drafts(source, request):
+                by_rule[request.rule].add(drafted, accepted)
+                self.counts.add(drafted, accepted)
+        self._curves = {rule: counts.chances for rule, counts in by_rule.items()}
+        self._offsets = [self._offset(request) for request in requests]
+        self._coins: dict[tuple[int, int], list[float]] = {}
+
+    @property
+    def num_drafts(self) -> int:
+        return self.counts.reached[0] if self.counts.reached else 0
+
+    @property
+    def max_levels(self) -> int:
+        return len(self.counts.reached)
+
+    def accepted(self, index: int, rule: str, sequence: int, place: int, drafted: int) -> int:
+        """Levels of a draft that are accepted.
+
+        Args:
+            index: of the request in the trace.
+            sequence: which text of the replay it is; its luck is its own.
+            place: tokens of the output that are there.
+            drafted: levels.
+        """
+        chances, offset = self._curve(rule), self._offsets[index]
+        for level in range(drafted):
+            chance = _shifted(chances[min(level, len(chances) - 1)], offset)
+            if self._coin(sequence, place + level) >= chance:
+                return level
+        return drafted
+
+    def _curve(self, rule: str) -> Sequence[float]:
+        return self._curves.get(rule) or self.counts.chances
+
+    def _coin(self, sequence: int, place: int) -> float:
+        block, at = divmod(place, BLOCK)
+        key = sequence, block
+        if key not in self._coins:
+            rng = np.random.default_rng([self._seed, sequence, block])
+            self._coins[key] = rng.random(BLOCK).tolist()
+        return self._coins[key][at]
+
+    def _offset(self, request: RecordedRequest) -> float:
+        """In logits: the most likely one, if requests differ as the prior says."""
+        labels = list[tuple[float, int]]()
+        for drafted, accepted in network_drafts(self.source, request):
+            chances = self._curve(request.rule)[:drafted]
+            labels += [(one, at < accepted) for at, one in enumerate(chances[: accepted + 1])]
+        offset = 0.0
+        for _ in range(NEWTON_STEPS):
+            shifted = [_shifted(chance, offset) for chance, _ in labels]
+            excess = sum(label for _, label in labels) - sum(shifted)
+            information = OFFSET_INFORMATION + sum(chance * (1 - chance) for chance in shifted)
+            offset += (excess - OFFSET_INFORMATION * offset) / information
+            offset = max(-MAX_OFFSET, min(MAX_OFFSET, offset))
+        return offset
+
+
+def network_drafts(source: DraftSource, request: RecordedRequest) -> Iterator[tuple[int, int]]:
+    """(levels drafted, levels accepted) of each step in which this network alone drafted."""
+    for output in request.outputs:
+        for step in output.steps:
+            if list(step.drafted) == [source]:
+                yield _levels(step, source, request.tree)
+
+
+def recorded_networks(requests: Sequence[RecordedRequest]) -> list[DraftSource]:
+    """The networks that drafted in a trace."""
+    named = {
+        name
+        for request in requests
+        for output in request.outputs
+        for step in output.steps
+        for name in step.drafted
+    }
+    return [source for source in DraftSource if source in NETWORKS and source in named]
+
+
+def _levels(step: RecordedStep, source: str, tree: Sequence[int]) -> tuple[int, int]:
+    rows, accepted = step.drafted[source], step.accepted.get(source, 0)
+    if not tree:
+        return rows, accepted
+    levels = total = 0
+    while levels < len(tree) and total + tree[levels] <= rows:
+        total += tree[levels]
+        levels += 1
+    return max(levels, accepted), accepted
+
+
+def _shifted(chance: float, offset: float) -> float:
+    if not 0 < chance < 1:
+        return chance
+    return 1 / (1 + math.exp(-math.log(chance / (1 - chance)) - offset))

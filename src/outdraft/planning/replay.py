@@ -1,0 +1,315 @@
+"""Runs recorded requests once more, without a model: the engine's own code but for the device.
+
+Scheduler, policy, proposers of the host and controller are the real ones. At each step drafts meet
+the text that came (teacher forcing), so at temperature 0 a replay accepts what the engine accepted.
+Time is what a table of costs says; the next arrival is waited for when nothing runs.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
+from outdraft.control.controller import Controller
+from outdraft.control.costs import CostCurve, CostTable
+from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import LengthPolicy
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.errors import ConfigError
+from outdraft.core.plan import ModelDrafting, Work, WorkResult
+from outdraft.core.recorded import RecordedRequest
+from outdraft.core.request import FinishReason, Request
+from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.drafting.host.proposer import HostProposer
+from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.engine.stats import StatsTotal, step_stats
+from outdraft.kv.block_pool import BlockPool
+from outdraft.planning.recorded_acceptance import RecordedAcceptance
+from outdraft.planning.replayed_device import ReplayedDevice, ReplayedText
+from outdraft.scheduling.scheduler import Scheduler
+
+NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
+MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
+STATE_WINDOW = 2 * (MAX_DRAFTS + 1)  # tokens, as the engine's, which imports torch
+HEADS = (DraftSource.MEDUSA, DraftSource.MLP)
+EAGLES = (DraftSource.EAGLE, DraftSource.EAGLE3)
+
+ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What is replayed, and when it comes.
+
+    Attributes:
+        requests: of a trace, by arrival.
+        concurrency: so many texts run at once, and each that ends makes room for the next; None:
+            they come when they came.
+        seed: of the luck of networks' drafts.
+    """
+
+    requests: Sequence[RecordedRequest]
+    concurrency: int | None = None
+    seed: int = 0
+
+    @property
+    def max_model_len(self) -> int:
+        return max(len(one.prompt_token_ids) + one.max_tokens for one in self.requests)
+
+    def texts(self) -> list[ReplayedText]:
+        """Every sequence of every request that was not refused; the number is its id."""
+        made = list[ReplayedText]()
+        first_s = self.requests[0].arrival_s
+        for index, request in enumerate(self.requests):
+            params = _params(request)
+            for output in request.outputs:
+                replayed = Request(
+                    str(len(made)),
+                    request.prompt_token_ids,
+                    params,
+                    seed=0,
+                    max_model_len=self.max_model_len,
+                    prediction_ids=request.prediction_token_ids,
+                )
+                arrival_s = 0.0 if self.concurrency else request.arrival_s - first_s
+                made.append(ReplayedText(replayed, index, request.rule, output, arrival_s))
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of a replay.
+
+    Attributes:
+        busy_s: the sum of its steps.
+        elapsed_s: until the last text ended, with the time in which nothing ran.
+        cached_tokens: of prompts, that the prefix cache supplied.
+    """
+
+    texts: list[ReplayedText]
+    stats: StatsTotal
+    busy_s: float
+    elapsed_s: float
+    cached_tokens: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.stats.num_emitted / self.busy_s
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Mean over texts of more than one token."""
+        times_s = [text.tpot_s for text in self.texts]
+        known = [seconds for seconds in times_s if seconds is not None]
+        return 1000 * sum(known) / len(known) if known else None
+
+
+def replay(
+    traffic: Traffic,
+    config: SpeculationConfig,
+    proposers: Sequence[HostProposer],
+    table: CostTable = NO_COSTS,
+) -> Replayed:
+    """Run a trace with a configuration of speculation.
+
+    proposers: new ones, of the configuration's sources on the host.
+
+    Raises:
+        ConfigError: the trace has no drafts of the configuration's network, or the table knows
+            nothing of its passes.
+    """
+    network = _network(traffic, config, table)
+    return _Replay(traffic, config, proposers, table, network).run()
+
+
+class _Replay:
+    """One run: the clock, and the engine's parts around a device that has none of its own."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        config: SpeculationConfig,
+        proposers: Sequence[HostProposer],
+        table: CostTable,
+        network: RecordedAcceptance | None,
+    ) -> None:
+        settings = SchedulerConfig()
+        if traffic.concurrency is not None:
+            rows = max(settings.max_num_batched_tokens, traffic.concurrency)
+            settings = SchedulerConfig(
+                max_num_seqs=traffic.concurrency, max_num_batched_tokens=rows
+            )
+        cache = CacheConfig()
+        most = settings.max_num_seqs * (traffic.max_model_len + MAX_DRAFTS)
+        blocks = -(-max(MAX_POOL_TOKENS, most) // cache.block_size)
+        self._scheduler = Scheduler(
+            settings,
+            cache,
+            BlockPool(blocks),
+            traffic.max_model_len,
+            state_window=_state_window(network),
+            drafter_reads_ahead=network is not None and network.source in EAGLES,
+        )
+        limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
+        self._policy = DraftPolicy(
+            config, proposers, limits, _control(config, table), settings.max_num_seqs
+        )
+        self._looks_up = len(proposers) > 0
+        self._device = ReplayedDevice(table, network, limits)
+        self._stats = StatsTotal()
+        self._coming = deque(traffic.texts())
+        self._concurrency = traffic.concurrency
+        self._texts: dict[str, ReplayedText] = {}
+        self._now_s = self._busy_s = 0.0
+
+    def run(self) -> Replayed:
+        """Until every text has ended."""
+        while self._coming or self._scheduler.has_work:
+            self._admit()
+            self._step()
+        texts = list(self._texts.values())
+        cached = sum(text.request.num_cached for text in texts)
+        return Replayed(texts, self._stats, self._busy_s, self._now_s, cached)
+
+    def _admit(self) -> None:
+        """Queue who has come by now; if nothing runs, wait for the next one."""
+        scheduler = self._scheduler
+        if not scheduler.has_work and self._concurrency is None:
+            self._now_s = max(self._now_s, self._coming[0].arrival_s)
+        while self._coming and self._has_come(self._coming[0]):
+            text = self._coming.popleft()
+            if self._concurrency is not None:
+                text.arrival_s = self._now_s
+            self._texts[text.request.id] = text
+            scheduler.add(text.request)
+
+    def _has_come(self, text: ReplayedText) -> bool:
+        scheduler = self._scheduler
+        if self._concurrency is not None:
+            return len(scheduler.running) + len(scheduler.waiting) < self._concurrency
+        has_room = len(scheduler.waiting) < scheduler.config.max_waiting
+        return text.arrival_s <= self._now_s and has_room
+
+    def _step(self) -> None:
+        """As Engine.step."""
+        scheduler, policy = self._scheduler, self._policy
+        decoding = scheduler.decoding_requests()
+        num_live = len(scheduler.running) + len(scheduler.waiting)
+        num_asked = len(decoding) if self._looks_up and policy.control.wants_offers else 0
+        num_running = min(num_live, scheduler.config.max_num_seqs)
+        choices = policy.choose(decoding, num_running, scheduler.room())
+        plan = scheduler.schedule(choices, lambda request: policy.follows(request, num_running))
+        result = self._device.execute(plan, self._texts)
+        booked = scheduler.commit(plan, result)
+        times = result.times
+        step_s = times.draft_s + times.verify_s
+        step_s += self._device.host_s(len(plan.works), num_asked)
+        self._now_s += step_s
+        self._busy_s += step_s
+        stats = step_stats(
+            plan,
+            booked,
+            num_rows=result.num_rows,
+            times=times,
+            step_s=step_s,
+            num_waiting=len(scheduler.waiting),
+            kv_usage=scheduler.pool.usage,
+        )
+        policy.observe(booked, stats)
+        self._stats.add(stats)
+        for work, outcome, added in booked:
+            self._book(work, outcome, added)
+
+    def _book(self, work: Work, outcome: WorkResult, added: tuple[int, ...]) -> None:
+        """Note what a text gained; end it where it ended."""
+        request, text = work.request, self._texts[work.request.id]
+        if added:
+            text.first_s = self._now_s if text.first_s is None else text.first_s
+            drafted = len(outcome.drafted_ids)
+            text.steps.append((len(added), drafted, len(outcome.accepted_rows)))
+        if request.finish_reason is None and text.left == 0 and work.samples:
+            if text.output.finish_reason in ("abort", "error"):
+                self._scheduler.abort(request.id)
+            else:
+                self._scheduler.stop(request, request.num_output)
+        if request.finish_reason is not None:
+            text.end_s = self._now_s
+            if text.output.finish_reason in ("abort", "error"):
+                request.finish_reason = FinishReason.ABORT  # it ended where it could go on no more
+            self._policy.finish(request)
+
+
+def with_length(config: SpeculationConfig, num_drafts: int) -> SpeculationConfig:
+    """Every request drafts so many tokens in every step; 0: plain decoding."""
+    if num_drafts == 0:
+        return SpeculationConfig()
+    return replace(config, num_speculative_tokens=num_drafts, control="fixed")
+
+
+def _control(config: SpeculationConfig, table: CostTable) -> LengthPolicy:
+    if config.control == "fixed" or not config.sources:
+        return FixedLength(MAX_DRAFTS)
+    return Controller(table, config.max_drafts)
+
+
+def _params(request: RecordedRequest) -> SamplingParams:
+    """As far as scheduler and policy look at them."""
+    return SamplingParams(
+        temperature=request.temperature,
+        seed=0 if request.rule == "drafter_invariant" else None,
+        max_tokens=request.max_tokens,
+        ignore_eos=True,
+        speculation=SpeculationParams(
+            enabled=request.may_draft,
+            method=request.method,
+            num_speculative_tokens=request.num_speculative_tokens,
+        ),
+    )
+
+
+def _network(
+    traffic: Traffic, config: SpeculationConfig, table: CostTable
+) -> RecordedAcceptance | None:
+    if config.network is None:
+        return None
+    source = config.network.source
+    network = RecordedAcceptance(source, traffic.requests, traffic.seed)
+    if network.num_drafts == 0:
+        raise ConfigError(
+            f"the trace has no drafts of {source}, so nobody knows how often they are accepted: "
+            "record one while it drafts"
+        )
+    if table is not NO_COSTS and str(source) not in table.drafters:
+        raise ConfigError(f"the table of costs knows nothing of the passes of {source}")
+    return network
+
+
+def _drafter_limits(
+    config: DraftNetworkConfig | None,
+    network: RecordedAcceptance | None,
+    max_model_len: int,
+    scheduler: Scheduler,
+) -> DrafterLimits | None:
+    """What the policy would know of the network if it were loaded."""
+    if config is None or network is None:
+        return None
+    source = config.source
+    levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
+    max_kept = 0 if source in HEADS or config.parallel_drafting or levels else None
+    if source in EAGLES:
+        max_kept = -1
+    most = sum(levels) if levels else network.max_levels if source in HEADS else MAX_DRAFTS
+    return DrafterLimits(
+        config.max_model_len or max_model_len + MAX_DRAFTS,
+        ModelDrafting(source, levels, max_kept),
+        max_drafts=most,
+        lag_tokens=scheduler.lag_tokens,
+    )
+
+
+def _state_window(network: RecordedAcceptance | None) -> int:
+    """Tokens of each text whose states a network reads: see DrafterBooks."""
+    if network is None or network.source is DraftSource.MODEL:
+        return 0
+    return 1 if network.source in HEADS else STATE_WINDOW
