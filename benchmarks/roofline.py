@@ -19,63 +19,24 @@ Dimension key: T rows, D inputs.
 
 import argparse
 import json
-import mmap
 import platform
 import time
 from collections.abc import Callable
-from ctypes import c_int64, c_void_p
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from passes import LAYERS, Network, cases_of
 
 from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.table import native_kernels
-from outdraft.kernels.native.team import Team, shared_team
+from outdraft.kernels.native.team import shared_team
 
-READ_BYTES = 1 << 30
-MULTIPLY_UNITS = 256
 ROWS = [1, 2, 4, 5, 8, 16, 32, 64, 256]
-
-
-class Limits:
-    """What the machine does at most: bytes/s of memory, operations/s in registers."""
-
-    def __init__(self, team: Team, dtype: torch.dtype, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._team, self._dtype = team, int(dtype is torch.bfloat16)
-        self._memory = mmap.mmap(-1, READ_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._words = np.frombuffer(self._memory, dtype=np.int64)
-        self._words[:] = 1
-        function = team.library.function
-        self._read = function(
-            "roofline_read", [c_void_p, c_void_p, c_int64], c_int64, releases_gil=True
-        )
-        self._multiply = function(
-            "roofline_multiply", [c_void_p, c_int64, c_int64], c_int64, releases_gil=True
-        )
-
-    def bandwidth(self) -> float:
-        """One reading, bytes/s."""
-        seconds, _ = timed(
-            lambda: self._read(self._team.address, self._words.ctypes.data, READ_BYTES),
-            self._clock,
-        )
-        return READ_BYTES / seconds
-
-    def peak(self) -> float:
-        """One reading, operations/s; a product and a sum are two."""
-        seconds, operations = timed(
-            lambda: self._multiply(self._team.address, self._dtype, MULTIPLY_UNITS), self._clock
-        )
-        return operations / seconds
 
 
 def timed(work: Callable[[], int], clock: Callable[[], float]) -> tuple[float, int]:
@@ -124,7 +85,8 @@ def main() -> None:
     dtype: torch.dtype = getattr(torch, args.dtype)
     quantization = None if args.quantization is None else WeightFormat(args.quantization)
     clock = time.thread_time if args.threads == 1 else time.perf_counter
-    limits = Limits(shared_team(library.name, args.threads), dtype, clock)
+    team = shared_team(library.name, args.threads)
+    limits = Limits(team, is_bf16=dtype is torch.bfloat16, clock=clock)
     kernels = native_kernels(library, args.threads)
     network = Network(kernels, args.layers, dtype, quantization)
     products, cases = network.products, cases_of(args.rows)

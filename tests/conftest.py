@@ -14,6 +14,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(autouse=True)
+def own_cost_tables(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch):
+    """Engines keep what they measured for this run of the tests, not for the user."""
+    folder = tmp_path_factory.getbasetemp() / "costs"
+    monkeypatch.setattr("outdraft.engine.cost_table.default_folder", lambda: folder)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also what pairwise covers leave out")
 

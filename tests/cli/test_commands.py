@@ -167,6 +167,20 @@ def test_doctor_names_what_will_run_and_finds_the_embedded_pair(command):
     assert "no embedded" not in shown
 
 
+@pytest.mark.usefixtures("embedded")
+def test_doctor_shows_what_steps_cost_and_where_it_is_kept(command):
+    options = ("doctor", "--cost", "--dtype", "float32", "--device", "cpu", "--max-num-seqs", "2")
+    shown = [run(command, *options).stdout for _ in range(2)]
+    for part in ("Target, by rows", "draft_model, a pass by rows", "roofline", "the host", "kept"):
+        assert part in shown[0], part
+    measured = [line for line in shown[0].splitlines() if "a pass by rows" in line or "│" in line]
+    assert sum(line.count("%") for line in measured) >= 8
+    rows = [[line.split("│")[1:3] for line in one.splitlines() if "│" in line] for one in shown]
+    assert rows[0] == rows[1], "measured once"
+    refused = run(command, *options, "--speculative-config", "null")
+    assert refused.exit_code == 2
+
+
 @pytest.mark.usefixtures("no_assets")
 def test_doctor_says_what_is_missing(command):
     result = run(command, "doctor")

@@ -73,8 +73,7 @@ def test_a_networks_costs_without_noise_are_what_was_true(levels):
     steps = DrafterSteps(COUNTS, NUM_LONG, levels=levels, max_passes=63, reads_texts=True)
     cost = steps.fitted(measured_as(steps.wanted, truth), PRIOR.drafters["eagle3"])
     rows = [max(1, round(count * width)) for count in COUNTS]
-    assert cost.passes.rows == tuple(rows)
-    assert cost.passes.seconds == pytest.approx([1e-4 * count * width for count in COUNTS])
+    assert cost.passes.at(np.array(rows)) == pytest.approx([1e-4 * n * width for n in COUNTS])
     assert cost.start_s == pytest.approx(8e-4)
     assert cost.catch_up.at(np.array([0, 1, *LAGS])) == pytest.approx(
         [0, 1e-5, *(1e-5 * lag for lag in LAGS)]
@@ -90,7 +89,7 @@ def test_heads_take_one_pass_and_have_nothing_to_catch_up_with():
 
     prior = DrafterCost(PRIOR.target, PRIOR.target, max_passes=1)
     cost = steps.fitted(measured_as(steps.wanted, truth), prior)
-    assert cost.passes == CostCurve(COUNTS, (9e-4,) * 4)
+    assert cost.passes.at(np.array(COUNTS)) == pytest.approx([9e-4] * 4)
     assert (cost.start_s, cost.catch_up.seconds, cost.max_passes) == (0.0, (0.0,), 1)
 
 
@@ -120,7 +119,9 @@ def test_any_noise_gives_a_table(data):
 
 
 @given(st.dictionaries(st.integers(1, 10**4), st.floats(-1, 1), min_size=1))
-def test_a_curve_goes_through_any_points(points):
+def test_a_curve_is_the_highest_one_below_its_points(points):
     found = curve(points)
     assert found.rows == tuple(sorted(points))
-    assert min(found.seconds) >= 0
+    for rows, seconds in zip(found.rows, found.seconds, strict=True):
+        later = [max(0.0, points[count]) for count in points if count >= rows]
+        assert seconds == min(later)

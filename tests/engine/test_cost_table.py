@@ -10,7 +10,14 @@ import pytest
 
 from outdraft.control.costs import CostTable
 from outdraft.core.errors import ConfigError
-from outdraft.engine.cost_cache import CostFile, digest, drafter_key, identity, target_key
+from outdraft.engine.cost_cache import (
+    MOST_FILES,
+    CostFile,
+    digest,
+    drafter_key,
+    identity,
+    target_key,
+)
 from outdraft.engine.cost_table import cost_file, cost_table, default_machine, roofline
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
@@ -194,3 +201,14 @@ def test_nothing_is_measured_that_nobody_asks_for(method: str, tmp_path: Path):
     assert table == roofline(config, llm.models, llm.engine.runner, machine)
     assert cost_file(config, llm.models, llm.engine.runner, tmp_path).read() is None
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_that_were_written_last_are_kept(tmp_path: Path):
+    files = [CostFile(tmp_path, {"model": number}) for number in range(MOST_FILES + 3)]
+    for number, file in enumerate(files):
+        file.write(TABLE)
+        os.utime(file.path, ns=(number, number))
+    files[0].write(TABLE)
+    assert len(list(tmp_path.iterdir())) == MOST_FILES
+    assert files[0].read() == TABLE
+    assert [file.read() for file in files[-3:]] == [TABLE] * 3

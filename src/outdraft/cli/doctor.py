@@ -3,12 +3,15 @@
 import os
 import platform
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from outdraft import assets
+from outdraft.cli.command import Model
+from outdraft.cli.options import EngineOptions, SchedulerOptions, serving_config, takes_options
 from outdraft.cli.threads import num_physical_cores, use_physical_cores
 from outdraft.core.errors import ConfigError
 
@@ -21,9 +24,26 @@ VECTOR_FEATURES = ("avx", "fma", "f16c", "amx", "arm", "sve", "neon")
 _GIB = 2**30
 
 
-def doctor() -> None:
+@takes_options
+def doctor(
+    model: Model = None,
+    *,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Show what steps of the model take, beside the roofline."),
+    ] = False,
+    engine: EngineOptions,
+    scheduler: SchedulerOptions,
+) -> None:
     """Show the hardware, the libraries, and which kernels will be used."""
     console = Console(highlight=False)
+    if cost:
+        config = serving_config(model, engine, scheduler)
+        use_physical_cores(os.environ)
+        from outdraft.cli.doctor_cost import show_costs
+
+        show_costs(console, config)
+        return
     sections, missing = examine(os.environ)
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)

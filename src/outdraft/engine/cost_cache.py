@@ -23,7 +23,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
 
-FORMAT = 1  # of the files
+FORMAT, MOST_FILES = 1, 128
 MODEL_FILES = (".json", ".safetensors")
 Key = dict[str, Any]
 _logger = logging.getLogger(__name__)
@@ -59,8 +59,16 @@ class CostFile:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
             temporary.replace(self.path)
+            _forget_old(self.path.parent)
         except OSError as error:
             _logger.warning("measured costs are not kept: %s", error)
+
+
+def _forget_old(folder: Path) -> None:
+    """Keep the files that were written last."""
+    files = sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime_ns)
+    for file in files[:-MOST_FILES]:
+        file.unlink(missing_ok=True)
 
 
 def default_folder() -> Path:

@@ -7,11 +7,12 @@ is left out: there the prior stands in, stretched as the next smaller measured s
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import median
 
 import numpy as np
 
-from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
+from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS
 from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
 
@@ -20,7 +21,7 @@ ROWS_OF_ONE = 8  # of one request; more rows belong to several, where the engine
 MOST_OF_FEW = 32  # rows, where it has not
 REQUESTS = (1, 2, 4, 8, 16, 32)
 LAGS = (16, 64, 256)  # tokens
-DEPTH = 5  # levels of a measured chain
+DEPTH = 4  # levels of a measured chain
 NOTHING = CostCurve((1,), (0.0,))
 
 
@@ -174,13 +175,11 @@ class DrafterSteps:
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
             for lag in ((0, *LAGS) if reads_texts else ())
         }
-        wanted = [
-            step
-            for count in counts
-            for step in (self._plain[count], self._whole[count], self._first[count])
-        ]
-        wanted += [*([self._long] if reads_texts else []), *self._lags.values()]
-        self.wanted = list(dict.fromkeys(wanted))
+        alone, *others = (
+            [self._plain[count], self._whole[count], self._first[count]] for count in counts
+        )
+        long = [*([self._long] if reads_texts else []), *self._lags.values()]
+        self.wanted = list(dict.fromkeys(chain(alone, long, *others)))
 
     def fitted(self, measured: Measured, prior: DrafterCost) -> DrafterCost:
         """What was measured, and the prior where nothing was."""
@@ -210,7 +209,7 @@ class DrafterSteps:
             more_s = max(0.0, long_s - short_s)
             context_s = more_s / self._num_passes / (self._num_long - SHORT)
         return DrafterCost(
-            curve(passes),
+            stretched(prior.passes, passes),
             _catch_up({lag: own_s(step) for lag, step in self._lags.items()}, prior),
             max(0.0, median(starts)) if starts else 0.0,
             context_s,
@@ -224,9 +223,14 @@ def request_counts(runner: ScratchSteps) -> list[int]:
 
 
 def curve(points: dict[int, float]) -> CostCurve:
-    """Through points in any order; where times would fall with more rows they are put level."""
+    """Through points in any order, but none is above a point of more rows.
+
+    Fewer rows take no longer. If they seem to, something else took that time.
+    """
     rows = sorted(points)
-    return CostCurve(tuple(rows), monotone([max(0.0, points[count]) for count in rows]))
+    times_s = np.maximum([points[count] for count in rows], 0.0)
+    lowest_s = np.minimum.accumulate(times_s[::-1])[::-1]
+    return CostCurve(tuple(rows), tuple(lowest_s.tolist()))
 
 
 def stretched(prior: CostCurve, points: dict[int, float]) -> CostCurve:

@@ -32,7 +32,7 @@ from outdraft.models.llama import CausalLM
 from outdraft.runner.model_runner import ModelRunner
 
 AUTO, ROOFLINE = "auto", "roofline"
-BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 3
+BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 2
 # Machines that nobody has measured: moderate ones.
 CPU_BANDWIDTH, CPU_PEAK, CPU_CALL_S = 20e9, 100e9, 200e-6  # the peak is one thread's
 GPU = Machine(bandwidth=1.5e12, peak=2e14, layer_s=60e-6, call_s=500e-6)

@@ -6,12 +6,15 @@ import torch
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
+from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kernels.triton.select import triton_attention
 
 AUTO, REFERENCE = "auto", "reference"
+LIMIT_BYTES, LIMIT_TURNS = 1 << 28, 5
 
 
 def kernels_options() -> tuple[str, ...]:
@@ -57,6 +60,21 @@ def automatic_dtype(option: str, device: torch.device, own: torch.dtype) -> torc
     if own is torch.bfloat16 and library is not None and library.name.endswith("bf16"):
         return torch.bfloat16
     return torch.float32
+
+
+def machine_limits(dtype: torch.dtype) -> tuple[float, float] | None:
+    """Bytes a second and operations a second that this machine's processor reaches at most.
+
+    The best of a few readings with all threads, in about 0.1 s; None: there is no library.
+    """
+    library = open_library()
+    if library is None:
+        return None
+    team = shared_team(library.name, torch.get_num_threads())
+    limits = Limits(team, is_bf16=dtype is torch.bfloat16, read_bytes=LIMIT_BYTES)
+    readings = [(limits.bandwidth(), limits.peak()) for _ in range(LIMIT_TURNS)]
+    bandwidths, peaks = zip(*readings, strict=True)
+    return max(bandwidths), max(peaks)
 
 
 def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -1,0 +1,104 @@
+"""`outdraft doctor --cost`: what steps of a model cost here, beside the least that they could."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from outdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outdraft.config.engine import EngineConfig
+    from outdraft.control.costs import CostCurve, CostTable
+    from outdraft.control.roofline import Machine
+    from outdraft.engine.loading import LoadedModels
+
+MOST_ROWS = 256  # prompts have more; they are not measured
+
+
+def show_costs(console: Console, config: "EngineConfig") -> None:
+    """Measure what is not known yet, and print all of it."""
+    from dataclasses import replace
+
+    from outdraft.engine.build import build_engine
+    from outdraft.engine.cost_table import cost_file, cost_table, roofline
+    from outdraft.engine.loading import load_models
+
+    if not config.speculation.sources:
+        raise ConfigError("--cost is about speculation: name a method in --speculative-config")
+    models = load_models(config)
+    runner = build_engine(replace(config, cost_table="roofline"), models)[0].runner
+    table = cost_table(config, models, runner)
+    machine, is_measured = _machine(models)
+    limits = roofline(config, models, runner, machine)
+    console.print(
+        f"{'' if is_measured else 'not measured: '}{machine.bandwidth / 1e9:.0f} GB/s, "
+        f"{machine.peak / 1e9:.0f} billion operations/s; target: {models.target.numbers}",
+        style="bold",
+    )
+    _show_curve(console, "Target, by rows", table.target, limits.target)
+    _show_numbers(console, _beside_rows(table, limits))
+    for name, cost in table.drafters.items():
+        limit = limits.drafters[name]
+        _show_curve(console, f"{name}, a pass by rows", cost.passes, limit.passes)
+        lags = ", ".join(
+            f"{rows} {_ms(seconds)}"
+            for rows, seconds in zip(cost.catch_up.rows, cost.catch_up.seconds, strict=True)
+            if rows <= MOST_ROWS
+        )
+        numbers = {
+            "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
+            "to catch up with so many tokens": f"{lags} ms",
+            "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
+            "passes of a draft": f"at most {cost.max_passes}",
+        }
+        _show_numbers(console, numbers)
+    kept = cost_file(config, models, runner).path if config.cost_table == "auto" else None
+    console.print(f"kept in {kept}" if kept else f"as told: {config.cost_table}", markup=False)
+
+
+def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
+    """What this machine does at most, and whether that was measured."""
+    from outdraft.control.roofline import Machine
+    from outdraft.engine.cost_table import default_machine
+    from outdraft.kernels.choose import machine_limits
+
+    limits = machine_limits(models.target.dtype) if models.device.type == "cpu" else None
+    return (default_machine(models.device), False) if limits is None else (Machine(*limits), True)
+
+
+def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for heading in ("rows", "ms", "roofline ms", "share"):
+        table.add_column(heading, justify="right")
+    rows = [count for count in measured.rows if count <= MOST_ROWS]
+    limits = limit.at(np.array(rows)).tolist()
+    for count, seconds, limit_s in zip(
+        rows, measured.at(np.array(rows)).tolist(), limits, strict=True
+    ):
+        share = f"{limit_s / seconds:.0%}" if seconds > 0 else ""
+        table.add_row(str(count), _ms(seconds), _ms(limit_s), share)
+    console.print(table)
+
+
+def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
+    context, least = table.context_s * 1e6, limits.context_s * 1e6
+    return {
+        "each token of a context": f"{context:.2f} us (roofline {least:.2f})",
+        "each further request": f"{table.request_s * 1e6:.0f} us",
+        "the host": f"{table.host_s * 1e6:.0f} us a step, "
+        f"{table.host_request_s * 1e6:.0f} us for each further request",
+        "the host's sources": f"{table.offer_s * 1e6:.0f} us for each request",
+    }
+
+
+def _show_numbers(console: Console, numbers: dict[str, str]) -> None:
+    table = Table(show_header=False, box=None)
+    for name, value in numbers.items():
+        table.add_row(name, value)
+    console.print(table, "")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:.0f}"
