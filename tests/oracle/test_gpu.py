@@ -5,6 +5,7 @@ import torch
 
 from tests.oracle import forms
 from tests.oracle.engines import METHODS, engine, greedy, greedy_oracle, ids, prompts_of, run
+from tests.oracle.live_rules import RandomRules
 from tests.oracle.test_drafter_invariant import sampled
 
 LENGTHS = (3, 21, 40, 9, 33)
@@ -37,9 +38,11 @@ def test_outputs_of_a_form_equal_the_cpus(method: str, temperature: float):
     assert ids(on_gpu) == ids(on_cpu)
 
 
+@pytest.mark.parametrize("has_rules", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_launching_a_step_waits_for_nothing(temperature: float):
+def test_launching_a_step_waits_for_nothing(temperature: float, has_rules: bool):
     llm = engine("qwen2", "draft_model", device="cuda")
+    rules = RandomRules(llm, 1) if has_rules else None
     runner = llm.engine.runner
     launch = runner.launch
 
@@ -54,3 +57,13 @@ def test_launching_a_step_waits_for_nothing(temperature: float):
     run(llm, prompts_of([5, 18]), params)  # first calls may allocate and compile
     runner.launch = strict_launch
     run(llm, prompts_of([6, 19]), params)
+    assert rules is None or rules.num_short > 0
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+def test_chains_that_live_rules_end_leave_the_text_alone(method: str):
+    llm = engine("qwen3-window", method, 4, device="cuda")
+    rules = RandomRules(llm, 2)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(30))
+    assert ids(outputs) == greedy_oracle("qwen3-window", LENGTHS, 30)
+    assert rules.num_short > 0
