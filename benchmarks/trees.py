@@ -88,7 +88,11 @@ def measure(warm_up: str, prompts: Sequence[str], args: argparse.Namespace) -> S
         max_num_seqs=1,
         enable_prefix_caching=False,
     )
-    drafter = {"method": "draft_model", "model": str(assets.drafter_path())}
+    drafter = {
+        "method": "draft_model",
+        "model": str(assets.drafter_path()),
+        "control": "fixed",
+    }
     configs = {
         name: replace(
             base, speculation=parse_speculative_config(None if own is None else drafter | own)

@@ -61,6 +61,7 @@ def speculation(spec: Spec):
     config = {"method": spec.method, "num_speculative_tokens": spec.max_depth}
     if spec.method == "combined":
         return config | {"model": spec.drafter, **forgets}
+    config["control"] = "fixed"  # as long as the others' drafts
     if spec.method == "draft_model":
         return config | {"model": spec.drafter}
     if spec.method == "ngram":

@@ -16,6 +16,7 @@ import pytest
 import torch
 from scipy.stats import chisquare
 
+from outdraft.control.policy import LengthPolicy
 from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.model_drafts import DraftModelAsk
@@ -23,7 +24,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts
 from tests.models.checkpoints import llama, randomised, save
-from tests.oracle.engines import MixedPolicy
+from tests.oracle.changing_lengths import ChangingLengths
 from tests.oracle.heads import random_head
 
 VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 4, 5, 8_000
@@ -64,7 +65,7 @@ def exact(checkpoints: tuple[Path, Path, Any], with_parameters: bool = False) ->
 def counts(
     checkpoints: tuple[Path, Path, Any],
     speculative: dict[str, Any] | None,
-    mixes: bool = False,
+    control: LengthPolicy | None = None,
     kernels: str = "auto",
     **changes: Any,
 ) -> np.ndarray:
@@ -82,8 +83,8 @@ def counts(
         num_blocks=400,
         seed=17,
     )
-    if mixes:
-        llm.engine.drafting = MixedPolicy(llm, {}, 3, VOCAB_SIZE)
+    if control is not None:
+        llm.engine.drafting.control = control
     params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True, **changes)
     found = np.zeros((VOCAB_SIZE,) * NUM_TOKENS)
     for output in llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False):
@@ -92,7 +93,7 @@ def counts(
     if speculative is not None:  # the test would be idle without drafts
         stats = llm.engine.stats
         assert stats.num_drafts > NUM_TEXTS / 2
-        assert stats.num_draft_tokens > 1.2 * stats.num_drafts
+        assert stats.num_draft_tokens > (1.2 if control is None else 1.05) * stats.num_drafts
     return found.ravel()
 
 
@@ -159,14 +160,13 @@ def test_texts_follow_the_targets_distribution(case: str, kernels: str, checkpoi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", ["block", "token"])
-@pytest.mark.parametrize("case", ["block", "medusa"])
-def test_chains_of_two_sources_follow_it_too(case: str, rule: str, checkpoints: Any):
-    """Deterministic drafts of the host, then sampled ones of the network."""
-    speculative = {**(CASES[case] or {}), "rejection_sample_method": rule}
-    speculative["num_speculative_tokens"] = 4
-    found = counts(checkpoints, speculative, mixes=True)
+@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+def test_they_do_while_sources_and_lengths_change_at_every_step(case: str, checkpoints: Any):
+    """Also with live rules, which look at margins before each draw."""
+    control = ChangingLengths(seed=5)
+    found = counts(checkpoints, CASES[case], control=control)
     assert p_value(found, exact(checkpoints)) > ALPHA
+    assert control.num_mixed > 20
 
 
 @pytest.mark.slow

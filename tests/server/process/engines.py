@@ -29,6 +29,7 @@ def config(**options: Any) -> EngineConfig:
             "model": str(pair().drafter),
             # The same tokens whatever was drafted: streams can be compared at any temperature.
             "rejection_sample_method": "drafter_invariant",
+            "control": "fixed",  # and so are the steps
         },
     }
     return EngineConfig.from_options(model=str(pair().target), **defaults | options)
