@@ -166,7 +166,7 @@ void Growth::draw(int64_t b, int64_t first, int64_t first_above, const float* lo
   const int64_t num_rows = task_.levels[depth_], at = b * task_.num_rows + first;
   std::vector<float> weights(static_cast<size_t>(num_rows));
   const Nodes nodes{num_nodes_,   task_.size,     logits, tree.weights.data(),
-                    first_above,  task_.seeds[b], task_.positions[b] + depth_,
+                    first_above,  task_.seeds[b], task_.num_tokens[b] + depth_,
                     task_.num_tokens[b]};
   Worth worth = task_.worth;
   worth.num_shares = std::min(num_rows, task_.size) - 1;

@@ -32,7 +32,7 @@ struct DraftTask {
   int64_t num_requests, num_levels, num_rows, size, table_width, block_size;
   const int64_t* levels;
   Worth worth;
-  const int64_t *num_tokens, *positions, *contexts, *num_drafts, *seeds, *kinds;
+  const int64_t *num_tokens, *contexts, *num_drafts, *seeds, *kinds;
   const bool* is_greedy;
   CutColumns cuts;
   const bool* allowed;  // [B, V]; null: all tokens are
@@ -95,7 +95,7 @@ class Growth {
   Kind kind(int64_t b) const { return static_cast<Kind>(task_.kinds[b]); }
   // Of the target's own choice.
   NoiseKey shared_noise(int64_t b) const {
-    return {task_.seeds[b], task_.positions[b] + depth_, 0, Purpose::kSample};
+    return {task_.seeds[b], task_.num_tokens[b] + depth_, 0, Purpose::kSample};
   }
 
   const DraftTask task_;

@@ -97,3 +97,18 @@ def test_a_choice_of_either_kind_is_cut_from_behind(choice):
     assert shorter.draft.token_ids == choice.draft.token_ids[:2]
     assert choice.truncated(0) is None
     assert choice.truncated(-1) is None
+
+
+def test_one_source_drafts_for_a_request_in_a_step():
+    with pytest.raises(ValueError, match="not two"):
+        DraftChoice(DraftSource.NGRAM, Draft.chain([1]), num_model_drafts=2)
+
+
+def test_the_first_levels_of_a_tree_are_a_tree():
+    tree = Draft((1, 2, 3, 4, 5), (0, 1, 0, 2, 3), 3.5, match_length=7)
+    assert tree.level_sizes() == (2, 2, 1)
+    first = tree.first_levels(2)
+    assert (first.token_ids, first.parents) == ((1, 2, 3, 5), (0, 1, 0, 3))
+    assert (first.score, first.match_length) == (2, 7)
+    assert tree.first_levels(3) is tree
+    assert Draft.chain([1, 2, 3]).first_levels(2) == Draft.chain([1, 2])

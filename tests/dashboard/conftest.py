@@ -114,7 +114,6 @@ def _feed_with_history() -> LiveFeed:
         drafted={DraftSource.SUFFIX: 50, DraftSource.MODEL: 10},
         accepted={DraftSource.SUFFIX: 20, DraftSource.MODEL: 10},
         begun={DraftSource.SUFFIX: 8, DraftSource.MODEL: 2},
-        accepted_of_begun={DraftSource.SUFFIX: 28, DraftSource.MODEL: 2},
         times=PhaseTimes(0.1, 0.6, 0.1),
         host_s=0.2,
     )

@@ -11,7 +11,6 @@ def stats(
     drafted: dict[DraftSource, int] | None = None,
     accepted: dict[DraftSource, int] | None = None,
     begun: dict[DraftSource, int] | None = None,
-    accepted_of_begun: dict[DraftSource, int] | None = None,
     times: PhaseTimes | None = None,
     host_s: float = 0.0,
 ) -> StepStats:
@@ -28,7 +27,6 @@ def stats(
         drafted_by_source=drafted,
         accepted_by_source=accepted,
         drafts_by_source=begun or {},
-        accepted_by_first_source=accepted_of_begun or {},
         kv_usage=0.0,
         times=times or PhaseTimes(),
         host_s=host_s,

@@ -41,7 +41,6 @@ def test_a_second_adds_up_all_steps_that_were_recorded_in_it():
         drafted=both,
         accepted=kept,
         begun={DraftSource.SUFFIX: 2},
-        accepted_of_begun=kept,
         times=PhaseTimes(0.01, 0.02, 0.003),
         host_s=0.004,
     )

@@ -114,7 +114,6 @@ def test_the_events_are_the_facts_and_the_history():
         drafted={DraftSource.SUFFIX: 4},
         accepted={DraftSource.SUFFIX: 2},
         begun={DraftSource.SUFFIX: 1},
-        accepted_of_begun={DraftSource.SUFFIX: 2},
     )
     feed.record([step], 2, 1, 0.25)
     now[0] = 11.0

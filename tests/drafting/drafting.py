@@ -53,7 +53,7 @@ def slow_drafts(
     Penalties are left to verification.
     """
     params = replace(PARAMS[request], presence_penalty=0.0)
-    ids: list[int] = list(ask.continued)
+    ids: list[int] = []
     probs: list[list[float]] = []
     for _ in range(ask.num_drafts):
         processed = processed_logits(next_logits(ids), params, [], [])
@@ -69,7 +69,7 @@ def slow_drafts(
             scores = scores + noise.gumbel(keys, len(processed))
         ids.append(int(scores.argmax()))
         probs.append(probabilities(processed))
-    return ids[len(ask.continued) :], probs
+    return ids, probs
 
 
 def check_drafts(

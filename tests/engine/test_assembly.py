@@ -18,7 +18,6 @@ NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
-MIXED = DraftChoice(DraftSource.NGRAM, Draft.chain([1]), num_model_drafts=2)
 
 
 EOS = 1
@@ -79,8 +78,6 @@ class Caller:
         (TREE, (0, 2), [NGRAM, NGRAM, BONUS]),
         (MODELS, (0, 1), [MODEL, MODEL, RECOVERED]),
         (MODELS, (0, 1, 2), [MODEL, MODEL, MODEL, BONUS]),
-        (MIXED, (0,), [NGRAM, RECOVERED]),
-        (MIXED, (0, 1, 2), [NGRAM, MODEL, MODEL, BONUS]),
     ],
 )
 def test_every_token_says_how_it_came(drafts, rows, origins):

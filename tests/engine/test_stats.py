@@ -49,31 +49,7 @@ def test_a_step_in_numbers():
     assert step.drafted_by_source == {DraftSource.MODEL: 3, DraftSource.NGRAM: 2}
     assert step.accepted_by_source == {DraftSource.MODEL: 2, DraftSource.NGRAM: 0}
     assert step.drafts_by_source == {DraftSource.MODEL: 1, DraftSource.NGRAM: 1}
-    assert step.accepted_by_first_source == {DraftSource.MODEL: 2, DraftSource.NGRAM: 0}
     assert step.host_s == pytest.approx(0.2)
-
-
-def test_a_draft_that_a_network_continued_counts_for_who_began_it():
-    choice = DraftChoice(DraftSource.SUFFIX, Draft.chain([1, 2]), num_model_drafts=2)
-    mixed, plain = work(choice), work(None)
-    outcome = WorkResult((1, 2, 3, 7), (0, 1, 2), (1, 2, 3, 4))
-    booked = [(mixed, outcome, outcome.token_ids), (plain, WorkResult((4,)), (4,))]
-    step = step_stats(
-        StepPlan((mixed, plain)),
-        booked,
-        num_rows=6,
-        times=PhaseTimes(),
-        step_s=1.0,
-        num_waiting=0,
-        kv_usage=0.0,
-    )
-    assert step.drafts_by_source == {DraftSource.SUFFIX: 1}
-    assert step.accepted_by_first_source == {DraftSource.SUFFIX: 3}
-    assert step.drafted_by_source == {DraftSource.SUFFIX: 2, DraftSource.MODEL: 2}
-    assert step.accepted_by_source == {DraftSource.SUFFIX: 2, DraftSource.MODEL: 1}
-    total = StatsTotal()
-    total.add(step)
-    assert total.acceptance_length_by_source == {DraftSource.SUFFIX: 4}
 
 
 def test_totals_are_sums_and_rates_are_of_the_sums():

@@ -263,29 +263,3 @@ class NoisePolicy(DraftPolicy):
             for depth in depths[1:]
         ]
         return Draft(tuple(tokens), tuple(parents))
-
-
-class MixedPolicy(DraftPolicy):
-    """Chains that the host begins, at random, and the network goes on with."""
-
-    def __init__(self, llm: LLM, right: dict[str, list[int]], seed: int, vocab_size: int) -> None:
-        policy = llm.engine.drafting
-        super().__init__(policy.config, [], policy._drafter, FixedLength(0), 8)
-        self._right = right
-        self._rng = np.random.default_rng(seed)
-        self._vocab_size = vocab_size
-
-    def choose(
-        self, requests: Sequence[Request], num_running: int, room: StepRoom
-    ) -> dict[str, DraftChoice]:
-        return {r.id: self._chain(r) for r in requests}
-
-    def _chain(self, request: Request) -> DraftChoice:
-        assert self._drafter is not None
-        begun, going_on = self._rng.integers(0, 3), self._rng.integers(1, 3)
-        future = self._right.get(request.id, [])[request.num_output :][:begun]
-        if not future or self._rng.random() < 0.3:
-            future = self._rng.integers(0, self._vocab_size, begun).tolist()
-        source = DraftSource.SUFFIX if future else self._drafter.drafting.source
-        model = self._drafter.drafting
-        return DraftChoice(source, Draft.chain(future), int(going_on), model)

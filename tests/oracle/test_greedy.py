@@ -18,7 +18,6 @@ from tests.oracle.engines import (
     METHODS,
     OF_ONE_SIZE,
     VOCAB_SIZE,
-    MixedPolicy,
     NoisePolicy,
     checkpoint,
     config,
@@ -111,20 +110,6 @@ def test_a_drafter_that_paused_catches_up_exactly(method: str):
     assert ids(outputs) == greedy_oracle("llama-llama3-rope", LENGTHS, NUM_TOKENS)
     if method == "perfect":
         assert llm.engine.stats.acceptance_rate == 1.0
-
-
-@settings(max_examples=10, deadline=None)
-@given(seed=st.integers(0, 10_000), method=st.sampled_from(["draft_model", "pard", "medusa"]))
-def test_chains_of_the_host_that_the_network_goes_on_with_change_nothing(seed: int, method: str):
-    right = greedy_oracle("mistral-window", LENGTHS, NUM_TOKENS)
-    known = {f"{i}/0": tokens for i, tokens in enumerate(right)}
-    llm = engine("mistral-window", method, num_drafts=4)
-    llm.engine.drafting = MixedPolicy(llm, known, seed, VOCAB_SIZE)
-    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
-    assert ids(outputs) == right
-    by_source = llm.engine.stats.accepted_by_source
-    assert by_source[DraftSource.SUFFIX] > 0
-    assert llm.engine.stats.drafted_by_source[llm.engine.drafting._drafter.drafting.source] > 0
 
 
 @settings(max_examples=25, deadline=None)

@@ -105,8 +105,8 @@ class SimulatedDevice:
         number = work.drafts.num_model_drafts
         if not number:
             return work.drafts.draft
-        request, host = work.request, work.drafts.draft.token_ids
-        ids = [*host, *(self.rng.randrange(self.vocab_size) for _ in range(number))]
+        request = work.request
+        ids = [self.rng.randrange(self.vocab_size) for _ in range(number)]
         draft = Draft.chain(ids)
         if self.drafting.is_tree:
             draft = Draft(tuple(ids), self._parents(number))

@@ -90,15 +90,14 @@ def test_a_drafter_without_states_drafts_in_the_next_step_and_holds_no_block_bef
     assert (one.num_drafter_computed, one.drafter_gap.num_tokens) == (7, 7)
 
 
-def test_what_the_host_drafted_is_verified_where_the_network_cannot_go_on():
+def test_a_network_without_the_states_that_it_needs_does_not_draft():
     heads = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
     sched = scheduler(state_window=1)
     sched.add(request("a", [1] * 6, 9))
     run_plainly(sched, 1)
-    mixed = DraftChoice(DraftSource.SUFFIX, host_drafts(1, 1).draft, 2, heads)
-    [work] = sched.schedule({"a": mixed}).works
-    assert work.drafts is not None
-    assert (len(work.drafts.draft), work.drafts.num_model_drafts) == (2, 0)
+    choice = DraftChoice(DraftSource.MEDUSA, num_model_drafts=2, model=heads)
+    [work] = sched.schedule({"a": choice}).works
+    assert work.drafts is None
 
 
 def test_after_a_pause_the_drafter_reads_the_window_behind_what_it_has_read():

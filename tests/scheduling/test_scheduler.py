@@ -234,7 +234,7 @@ class Simulation:
         assert all(r in self.sched.running and r.num_uncomputed == 1 for r in drafting)
         choices: dict[str, DraftChoice] = {}
         for one in self.sched.running:  # also some that are not drafting: they must be ignored
-            kind = rng.choice(["none", "model", "chain", "tree", "mixed"])
+            kind = rng.choice(["none", "model", "chain", "tree"])
             drafting = self.world.drafting
             ids = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
             if kind == "model":
@@ -242,10 +242,6 @@ class Simulation:
                 choices[one.id] = DraftChoice(
                     drafting.source, num_model_drafts=number, model=drafting
                 )
-            elif kind == "mixed" and drafting.can_go_on:
-                begun = Draft.chain(ids[: len(ids) // 2])
-                source = DraftSource.SUFFIX if len(begun) else drafting.source
-                choices[one.id] = DraftChoice(source, begun, rng.randint(1, 4), drafting)
             elif kind == "chain":
                 choices[one.id] = host_drafts(*ids)
             elif kind == "tree":

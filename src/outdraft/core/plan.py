@@ -3,7 +3,7 @@
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,11 +35,6 @@ class ModelDrafting:
     @property
     def is_tree(self) -> bool:
         return len(self.levels) > 0
-
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the network can continue drafts of the host, which the target has not read."""
-        return not self.is_tree and self.max_kept != -1
 
     def most_drafts(self, num_tokens: int) -> int:
         """Most drafts that are useful if no more than so many tokens can be accepted."""
@@ -86,11 +81,11 @@ class LiveStop:
 class DraftChoice:
     """How one request speculates in this step.
 
-    It is a draft from the host, a number of drafts that a network makes on the device at the start
-    of the step, or both. If both, the host's draft is a chain and the network continues it.
+    It is a draft from the host, or a number of drafts that a network makes on the device at the
+    start of the step.
     """
 
-    source: DraftSource  # the source that drafts first
+    source: DraftSource
     draft: Draft = NO_DRAFT
     num_model_drafts: int = 0
     model: ModelDrafting = MODEL_CHAIN  # how the network drafts
@@ -104,10 +99,7 @@ class DraftChoice:
                 f"a live rule of {len(self.stop.weights)} levels for {self.num_model_drafts}"
             )
         if self.num_model_drafts and len(self.draft):
-            if not self.draft.is_chain:
-                raise ValueError("a network can go on behind a chain only")
-            if not self.model.can_go_on:
-                raise ValueError(f"{self.model.source} cannot go on behind other drafts")
+            raise ValueError("one source drafts for a request in a step, not two")
 
     def __len__(self) -> int:
         return len(self.draft) + self.num_model_drafts
@@ -126,18 +118,6 @@ class DraftChoice:
         """How far the network's cache may reach behind the text's end, in accepted drafts."""
         return len(self) - 1 if self.model.max_kept is None else self.model.max_kept
 
-    def source_of(self, row: int) -> DraftSource:
-        """Who drafted a row."""
-        return self.source if row < len(self.draft) else self.model.source
-
-    def count_by_source(self, rows: Iterable[int]) -> dict[DraftSource, int]:
-        """How many of these rows each source drafted."""
-        counts: dict[DraftSource, int] = {}
-        for row in rows:
-            source = self.source_of(row)
-            counts[source] = counts.get(source, 0) + 1
-        return counts
-
     def truncated(self, num_tokens: int) -> "DraftChoice | None":
         """The choice with at most so many drafts, None if nothing is left."""
         if num_tokens >= len(self) > 0:
@@ -147,7 +127,7 @@ class DraftChoice:
         return DraftChoice(
             self.source,
             self.draft.truncated(num_tokens),
-            min(self.num_model_drafts, max(0, num_tokens - len(self.draft))),
+            min(self.num_model_drafts, num_tokens),
             self.model,
             self.stop,
         )
@@ -276,8 +256,7 @@ class StepStats:
     Attributes:
         accepted_at: how many requests accepted a draft at depth i + 1.
         drafted_by_source, accepted_by_source: tokens.
-        drafts_by_source: drafts, counted for the source that drafted first.
-        accepted_by_first_source: accepted tokens of these drafts, those of other sources included.
+        drafts_by_source: drafts.
         host_s: the step's time outside the device's phases.
         draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
     """
@@ -293,7 +272,6 @@ class StepStats:
     drafted_by_source: dict[DraftSource, int]
     accepted_by_source: dict[DraftSource, int]
     drafts_by_source: dict[DraftSource, int]
-    accepted_by_first_source: dict[DraftSource, int]
     kv_usage: float
     times: PhaseTimes
     host_s: float

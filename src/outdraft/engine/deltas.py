@@ -1,7 +1,6 @@
 """What the engine remembers of a caller's request between steps, and the deltas it tells of it."""
 
 import time
-from collections.abc import Iterable
 
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
@@ -79,8 +78,8 @@ def _sequence_delta(
     request, drafts = work.request, work.drafts
     drafted = None
     if drafts is not None:
-        counts = drafts.count_by_source(range(len(outcome.drafted_ids)))
-        drafted = {source.value: number for source, number in counts.items()}
+        num_drafted = len(outcome.drafted_ids)
+        drafted = {drafts.source.value: num_drafted} if num_drafted else {}
     reason = request.finish_reason
     return SequenceDelta(
         index,
@@ -99,16 +98,12 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     """How each emitted token came, accepted drafts first."""
     if drafts is None:
         return (TokenOrigin.PLAIN,)
-    accepted = (_ORIGINS[drafts.source_of(row)] for row in outcome.accepted_rows)
+    accepted = [_ORIGINS[drafts.source]] * len(outcome.accepted_rows)
     # Row 0 of the parents is the root, so a drafted row has its place plus one there.
     is_whole = (
         bool(outcome.accepted_rows) and outcome.accepted_rows[-1] + 1 not in outcome.drafted_parents
     )
     return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
-
-
-def _sources(drafts: DraftChoice, rows: Iterable[int]) -> Iterable[str]:
-    return (str(drafts.source_of(row)) for row in rows)
 
 
 def _trace(
@@ -117,7 +112,7 @@ def _trace(
     if drafts is None:
         return DraftTrace((), (), (), (), num_emitted, step_s)
     return DraftTrace(
-        tuple(_sources(drafts, range(len(outcome.drafted_ids)))),
+        (str(drafts.source),) * len(outcome.drafted_ids),
         outcome.drafted_ids,
         outcome.drafted_parents,
         outcome.accepted_rows,

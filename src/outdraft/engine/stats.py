@@ -23,15 +23,13 @@ def step_stats(
         num_rows: that the target read.
     """
     verified = [
-        (work.drafts, range(len(outcome.drafted_ids)), outcome.accepted_rows)
+        (work.drafts.source, len(outcome.drafted_ids), len(outcome.accepted_rows))
         for work, outcome, _ in booked
         if work.drafts is not None and outcome.drafted_ids  # a live rule may leave none
     ]
-    drafted = _sum([drafts.count_by_source(rows) for drafts, rows, _ in verified])
-    accepted = _sum([drafts.count_by_source(kept) for drafts, _, kept in verified])
-    drafts_by_source = _sum([{drafts.source_of(0): 1} for drafts, _, _ in verified])
-    accepted_of = _sum([{drafts.source_of(0): len(kept)} for drafts, _, kept in verified])
-    depths = [len(kept) for _, _, kept in verified]
+    drafted = _sum([(source, num_drafted) for source, num_drafted, _ in verified])
+    accepted = _sum([(source, num_accepted) for source, _, num_accepted in verified])
+    depths = [num_accepted for _, _, num_accepted in verified]
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
@@ -44,9 +42,8 @@ def step_stats(
             [sum([most > depth for most in depths]) for depth in range(max(depths, default=0))]
         ),
         drafted_by_source=drafted,
-        accepted_by_source={source: accepted.get(source, 0) for source in drafted},
-        drafts_by_source=drafts_by_source,
-        accepted_by_first_source=accepted_of,
+        accepted_by_source=accepted,
+        drafts_by_source=_sum([(source, 1) for source, _, _ in verified]),
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
@@ -56,11 +53,10 @@ def step_stats(
     )
 
 
-def _sum(counts: list[dict[DraftSource, int]]) -> dict[DraftSource, int]:
+def _sum(counts: list[tuple[DraftSource, int]]) -> dict[DraftSource, int]:
     total: dict[DraftSource, int] = {}
-    for one in counts:
-        for source, count in one.items():
-            total[source] = total.get(source, 0) + count
+    for source, count in counts:
+        total[source] = total.get(source, 0) + count
     return total
 
 
@@ -82,7 +78,6 @@ class StatsTotal:
     drafted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
     accepted_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
     drafts_by_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
-    accepted_by_first_source: Counter[DraftSource] = field(default_factory=Counter[DraftSource])
 
     def add(self, step: StepStats) -> None:
         self.num_steps += 1
@@ -101,7 +96,6 @@ class StatsTotal:
         self.drafted_by_source.update(step.drafted_by_source)
         self.accepted_by_source.update(step.accepted_by_source)
         self.drafts_by_source.update(step.drafts_by_source)
-        self.accepted_by_first_source.update(step.accepted_by_first_source)
 
     @property
     def acceptance_rate(self) -> float:
@@ -115,8 +109,8 @@ class StatsTotal:
 
     @property
     def acceptance_length_by_source(self) -> dict[DraftSource, float]:
-        """Tokens that a verified draft brought, by who drafted first."""
+        """Tokens that a verified draft brought."""
         return {
-            source: 1 + self.accepted_by_first_source[source] / drafts
+            source: 1 + self.accepted_by_source[source] / drafts
             for source, drafts in self.drafts_by_source.items()
         }

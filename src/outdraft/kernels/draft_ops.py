@@ -60,8 +60,7 @@ class Growth:
     Attributes:
         kernels: process logits and draw noise.
         shape: of the largest tree.
-        num_tokens_B: int64, committed tokens.
-        positions_B: int64, text positions of the first drafts.
+        num_tokens_B: int64, committed tokens, and the text position of the first draft.
         num_drafts_B: int64; how many rows of the shape each request wants: the first ones.
         fewest: known on the host: the smallest of these.
         sampling: the requests' parameters, without those that look back at the text.
@@ -73,7 +72,6 @@ class Growth:
     kernels: "Kernels"
     shape: TreeShape
     num_tokens_B: Tensor
-    positions_B: Tensor
     num_drafts_B: Tensor
     fewest: int
     sampling: "SamplingBatch"

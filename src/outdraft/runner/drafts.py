@@ -32,7 +32,6 @@ def draft_ask(work: Work) -> DraftModelAsk:
         num_computed=request.num_drafter_computed,
         num_drafts=choice.num_model_drafts,
         block_ids=request.drafter_gap.blocks(work.block_ids),
-        continued=choice.draft.token_ids,
         stop=choice.stop,
         num_missing=request.drafter_gap.num_tokens,
     )
@@ -69,31 +68,28 @@ def host_drafts(works: Sequence[Work], device: torch.device) -> DraftBatch:
 def joined_drafts(
     works: Sequence[Work], asked: Sequence[int], made: ModelDrafts, device: torch.device
 ) -> DraftBatch:
-    """All drafts of a step: the network's in the rows `asked`, behind what the host drafted."""
-    starts = [len(_choice(works[row]).draft) for row in asked]
-    if len(asked) == len(works) and not any(starts):
+    """All drafts of a step: the network's for the requests `asked`, the host's for others."""
+    if len(asked) == len(works):
         whole = _batch(made, made.token_ids_BK, made.parents_BK, made.num_drafts_B, made.probs_BKV)
         return _with_margins(whole, made.margins_BL, works)
     host = host_drafts(works, device)
-    rows_M, starts_M, num_drafts_B = to_device(
-        [np.array(asked), np.array(starts), np.array([work.num_drafts for work in works])], device
+    rows_M, num_drafts_B = to_device(
+        [np.array(asked), np.array([work.num_drafts for work in works])], device
     )
     width = max(work.num_drafts for work in works)
-    columns_MK = starts_M[:, None] + torch.arange(made.token_ids_BK.shape[1], device=device)
 
     def merged(host_BN: Tensor | None, made_MK: Tensor, padding: int = 0) -> Tensor:
-        # Some requests wanted fewer drafts. Their surplus may stand past the end and is cut off.
-        shape = len(works), width + made_MK.shape[1], *made_MK.shape[2:]
-        whole_BN = made_MK.new_full(shape, padding)
+        num_made = min(width, made_MK.shape[1])
+        whole_BN = made_MK.new_full((len(works), width, *made_MK.shape[2:]), padding)
         if host_BN is not None:
             whole_BN[:, : host_BN.shape[1]] = host_BN
-        whole_BN[rows_M[:, None], columns_MK] = made_MK
-        return whole_BN[:, :width].contiguous()
+        whole_BN[rows_M, :num_made] = made_MK[:, :num_made]
+        return whole_BN
 
     joined = _batch(
         made,
         merged(host.token_ids_BN, made.token_ids_BK, -1),
-        merged(host.parents_BN, made.parents_BK + starts_M[:, None]),
+        merged(host.parents_BN, made.parents_BK),
         num_drafts_B,
         None if made.probs_BKV is None else merged(None, made.probs_BKV),
     )
@@ -102,7 +98,7 @@ def joined_drafts(
         is_sampled_BN = merged(None, made.is_sampled_BK)
     margins_BL = None
     if made.margins_BL is not None:
-        num_drafts_B[rows_M] = starts_M + made.num_drafts_B
+        num_drafts_B[rows_M] = made.num_drafts_B
         margins_BL = made.margins_BL.new_full((len(works), made.margins_BL.shape[1]), torch.nan)
         margins_BL[rows_M] = made.margins_BL
     whole = replace(

@@ -70,15 +70,15 @@ class DrafterBooks:
     def readable(
         self, request: Request, choice: DraftChoice, block_ids: Sequence[int]
     ) -> DraftChoice | None:
-        """The choice, without the network's drafts if it cannot make any: none of the states that
-        it reads were kept. It can in the next step."""
+        """The choice; None if the network cannot draft: none of the states that it reads were
+        kept. It can in the next step."""
         if not choice.num_model_drafts:
             return choice
         if not self.state_window:
             self._skip_filled(request, block_ids)
             return choice
         if request.num_states == 0:
-            return choice.truncated(len(choice.draft))
+            return None
         if self._lag:
             self._go_on_at(request, request.num_computed - request.num_states, block_ids)
         return choice

@@ -81,12 +81,8 @@ _LABELLED = {
     "spec_decode_accepted_tokens_by_source": ("source", "Accepted tokens by source."),
     "spec_decode_drafts_by_source": (
         "source",
-        "Drafts verified, by the source that drafted first: another may have gone on.",
-    ),
-    "spec_decode_accepted_tokens_by_first_source": (
-        "source",
-        "Accepted tokens by the source that drafted first, whoever drafted the token. One plus "
-        "these per spec_decode_drafts_by_source_total is the acceptance length by source.",
+        "Drafts verified by source. One plus the accepted tokens per draft is the acceptance "
+        "length.",
     ),
 }
 _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes up to the context
@@ -259,7 +255,6 @@ class Metrics:
             "spec_decode_draft_tokens_by_source": step.drafted_by_source,
             "spec_decode_accepted_tokens_by_source": step.accepted_by_source,
             "spec_decode_drafts_by_source": step.drafts_by_source,
-            "spec_decode_accepted_tokens_by_first_source": step.accepted_by_first_source,
         }.items():
             for value, count in counts.items():
                 self._add(name, value, count)

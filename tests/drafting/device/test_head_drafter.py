@@ -1,14 +1,11 @@
 """Drafts of Medusa heads and MLP speculators against their slow twins, request by request."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.core.sampling import SamplingParams
@@ -112,13 +109,10 @@ def states(hidden_TD: Tensor, last_rows: Sequence[int], state_rows: Sequence[int
     )
 
 
-def asks_for(
-    chosen: Sequence[int], drafts: Sequence[int], continued: Sequence[tuple[int, ...]] | None = None
-) -> list[DraftModelAsk]:
-    continued = continued or [()] * len(chosen)
+def asks_for(chosen: Sequence[int], drafts: Sequence[int]) -> list[DraftModelAsk]:
     return [
-        DraftModelAsk(STATE_ROWS[i], LENGTHS[i], 0, count, (), given)
-        for i, count, given in zip(chosen, drafts, continued, strict=True)
+        DraftModelAsk(STATE_ROWS[i], LENGTHS[i], 0, count, ())
+        for i, count in zip(chosen, drafts, strict=True)
     ]
 
 
@@ -153,23 +147,6 @@ def test_every_request_gets_what_it_gets_alone(
     made = drafter.proposer().propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB, seeded=seeded))
 
     check(drafter, made, asks, chosen, seeded=seeded)
-
-
-@given(data=st.data())
-@settings(max_examples=10, deadline=None)
-def test_heads_go_on_behind_what_others_have_drafted(drafter: Drafter, data: st.DataObject):
-    chosen = data.draw(st.permutations(range(4)).map(lambda order: order[:3]))
-    tokens = st.integers(0, VOCAB - 1)
-    continued = [
-        tuple(data.draw(st.lists(tokens, max_size=NUM_HEADS - 1), label="continued"))
-        for _ in chosen
-    ]
-    drafts = [data.draw(st.integers(1, NUM_HEADS - len(given))) for given in continued]
-    asks = asks_for(chosen, drafts, continued)
-
-    made = drafter.proposer().propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB))
-
-    check(drafter, made, asks, chosen)
 
 
 def test_a_proposer_that_does_not_sample_takes_the_best_tokens(drafter: Drafter):
@@ -243,10 +220,9 @@ def test_a_step_in_which_nobody_samples_changes_nothing(drafter: Drafter):
 
 
 def test_more_drafts_than_heads_are_not_asked_for(drafter: Drafter):
-    [ask] = asks_for([0], [NUM_HEADS])
-    for wrong in (replace(ask, num_drafts=NUM_HEADS + 1), replace(ask, continued=(1,))):
-        with pytest.raises(AssertionError, match="more drafts than"):
-            drafter.proposer().propose([wrong], TEXTS_SL, sampling_batch([0], VOCAB))
+    [wrong] = asks_for([0], [NUM_HEADS + 1])
+    with pytest.raises(AssertionError, match="more drafts than"):
+        drafter.proposer().propose([wrong], TEXTS_SL, sampling_batch([0], VOCAB))
 
 
 def test_levels_give_the_logits_behind_every_node_of_a_tree(drafter: Drafter):

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -83,9 +81,9 @@ class Pair:
         **options: Any,
     ) -> None:
         def logits_of(ask: DraftModelAsk) -> Any:
-            text = [*TEXTS_SL[ask.state_row, : ask.num_tokens].tolist(), *ask.continued]
+            text = TEXTS_SL[ask.state_row, : ask.num_tokens].tolist()
             rows_KV = draft_logits(self.theirs, text, ask.num_drafts, MASK)
-            return lambda drafted: rows_KV[len(drafted) - len(ask.continued)].tolist()
+            return lambda drafted: rows_KV[len(drafted)].tolist()
 
         tolerance = 1e-6 if self.model.dtype is torch.float64 else 1e-4
         next_logits = [logits_of(ask) for ask in asks]
@@ -108,11 +106,9 @@ def asks_for(
     chosen: Sequence[int],
     lengths: Sequence[int],
     drafts: Sequence[int],
-    continued: Sequence[tuple[int, ...]] | None = None,
     computed: Sequence[int] | None = None,
 ) -> list[DraftModelAsk]:
     blocks = torch.randperm(4 * BLOCKS_EACH, generator=torch.Generator().manual_seed(2))
-    continued = continued or [()] * len(chosen)
     computed = computed or [0] * len(chosen)
     return [
         DraftModelAsk(
@@ -121,11 +117,8 @@ def asks_for(
             done,
             count,
             blocks[i * BLOCKS_EACH : (i + 1) * BLOCKS_EACH].tolist(),
-            given,
         )
-        for i, length, done, count, given in zip(
-            chosen, lengths, computed, drafts, continued, strict=True
-        )
+        for i, length, done, count in zip(chosen, lengths, computed, drafts, strict=True)
     ]
 
 
@@ -152,22 +145,6 @@ def test_every_request_gets_what_a_dense_pass_over_its_masks_says(
 
     pair.check(made, asks, chosen, seeded=seeded)
     assert pair.network.num_rows == [sum(lengths) + sum(drafts) - len(drafts)]
-
-
-@given(data=st.data())
-@settings(max_examples=6, deadline=None)
-def test_masks_go_on_behind_what_others_have_drafted(pair: Pair, data: st.DataObject):
-    chosen = data.draw(st.permutations(range(4)).map(lambda order: order[:3]))
-    lengths = [data.draw(st.integers(1, 20)) for _ in chosen]
-    tokens = st.lists(st.integers(0, VOCAB - 1), max_size=4)
-    continued = [tuple(data.draw(tokens)) for _ in chosen]
-    drafts = [data.draw(st.integers(1, 5)) for _ in chosen]
-    max_rows = data.draw(st.integers(6, 40))
-    asks = asks_for(chosen, lengths, drafts, continued)
-
-    made = pair.proposer(max_rows).propose(asks, TEXTS_SL, sampling_batch(chosen, VOCAB))
-
-    pair.check(made, asks, chosen)
 
 
 def test_masks_leave_nothing_behind_for_the_next_steps(pair: Pair):

@@ -62,7 +62,6 @@ def step(
         drafted_by_source={source: drafted} if drafted else {},
         accepted_by_source={source: taken} if drafted else {},
         drafts_by_source={source: num_drafts} if drafted else {},
-        accepted_by_first_source={source: taken} if drafted else {},
         kv_usage=0.0,
         times=PhaseTimes(draft_s, verify_s, sample_s),
         host_s=host_s,

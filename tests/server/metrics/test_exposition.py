@@ -39,7 +39,6 @@ GOLDEN = {
     "spec_decode_draft_tokens_by_source": ("counter", ("source",)),
     "spec_decode_accepted_tokens_by_source": ("counter", ("source",)),
     "spec_decode_drafts_by_source": ("counter", ("source",)),
-    "spec_decode_accepted_tokens_by_first_source": ("counter", ("source",)),
     "chosen_draft_length": ("histogram", ()),
     "step_seconds": ("counter", ("phase",)),
     "estimated_tokens_per_second_without_speculation": ("gauge", ()),

@@ -1,7 +1,6 @@
 """What steps add up to, worked out by hand."""
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -48,23 +47,6 @@ def test_tokens_and_drafts_are_told_apart_by_source():
     assert by_source("draft_tokens_by_source") == [0, 3, 4]
     assert by_source("accepted_tokens_by_source") == [0, 2, 1]
     assert by_source("drafts_by_source") == [0, 1, 2]
-    assert by_source("accepted_tokens_by_first_source") == [0, 2, 1]
-
-
-def test_what_a_network_adds_to_a_draft_counts_for_who_began_it_too():
-    counted = metrics()
-    one = replace(
-        step((4,), (3,)),
-        drafted_by_source={DraftSource.SUFFIX: 2, DraftSource.MODEL: 2},
-        accepted_by_source={DraftSource.SUFFIX: 2, DraftSource.MODEL: 1},
-    )
-    counted.observe_steps(report(one))
-    exposed = Exposed(counted)
-    name = "spec_decode_accepted_tokens_by_source_total"
-    assert exposed.value(name, source="draft_model") == 1
-    first = "spec_decode_accepted_tokens_by_first_source_total"
-    assert exposed.value(first, source="suffix") == 3
-    assert exposed.value(first, source="draft_model") == 0
 
 
 def test_a_source_that_the_engine_did_not_name_is_counted_when_it_drafts():

@@ -53,7 +53,7 @@ class DrawnTrees:
             num_rows=levels[depth],
             num_kept_B=growth.num_drafts_B - sum(levels[:depth]),
             first_above=sum(levels[: depth - 1]) + 1 if depth else 0,
-            positions_B=growth.positions_B + depth,
+            positions_B=growth.num_tokens_B + depth,
             num_tokens_B=growth.num_tokens_B,
             seeds_B=growth.sampling.seeds_B,
             draws_B=growth.sampling.draws_B,

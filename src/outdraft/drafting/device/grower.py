@@ -115,7 +115,7 @@ def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor
     sampling = growth.sampling
     if not (growth.samples and sampling.any_shares_noise):
         return logits_BEV
-    keys = NoiseKeys.of(sampling.seeds_B, growth.positions_B + depth, Purpose.SAMPLE)
+    keys = NoiseKeys.of(sampling.seeds_B, growth.num_tokens_B + depth, Purpose.SAMPLE)
     noise_BV = growth.kernels.gumbel(keys, logits_BEV.shape[2])
     shares_B11 = sampling.shares_noise_B[:, None, None]
     return torch.where(shares_B11, logits_BEV + noise_BV[:, None], logits_BEV)

@@ -3,15 +3,13 @@
 Heads have no cache and read no text. For each request they get the state of the last row that the
 target computed, and the newest token, which the target chose behind that row.
 
-Head j drafts the token at position (length of the text) + j. Another proposer may have drafted the
-first tokens. Then Medusa's first heads are not used, and an MLP speculator reads these tokens in
-place of its own.
+Head j drafts the token at position (length of the text) + j.
 
 Dimension key: B requests that draft, K levels, V vocabulary, S state rows (of a speculator's state
 too), L tokens of a text, D hidden of the target, E and F nodes of a level and of the next one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -41,30 +39,6 @@ class LastHidden:
         self.hidden_SD.index_copy_(0, states.state_rows_B.long(), last_BD)
 
 
-class FirstHeads:
-    """Which head drafts first for each request: the one of the first place that is free."""
-
-    def __init__(
-        self, asks: Sequence[DraftModelAsk], num_heads: int, depth: int, device: torch.device
-    ) -> None:
-        starts = [len(ask.continued) for ask in asks]
-        ends = [len(ask.continued) + min(ask.num_drafts, depth) for ask in asks]
-        assert max(ends) <= num_heads, "more drafts than heads"
-        self.distinct = sorted(set(starts))
-        self.used = range(self.distinct[0], min(self.distinct[-1] + depth, num_heads))
-        (self.of_requests_B,) = to_device([np.array(starts)], device)
-
-    def at_level(self, level: int, answer: Callable[[int], Tensor]) -> Tensor:
-        """[B, ...]: what the head of each request answers; `answer` gives a head's for all."""
-        first, *others = self.distinct
-        result = answer(first + level)
-        for start in others:  # who needs no more heads gets the last one's
-            own = answer(min(start + level, self.used[-1]))
-            is_own_B = self.of_requests_B == start
-            result = torch.where(is_own_B.view(-1, *[1] * (own.dim() - 1)), own, result)
-        return result
-
-
 class MedusaDrafter(LevelDrafter):
     """No head looks at what the others have drafted."""
 
@@ -83,16 +57,8 @@ class MedusaDrafter(LevelDrafter):
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
     ) -> KnownLevels:
         """What may follow the texts, so many levels deep."""
-        firsts = FirstHeads(asks, self._heads.num_heads, depth, token_ids_SL.device)
         (rows_B,) = to_device([np.array([ask.state_row for ask in asks])], token_ids_SL.device)
-        logits_BJV = self._heads.logits(self._last.hidden_SD[rows_B], firsts.used)
-        if len(firsts.distinct) == 1:
-            return KnownLevels(logits_BJV)
-        levels = [
-            firsts.at_level(level, lambda head: logits_BJV[:, head - firsts.used.start])
-            for level in range(depth)
-        ]
-        return KnownLevels(torch.stack(levels, dim=1))
+        return KnownLevels(self._heads.logits(self._last.hidden_SD[rows_B], range(depth)))
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
@@ -114,41 +80,24 @@ class MLPSpeculatorDrafter(LevelDrafter):
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
     ) -> "MLPSpeculatorLevels":
         """What may follow the texts, so many levels deep."""
-        firsts = FirstHeads(asks, self._speculator.num_heads, depth, token_ids_SL.device)
-        given_BJ = np.zeros((len(asks), firsts.distinct[-1]), dtype=np.int64)
-        for given_J, ask in zip(given_BJ, asks, strict=True):
-            given_J[: len(ask.continued)] = ask.continued
-        rows_B, num_tokens_B, given = to_device(
+        rows_B, num_tokens_B = to_device(
             [
                 np.array([ask.state_row for ask in asks]),
                 np.array([ask.num_tokens for ask in asks]),
-                given_BJ,
             ],
             token_ids_SL.device,
         )
         newest_B = token_ids_SL[rows_B, num_tokens_B - 1]
-        ids_BJ1 = torch.cat([newest_B[:, None], given], dim=1)
-        hidden_BD = self._last.hidden_SD[rows_B]
-        return MLPSpeculatorLevels(self._speculator, firsts, hidden_BD, ids_BJ1)
+        return MLPSpeculatorLevels(self._speculator, self._last.hidden_SD[rows_B], newest_B)
 
 
 class MLPSpeculatorLevels:
     """The logits of a level: of the state of every node, kept for those that continue it."""
 
-    def __init__(
-        self,
-        speculator: MLPSpeculator,
-        firsts: FirstHeads,
-        hidden_BD: Tensor,
-        token_ids_BJ: Tensor,
-    ) -> None:
-        """`token_ids_BJ`: the newest token, and what others have drafted behind it."""
-        self._speculator, self._firsts = speculator, firsts
-        state_BS = speculator.first_state(hidden_BD)
-        for head in range(token_ids_BJ.shape[1]):
-            next_BS = speculator.step(head, state_BS, token_ids_BJ[:, head])
-            reads_B1 = (head <= firsts.of_requests_B)[:, None]
-            state_BS = next_BS if head == 0 else torch.where(reads_B1, next_BS, state_BS)
+    def __init__(self, speculator: MLPSpeculator, hidden_BD: Tensor, newest_B: Tensor) -> None:
+        """`newest_B`: the texts' newest tokens."""
+        self._speculator = speculator
+        state_BS = speculator.step(0, speculator.first_state(hidden_BD), newest_B)
         self._states_BES = state_BS[:, None]
 
     def first_logits(self) -> Tensor:
@@ -162,18 +111,12 @@ class MLPSpeculatorLevels:
         above_RS = above_BES.gather(1, origins_BF1).flatten(0, 1)
         ids_R = frontier.token_ids_BF.flatten()
 
-        def step(head: int) -> Tensor:
-            return self._speculator.step(head, above_RS, ids_R).view(*shape, -1)
-
-        self._states_BES = self._firsts.at_level(frontier.depth, step)
+        states_RS = self._speculator.step(frontier.depth, above_RS, ids_R)
+        self._states_BES = states_RS.view(*shape, -1)
         return self._logits(frontier.depth)
 
-    def _logits(self, level: int) -> Tensor:
+    def _logits(self, head: int) -> Tensor:
         """[B, E, V]: of the states of a level."""
-        states_BES = self._states_BES
-        states_RS = states_BES.flatten(0, 1)
-
-        def logits(head: int) -> Tensor:
-            return self._speculator.logits(head, states_RS).view(*states_BES.shape[:2], -1)
-
-        return self._firsts.at_level(level, logits)
+        states_RS = self._states_BES.flatten(0, 1)
+        logits_RV = self._speculator.logits(head, states_RS)
+        return logits_RV.view(*self._states_BES.shape[:2], -1)

@@ -18,9 +18,8 @@ class DraftModelAsk:
         num_tokens: length of its text.
         num_computed: tokens of it that the drafter has in its cache, less those of a gap.
         num_drafts: K of this request, at least 1.
-        block_ids: of the drafter; they cover the text without the gap, `continued`, and num_drafts
-            slots more.
-        continued: a chain that another proposer has drafted; these drafts continue it.
+        block_ids: of the drafter; they cover the text without the gap, and num_drafts slots more.
+        masks: tokens that the drafter reads behind the text, to say what stands in their places.
         stop: where its chain may end before it has num_drafts; None: nowhere.
         num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
             cache is by so much smaller than in the text.
@@ -31,6 +30,6 @@ class DraftModelAsk:
     num_computed: int
     num_drafts: int
     block_ids: Sequence[int]
-    continued: tuple[int, ...] = ()
+    masks: tuple[int, ...] = ()
     stop: LiveStop | None = None
     num_missing: int = 0

@@ -62,7 +62,7 @@ class NetworkDrafter:
         """Read all that the network has not seen."""
         states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
         lag = self.network.lag
-        contexts = [ask.num_tokens - ask.num_missing + len(ask.continued) - lag for ask in asks]
+        contexts = [ask.num_tokens - ask.num_missing - lag for ask in asks]
         (contexts_B,) = to_device([np.array(contexts)], states_B1D.device)
         return DraftStart(
             states_BD=states_B1D[:, 0],

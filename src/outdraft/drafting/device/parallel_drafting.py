@@ -82,7 +82,7 @@ class ParallelDrafter(LevelDrafter):
         """What may follow the texts, so many levels deep."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
         masked = [
-            replace(ask, continued=(*ask.continued, *[self._mask] * (number - 1)))
+            replace(ask, masks=(self._mask,) * (number - 1))
             for ask, number in zip(asks, num_levels, strict=True)
         ]
         states_BKD, _ = self._reader.read(masked, token_ids_SL, num_levels)

@@ -113,16 +113,12 @@ class DeviceProposer:
         shape = self._shapes[max(wanted)]
         stops = stop_rules(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
-        counts_B3 = [
-            (ask.num_tokens, ask.num_tokens + len(ask.continued), ask.num_drafts) for ask in asks
-        ]
-        counts_3B = np.array(counts_B3, dtype=np.int64).T.copy()
-        num_tokens_B, positions_B, num_drafts_B = to_device([*counts_3B], token_ids_SL.device)
+        counts_2B = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
+        num_tokens_B, num_drafts_B = to_device([*counts_2B], token_ids_SL.device)
         growth = Growth(
             kernels=self._kernels,
             shape=shape,
             num_tokens_B=num_tokens_B,
-            positions_B=positions_B,
             num_drafts_B=num_drafts_B,
             fewest=min(wanted),
             sampling=sampling.of_drafts,

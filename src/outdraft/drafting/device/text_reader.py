@@ -91,8 +91,7 @@ class TextReader:
         asks = self._caught_up(asks, token_ids_SL)
         row_len = token_ids_SL.shape[1]
         spans = [
-            self._span(ask, row_len, self._num_unread(ask), range(len(ask.continued)))
-            for ask in asks
+            self._span(ask, row_len, self._num_unread(ask), range(len(ask.masks))) for ask in asks
         ]
         most, num_rows, rows = max(num_last), 0, list[int]()
         for span, count in zip(spans, num_last, strict=True):
@@ -109,7 +108,7 @@ class TextReader:
         return ask.num_tokens - self.network.lag - ask.num_computed
 
     def _span(self, ask: DraftModelAsk, row_len: int, count: int, behind: range) -> Span:
-        """So many rows of the text; what stands behind it is a chain of drafts."""
+        """So many rows of the text; what stands behind it is a chain of mask tokens."""
         start = ask.state_row * row_len + self.network.lag + ask.num_missing
         context_len = ask.num_computed - ask.num_missing
         return Span(context_len, count, behind, ask.block_ids, start)
@@ -133,7 +132,7 @@ class TextReader:
         At least one token of each text is left for that pass.
         """
         current = list(asks)
-        more = sum(len(ask.continued) for ask in asks)
+        more = sum(len(ask.masks) for ask in asks)
         while True:
             unread = [self._num_unread(ask) for ask in current]
             if sum(unread) + more <= self._max_rows:
@@ -164,14 +163,14 @@ class TextReader:
         """The states of all rows, [T, D]; their batch; `extra` on the device."""
         network = self.network
         width = max(len(span.parents) for span in spans)
-        continued: list[int] = []
+        masks: list[int] = []
         for ask, span in zip(asks, spans, strict=True):
-            continued += ask.continued if span.parents else ()
-            continued += [-1] * (width - len(span.parents))
+            masks += ask.masks if span.parents else ()
+            masks += [-1] * (width - len(span.parents))
         places = states.places if states is not None else []
         device, block_size = token_ids_SL.device, self.cache.block_size
         metadata, sent = lay_out(
-            spans, block_size, network.kernels, device, width, [continued, extra, places]
+            spans, block_size, network.kernels, device, width, [masks, extra, places]
         )
         state_index_T, draft_index_T, _, _, _, drafts, sent_extra, places_T = sent
         ids_T = network.kernels.read_token_ids(
