@@ -19,6 +19,7 @@ from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.deltas import RequestDeltas
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
+from outdraft.engine.step_plan import plan_step
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.scheduling.scheduler import Scheduler
 
@@ -129,12 +130,7 @@ class Engine:
         A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
         """
         started_s = time.perf_counter()
-        scheduler = self.scheduler
-        num_live = len(scheduler.running) + len(scheduler.waiting)
-        num_running = min(num_live, scheduler.config.max_num_seqs)
-        choices = self.drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
-        may_follow = self.drafting.may_follow(num_running)
-        plan = scheduler.schedule(choices, self.drafting.follows if may_follow else None)
+        plan = plan_step(self.scheduler, self.drafting)
         if not plan.works:
             return []
         result = self.runner.collect(self.runner.launch(plan))

@@ -24,6 +24,7 @@ from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
 from outdraft.engine.stats import StatsTotal, step_stats
+from outdraft.engine.step_plan import plan_step
 from outdraft.kv.block_pool import BlockPool
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 from outdraft.planning.replayed_device import ReplayedDevice, ReplayedText
@@ -194,12 +195,9 @@ class _Replay:
     def _step(self) -> None:
         """As Engine.step."""
         scheduler, policy = self._scheduler, self._policy
-        decoding = scheduler.decoding_requests()
-        num_live = len(scheduler.running) + len(scheduler.waiting)
-        num_asked = len(decoding) if self._looks_up and policy.control.wants_offers else 0
-        num_running = min(num_live, scheduler.config.max_num_seqs)
-        choices = policy.choose(decoding, num_running, scheduler.room())
-        plan = scheduler.schedule(choices, lambda request: policy.follows(request, num_running))
+        looks_up = self._looks_up and policy.control.wants_offers
+        num_asked = len(scheduler.decoding_requests()) if looks_up else 0
+        plan = plan_step(scheduler, policy)
         result = self._device.execute(plan, self._texts)
         booked = scheduler.commit(plan, result)
         times = result.times

@@ -1,0 +1,14 @@
+"""The first half of a step: who drafts, and what is computed. Engines and replays share it."""
+
+from outdraft.core.plan import StepPlan
+from outdraft.drafting.policy import DraftPolicy
+from outdraft.scheduling.scheduler import Scheduler
+
+
+def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> StepPlan:
+    """The next step; its `works` are empty if there is nothing to do."""
+    num_live = len(scheduler.running) + len(scheduler.waiting)
+    num_running = min(num_live, scheduler.config.max_num_seqs)
+    choices = drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
+    may_follow = drafting.may_follow(num_running)
+    return scheduler.schedule(choices, drafting.follows if may_follow else None)
