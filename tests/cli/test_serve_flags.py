@@ -197,3 +197,13 @@ def test_flags_of_the_answers_reach_the_server(command, started):
     settings = serving.settings_of(config, options, {}, is_embedded=False)
     assert (settings.tool_call_parser, settings.reasoning_parser) == ("hermes", "qwen3")
     assert settings.auto_tool_choice
+
+
+def test_a_trace_that_exists_is_refused_before_anything_is_loaded(command, embedded, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("mine")
+    result = command.invoke(app, ["serve", "--port", "0", "--record-trace", str(path)])
+    assert result.exit_code == 2
+    assert "exists already" in result.output
+    assert "loading" not in result.output
+    assert path.read_text() == "mine"

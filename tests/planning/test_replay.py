@@ -9,6 +9,7 @@ import pytest
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.recorded import RecordedRequest, RecordedStep
 from outdraft.core.sampling import SamplingParams
@@ -207,6 +208,17 @@ def test_the_controller_is_never_far_below_the_best_fixed_length():
         best = max(run.tokens_per_s for run in runs if run.length is not None)
         assert runs[-1].length is None
         assert runs[-1].tokens_per_s >= 0.97 * best, (chance, runs)
+
+
+def test_heads_have_no_more_lengths_than_the_trace_has_levels():
+    rng = np.random.default_rng(6)
+    requests = [drafted_by_network(rng, 200, 4, 0.5, DraftSource.MEDUSA) for _ in range(2)]
+    cost = DrafterCost(CostCurve((1,), (0.1,)), CostCurve((1,), (0.0,)), max_passes=1)
+    table = CostTable(CostCurve((1, 16), (1.0, 1.6)), drafters={"medusa": cost})
+    traffic = Traffic(requests, 1)
+    costs = table, plain_run(traffic, table)
+    runs = score(traffic, network(method="medusa"), lambda chosen: (), costs).runs
+    assert [run.length for run in runs] == [0, 1, 2, 3, 4, None]
 
 
 def test_networks_find_as_many_states_as_in_the_engine():

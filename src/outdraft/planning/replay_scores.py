@@ -17,6 +17,7 @@ from outdraft.planning.recorded_acceptance import (
     recorded_networks,
 )
 from outdraft.planning.replay import (
+    HEADS,
     NO_COSTS,
     ProposersMaker,
     Replayed,
@@ -180,29 +181,40 @@ def score(
     def run(chosen: SpeculationConfig) -> Replayed:
         return replay(traffic, chosen, make_proposers(chosen), table)
 
-    greatest = run(with_length(config, config.max_drafts))
-    runs = list[RunScore]()
-    if costs is not None:
-        plain = costs[1]
-        runs.append(_run_score("plain", 0, plain, plain))
-        for length in _lengths(config, lengths):
-            fixed = run(with_length(config, length))
-            runs.append(_run_score(f"fixed {length}", length, fixed, plain))
-        runs.append(_run_score(f"fixed {config.max_drafts}", config.max_drafts, greatest, plain))
-        runs.append(_run_score("adaptive", None, run(config), plain))
     counts = LevelCounts()
     if config.network is not None:
         source = config.network.source
         counts = RecordedAcceptance(source, traffic.requests, traffic.seed).counts
+    most = _greatest(config, counts)
+    greatest = run(with_length(config, most))
+    runs = list[RunScore]()
+    if costs is not None:
+        plain = costs[1]
+        runs.append(_run_score("plain", 0, plain, plain))
+        for length in _lengths(config, lengths, most):
+            fixed = run(with_length(config, length))
+            runs.append(_run_score(f"fixed {length}", length, fixed, plain))
+        runs.append(_run_score(f"fixed {most}", most, greatest, plain))
+        runs.append(_run_score("adaptive", None, run(config), plain))
     methods = "+".join(str(source) for source in config.methods)
     return Score(methods, _sources(greatest.stats), counts.chances, counts.reached, runs)
 
 
-def _lengths(config: SpeculationConfig, wanted: Sequence[int]) -> list[int]:
+def _greatest(config: SpeculationConfig, counts: LevelCounts) -> int:
+    """Most drafts of a step: heads alone have no more levels than they are."""
+    network = config.network
+    if network is None or len(config.sources) > 1 or network.tree is not None:
+        return config.max_drafts
+    if network.source in HEADS:
+        return max(1, min(config.max_drafts, len(counts.reached)))
+    return config.max_drafts
+
+
+def _lengths(config: SpeculationConfig, wanted: Sequence[int], most: int) -> list[int]:
     """Those that are shorter than the greatest; a tree has one shape."""
     if config.network is not None and config.network.tree is not None:
         return []
-    return [length for length in sorted(set(wanted)) if 0 < length < config.max_drafts]
+    return [length for length in sorted(set(wanted)) if 0 < length < most]
 
 
 def _run_score(name: str, length: int | None, run: Replayed, plain: Replayed) -> RunScore:

@@ -36,7 +36,7 @@ def recorded_request(
     assert not isinstance(prediction, str)
     return RecordedRequest(
         format=1,
-        arrival_s=round(arrival_s - started_s, 6),
+        arrival_s=round(max(0.0, arrival_s - started_s), 6),
         elapsed_s=round(ended_s - arrival_s, 6),
         prompt_token_ids=prompt_ids,
         max_tokens=room if params.max_tokens is None else min(room, params.max_tokens),
