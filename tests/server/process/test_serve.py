@@ -13,6 +13,7 @@ import psutil
 import pytest
 import trustme
 
+from outdraft.core.recorded import read_requests
 from outdraft.server.launcher import bind
 from tests.cli.pair import pair
 from tests.server.served import START_S, serving, wait_for
@@ -65,6 +66,30 @@ def test_requests_that_are_not_done_in_time_are_ended(tmp_path):
         rest = list(lines)
         assert server.wait() == 0
     assert any('"error"' in line for line in rest)
+
+
+def test_a_server_records_requests_until_its_end(tmp_path):
+    """One that finished, one whose reader left, and one that the end of the server cut off."""
+    path = tmp_path / "trace.jsonl"
+    flags = (*EMBEDDED, "--drain-timeout", "0.2", "--record-trace", str(path))
+    with serving(tmp_path, *flags) as server:
+        usage = server.complete(max_tokens=20).json()["usage"]
+        with server.stream(max_tokens=400, n=16) as lines:
+            next(lines)
+        wait_for(lambda: len(path.read_bytes().splitlines()) == 2)
+        with server.stream(max_tokens=400, n=16) as lines:
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            list(lines)
+            assert server.wait() == 0
+    requests, is_whole = read_requests(path)
+    assert is_whole
+    finished, left, cut = requests
+    assert len(finished.prompt_token_ids) == usage["prompt_tokens"]
+    assert [len(one.token_ids) for one in finished.outputs] == [20]
+    assert {one.finish_reason for one in left.outputs} == {"abort"}
+    assert {one.finish_reason for one in cut.outputs} == {"error"}
+    assert b"def add" not in path.read_bytes()
 
 
 def test_a_second_signal_ends_everything_at_once(tmp_path):
