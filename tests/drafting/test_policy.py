@@ -259,6 +259,22 @@ def test_sending_drafts_of_the_host_is_time_of_the_host():
     assert (outcome.draft_s, outcome.host_s) == (0.0, 2.25)
 
 
+def test_learning_from_drafts_is_time_of_steps_that_draft_and_deciding_is_none_of_plain_ones():
+    control = Scripted(lambda facts: [Grant(facts.requests[0].request_id, "ngram", 3, 3, 1.5)])
+    ours = policy(ngram(a=draft(3), b=draft(3)), control=control)
+    one, other = request("a"), request("b")
+    for drafting in (one, other):
+        choices = ours.choose([drafting], 1, ROOM)
+        ours.observe([booking(drafting, choices[drafting.id])], stats(4))
+    control.grants = lambda facts: ()
+    ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, None)], stats(1))
+    first, second, plain = (outcome.host_s for outcome in control.outcomes)
+    assert first == 2.0  # nothing was learned before
+    assert second > 2.0
+    assert plain < 2.0
+
+
 def test_nothing_is_told_of_a_step_that_lost_a_request():
     control = Scripted()
     ours = policy(ngram(), control=control)

@@ -15,7 +15,6 @@ import torch
 from outdraft.core.errors import GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting import policy as draft_policy
 from outdraft.engine.async_engine import AsyncEngine
 from outdraft.engine.llm import LLM
 from outdraft.kernels.reference.decoder import ReferenceDecoder
@@ -33,11 +32,6 @@ PARAMS = {
         seed=3, max_tokens=NUM_TOKENS, ignore_eos=True, top_p=0.9, logprobs=1
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def every_draft_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_policy, "MIN_EXPECTED_PER_ROW", 0.0)
 
 
 @contextmanager

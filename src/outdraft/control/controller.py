@@ -256,13 +256,15 @@ class Controller:
     ) -> Decision:
         picks = plan.picks if plan is not None else ()
         drafting = {pick.request: pick for pick in picks}
-        draft_s, target_s = 0.0, outlook.plain_s - outlook.host_s
+        draft_s, target_s, host_s = 0.0, outlook.plain_s - outlook.host_s, outlook.host_s
         tokens, step_s = float(outlook.num_requests), outlook.plain_s
         price, row_cap = 0.0, 0
         grants = ()
         if plan is not None:
             lag, network = _lag(facts, picks)
-            draft_s = plan.draft_s + (self.costs.catch_up_s(network, lag) if lag else 0.0)
+            draft_s = plan.draft_s - outlook.drafting_s
+            draft_s += self.costs.catch_up_s(network, lag) if lag else 0.0
+            host_s += outlook.drafting_s
             target_s, price = plan.target_s, plan.price
             tokens, step_s = tokens + plan.tokens, outlook.step_s(plan)
             has_room = len(picks) * max(pick.levels for pick in picks) <= facts.max_rows
@@ -283,7 +285,7 @@ class Controller:
             reason,
             draft_s,
             target_s,
-            outlook.host_s,
+            host_s,
             outlook.plain_s,
             tokens,
             outlook.gain(tokens, step_s),
@@ -304,7 +306,8 @@ class Controller:
         self.costs.observe_target(
             outcome.num_rows, outlook.context, outcome.target_s, outlook.num_requests
         )
-        self.costs.observe_host(outlook.num_requests, outcome.host_s)
+        drafts = bool(outcome.drafts)
+        self.costs.observe_host(outlook.num_requests, outcome.host_s, drafts=drafts)
         requests = {request.request_id: request for request in outcome.facts.requests}
         grants = {g.request_id: g for g in outcome.decision.grants}
         network, pass_rows, lag = "", list[int](), 0

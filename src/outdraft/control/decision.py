@@ -64,6 +64,7 @@ class Prices:
         max_passes: the network's, for a draft of any depth.
         rate: g, tokens a second.
         start_s: of a step in which the network drafts, beside its passes.
+        drafting_s: of the host in a step in which anybody drafts, beyond a plain one.
     """
 
     target_N: np.ndarray
@@ -71,6 +72,7 @@ class Prices:
     max_passes: int
     rate: float
     start_s: float = 0.0
+    drafting_s: float = 0.0
 
     @property
     def max_rows(self) -> int:
@@ -163,7 +165,8 @@ def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan
     best, best_at = 0.0, None
     for option in options:
         tokens, rows = 0.0, 0
-        draft_s = option.fixed_s + (prices.start_s if option.is_network else 0.0)
+        draft_s = option.fixed_s + prices.drafting_s
+        draft_s += prices.start_s if option.is_network else 0.0
         for level, survival in enumerate(option.survivals):
             if option.is_network and level < prices.max_passes:
                 draft_s += float(passes[option.pass_rows(level)])
@@ -199,7 +202,8 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
     worth_I = levels.tokens_I - prices.rate * (levels.draft_I + levels.fixed_I)
     worth_DI = np.where(is_in_DI, worth_I, 0.0).cumsum(1)
     target_DI = prices.target_N[np.minimum(rows_DI, prices.max_rows)]
-    objective_DI = worth_DI - prices.rate * (target_DI - prices.target_N[0])
+    beside_DI = prices.drafting_s + target_DI - prices.target_N[0]
+    objective_DI = worth_DI - prices.rate * beside_DI
     objective_DI[rows_DI > prices.max_rows] = -np.inf
     depth, last = np.unravel_index(int(objective_DI.argmax()), objective_DI.shape)
     taken = is_in_DI[depth].copy()
@@ -219,7 +223,7 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
         _price(levels.tokens_I[live], prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed),
         float(levels.tokens_I[taken].sum()),
         float(objective_DI[depth, last]),
-        float(levels.draft_I[taken].sum()),
+        prices.drafting_s + float(levels.draft_I[taken].sum()),
         float(target_DI[depth, last]),
         float(levels.fixed_I[taken].sum()),
     )

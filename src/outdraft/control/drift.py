@@ -19,13 +19,16 @@ SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
 WALK = 0.004**2  # and of the change of either from step to step
 SURPRISE = 0.25  # most of one in one step: outliers count no more
 CLIP = math.log(4)  # of a correction, either way
+HOST_CLIP = math.log(32)  # of the host's, which tables know less about
 SPAN = 4096  # rows whose times are kept at hand
 
 
 class Correction:
     """Factors on a table's times by bucket: a Kalman filter whose covariances are left out."""
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, clip: float = CLIP) -> None:
+        """`clip`: the largest correction, either way, as a logarithm."""
+        self._clip = clip
         self._shared, self._shared_variance = 0.0, SHARED
         self._own = [0.0] * num_buckets
         self._own_variance = [OWN] * num_buckets
@@ -38,11 +41,11 @@ class Correction:
         """float [num_buckets]."""
         if self._factors is None:
             logs = np.asarray(self._own) + self._shared
-            self._factors = np.exp(np.minimum(np.maximum(logs, -CLIP), CLIP))
+            self._factors = np.exp(np.minimum(np.maximum(logs, -self._clip), self._clip))
         return self._factors
 
     def factor(self, bucket: int) -> float:
-        return math.exp(max(-CLIP, min(CLIP, self._shared + self._own[bucket])))
+        return math.exp(max(-self._clip, min(self._clip, self._shared + self._own[bucket])))
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
@@ -78,7 +81,7 @@ class Costs:
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
         self._drafters = {name: Correction(1) for name in table.drafters}
-        self._host = Correction(1)
+        self._host, self._drafting_host = Correction(1, HOST_CLIP), Correction(1, HOST_CLIP)
 
     def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
         """A pass of the target."""
@@ -120,8 +123,13 @@ class Costs:
         return seconds * self._drafters[network].factor(0)
 
     def host_s(self, num_requests: int) -> float:
-        """The host's part of a step."""
+        """The host's part of a plain step."""
         return self._table_host_s(num_requests) * self._host.factor(0)
+
+    def drafting_s(self, num_requests: int) -> float:
+        """What the host takes beyond that in a step in which anybody drafts."""
+        drafting = self._table_host_s(num_requests) * self._drafting_host.factor(0)
+        return max(0.0, drafting - self.host_s(num_requests))
 
     def drafter(self, network: str) -> DrafterCost:
         return self.table.drafters[network]
@@ -148,8 +156,10 @@ class Costs:
             table_s += self._table_catch_up_s(network, catch_up_tokens)
         self._drafters[network].observe(0, table_s, actual_s)
 
-    def observe_host(self, num_requests: int, actual_s: float) -> None:
-        self._host.observe(0, self._table_host_s(num_requests), actual_s)
+    def observe_host(self, num_requests: int, actual_s: float, *, drafts: bool) -> None:
+        """`drafts`: somebody drafted in that step."""
+        correction = self._drafting_host if drafts else self._host
+        correction.observe(0, self._table_host_s(num_requests), actual_s)
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         if num_tokens < SPAN:

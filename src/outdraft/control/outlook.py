@@ -21,6 +21,7 @@ class Outlook:
         context: tokens of all requests' contexts.
         alone_s: what it would take without its prompts,
         plain_s: and with them.
+        drafting_s: what the host would take beyond that if anybody drafted.
     """
 
     num_requests: int
@@ -29,6 +30,7 @@ class Outlook:
     host_s: float
     alone_s: float
     plain_s: float
+    drafting_s: float
 
     @classmethod
     def of(cls, facts: StepFacts, costs: Costs) -> "Outlook":
@@ -40,7 +42,8 @@ class Outlook:
         plain_s = alone_s
         if facts.prompt_rows:
             plain_s = host_s + costs.target_s(first, context, count)
-        return cls(count, first, context, host_s, alone_s, plain_s)
+        drafting_s = costs.drafting_s(count)
+        return cls(count, first, context, host_s, alone_s, plain_s, drafting_s)
 
     def plain_tokens(self, step_s: float) -> float:
         """What plain decoding brings in the time of a step that took so long, its prompts aside."""
@@ -69,6 +72,7 @@ class Outlook:
             max_passes,
             self.num_requests / self.alone_s,
             start_s,
+            self.drafting_s,
         )
 
 

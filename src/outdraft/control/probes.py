@@ -175,7 +175,9 @@ def _priced(picks: Sequence[Pick], prices: Prices) -> Plan | None:
         sum(pick.option.pass_rows(level) for pick in picks if level < pick.levels)
         for level in range(min(depth, prices.max_passes))
     ]
-    draft_s = prices.start_s + float(sum(prices.pass_N[count] for count in pass_rows))
+    draft_s = (
+        prices.drafting_s + prices.start_s + float(sum(prices.pass_N[count] for count in pass_rows))
+    )
     tokens = sum(pick.tokens for pick in picks)
     target_s = float(prices.target_N[rows])
     return Plan(tuple(picks), depth, rows, 0.0, tokens, 0.0, draft_s, target_s, 0.0)

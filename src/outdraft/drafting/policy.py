@@ -7,6 +7,7 @@ phase took; offers of the host that were not used are compared with the text tha
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.facts import (
@@ -118,6 +119,8 @@ class DraftPolicy:
         self._shadows = Shadows()
         self._standing: dict[str, _Standing] = {}
         self._step: _Step | None = None
+        self._deciding_s = 0.0  # of the step that runs
+        self._learning_s = 0.0  # from the latest step with drafts
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -157,6 +160,7 @@ class DraftPolicy:
             drafts = self._host.drafts(wanting, num_running)
         if not drafts and self.control.holds(len(requests), room.prompt_rows):
             return {}
+        started_s = perf_counter()
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
@@ -171,10 +175,12 @@ class DraftPolicy:
                 for source, draft in drafts[request.id].items():
                     if used.get(request.id) != source:
                         self._shadows.cast(request, source, draft)
-        return {
+        choices = {
             grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
+        self._deciding_s = perf_counter() - started_s
+        return choices
 
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
@@ -191,6 +197,7 @@ class DraftPolicy:
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
+        started_s = perf_counter()
         shadows = self._shadows.observe(work.request for work, _, _ in booked)
         step, self._step = self._step, None
         if step is None:
@@ -200,7 +207,10 @@ class DraftPolicy:
         ran = {work.request.id: (work, result, added) for work, result, added in booked}
         if all(request.request_id in ran for request in step.facts.requests):
             # Else some were preempted, so that the decision was for another batch.
-            self.control.observe(self._outcome(step, ran, stats, shadows))
+            outcome = self._outcome(step, ran, stats, shadows)
+            self.control.observe(outcome)
+            if outcome.drafts:
+                self._learning_s = perf_counter() - started_s
 
     def finish(self, request: Request) -> None:
         """A request ended: drop its state; the proposers learn from its text if it is whole."""
@@ -288,8 +298,10 @@ class DraftPolicy:
         if prompt_rows != facts.prompt_rows:
             facts = replace(facts, prompt_rows=prompt_rows)
         times = stats.times
-        # Drafts of the host are sent to the device in the phase of drafting.
+        # Drafts of the host are sent to the device in the phase of drafting. To decide and to learn
+        # belongs to steps that draft: most plain steps are held, so that they do neither.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
+        more_s = self._learning_s if outcomes else -min(self._deciding_s, stats.host_s)
         return StepOutcome(
             facts,
             step.decision,
@@ -298,7 +310,7 @@ class DraftPolicy:
             num_tokens,
             draft_s,
             times.verify_s + times.sample_s,
-            stats.host_s + sending_s,
+            stats.host_s + sending_s + more_s,
             shadows,
         )
 
