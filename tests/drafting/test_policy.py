@@ -319,9 +319,11 @@ def test_a_step_that_is_held_needs_no_facts_and_has_no_outcome():
     one = request("a")
     ours.choose([one], 1, ROOM)  # an offer: it is decided
     ours.observe([booking(one, None)], stats(1))
-    control.is_held = True
+    assert ours.decision is not None
+    control.is_held, control.standing = True, ours.decision
     proposer_is_silent = request("b")
     assert ours.choose([proposer_is_silent], 1, ROOM) == {}
+    assert ours.decision is control.standing
     one.append(4)
     ours.observe([booking(one, None)], stats(1))
     assert control.asked_to_hold == [(1, 5)]

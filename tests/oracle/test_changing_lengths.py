@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outdraft.control.facts import Decision, StepFacts, StepOutcome
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.build import warm_up
 from tests.oracle.changing_lengths import ChangingLengths
 from tests.oracle.engines import (
     METHODS,
@@ -100,3 +102,24 @@ def test_the_controller_itself_changes_no_greedy_text(method: str):
     llm = engine(FAMILY, method, num_drafts=4, control="adaptive")
     outputs = run(llm, prompts_of(LENGTHS), greedy(50))
     assert ids(outputs) == greedy_oracle(FAMILY, LENGTHS, 50)
+
+
+def test_nothing_is_learned_while_an_engine_warms_up():
+    llm = engine(FAMILY, "combined", num_drafts=4, control="adaptive")
+    control = llm.engine.drafting.control = Untouched()
+    warm_up(llm.engine)
+    assert llm.engine.drafting.control is control
+    assert llm.engine.stats.num_drafts > 0
+
+
+class Untouched(ChangingLengths):
+    """Fails if anybody asks it or tells it anything."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def decide(self, facts: StepFacts) -> Decision:
+        raise AssertionError("asked while nothing should be learned")
+
+    def observe(self, outcome: StepOutcome) -> None:
+        raise AssertionError("told while nothing should be learned")

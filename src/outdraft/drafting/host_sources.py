@@ -30,6 +30,8 @@ class HostSources:
         num_running: how many requests run, or may begin to run in this step.
         """
         found = self._predicted(requests, num_running)
+        if not self._proposers:
+            return found
         others = [request for request in requests if request.id not in found]
         for proposer in self._proposers:
             asked = [request for request in others if may_use(request, proposer.source)]

@@ -119,8 +119,14 @@ class DraftPolicy:
         self._shadows = Shadows()
         self._standing: dict[str, _Standing] = {}
         self._step: _Step | None = None
+        self._decision: Decision | None = None
         self._deciding_s = 0.0  # of the step that runs
         self._learning_s = 0.0  # from the latest step with drafts
+
+    @property
+    def decision(self) -> Decision | None:
+        """Why the step that runs drafts as it does; None: it was not asked."""
+        return self._decision
 
     @property
     def sources(self) -> tuple[DraftSource, ...]:
@@ -149,7 +155,7 @@ class DraftPolicy:
         requests: those with one token left to compute, in batch order.
         num_running: how many requests run, or may begin to run in this step.
         """
-        self._step = None
+        self._step = self._decision = None
         if not requests or not self.config.sources or self._is_disabled(num_running):
             return {}
         wanting = [request for request in requests if self._may_draft(request)]
@@ -159,6 +165,7 @@ class DraftPolicy:
         if self.control.wants_offers:
             drafts = self._host.drafts(wanting, num_running)
         if not drafts and self.control.holds(len(requests), room.prompt_rows):
+            self._decision = self.control.standing
             return {}
         started_s = perf_counter()
         facts = StepFacts(
@@ -168,7 +175,7 @@ class DraftPolicy:
             room.free_slots,
         )
         decision = self.control.decide(facts)
-        self._step = _Step(facts, decision)
+        self._step, self._decision = _Step(facts, decision), decision
         used = {grant.request_id: grant.source for grant in decision.grants}
         for request in requests:
             if request.id in decision.shadows:
@@ -197,9 +204,11 @@ class DraftPolicy:
 
     def observe(self, booked: Booked, stats: StepStats) -> None:
         """Learn from the step that `choose` was asked about, before its requests are finished."""
+        step, self._step = self._step, None
+        if step is None and not self._shadows.are_waiting:
+            return
         started_s = perf_counter()
         shadows = self._shadows.observe(work.request for work, _, _ in booked)
-        step, self._step = self._step, None
         if step is None:
             if shadows:
                 self.control.observe_shadows(shadows)

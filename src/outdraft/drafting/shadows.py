@@ -52,6 +52,10 @@ class Shadows:
     def __init__(self) -> None:
         self._waiting: dict[str, list[_Shadow]] = {}
 
+    @property
+    def are_waiting(self) -> bool:
+        return bool(self._waiting)
+
     def cast(self, request: Request, source: DraftSource, draft: Draft) -> None:
         """Remember a draft for the text as it is now."""
         num_levels = len(draft) if draft.is_chain else len(draft.level_sizes())
@@ -60,8 +64,6 @@ class Shadows:
 
     def observe(self, requests: Iterable[Request]) -> tuple[ShadowOutcome, ...]:
         """What became of drafts now that these texts have grown."""
-        if not self._waiting:
-            return ()
         outcomes: list[ShadowOutcome] = []
         for request in requests:
             shadows = self._waiting.get(request.id)
@@ -71,7 +73,10 @@ class Shadows:
             if done:
                 outcomes += [shadow.outcome for shadow in done]
                 left = [shadow for shadow in shadows if shadow not in done]
-                self._waiting[request.id] = left
+                if left:
+                    self._waiting[request.id] = left
+                else:
+                    del self._waiting[request.id]
         return tuple(outcomes)
 
     def forget(self, request_id: str) -> None:
