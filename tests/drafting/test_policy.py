@@ -12,6 +12,7 @@ from outdraft.config.speculation import (
     SpeculationConfig,
     SuffixConfig,
 )
+from outdraft.control.alarms import FRUITLESS_STEPS, IDLE_STEPS
 from outdraft.control.facts import (
     Decision,
     DraftOutcome,
@@ -24,6 +25,7 @@ from outdraft.control.facts import (
 )
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
+from outdraft.core.decided import Alarm, Prediction, StepDecision
 from outdraft.core.draft import MAX_DRAFTS, Draft, DraftAsk, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
@@ -505,3 +507,84 @@ def test_a_request_is_followed_while_the_network_may_soon_draft_for_it(
     ours = policy(suffix(), drafter_max_len=max_len, control=control, disable_by_batch_size=8)
     one = request("a", num_prompt=10, **params)
     assert (ours.may_follow(running) and ours.follows(one)) == is_followed
+
+
+class Priced(Scripted):
+    """Grants, and says what it expects."""
+
+    def decide(self, facts: StepFacts) -> Decision:
+        grants = tuple(self.grants(facts))
+        return Decision(grants, 0.25, 9, Reason.GAIN, 0.1, 0.2, 0.3, 0.4, 5.0, 0.6, self.shadows)
+
+
+def granted(levels: int) -> Callable[[StepFacts], list[Grant]]:
+    return lambda facts: [
+        Grant(one.request_id, "draft_model", levels, levels, 1.0) for one in facts.requests
+    ]
+
+
+def test_what_was_decided_is_told_with_its_prediction_and_price():
+    ours = policy(drafter_max_len=100, control=Priced(granted(3)))
+    ours.choose([request()], 1, ROOM)
+    expected = Prediction(0.1, 0.2, 0.3, 0.4, 5.0, 0.6)
+    assert ours.decided == StepDecision("gain", 0.25, expected)
+
+
+def test_where_nobody_drafts_there_is_no_price():
+    ours = policy(drafter_max_len=100, control=Priced())
+    ours.choose([request()], 1, ROOM)
+    assert ours.decided is not None
+    assert ours.decided.price is None
+    assert ours.decided.prediction is not None
+
+
+def test_fixed_lengths_predict_nothing():
+    ours = policy(drafter_max_len=100)
+    assert ours.choose([request()], 1, ROOM)
+    assert ours.decided == StepDecision("gain")
+
+
+def test_a_step_that_is_held_tells_the_reason_of_the_decision_that_stands():
+    control = Scripted()
+    ours = policy(drafter_max_len=100, control=control)
+    control.is_held = True
+    control.standing = Decision((), 0, 0, Reason.PATIENCE, 0, 1, 0, 1, 1, 0)
+    ours.choose([request()], 1, ROOM)
+    assert ours.decided == StepDecision("patience")
+
+
+def test_hard_rules_and_wishes_are_told_as_reasons():
+    ours = policy(drafter_max_len=100, disable_by_batch_size=2)
+    ours.choose([request()], 3, ROOM)
+    assert ours.decided == StepDecision("disabled")
+    ours.choose([request(enabled=False)], 1, ROOM)
+    assert ours.decided == StepDecision("not_wanted")
+    ours.choose([], 1, ROOM)
+    assert ours.decided is None
+
+
+def fruitless_step(ours: DraftPolicy, one: Request) -> tuple[Alarm, ...]:
+    choice = ours.choose([one], 1, ROOM).get(one.id)
+    return ours.observe([booking(one, choice)], stats(1))
+
+
+def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
+    ours, one = policy(drafter_max_len=1000), request(max_tokens=900)
+    told = [alarm for _ in range(FRUITLESS_STEPS + 5) for alarm in fruitless_step(ours, one)]
+    assert [(alarm.kind, alarm.source, alarm.is_on) for alarm in told] == [
+        ("none_accepted", "draft_model", True)
+    ]
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("alarm begins: none accepted of draft_model: ")
+
+
+def test_steps_in_which_nobody_could_draft_count_for_no_alarm():
+    ours = policy(drafter_max_len=1000)
+    one = request(enabled=False)
+    assert not any(fruitless_step(ours, one) for _ in range(IDLE_STEPS + 5))
+
+
+def test_a_source_that_is_never_granted_a_draft_is_told():
+    ours, one = policy(drafter_max_len=1000, control=Scripted()), request()
+    told = [alarm for _ in range(IDLE_STEPS + 5) for alarm in fruitless_step(ours, one)]
+    assert [(alarm.kind, alarm.is_on) for alarm in told] == [("never_drafts", True)]

@@ -9,7 +9,7 @@ from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembly import RequestAssembly
-from outdraft.engine.deltas import RequestDeltas
+from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import byte_ids, tokenizer
 
@@ -18,6 +18,8 @@ NGRAM, MODEL = TokenOrigin.NGRAM, TokenOrigin.MODEL
 CHAIN = DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2, 3]))
 TREE = DraftChoice(DraftSource.NGRAM, Draft((1, 2, 3), (0, 0, 1)))  # row 2 is below row 0
 MODELS = DraftChoice(DraftSource.MODEL, num_model_drafts=3)
+
+TOLD = StepTold(0.25, None, {})
 
 
 EOS = 1
@@ -62,7 +64,7 @@ class Caller:
             self.request.finish_reason = self.request.append(token_id)
             if self.request.finish_reason is not None:
                 break
-        self.deltas.add(0, work, outcome, tuple(added), 0.25)
+        self.deltas.add(0, work, outcome, tuple(added), TOLD)
         self.num_told_to_stop += len(self.assembly.add(self.deltas.take()))
 
 
@@ -169,7 +171,7 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     chunks = [(0, [row(6, -1.0, {})]), (1, [row(7, -2.0, {})])]
     for start, rows in [*chunks, *chunks]:
         work = Work(caller.request, start, 1, [], False)
-        caller.deltas.add(0, work, WorkResult(prompt_logprobs=tuple(rows)), (), 0.25)
+        caller.deltas.add(0, work, WorkResult(prompt_logprobs=tuple(rows)), (), TOLD)
     assert caller.output.metrics.first_token_s is None
     caller.step(WorkResult((10,)))
     first, *others = caller.output.prompt_logprobs or []

@@ -64,3 +64,38 @@ def test_totals_are_sums_and_rates_are_of_the_sums():
     assert total.drafted_by_source == {DraftSource.MODEL: 6, DraftSource.NGRAM: 4}
     assert total.acceptance_length_by_source == {DraftSource.MODEL: 3, DraftSource.NGRAM: 1}
     assert total.verify_s == pytest.approx(1.0)
+
+
+def test_granted_lengths_stand_beside_the_drafted_ones_of_requests_that_sampled():
+    works = [work(DraftChoice(DraftSource.MODEL, num_model_drafts=3)), work(None), reading()]
+    works[1].request.id = "s"
+    wished = {
+        "r": DraftChoice(DraftSource.MODEL, num_model_drafts=7),
+        "s": DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2])),  # memory left nothing of it
+    }
+    results = [WorkResult((5, 6), (0,), (5, 9)), WorkResult((4,)), WorkResult()]
+    booked = [(w, r, r.token_ids) for w, r in zip(works, results, strict=True)]
+    rest = {"num_rows": 9, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
+    step = step_stats(StepPlan(tuple(works)), booked, granted=wished, **rest)
+    assert step.granted_lengths == (7, 2)
+    assert step.draft_lengths == (2, 0)  # the live rule ended the chain before
+    assert step.draft_levels == ((DraftSource.MODEL, 2, 1),)
+    assert step.step_s == pytest.approx(1.0)
+
+
+def test_a_tree_has_as_many_levels_as_its_longest_path():
+    tree = Draft((1, 2, 3, 4), (0, 0, 1, 3))
+    one, outcome = (
+        work(DraftChoice(DraftSource.SUFFIX, tree)),
+        WorkResult((1, 3, 8), (0, 2), tree.token_ids, tree.parents),
+    )
+    rest = {"num_rows": 5, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
+    step = step_stats(StepPlan((one,)), [(one, outcome, outcome.token_ids)], **rest)
+    assert step.draft_levels == ((DraftSource.SUFFIX, 3, 2),)
+    assert step.draft_lengths == (4,)
+
+
+def reading() -> Work:
+    """A chunk of a prompt."""
+    request = Request("p", [1, 2, 3], SamplingParams(), seed=0, max_model_len=9)
+    return Work(request, 0, 2, [0], False, None)

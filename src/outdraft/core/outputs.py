@@ -5,6 +5,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeVar
 
+from outdraft.core.decided import StepDecision
+
 Item = TypeVar("Item")
 
 
@@ -47,6 +49,10 @@ class DraftTrace:
     # natural logarithm of the target's raw probability of each drafted token behind its parent;
     # empty unless the request asked for log-probabilities too
     drafted_logprobs: tuple[float, ...] = ()
+    # tokens that it was granted before the step was planned
+    granted: int = field(default=0, compare=False)
+    # about the engine's step; None: there was nothing to decide
+    decision: StepDecision | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

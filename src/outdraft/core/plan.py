@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.decided import Alarm, StepDecision
+from outdraft.core.draft import Draft, DraftSource, depths_of
 from outdraft.core.request import Request
 
 NO_DRAFT = Draft()
@@ -227,6 +228,13 @@ class WorkResult:
     margins: np.ndarray | None = field(default=None, compare=False)
 
 
+def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
+    """Levels of the draft that was verified."""
+    if choice.is_device_tree or not choice.draft.is_chain:
+        return max(depths_of(result.drafted_parents), default=0)
+    return len(result.drafted_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
     """Where the device's part of a step went, in seconds."""
@@ -259,6 +267,11 @@ class StepStats:
         drafts_by_source: drafts.
         host_s: the step's time outside the device's phases.
         draft_lengths: drafted tokens of each request that sampled; 0: it had no draft.
+        granted_lengths: tokens that each of them was granted before the step was planned; memory,
+            or a chain's live rule, may have left fewer.
+        draft_levels: of each verified draft: who drafted first, its levels, those accepted.
+        decision: None: there was nothing to decide.
+        alarms: that began or ended with this step.
     """
 
     num_requests: int
@@ -276,3 +289,12 @@ class StepStats:
     times: PhaseTimes
     host_s: float
     draft_lengths: tuple[int, ...] = ()
+    granted_lengths: tuple[int, ...] = ()
+    draft_levels: tuple[tuple[DraftSource, int, int], ...] = ()
+    decision: StepDecision | None = None
+    alarms: tuple[Alarm, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        times = self.times
+        return times.draft_s + times.verify_s + times.sample_s + self.host_s

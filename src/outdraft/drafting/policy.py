@@ -5,16 +5,19 @@ forbids, it never sees as possible. After the step it is told how the drafts far
 phase took; offers of the host that were not used are compared with the text that came.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
+from outdraft.control.alarms import Drafted, SourceAlarms
 from outdraft.control.facts import (
     CHAIN,
     Decision,
     DraftOutcome,
     Grant,
+    Reason,
     RequestFacts,
     ShadowOutcome,
     Shape,
@@ -22,7 +25,8 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_DRAFTS, DraftSource, depths_of
+from outdraft.core.decided import Alarm, StepDecision
+from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import RequestError
 from outdraft.core.plan import (
     MODEL_CHAIN,
@@ -33,8 +37,10 @@ from outdraft.core.plan import (
     StepStats,
     Work,
     WorkResult,
+    drafted_levels,
 )
 from outdraft.core.request import Request
+from outdraft.drafting.explained import DISABLED, NOT_WANTED, explained, standing
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host_sources import (
     Drafts,
@@ -47,6 +53,8 @@ from outdraft.drafting.host_sources import (
     wished_drafts,
 )
 from outdraft.drafting.shadows import Shadows
+
+_logger = logging.getLogger(__name__)
 
 # Before a network may draft, the target's states are kept for so many steps, for it to read. With
 # 16 of them EAGLE-3 accepts nine tenths of what it accepts with the whole text (docs/log.md).
@@ -102,6 +110,8 @@ class DraftPolicy:
 
     Attributes:
         control: decides; may be exchanged between steps.
+        decided: about the step that `choose` was asked about last; None: nothing was to decide.
+        granted: what `choose` returned last.
     """
 
     def __init__(
@@ -122,6 +132,9 @@ class DraftPolicy:
         self._decision: Decision | None = None
         self._deciding_s = 0.0  # of the step that runs
         self._learning_s = 0.0  # from the latest step with drafts
+        self.decided: StepDecision | None = None
+        self.granted: dict[str, DraftChoice] = {}
+        self._alarms = SourceAlarms(str(source) for source in config.methods)
 
     @property
     def decision(self) -> Decision | None:
@@ -155,17 +168,23 @@ class DraftPolicy:
         requests: those with one token left to compute, in batch order.
         num_running: how many requests run, or may begin to run in this step.
         """
-        self._step = self._decision = None
-        if not requests or not self.config.sources or self._is_disabled(num_running):
+        self._step = self._decision = self.decided = None
+        self.granted = {}
+        if not requests or not self.config.sources:
+            return {}
+        if self._is_disabled(num_running):
+            self.decided = DISABLED
             return {}
         wanting = [request for request in requests if self._may_draft(request)]
         if not wanting:
+            self.decided = NOT_WANTED
             return {}
         drafts: dict[str, Drafts] = {}
         if self.control.wants_offers:
             drafts = self._host.drafts(wanting, num_running)
         if not drafts and self.control.holds(len(requests), room.prompt_rows):
             self._decision = self.control.standing
+            self.decided = standing(self._decision)
             return {}
         started_s = perf_counter()
         facts = StepFacts(
@@ -176,18 +195,19 @@ class DraftPolicy:
         )
         decision = self.control.decide(facts)
         self._step, self._decision = _Step(facts, decision), decision
+        self.decided = explained(decision)
         used = {grant.request_id: grant.source for grant in decision.grants}
         for request in requests:
             if request.id in decision.shadows:
                 for source, draft in drafts[request.id].items():
                     if used.get(request.id) != source:
                         self._shadows.cast(request, source, draft)
-        choices = {
+        self.granted = {
             grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
         self._deciding_s = perf_counter() - started_s
-        return choices
+        return self.granted
 
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
@@ -202,24 +222,57 @@ class DraftPolicy:
             return False
         return self._known(request).network
 
-    def observe(self, booked: Booked, stats: StepStats) -> None:
-        """Learn from the step that `choose` was asked about, before its requests are finished."""
+    def observe(self, booked: Booked, stats: StepStats) -> tuple[Alarm, ...]:
+        """Learn from the step that `choose` was asked about, before its requests are finished.
+
+        Returns alarms that begin or end; they are logged already.
+        """
         step, self._step = self._step, None
-        if step is None and not self._shadows.are_waiting:
-            return
+        drafts = ()
+        if step is not None or self._shadows.are_waiting:
+            drafts = self._learn(step, booked, stats)
+        if self.decided in (None, DISABLED, NOT_WANTED):
+            return ()
+        return self._watch(step, drafts)
+
+    def _learn(
+        self, step: _Step | None, booked: Booked, stats: StepStats
+    ) -> tuple[DraftOutcome, ...]:
+        """Tell control what came of the step; how its drafts fared."""
         started_s = perf_counter()
         shadows = self._shadows.observe(work.request for work, _, _ in booked)
         if step is None:
             if shadows:
                 self.control.observe_shadows(shadows)
-            return
+            return ()
         ran = {work.request.id: (work, result, added) for work, result, added in booked}
-        if all(request.request_id in ran for request in step.facts.requests):
-            # Else some were preempted, so that the decision was for another batch.
-            outcome = self._outcome(step, ran, stats, shadows)
-            self.control.observe(outcome)
-            if outcome.drafts:
-                self._learning_s = perf_counter() - started_s
+        if not all(request.request_id in ran for request in step.facts.requests):
+            return ()  # some were preempted, so that the decision was for another batch
+        outcome = self._outcome(step, ran, stats, shadows)
+        self.control.observe(outcome)
+        if outcome.drafts:
+            self._learning_s = perf_counter() - started_s
+        return outcome.drafts
+
+    def _watch(self, step: _Step | None, drafts: tuple[DraftOutcome, ...]) -> tuple[Alarm, ...]:
+        """Count a step in which sources could draft."""
+        if step is None or not drafts:
+            alarms = self._alarms.step()
+        else:
+            sources = {grant.request_id: grant.source for grant in step.decision.grants}
+            alarms = self._alarms.step(
+                [
+                    Drafted(sources[one.request_id], one.request_id, one.drafted, one.accepted)
+                    for one in drafts
+                    if one.drafted
+                ],
+                is_probe=step.decision.reason is Reason.NETWORK_PROBE,
+            )
+        for alarm in alarms:
+            what, state = alarm.kind.replace("_", " "), "begins" if alarm.is_on else "ends"
+            level = logging.WARNING if alarm.is_on else logging.INFO
+            _logger.log(level, "alarm %s: %s of %s: %s", state, what, alarm.source, alarm.evidence)
+        return alarms
 
     def finish(self, request: Request) -> None:
         """A request ended: drop its state; the proposers learn from its text if it is whole."""
@@ -227,6 +280,7 @@ class DraftPolicy:
         self._shadows.forget(request.id)
         self._standing.pop(request.id, None)
         self.control.forget(request.id)
+        self._alarms.finish(request.id)
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
@@ -325,8 +379,6 @@ class DraftPolicy:
 
 
 def _draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:
-    drafted = len(result.drafted_ids)
-    if choice.is_device_tree or not choice.draft.is_chain:
-        drafted = max(depths_of(result.drafted_parents), default=0)
+    drafted = drafted_levels(choice, result)
     margins = () if result.margins is None else tuple(result.margins.tolist())
     return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins)

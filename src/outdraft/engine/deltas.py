@@ -1,13 +1,30 @@
 """What the engine remembers of a caller's request between steps, and the deltas it tells of it."""
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from outdraft.core.decided import StepDecision
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTold:
+    """What a trace says of the engine's step.
+
+    Attributes:
+        seconds: how long it took.
+        granted: the drafts that were wanted before the step was planned, by request.
+    """
+
+    seconds: float
+    decision: StepDecision | None
+    granted: Mapping[str, DraftChoice]
 
 
 class RequestDeltas:
@@ -32,13 +49,18 @@ class RequestDeltas:
         self._news: list[SequenceDelta] = []
 
     def add(
-        self, index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], step_s: float
+        self,
+        index: int,
+        work: Work,
+        outcome: WorkResult,
+        added: tuple[int, ...],
+        told: StepTold,
     ) -> None:
         """Book one step of the index-th sequence.
 
         Args:
             added: the tokens that were kept.
-            step_s: how long the step took, all its requests included.
+            told: about the step, all its requests included.
         """
         request = work.request
         if self._first_scheduled_s is None:
@@ -50,7 +72,7 @@ class RequestDeltas:
             end = work.start + len(outcome.prompt_logprobs)
             self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
         if added or request.finish_reason is not None:
-            self._news.append(_sequence_delta(index, work, outcome, added, step_s))
+            self._news.append(_sequence_delta(index, work, outcome, added, told))
 
     def take(self) -> RequestDelta:
         """What came since it was asked last."""
@@ -73,7 +95,7 @@ class RequestDeltas:
 
 
 def _sequence_delta(
-    index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], step_s: float
+    index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], told: StepTold
 ) -> SequenceDelta:
     request, drafts = work.request, work.drafts
     drafted = None
@@ -87,7 +109,7 @@ def _sequence_delta(
         _origins(outcome, drafts)[: len(added)],
         drafted,
         outcome.logprobs[: len(added)],
-        _trace(outcome, drafts, len(added), step_s) if request.params.speculation.trace else None,
+        _trace(work, outcome, len(added), told) if request.params.speculation.trace else None,
         None if reason is None else str(reason),
         request.stop_reason,
         request.error,
@@ -106,17 +128,19 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
 
 
-def _trace(
-    outcome: WorkResult, drafts: DraftChoice | None, num_emitted: int, step_s: float
-) -> DraftTrace:
+def _trace(work: Work, outcome: WorkResult, num_emitted: int, told: StepTold) -> DraftTrace:
+    drafts, choice = work.drafts, told.granted.get(work.request.id)
+    granted = len(choice) if choice is not None else 0
     if drafts is None:
-        return DraftTrace((), (), (), (), num_emitted, step_s)
+        return DraftTrace((), (), (), (), num_emitted, told.seconds, (), granted, told.decision)
     return DraftTrace(
         (str(drafts.source),) * len(outcome.drafted_ids),
         outcome.drafted_ids,
         outcome.drafted_parents,
         outcome.accepted_rows,
         num_emitted,
-        step_s,
+        told.seconds,
         outcome.drafted_logprobs,
+        granted,
+        told.decision,
     )

@@ -16,7 +16,7 @@ from outdraft.core.plan import StepStats
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
-from outdraft.engine.deltas import RequestDeltas
+from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.engine.step_plan import plan_step
@@ -137,10 +137,12 @@ class Engine:
         booked = self.scheduler.commit(plan, result)
         grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []
-        step_s = time.perf_counter() - started_s
+        told = StepTold(
+            time.perf_counter() - started_s, self.drafting.decided, self.drafting.granted
+        )
         for work, outcome, added in booked:
             sequence = self._sequences[work.request.id]
-            sequence.deltas.add(sequence.index, work, outcome, added, step_s)
+            sequence.deltas.add(sequence.index, work, outcome, added, told)
             if work.request.finish_reason is not None:
                 ended.append(sequence)
             if added or work.request.finish_reason is not None:
@@ -153,8 +155,12 @@ class Engine:
             step_s=time.perf_counter() - started_s,
             num_waiting=len(self.scheduler.waiting),
             kv_usage=self.scheduler.pool.usage,
+            granted=self.drafting.granted,
+            decision=self.drafting.decided,
         )
-        self.drafting.observe(booked, stats)
+        alarms = self.drafting.observe(booked, stats)
+        if alarms:
+            stats = replace(stats, alarms=alarms)
         for sequence in ended:
             self._end_drafting(sequence)
         self._record(stats)

@@ -1,10 +1,21 @@
 """Adds up the engine's steps."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
+from outdraft.core.decided import StepDecision
 from outdraft.core.draft import DraftSource
-from outdraft.core.plan import PhaseTimes, StepPlan, StepStats, Work, WorkResult
+from outdraft.core.plan import (
+    DraftChoice,
+    PhaseTimes,
+    StepPlan,
+    StepStats,
+    Work,
+    WorkResult,
+    drafted_levels,
+)
 
 
 def step_stats(
@@ -16,20 +27,28 @@ def step_stats(
     step_s: float,
     num_waiting: int,
     kv_usage: float,
+    granted: Mapping[str, DraftChoice] = MappingProxyType({}),
+    decision: StepDecision | None = None,
 ) -> StepStats:
     """One step in numbers.
 
     Args:
         num_rows: that the target read.
+        granted: the drafts that were wanted before the step was planned, by request.
     """
     verified = [
-        (work.drafts.source, len(outcome.drafted_ids), len(outcome.accepted_rows))
+        (
+            work.drafts.source,
+            len(outcome.drafted_ids),
+            len(outcome.accepted_rows),
+            drafted_levels(work.drafts, outcome),
+        )
         for work, outcome, _ in booked
         if work.drafts is not None and outcome.drafted_ids  # a live rule may leave none
     ]
-    drafted = _sum([(source, num_drafted) for source, num_drafted, _ in verified])
-    accepted = _sum([(source, num_accepted) for source, _, num_accepted in verified])
-    depths = [num_accepted for _, _, num_accepted in verified]
+    drafted = _sum([(source, num_drafted) for source, num_drafted, _, _ in verified])
+    accepted = _sum([(source, num_accepted) for source, _, num_accepted, _ in verified])
+    depths = [num_accepted for _, _, num_accepted, _ in verified]
     return StepStats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
@@ -43,13 +62,20 @@ def step_stats(
         ),
         drafted_by_source=drafted,
         accepted_by_source=accepted,
-        drafts_by_source=_sum([(source, 1) for source, _, _ in verified]),
+        drafts_by_source=_sum([(source, 1) for source, _, _, _ in verified]),
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
         draft_lengths=tuple(
             [len(outcome.drafted_ids) for work, outcome, _ in booked if work.samples]
         ),
+        granted_lengths=tuple(
+            [len(granted.get(work.request.id, ())) for work, _, _ in booked if work.samples]
+        ),
+        draft_levels=tuple(
+            [(source, levels, num_accepted) for source, _, num_accepted, levels in verified]
+        ),
+        decision=decision,
     )
 
 

@@ -16,6 +16,7 @@ from outdraft.core.errors import EngineDeadError, GenerationError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepStats
 from outdraft.server.client import Update
+from outdraft.server.decision_metrics import DRAFTS, DecisionMetrics
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.plain_speed import PlainSpeed
 
@@ -35,7 +36,6 @@ _REQUEST_S = (
     *(0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0),
     *(50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-_DRAFTS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 63)
 
 _GAUGES = {
     "num_requests_running": "Requests in the engine's batch.",
@@ -100,7 +100,7 @@ _HISTOGRAMS: Mapping[str, tuple[Sequence[float] | None, str]] = {  # None: sizes
     "request_prompt_tokens": (None, "Prompt tokens a request."),
     "request_generation_tokens": (None, "Generated tokens a request, all its sequences."),
     "chosen_draft_length": (
-        _DRAFTS,
+        DRAFTS,
         "Drafted tokens per request and step that samples; 0: nothing was drafted.",
     ),
 }
@@ -139,6 +139,7 @@ class Metrics:
             name: Counter(PREFIX + name, text, [*own, label], registry=registry)
             for name, (label, text) in _LABELLED.items()
         }
+        self._decisions = DecisionMetrics(info, model_name, registry)
         powers = range(len(str(info.max_model_len)))  # 1, 2, 5, 10, 20, 50, ...
         sizes = [digit * 10**power for power in powers for digit in (1, 2, 5)]
         sizes = [size for size in sizes if size <= info.max_model_len]
@@ -261,6 +262,7 @@ class Metrics:
         for length in step.draft_lengths:
             self._observe("chosen_draft_length", length)
         self._plain_speed.add(step)
+        self._decisions.observe(step)
 
     def _estimate(self) -> None:
         name = "estimated_tokens_per_second_without_speculation"

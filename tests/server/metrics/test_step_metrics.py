@@ -1,10 +1,15 @@
 """What steps add up to, worked out by hand."""
 
 import math
+import random
+from dataclasses import replace
 
 import pytest
 
+from outdraft.core.decided import Alarm, AlarmKind, Prediction, StepDecision
 from outdraft.core.draft import DraftSource
+from outdraft.core.plan import StepStats
+from outdraft.drafting.explained import REASONS
 from tests.server.metrics.scripted import INFO, Exposed, metrics, report, step
 
 
@@ -91,3 +96,105 @@ def test_the_estimate_follows_the_steps():
     counted.observe_steps(report(step((0, 0), verify_s=0.5)))
     assert Exposed(counted).value(name) == pytest.approx(2 / 0.5)
     assert counted.plain_tokens_per_s == Exposed(counted).value(name)
+
+
+def made_up_steps(seed: int) -> list[StepStats]:
+    """Steps of all reasons, with and without prediction and price."""
+    rng, steps = random.Random(seed), list[StepStats]()
+    for _ in range(60):
+        lengths = tuple(rng.choice((0, 1, 3, 7)) for _ in range(rng.randint(1, 4)))
+        accepted = tuple(rng.randint(0, length) for length in lengths)
+        times = {f"{phase}_s": rng.random() for phase in ("draft", "verify", "sample", "host")}
+        source = rng.choice((DraftSource.SUFFIX, DraftSource.MODEL))
+        made = step(lengths, accepted, source=source, **times)
+        expected = Prediction(*(rng.random() for _ in range(6)))
+        decision = StepDecision(
+            rng.choice(REASONS),
+            rng.choice((None, rng.random())),
+            rng.choice((None, expected)),
+        )
+        pairs = zip(lengths, accepted, strict=True)
+        levels = tuple((source, length, kept) for length, kept in pairs if length)
+        granted = tuple(length + rng.randint(0, 2) for length in lengths)
+        steps.append(
+            replace(
+                made,
+                decision=rng.choice((None, decision)),
+                granted_lengths=granted,
+                draft_levels=levels,
+            )
+        )
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_was_decided_is_the_sum_of_the_steps(seed: int):
+    steps, counted = made_up_steps(seed), metrics()
+    counted.observe_steps(report(*steps[:20]))
+    counted.observe_steps(report(*steps[20:]))
+    exposed = Exposed(counted)
+    for reason in REASONS:
+        expected = sum(one.decision is not None and one.decision.reason == reason for one in steps)
+        assert exposed.value("spec_decode_steps_total", reason=reason) == expected
+    granted = [length for one in steps for length in one.granted_lengths]
+    assert exposed.histogram("granted_draft_length") == (len(granted), sum(granted))
+    known = [
+        (one, one.decision.prediction)
+        for one in steps
+        if one.decision is not None and one.decision.prediction is not None
+    ]
+    for name, part, expected_s in (
+        ("predicted", "draft", sum(said.draft_s for _, said in known)),
+        ("predicted", "target", sum(said.target_s for _, said in known)),
+        ("predicted", "host", sum(said.host_s for _, said in known)),
+        ("measured", "draft", sum(one.times.draft_s for one, _ in known)),
+        ("measured", "target", sum(one.times.verify_s + one.times.sample_s for one, _ in known)),
+        ("measured", "host", sum(one.host_s for one, _ in known)),
+    ):
+        seconds = exposed.value(f"{name}_step_seconds_total", part=part)
+        assert seconds == pytest.approx(expected_s), (name, part)
+    prices = [o.decision.price for o in steps if o.decision and o.decision.price is not None]
+    assert exposed.value("spec_decode_price") == prices[-1]
+    assert exposed.value("spec_decode_predicted_gain") == known[-1][1].gain
+    newest = [one for one in steps if one.decision is not None][-1]
+    assert exposed.value("spec_decode_is_drafting") == any(newest.granted_lengths)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_acceptance_curve_counts_drafts_by_source_and_position(seed: int):
+    steps, counted = made_up_steps(seed), metrics()
+    counted.observe_steps(report(*steps))
+    exposed = Exposed(counted)
+    drafts = [draft for one in steps for draft in one.draft_levels]
+    for source in (DraftSource.SUFFIX, DraftSource.MODEL):
+        for position in range(7):
+            where = {"source": str(source), "position": str(position)}
+            reached = sum(who == source and levels > position for who, levels, _ in drafts)
+            kept = sum(who == source and accepted > position for who, _, accepted in drafts)
+            if not reached and position >= INFO.num_speculative_tokens:
+                continue
+            assert exposed.value("spec_decode_drafts_per_pos_total", **where) == reached
+            assert exposed.value("spec_decode_accepted_drafts_per_pos_total", **where) == kept
+
+
+def test_numbers_of_decisions_are_no_numbers_before_a_step():
+    exposed = Exposed(metrics())
+    for name in ("price", "predicted_gain", "is_drafting"):
+        assert math.isnan(exposed.value(f"spec_decode_{name}"))
+
+
+def test_an_alarm_counts_once_and_is_active_until_it_ends():
+    counted = metrics()
+    where = {"alarm": "acceptance_fell", "source": "suffix"}
+    begins = Alarm(AlarmKind.ACCEPTANCE_FELL, "suffix", is_on=True, evidence="")
+    for alarms, active, begun in (
+        ((), 0, 0),
+        ((begins,), 1, 1),
+        ((), 1, 1),
+        ((replace(begins, is_on=False),), 0, 1),
+        ((begins,), 1, 2),
+    ):
+        counted.observe_steps(report(replace(step((0,)), alarms=alarms)))
+        exposed = Exposed(counted)
+        assert exposed.value("spec_decode_alarm_active", **where) == active
+        assert exposed.value("spec_decode_alarms_total", **where) == begun

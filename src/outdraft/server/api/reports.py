@@ -172,7 +172,22 @@ def _step(step: DraftTrace, tokenizer: Tokenizer | None) -> dict[str, Any]:
         "accepted_rows": step.accepted_rows,
         "num_emitted": step.num_emitted,
         "seconds": step.seconds,
+        **_decision(step),
     }
+
+
+def _decision(step: DraftTrace) -> dict[str, Any]:
+    """Why the step drafted as it did, and what was expected of it; nothing if that is not known."""
+    if step.decision is None:
+        return {}
+    told: dict[str, Any] = {"reason": step.decision.reason, "granted": step.granted}
+    if step.decision.price is not None:
+        told["price"] = step.decision.price
+    expected = step.decision.prediction
+    if expected is not None:
+        told["predicted_seconds"] = expected.step_s
+        told["predicted_gain"] = expected.gain
+    return told
 
 
 def _token(token_id: int, tokenizer: Tokenizer | None) -> dict[str, Any]:

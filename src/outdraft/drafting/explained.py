@@ -1,0 +1,35 @@
+"""Decisions in the words and numbers that metrics, traces and the page show."""
+
+from outdraft.control.facts import Decision, Reason
+from outdraft.core.decided import Prediction, StepDecision
+
+_WORDS = {reason: reason.name.lower() for reason in Reason}
+# Reasons that control never hears of.
+DISABLED = StepDecision("disabled")  # more requests run than may speculate
+NOT_WANTED = StepDecision("not_wanted")  # no request may draft, or none wants to
+_STANDING = {reason: StepDecision(word) for reason, word in _WORDS.items()}
+
+REASONS = (*_WORDS.values(), DISABLED.reason, NOT_WANTED.reason)
+
+
+def standing(decision: Decision | None) -> StepDecision | None:
+    """Of a step for which nobody decided: the numbers were those of another step."""
+    return None if decision is None else _STANDING[decision.reason]
+
+
+def explained(decision: Decision) -> StepDecision:
+    """Of a decided step. A policy of fixed lengths predicts nothing, and has no price."""
+    if decision.plain_s == 0:
+        return _STANDING[decision.reason]
+    return StepDecision(
+        _WORDS[decision.reason],
+        decision.price if decision.grants else None,
+        Prediction(
+            decision.draft_s,
+            decision.target_s,
+            decision.host_s,
+            decision.plain_s,
+            decision.tokens,
+            decision.gain,
+        ),
+    )
