@@ -49,6 +49,10 @@ Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outp
   std::iota(drafting_.begin(), drafting_.end(), 0);
   for (Tree& tree : trees_) tree.weights = {1.0f}, tree.nodes = {0};
   std::fill_n(task.is_drawn, task.num_requests * task.num_rows, false);
+  if (task.stops.price != nullptr) {
+    constexpr float kNone = std::numeric_limits<float>::quiet_NaN();
+    std::fill_n(task.stops.margins, task.num_requests * task.num_levels, kNone);
+  }
 }
 
 void Growth::extend(const float* logits, RowsOf rows) {

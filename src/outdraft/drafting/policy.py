@@ -134,6 +134,7 @@ class DraftPolicy:
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
+        self._newest: tuple[Decision, dict[str, DraftChoice]] | None = None
         self._alarms = SourceAlarms(str(source) for source in config.methods)
 
     @property
@@ -196,16 +197,9 @@ class DraftPolicy:
         decision = self.control.decide(facts)
         self._step, self._decision = _Step(facts, decision), decision
         self.decided = explained(decision)
-        used = {grant.request_id: grant.source for grant in decision.grants}
-        for request in requests:
-            if request.id in decision.shadows:
-                for source, draft in drafts[request.id].items():
-                    if used.get(request.id) != source:
-                        self._shadows.cast(request, source, draft)
-        self.granted = {
-            grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
-            for grant in decision.grants
-        }
+        if decision.shadows:
+            self._cast_shadows(requests, decision, drafts)
+        self.granted = self._choices(decision, drafts)
         self._deciding_s = perf_counter() - started_s
         return self.granted
 
@@ -329,6 +323,28 @@ class DraftPolicy:
             lag,
             can_stop=drafter is not None and not drafter.shape,
         )
+
+    def _cast_shadows(
+        self, requests: Sequence[Request], decision: Decision, drafts: dict[str, Drafts]
+    ) -> None:
+        """Remember unused offers until their text comes."""
+        used = {grant.request_id: grant.source for grant in decision.grants}
+        for request in requests:
+            if request.id in decision.shadows:
+                for source, draft in drafts[request.id].items():
+                    if used.get(request.id) != source:
+                        self._shadows.cast(request, source, draft)
+
+    def _choices(self, decision: Decision, drafts: dict[str, Drafts]) -> dict[str, DraftChoice]:
+        """A decision that holds for several steps is translated once."""
+        if not drafts and self._newest is not None and self._newest[0] is decision:
+            return self._newest[1]
+        choices = {
+            grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
+            for grant in decision.grants
+        }
+        self._newest = None if drafts else (decision, choices)
+        return choices
 
     def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
         source = DraftSource(grant.source)

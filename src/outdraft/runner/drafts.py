@@ -50,7 +50,7 @@ def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
     works = list[Work]()
     for work in plan.works:
         count = next(counts) if work.samples else 0
-        if work.drafts is not None:
+        if work.drafts is not None and count < work.num_drafts:
             works.append(replace(work, drafts=work.drafts.truncated(count)))
         else:
             works.append(work)
@@ -70,8 +70,19 @@ def joined_drafts(
 ) -> DraftBatch:
     """All drafts of a step: the network's for the requests `asked`, the host's for others."""
     if len(asked) == len(works):
-        whole = _batch(made, made.token_ids_BK, made.parents_BK, made.num_drafts_B, made.probs_BKV)
-        return _with_margins(whole, made.margins_BL, works)
+        return DraftBatch(
+            token_ids_BN=made.token_ids_BK,
+            parents_BN=made.parents_BK,
+            num_drafts_B=made.num_drafts_B,
+            probs_BNV=made.probs_BKV,
+            is_sampled_BN=_is_sampled(made.is_sampled_BK, made.token_ids_BK),
+            is_chain=made.is_chain,
+            any_sampled=made.is_sampled_BK is not None,
+            all_sampled=made.all_sampled,
+            sampled_trees=not made.is_chain,
+            num_laid_out_B=_laid_out_B(made, works, device),
+            margins_BL=made.margins_BL,
+        )
     host = host_drafts(works, device)
     rows_M, num_drafts_B = to_device(
         [np.array(asked), np.array([work.num_drafts for work in works])], device
@@ -86,65 +97,40 @@ def joined_drafts(
         whole_BN[rows_M, :num_made] = made_MK[:, :num_made]
         return whole_BN
 
-    joined = _batch(
-        made,
-        merged(host.token_ids_BN, made.token_ids_BK, -1),
-        merged(host.parents_BN, made.parents_BK),
-        num_drafts_B,
-        None if made.probs_BKV is None else merged(None, made.probs_BKV),
-    )
-    is_sampled_BN = torch.zeros_like(joined.token_ids_BN, dtype=torch.bool)
-    if made.is_sampled_BK is not None:
-        is_sampled_BN = merged(None, made.is_sampled_BK)
     margins_BL = None
     if made.margins_BL is not None:
         num_drafts_B[rows_M] = made.num_drafts_B
         margins_BL = made.margins_BL.new_full((len(works), made.margins_BL.shape[1]), torch.nan)
         margins_BL[rows_M] = made.margins_BL
-    whole = replace(
-        joined,
-        is_sampled_BN=is_sampled_BN,
-        is_chain=host.is_chain and made.is_chain,
-        all_sampled=False,
-    )
-    return _with_margins(whole, margins_BL, works)
-
-
-def _with_margins(
-    drafts: DraftBatch, margins_BL: Tensor | None, works: Sequence[Work]
-) -> DraftBatch:
-    """With what live rules saw, and with the rows that the plan has where the host cannot know how
-    many are needed."""
-    if margins_BL is None:
-        return drafts
-    if live_stop.host_sees(drafts.device):
-        return replace(drafts, margins_BL=margins_BL)
-    planned = np.array([work.num_drafts for work in works])
-    (num_laid_out_B,) = to_device([planned], drafts.device)
-    return replace(drafts, num_laid_out_B=num_laid_out_B, margins_BL=margins_BL)
-
-
-def _batch(
-    made: ModelDrafts,
-    token_ids_BN: Tensor,
-    parents_BN: Tensor,
-    num_drafts_B: Tensor,
-    probs_BNV: Tensor | None,
-) -> DraftBatch:
-    is_sampled_BN = made.is_sampled_BK
-    if is_sampled_BN is None:
-        is_sampled_BN = torch.zeros_like(token_ids_BN, dtype=torch.bool)
+    is_sampled_BK = _is_sampled(made.is_sampled_BK, made.token_ids_BK)
     return DraftBatch(
-        token_ids_BN=token_ids_BN,
-        parents_BN=parents_BN,
+        token_ids_BN=merged(host.token_ids_BN, made.token_ids_BK, -1),
+        parents_BN=merged(host.parents_BN, made.parents_BK),
         num_drafts_B=num_drafts_B,
-        probs_BNV=probs_BNV,
-        is_sampled_BN=is_sampled_BN,
-        is_chain=made.is_chain,
+        probs_BNV=None if made.probs_BKV is None else merged(None, made.probs_BKV),
+        is_sampled_BN=merged(None, is_sampled_BK),
+        is_chain=host.is_chain and made.is_chain,
         any_sampled=made.is_sampled_BK is not None,
-        all_sampled=made.all_sampled,
         sampled_trees=not made.is_chain,
+        num_laid_out_B=_laid_out_B(made, works, device),
+        margins_BL=margins_BL,
     )
+
+
+def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
+    """bool [B, K]."""
+    if is_sampled_BK is not None:
+        return is_sampled_BK
+    return torch.zeros_like(token_ids_BK, dtype=torch.bool)
+
+
+def _laid_out_B(made: ModelDrafts, works: Sequence[Work], device: torch.device) -> Tensor | None:
+    """The rows that the plan has, where the host cannot know how many live rules leave."""
+    if made.margins_BL is None or live_stop.host_sees(device):
+        return None
+    planned = np.array([work.num_drafts for work in works])
+    (num_laid_out_B,) = to_device([planned], device)
+    return num_laid_out_B
 
 
 def _choice(work: Work) -> DraftChoice:

@@ -178,7 +178,7 @@ class ModelRunner:
         hidden_TD, tapped_KTD = self.model.forward_tapped(
             ids_T, self.cache.layers, metadata, self._taps if plan.keeps_states else ()
         )
-        are_all = len(rows.logit_rows_R) == len(hidden_TD)
+        are_all = rows.logit_rows_R.shape[0] == hidden_TD.shape[0]
         logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
         return TargetPass(rows, hidden_TD, tapped_KTD, logit_hidden_RD)
 

@@ -164,8 +164,8 @@ def _margins(margins_BL: np.ndarray) -> list[np.ndarray | None]:
     """float32, those of each request; None: it has no rule."""
     if margins_BL.dtype == np.int64:  # the bits of what travelled in one piece
         margins_BL = margins_BL.view(np.float64).astype(np.float32)
-    counts_B = (~np.isnan(margins_BL)).sum(1).tolist()
-    return [row[:count] if count else None for row, count in zip(margins_BL, counts_B, strict=True)]
+    counts = [sum([one == one for one in row]) for row in margins_BL.tolist()]
+    return [row[:count] if count else None for row, count in zip(margins_BL, counts, strict=True)]
 
 
 def _leading(row: Sequence[int]) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ def stop_rules(
     stops = [ask.stop for ask in asks]
     if not any(stops):
         return None
-    depth = max(ask.num_drafts for ask in asks)
+    depth = max([ask.num_drafts for ask in asks])
     scores_2BL = np.zeros((2, len(asks), depth))
     price_B, has_rule_B = np.zeros(len(asks)), np.zeros(len(asks), dtype=np.bool_)
     for row, ask in enumerate(asks):
@@ -51,6 +51,24 @@ def stop_rules(
         row_cap=min(stop.row_cap for stop in stops if stop is not None),
         num_rows_before=num_host_rows,
     )
+
+
+class KeptRules:
+    """The rules of the newest batch: a decision often holds for several steps."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] | None = None
+        self._rules: StopRules | None = None
+
+    def find(
+        self, asks: Sequence[DraftModelAsk], num_host_rows: int, device: torch.device
+    ) -> StopRules | None:
+        """As `stop_rules`."""
+        key = device, num_host_rows, [(ask.stop, ask.num_drafts) for ask in asks]
+        if key != self._key:
+            self._rules = stop_rules(asks, num_host_rows, device)
+            self._key = key
+        return self._rules
 
 
 def margins_B(logits_BV: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.live_stop import stop_rules
+from outdraft.drafting.device.live_stop import KeptRules
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -83,6 +83,7 @@ class DeviceProposer:
         whole = tree or TreeShape.chain(drafter.max_drafts)
         self._shapes = [whole.with_room_for(number) for number in range(whole.num_rows + 1)]
         self._samples = samples
+        self._rules = KeptRules()
         self.max_drafts = whole.num_rows
         self.max_passes = min(drafter.max_passes, whole.depth)
         self.drafting = drafter.drafting
@@ -111,7 +112,7 @@ class DeviceProposer:
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
         shape = self._shapes[max(wanted)]
-        stops = stop_rules(asks, num_host_rows, token_ids_SL.device)
+        stops = self._rules.find(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
         counts_2B = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
         num_tokens_B, num_drafts_B = to_device([*counts_2B], token_ids_SL.device)

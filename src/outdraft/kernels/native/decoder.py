@@ -108,7 +108,7 @@ class NativeDecoder:
         states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         size = self._spec.embedding_VD.shape[1]
-        out_TD = torch.empty((len(token_ids_T), size), dtype=self._dtype)
+        out_TD = torch.empty((token_ids_T.shape[0], size), dtype=self._dtype)
         tapped_KTD = torch.empty((len(taps), *out_TD.shape), dtype=self._dtype)
         states_TD = None if states_TD is None else states_TD.contiguous()
         is_valid = self._forward(
@@ -132,12 +132,13 @@ class NativeDecoder:
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
         states_RD = states_RD.contiguous()
-        ids_R = torch.empty(len(states_RD), dtype=torch.int64)
-        is_finite_R = torch.empty(len(states_RD), dtype=torch.bool)
+        num_rows = states_RD.shape[0]
+        ids_R = torch.empty(num_rows, dtype=torch.int64)
+        is_finite_R = torch.empty(num_rows, dtype=torch.bool)
         self._best_tokens(
             self._unbound,
             address_of(states_RD, self._dtype),
-            len(states_RD),
+            num_rows,
             ids_R.data_ptr(),
             is_finite_R.data_ptr(),
         )
@@ -235,8 +236,8 @@ def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
         address_of(metadata.num_causal_B, torch.int32),
         address_of(metadata.ancestors_T, torch.int64),
         address_of(table_BP, torch.int32),
-        len(metadata.slots_T),
-        len(metadata.context_lens_B),
+        metadata.slots_T.shape[0],
+        metadata.context_lens_B.shape[0],
         table_BP.shape[1],
     )
 

@@ -160,7 +160,7 @@ def _worth(num_shares: int) -> _Worth:
     )
 
 
-_NO_SHARES = _worth(0)  # a whole draft: each level sets the number of shares
+_NO_SHARES, _NO_STOPS = _worth(0), _Stops()
 
 
 class NativeGrowth:
@@ -221,12 +221,12 @@ class NativeGrowth:
 
 
 class _Drafting:
-    """The task of a call, and the tensors that it names."""
+    """The task of a call, and the tensors that it names; the next one has the same memory."""
 
     def __init__(self, growth: Growth, kept: "_KeptColumns") -> None:
         """Raises ValueError if the vocabulary cannot fill a level."""
-        sampling, shape, num_requests = growth.sampling, growth.shape, len(growth.num_tokens_B)
-        levels_L = _levels(shape.levels, sampling.vocab_size)
+        sampling, shape, task = growth.sampling, growth.shape, kept.task
+        num_requests: int = task.num_requests
         shape_BK = num_requests, shape.num_rows
         self._growth, self._kept = growth, kept
         self._draws = growth.samples and sampling.any_draws
@@ -236,26 +236,19 @@ class _Drafting:
         self._margins_BL: Tensor | None = None
         self._num_drafts_B = growth.num_drafts_B
         ids = self._ids_2BK.data_ptr()
-        self.native = _Task(
-            num_requests=num_requests,
-            num_levels=shape.depth,
-            num_rows=shape.num_rows,
-            size=sampling.vocab_size,
-            levels=array_address(levels_L),
-            worth=_NO_SHARES,
-            num_tokens=address_of(growth.num_tokens_B, torch.int64),
-            num_drafts=address_of(growth.num_drafts_B, torch.int64),
-            columns=kept.columns,
-            token_ids=ids,
-            parents=ids + 8 * num_requests * shape.num_rows,
-            is_drawn=self._is_drawn_BK.data_ptr(),
-            probs=None if self._probs_BKV is None else self._probs_BKV.data_ptr(),
-        )
-
+        self.native = task
+        task.num_levels, task.num_rows = shape.depth, shape.num_rows
+        self._levels_L, task.levels = _levels(shape.levels, sampling.vocab_size)
+        task.num_tokens = address_of(growth.num_tokens_B, torch.int64)
+        task.num_drafts = address_of(growth.num_drafts_B, torch.int64)
+        task.token_ids, task.parents = ids, ids + 8 * num_requests * shape.num_rows
+        task.is_drawn = self._is_drawn_BK.data_ptr()
+        task.probs = None if self._probs_BKV is None else self._probs_BKV.data_ptr()
+        task.stops = _NO_STOPS
         if growth.stops is not None:
-            self._margins_BL = torch.full((num_requests, shape.depth), torch.nan)
+            self._margins_BL = torch.empty(num_requests, shape.depth)
             self._num_drafts_B = torch.empty(num_requests, dtype=torch.int64)
-            self.native.stops = _stops(growth.stops, self._margins_BL, self._num_drafts_B)
+            task.stops = _stops(growth.stops, self._margins_BL, self._num_drafts_B)
 
     def begin_at(self, start: DraftStart) -> None:
         """Say where a network stands; `start` must live until the call is over."""
@@ -279,13 +272,17 @@ class _Drafting:
 
 
 class _KeptColumns:
-    """How the requests of one batch choose, and the tensors that say so."""
+    """How the requests of one batch choose, and the tensors that say so.
+
+    Attributes:
+        task: has all that stays the same from draft to draft.
+    """
 
     def __init__(self, growth: Growth) -> None:
         sampling = growth.sampling
         self._sampling, self._samples = sampling, growth.samples
         at = self._addresses = Addresses()
-        self.columns = _Columns(
+        columns = _Columns(
             at(sampling.seeds_B, torch.int64),
             at(_kinds(growth), torch.int64),
             at(sampling.is_greedy_B, torch.bool),
@@ -295,6 +292,12 @@ class _KeptColumns:
             at(sampling.top_p_B, torch.float32),
             None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
             None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
+        )
+        self.task = _Task(
+            num_requests=growth.num_tokens_B.shape[0],
+            size=sampling.vocab_size,
+            worth=_NO_SHARES,  # each level sets the number of shares
+            columns=columns,
         )
 
     def hold_for(self, growth: Growth) -> bool:
@@ -316,11 +319,12 @@ def _stops(rules: StopRules, margins_BL: Tensor, num_drafts_B: Tensor) -> _Stops
 
 
 @functools.lru_cache(maxsize=256)
-def _levels(levels: tuple[int, ...], size: int) -> np.ndarray:
-    """int64 [L], checked for a vocabulary of this size."""
+def _levels(levels: tuple[int, ...], size: int) -> tuple[np.ndarray, int]:
+    """int64 [L], checked for a vocabulary of this size, and its address."""
     for num_nodes, num_rows in zip((1, *levels), levels, strict=False):
         _check_level(num_nodes, num_rows, size)
-    return np.array(levels, dtype=np.int64)
+    levels_L = np.array(levels, dtype=np.int64)
+    return levels_L, array_address(levels_L)
 
 
 def _check_level(num_nodes: int, num_rows: int, size: int) -> None:

@@ -63,8 +63,10 @@ class NativeRows:
             blocks.buffer_info()[0],
             placed.data_ptr(),
         )
-        *parts, words = placed.split([*lengths, sum(starts) // 2])
-        query_start, contexts, causal, table, _ = words.view(torch.int32).split(starts)
+        # Tensor.split does the same, behind checks that take longer than the cut.
+        *parts, words = torch.split_with_sizes(placed, [*lengths, sum(starts) // 2])
+        words = words.view(torch.int32)
+        query_start, contexts, causal, table, _ = torch.split_with_sizes(words, starts)
         return PlacedRows(
             query_start,
             contexts,
@@ -121,7 +123,7 @@ class NativeRows:
     ) -> Tensor:
         ids_T = torch.empty_like(state_index_T)
         self._read_token_ids(
-            len(ids_T),
+            ids_T.shape[0],
             texts_SL.data_ptr(),
             drafts_BN.data_ptr(),
             state_index_T.data_ptr(),
