@@ -24,7 +24,9 @@ REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions against drafts before one stands for steps to come
 SLEEPY = 64  # steps in a row whose offers were all refused
 OFFER_SHARE = 0.01  # most of the time that looking for refused offers may take
-LONGEST_SLEEP = 8  # steps between two looks
+LONGEST_SLEEP = 8  # steps between two looks, and
+LONGEST_DEAR_SLEEP = 32  # where to decide takes long beside a step
+AWAKE = 8  # steps that a taken offer keeps looks going for
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
@@ -58,6 +60,7 @@ class Controller:
         self._since_plain = 0
         self._refused = 0  # steps in a row whose offers were all refused
         self._sleep = 1
+        self._deciding_s = 0.0  # on average
         self._known: tuple[tuple[object, ...], Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
@@ -137,6 +140,7 @@ class Controller:
         facts, decision = outcome.facts, outcome.decision
         if not facts.requests:
             return
+        self._deciding_s += (outcome.deciding_s - self._deciding_s) / 16
         self._count(facts, decision)
         if decision.reason is Reason.PATIENCE:
             self._regime(len(facts.requests)).guard.pass_by()
@@ -331,10 +335,15 @@ class Controller:
             if any(request.offers for request in facts.requests):
                 self._refused += 1
                 looking = len(facts.requests) * self.costs.table.offer_s / decision.plain_s
-                self._sleep = max(1, min(LONGEST_SLEEP, int(looking / OFFER_SHARE)))
+                deciding = self._deciding_s / decision.plain_s
+                self._sleep = max(
+                    1,
+                    min(LONGEST_SLEEP, int(looking / OFFER_SHARE)),
+                    min(LONGEST_DEAR_SLEEP, int(deciding / OFFER_SHARE)),
+                )
             return
         self._since_plain += 1
-        self._refused = 0
+        self._refused = max(0, min(self._refused, SLEEPY) - AWAKE)
         networks = {r.request_id: r.network for r in facts.requests}
         if all(grant.source != networks[grant.request_id] for grant in decision.grants):
             self.probe.pass_by()

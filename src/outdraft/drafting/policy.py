@@ -180,6 +180,7 @@ class DraftPolicy:
         if not wanting:
             self.decided = NOT_WANTED
             return {}
+        started_s = perf_counter()
         drafts: dict[str, Drafts] = {}
         if self.control.wants_offers:
             drafts = self._host.drafts(wanting, num_running)
@@ -187,7 +188,6 @@ class DraftPolicy:
             self._decision = self.control.standing
             self.decided = standing(self._decision)
             return {}
-        started_s = perf_counter()
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
@@ -391,6 +391,7 @@ class DraftPolicy:
             times.verify_s + times.sample_s,
             stats.host_s + sending_s + more_s,
             shadows,
+            self._deciding_s,
         )
 
 
