@@ -121,7 +121,7 @@ def test_a_rise_is_no_alarm():
 
 
 def test_longer_drafts_alone_are_no_fall():
-    """Of drafts of seven a smaller share is accepted than of drafts of one."""
+    """A smaller share of drafts of seven is accepted than of drafts of one."""
     watch, rng = FallWatch(), random.Random(0)
     for length in (7, 1, 7) * 3:
         for request in range(100):

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import uvicorn
 from fastapi import FastAPI
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
+from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes
 from outdraft.dashboard import EngineFacts, LiveFeed, dashboard_router
@@ -117,7 +118,14 @@ def _feed_with_history() -> LiveFeed:
         times=PhaseTimes(0.1, 0.6, 0.1),
         host_s=0.2,
     )
-    feed.record([step], 3, 2, 0.25)
+    step = replace(
+        step,
+        granted_lengths=(8, 8, 0),
+        draft_levels=((DraftSource.SUFFIX, 4, 2), (DraftSource.SUFFIX, 4, 0)),
+        decision=StepDecision("gain", 0.25, Prediction(0.1, 0.6, 0.1, 0.5, 40.0, 0.5)),
+    )
+    held = replace(stats(emitted=0), decision=StepDecision("no_gain"))
+    feed.record([step, held], 3, 2, 0.25)
     for ttft_s in (0.02, 0.03, 0.2):
         feed.first_token(ttft_s)
     for gap_s in [0.01] * 19 + [0.05]:

@@ -3,12 +3,14 @@
 import asyncio
 import json
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import PhaseTimes, StepStats
 from outdraft.dashboard import EngineFacts, LiveFeed
@@ -240,3 +242,25 @@ def test_closing_the_feed_ends_a_waiting_stream_at_once():
         return heard
 
     assert asyncio.run(read()) == [[]]
+
+
+def test_a_second_adds_up_what_was_decided():
+    expected = Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.2)
+    drafting = replace(
+        stats(times=PhaseTimes(0.1, 0.3, 0.1), host_s=0.2),
+        granted_lengths=(3, 0, 5),
+        draft_levels=((DraftSource.SUFFIX, 3, 1), (DraftSource.MODEL, 2, 2)),
+        decision=StepDecision("gain", 0.5, expected),
+    )
+    cheaper = replace(drafting, decision=StepDecision("gain", 0.25))
+    held = replace(stats(), granted_lengths=(0, 0), decision=StepDecision("no_gain"))
+    second = Second(0)
+    for step in (drafting, cheaper, held, stats()):
+        second.add(step)
+    told = second.to_json()
+    assert told["reasons"] == {"gain": 2, "no_gain": 1}
+    assert told["mean_granted_length"] == 16 / 4
+    assert told["predicted_step_s"] == pytest.approx(0.6)
+    assert told["measured_step_s"] == pytest.approx(0.7)
+    assert told["price"] == 0.375
+    assert told["acceptance_by_position"] == [1.0, 0.5, 0.0]

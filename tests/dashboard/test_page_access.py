@@ -63,8 +63,8 @@ def legend_of(chart: Locator) -> list[str]:
 
 def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     page.click("#tab-live")
-    expect(page.locator(".chart")).to_have_count(9)
-    assert page.locator(".chart").filter(has=page.locator("path.area, path.line")).count() == 9
+    expect(page.locator(".chart")).to_have_count(13)
+    assert page.locator(".chart").filter(has=page.locator("path.area, path.line")).count() == 13
     plot = page.get_by_role("slider", name="Throughput: second to read")
     assert plot.get_attribute("aria-valuetext") == "now: 0 tokens/s"
     plot.focus()
@@ -86,8 +86,8 @@ def test_the_charts_show_the_feed_and_the_arrow_keys_read_a_second(page: Page):
     assert legend_of(chart) == [
         "All drafts 4",
         "Prediction –",
-        "Suffix 4.50",
-        "Draft model 2",
+        "Suffix 3.50",
+        "Draft model 6",
     ]
     time = page.get_by_role("slider", name="Where the time goes")
     time.focus()
@@ -109,6 +109,33 @@ def test_the_charts_tell_latencies_and_what_speculation_is_worth(page: Page):
         plot = page.get_by_role("slider", name=name)
         plot.focus()
         assert (plot.get_attribute("aria-valuetext") or "").startswith("now: –")
+        page.keyboard.press("ArrowLeft")
+        assert plot.get_attribute("aria-valuetext") == f"1 s ago: {headline}"
+        assert legend_of(page.locator(".chart", has=plot)) == legend
+
+
+def test_the_charts_tell_what_was_decided_and_how_right_it_was(page: Page):
+    page.click("#tab-live")
+    for name, headline, legend in [
+        (
+            "Steps by decision",
+            "50 % of steps draft",
+            [
+                *("Drafting 50 %", "Trying out 0 %", "Off: no gain 50 %"),
+                *("Off: lost time lately 0 %", "Off: no draft possible 0 %"),
+            ],
+        ),
+        ("Step time", "1,000 ms", ["Measured 1,000", "Predicted 800"]),
+        ("Price of a row", "0.25 accepted tokens", []),
+        (
+            "Acceptance curve",
+            "50 % at position 1",
+            ["Position 1 50 %", "Position 2 50 %", "Position 3 0 %", "Position 4 0 %"],
+        ),
+        ("Draft length", "6 tokens a draft", ["Drafted 6", "Granted 8"]),
+    ]:
+        plot = page.get_by_role("slider", name=f"{name}: second to read")
+        plot.focus()
         page.keyboard.press("ArrowLeft")
         assert plot.get_attribute("aria-valuetext") == f"1 s ago: {headline}"
         assert legend_of(page.locator(".chart", has=plot)) == legend

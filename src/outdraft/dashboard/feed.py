@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outdraft.core.plan import StepStats
+from outdraft.dashboard.decisions import DecisionTotal
 from outdraft.engine.stats import StatsTotal
 
 DIGITS = 6  # of a time or a ratio: microseconds
@@ -66,12 +67,14 @@ class Second:
     kv_usage: float = 0.0
     plain_tokens_per_s: float | None = None
     total: StatsTotal = field(default_factory=StatsTotal)
+    decisions: DecisionTotal = field(default_factory=DecisionTotal)
     ttft: Latencies = field(default_factory=Latencies)
     itl: Latencies = field(default_factory=Latencies)
 
     def add(self, step: StepStats) -> None:
         """Count a step."""
         self.total.add(step)
+        self.decisions.add(step)
 
     def followed_by(self, second: int) -> "Second":
         """A later second in which nothing happened yet."""
@@ -123,6 +126,7 @@ class Second:
             "kv_usage": round(self.kv_usage, DIGITS),
             "running": self.num_running,
             "waiting": self.num_waiting,
+            **self.decisions.to_json(),
         }
 
 

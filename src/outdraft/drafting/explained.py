@@ -13,12 +13,12 @@ REASONS = (*_WORDS.values(), DISABLED.reason, NOT_WANTED.reason)
 
 
 def standing(decision: Decision | None) -> StepDecision | None:
-    """Of a step for which nobody decided: the numbers were those of another step."""
+    """Tells of a step for which nobody decided: the numbers would be those of another one."""
     return None if decision is None else _STANDING[decision.reason]
 
 
 def explained(decision: Decision) -> StepDecision:
-    """Of a decided step. A policy of fixed lengths predicts nothing, and has no price."""
+    """What is told of a decided step. A policy of fixed lengths predicts nothing, and has no price."""
     if decision.plain_s == 0:
         return _STANDING[decision.reason]
     return StepDecision(

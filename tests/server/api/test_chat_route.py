@@ -6,6 +6,9 @@ from dataclasses import replace
 import openai
 import pytest
 
+from outdraft.core.decided import Prediction, StepDecision
+from outdraft.core.outputs import CompletionOutput, DraftTrace
+from outdraft.server.api.reports import trace
 from tests.server.api.fake_engine import TEXT, FakeEngine, with_script
 from tests.server.api.serving import MODEL, serve
 
@@ -243,6 +246,28 @@ def test_a_trace_tells_of_every_token_and_draft(client):
     assert step["source"] == "prediction"
     assert [token["text"] for token in step["drafted"]] == ["the", step["drafted"][1]["text"]]
     assert (step["accepted_rows"], step["num_emitted"], step["seconds"]) == ([0], 2, 0.25)
+
+
+def test_a_trace_tells_why_a_step_drafted_as_it_did():
+    expected = Prediction(0.1, 0.2, 0.3, 0.5, 4.0, 0.25)
+    priced, held = StepDecision("gain", 0.5, expected), StepDecision("no_gain")
+    steps = [
+        DraftTrace((), (), (), (), 1, granted=granted, decision=decision)
+        for granted, decision in ((4, priced), (0, held), (0, None))
+    ]
+    delta = CompletionOutput(0, trace=steps)
+    told = trace(delta, None)
+    assert told is not None
+    beside = ("source", "drafted", "parents", "accepted_rows", "num_emitted", "seconds")
+    fields = [{k: v for k, v in one.items() if k not in beside} for one in told["steps"]]
+    assert fields[0] == {
+        "reason": "gain",
+        "granted": 4,
+        "price": 0.5,
+        "predicted_seconds": pytest.approx(0.6),
+        "predicted_gain": 0.25,
+    }
+    assert fields[1:] == [{"reason": "no_gain", "granted": 0}, {}]
 
 
 def test_every_drafted_token_of_a_mixed_draft_names_its_source():

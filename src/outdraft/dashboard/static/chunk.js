@@ -10,7 +10,9 @@
  *   text: string,
  *   tokens: {text: string, origin: string | null, logprob?: number}[],
  *   steps: {sources: string[], drafted: {text: string, source: string, logprob?: number}[],
- *           parents: number[], accepted: Set<number>, numEmitted: number, seconds: number}[],
+ *           parents: number[], accepted: Set<number>, numEmitted: number, seconds: number,
+ *           reason: string | null, granted: number | null, predicted: number | null,
+ *           price: number | null}[],
  *   finishReason: string | null,
  *   usage: object | null,
  *   error: string | null,
@@ -55,5 +57,9 @@ function decodeStep(step) {
     accepted: new Set((step.accepted_rows ?? []).map((drafted) => drafted + 1)),
     numEmitted: step.num_emitted,
     seconds: step.seconds,
+    reason: step.reason ?? null,
+    granted: step.granted ?? null,
+    predicted: step.predicted_seconds ?? null,
+    price: step.price ?? null,
   };
 }

@@ -2,7 +2,7 @@
 
 import { byId, html } from "./dom.js";
 import { branches, visible } from "./draft.js";
-import { milliseconds } from "./format.js";
+import { milliseconds, number } from "./format.js";
 import { sourcesInWords } from "./origins.js";
 
 const GAP_PX = 8;
@@ -64,10 +64,34 @@ export class Detail {
   }
 }
 
+// Why nothing was drafted, by the reason that a trace names.
+const WHY_OFF = {
+  gain: "others of the batch drafted, or its draft was not sure enough",
+  network_probe: "the drafter was tried on other requests",
+  no_gain: "no gain expected",
+  nothing_offered: "no source had a draft",
+  no_room: "no room in the step",
+  patience: "drafts lost time lately",
+  plain_probe: "plain decoding was measured",
+  disabled: "too many requests run",
+  not_wanted: "the request may not draft here",
+};
+
+/** "12.4 ms", and what was predicted if anything was. */
+function timeInWords({ seconds, predicted = null, price = null }) {
+  const parts = [milliseconds(seconds)];
+  if (predicted !== null) parts.push(`predicted ${milliseconds(predicted)}`);
+  if (price !== null) parts.push(`price ${number(price)}`);
+  return parts.join(", ");
+}
+
 /** A step in words: "suffix: 3 of 5 accepted, 12.4 ms". */
 export function describeStep(step) {
-  const time = milliseconds(step.seconds);
-  if (!step.drafted.length) return `nothing drafted, ${time}`;
+  const time = timeInWords(step);
+  if (!step.drafted.length) {
+    const why = WHY_OFF[step.reason];
+    return `nothing drafted${why ? ` (${why})` : ""}, ${time}`;
+  }
   const counts = `${step.accepted.size} of ${step.drafted.length} accepted`;
   return `${sourcesInWords(step.sources)}: ${counts}, ${time}`;
 }

@@ -36,7 +36,7 @@ function sourceCharts(sources) {
       headline: (second) => second.acceptance_length,
       format: number,
     },
-    ...(sources.length ? [SPEEDUP] : []),
+    ...(sources.length ? [SPEEDUP, ...DECISIONS] : []),
   ];
 }
 
@@ -57,9 +57,79 @@ const SPEEDUP = {
   format: number,
 };
 
+const POSITIONS = [0, 1, 2, 3];
+// Reasons in words, and what counts as one of them.
+const REASONS = [
+  { name: "drafting", label: "Drafting", reasons: ["gain"] },
+  { name: "probing", label: "Trying out", reasons: ["network_probe", "plain_probe"] },
+  { name: "no-gain", label: "Off: no gain", reasons: ["no_gain"] },
+  { name: "patience", label: "Off: lost time lately", reasons: ["patience"] },
+  {
+    name: "idle",
+    label: "Off: no draft possible",
+    reasons: ["nothing_offered", "no_room", "disabled", "not_wanted"],
+  },
+];
+
+/** What was decided, and how right it was. */
+const DECISIONS = [
+  {
+    title: "Steps by decision",
+    unit: "of steps draft",
+    series: REASONS,
+    stacked: true,
+    top: 1,
+    values: reasonShares,
+    headline: (second) => reasonShares(second)[0],
+    format: percent,
+  },
+  {
+    title: "Step time",
+    unit: "ms",
+    series: [
+      { name: "measured", label: "Measured" },
+      { name: "estimate", label: "Predicted" },
+    ],
+    stacked: false,
+    top: null,
+    values: (second) => [inMs(second.measured_step_s), inMs(second.predicted_step_s)],
+    headline: (second) => inMs(second.measured_step_s),
+    format: number,
+  },
+  {
+    title: "Price of a row",
+    unit: "accepted tokens",
+    series: [{ name: "draft-length", label: "Mean" }],
+    stacked: false,
+    top: null,
+    values: (second) => [second.price],
+    headline: (second) => second.price,
+    format: number,
+  },
+  {
+    title: "Acceptance curve",
+    unit: "at position 1",
+    series: POSITIONS.map((at) => ({ name: `position-${at + 1}`, label: `Position ${at + 1}` })),
+    stacked: false,
+    top: 1,
+    values: (second) => POSITIONS.map((at) => second.acceptance_by_position[at] ?? null),
+    headline: (second) => second.acceptance_by_position[0] ?? null,
+    format: percent,
+  },
+];
+
+function reasonShares({ reasons }) {
+  const counts = REASONS.map((one) => one.reasons.reduce((n, name) => n + (reasons[name] ?? 0), 0));
+  const total = counts.reduce((sum, each) => sum + each, 0);
+  return counts.map((each) => (total > 0 ? each / total : null));
+}
+
+function inMs(seconds) {
+  return seconds === null ? null : seconds * 1000;
+}
+
 /** Median and 95th percentile of one kind of latency, in milliseconds. */
 function latencyChart(title, name) {
-  const inMs = (seconds) => (seconds === null ? null : seconds * 1000);
   return {
     title,
     unit: "ms, median",
@@ -81,10 +151,13 @@ const CHARTS = [
   {
     title: "Draft length",
     unit: "tokens a draft",
-    series: [{ name: "draft-length", label: "Mean" }],
+    series: [
+      { name: "draft-length", label: "Drafted" },
+      { name: "estimate", label: "Granted" },
+    ],
     stacked: false,
     top: null,
-    values: (second) => [second.mean_draft_length],
+    values: (second) => [second.mean_draft_length, second.mean_granted_length],
     headline: (second) => second.mean_draft_length,
     format: number,
   },
