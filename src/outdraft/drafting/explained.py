@@ -18,7 +18,7 @@ def standing(decision: Decision | None) -> StepDecision | None:
 
 
 def explained(decision: Decision) -> StepDecision:
-    """What is told of a decided step. A policy of fixed lengths predicts nothing, and has no price."""
+    """Tells of a decided step. A policy of fixed lengths predicts nothing and has no price."""
     if decision.plain_s == 0:
         return _STANDING[decision.reason]
     return StepDecision(
