@@ -134,7 +134,7 @@ class DraftPolicy:
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
-        self._newest: tuple[Decision, dict[str, DraftChoice]] | None = None
+        self._newest: tuple[Decision, StepDecision, dict[str, DraftChoice]] | None = None
         self._alarms = SourceAlarms(str(source) for source in config.methods)
 
     @property
@@ -196,10 +196,9 @@ class DraftPolicy:
         )
         decision = self.control.decide(facts)
         self._step, self._decision = _Step(facts, decision), decision
-        self.decided = explained(decision)
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
-        self.granted = self._choices(decision, drafts)
+        self.decided, self.granted = self._translated(decision, drafts)
         self._deciding_s = perf_counter() - started_s
         return self.granted
 
@@ -335,16 +334,19 @@ class DraftPolicy:
                     if used.get(request.id) != source:
                         self._shadows.cast(request, source, draft)
 
-    def _choices(self, decision: Decision, drafts: dict[str, Drafts]) -> dict[str, DraftChoice]:
+    def _translated(
+        self, decision: Decision, drafts: dict[str, Drafts]
+    ) -> tuple[StepDecision, dict[str, DraftChoice]]:
         """A decision that holds for several steps is translated once."""
         if not drafts and self._newest is not None and self._newest[0] is decision:
-            return self._newest[1]
+            return self._newest[1:]
+        told = explained(decision)
         choices = {
             grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
-        self._newest = None if drafts else (decision, choices)
-        return choices
+        self._newest = None if drafts else (decision, told, choices)
+        return told, choices
 
     def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
         source = DraftSource(grant.source)

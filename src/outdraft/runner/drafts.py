@@ -46,7 +46,10 @@ def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
     """The plan without the rows that live rules have left out, where they need not stay."""
     if drafts.margins_BL is None or drafts.num_laid_out_B is not None:
         return plan
-    counts = iter(drafts.num_drafts_B.tolist())
+    numbers = drafts.num_drafts_B.tolist()
+    if numbers == [work.num_drafts for work in plan.works if work.samples]:
+        return plan
+    counts = iter(numbers)
     works = list[Work]()
     for work in plan.works:
         count = next(counts) if work.samples else 0

@@ -248,7 +248,11 @@ class _Drafting:
         if growth.stops is not None:
             self._margins_BL = torch.empty(num_requests, shape.depth)
             self._num_drafts_B = torch.empty(num_requests, dtype=torch.int64)
-            task.stops = _stops(growth.stops, self._margins_BL, self._num_drafts_B)
+            assert growth.stops.weights_BL.shape == self._margins_BL.shape
+            stops = kept.stops(growth.stops)
+            stops.margins = self._margins_BL.data_ptr()
+            stops.num_drafted = self._num_drafts_B.data_ptr()
+            task.stops = stops
 
     def begin_at(self, start: DraftStart) -> None:
         """Say where a network stands; `start` must live until the call is over."""
@@ -299,22 +303,26 @@ class _KeptColumns:
             worth=_NO_SHARES,  # each level sets the number of shares
             columns=columns,
         )
+        self._rules: tuple[StopRules, _Stops] | None = None
+
+    def stops(self, rules: StopRules) -> _Stops:
+        """Without the addresses of results."""
+        if self._rules is None or self._rules[0] is not rules:
+            self._rules = rules, _stops(rules)
+        return self._rules[1]
 
     def hold_for(self, growth: Growth) -> bool:
         return self._sampling is growth.sampling and self._samples == growth.samples
 
 
-def _stops(rules: StopRules, margins_BL: Tensor, num_drafts_B: Tensor) -> _Stops:
-    """The rules must live until the call is over."""
-    assert rules.weights_BL.shape == margins_BL.shape
+def _stops(rules: StopRules) -> _Stops:
+    """Without the addresses of results; the rules must live as long."""
     return _Stops(
         *(address_of(one, torch.float64) for one in (rules.weights_BL, rules.biases_BL)),
         address_of(rules.price_B, torch.float64),
         address_of(rules.has_rule_B, torch.bool),
         rules.row_cap,
         rules.num_rows_before,
-        margins_BL.data_ptr(),
-        num_drafts_B.data_ptr(),
     )
 
 
