@@ -1,6 +1,7 @@
 """Who drafts, how much, and whom it concerns."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,8 @@ class Scripted:
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
         self.network_due_in = 0
+        self.wants_plain_time = False
+        self.plain_times: list[tuple[int, int, float, float]] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -152,6 +155,11 @@ class Scripted:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
+
+    def observe_plain(
+        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
+    ) -> None:
+        self.plain_times.append((num_requests, context_tokens, target_s, host_s))
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         self.late_shadows += shadows
@@ -331,6 +339,18 @@ def test_a_step_that_is_held_needs_no_facts_and_has_no_outcome():
     assert control.asked_to_hold == [(1, 5)]
     assert len(control.facts) == len(control.outcomes) == 1
     assert control.late_shadows == [ShadowOutcome("ngram", 0, 2, 0)]
+    assert control.plain_times == []
+
+
+def test_a_held_step_without_prompts_tells_its_time_if_it_is_asked_to():
+    control = Scripted()
+    control.is_held = control.wants_plain_time = True
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    for room in (ROOM, replace(ROOM, prompt_rows=0)):
+        assert ours.choose([one], 1, room) == {}
+        ours.observe([booking(one, None)], stats(1))
+    assert control.plain_times == [(1, one.num_tokens, 0.0, 2.0)]
 
 
 def test_who_decides_forgets_requests_that_ended():

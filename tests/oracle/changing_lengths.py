@@ -45,6 +45,15 @@ class ChangingLengths:
     def network_due_in(self) -> int:
         return 0
 
+    @property
+    def wants_plain_time(self) -> bool:
+        return False
+
+    def observe_plain(
+        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
+    ) -> None:
+        """It times nothing."""
+
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         return bool(self._rng.random() < 0.1)
 

@@ -15,7 +15,7 @@ from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
+from outdraft.control.probes import FIRST_INTERVAL, PLAIN_BURST, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, StandingDecisions
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
@@ -29,6 +29,9 @@ LONGEST_DEAR_SLEEP = 32  # where to decide takes long beside a step
 AWAKE = 8  # steps that a taken offer keeps looks going for
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
+FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time
+WARM_PLAIN = 2  # plain steps in a row, the last of which is as all that follow
+ROUTINE = 8  # plain steps of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 
 
@@ -64,12 +67,15 @@ class Controller:
         self._known: tuple[tuple[object, ...], Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
+        self._num_plain = 0  # steps in a row without drafts
         self._standing = StandingDecisions()
         self.standing: Decision | None = None
 
     @property
     def wants_offers(self) -> bool:
         """Whether the sources of the host should look for drafts before the next decision."""
+        if self._standing.is_experiment:
+            return False
         return self._refused < SLEEPY or self._num_steps % self._sleep == 0
 
     @property
@@ -99,10 +105,29 @@ class Controller:
         self._num_steps += 1
         self._reused += 1
         self._since_plain = 0
+        self._num_plain += 1
         self.probe.pass_by()
         if decision.reason is Reason.PATIENCE:
             self._regime(num_requests).guard.pass_by()
         return True
+
+    @property
+    def wants_plain_time(self) -> bool:
+        """Whether the step that is plain now should be told to `observe_plain`: not each is."""
+        number = self._num_plain
+        return number >= WARM_PLAIN and (number <= PLAIN_BURST or number % ROUTINE == 0)
+
+    def observe_plain(
+        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
+    ) -> None:
+        """Learn what plain decoding takes when it goes on: no prompts, no drafts just before.
+
+        A lone plain step among others that draft takes longer, as it finds the caches full of the
+        network, and somebody has to decide on it.
+        """
+        self._regime(num_requests).has_timed_plain = True
+        self.costs.observe_target(num_requests, context_tokens, target_s, num_requests)
+        self.costs.observe_host(num_requests, host_s, drafts=False)
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """Learn from unused offers whose text has come; those of held steps have no outcome."""
@@ -221,8 +246,12 @@ class Controller:
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
-        if self._since_plain >= plain_interval(gain):
-            return self._decision(facts, outlook, Reason.PLAIN_PROBE)
+        interval = plain_interval(gain) if regime.has_timed_plain else FIRST_PLAIN
+        if self._since_plain >= interval:
+            decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
+            count = len(facts.requests)
+            self._standing.put(decision, count, facts.prompt_rows, PLAIN_BURST - 1)
+            return decision
         return self._decision(facts, outlook, Reason.GAIN, plan)
 
     def _best(
@@ -331,6 +360,7 @@ class Controller:
         """Steps since plain ones, since offers were taken, since the network drafted."""
         if not decision.grants:
             self._since_plain = 0
+            self._num_plain += 1
             self.probe.pass_by()
             if any(request.offers for request in facts.requests):
                 self._refused += 1
@@ -343,6 +373,7 @@ class Controller:
                 )
             return
         self._since_plain += 1
+        self._num_plain = 0
         self._refused = max(0, min(self._refused, SLEEPY) - AWAKE)
         networks = {r.request_id: r.network for r in facts.requests}
         if all(grant.source != networks[grant.request_id] for grant in decision.grants):

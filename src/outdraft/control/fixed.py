@@ -43,6 +43,15 @@ class FixedLength:
     def network_due_in(self) -> int:
         return 0 if self.num_drafts else NEVER
 
+    @property
+    def wants_plain_time(self) -> bool:
+        return False
+
+    def observe_plain(
+        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
+    ) -> None:
+        """A fixed policy learns nothing."""
+
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """A fixed policy learns nothing."""
 

@@ -86,12 +86,14 @@ class Regime:
     Attributes:
         tokens: per step, fading.
         plain_tokens: what plain decoding would have brought in the same time.
+        has_timed_plain: steps without drafts were timed, when plain decoding went on a while.
     """
 
     guard: Guard = field(default_factory=Guard)
     tokens: float = 0.0
     plain_tokens: float = 0.0
     num_steps: int = 0
+    has_timed_plain: bool = False
 
     @property
     def speedup(self) -> float:

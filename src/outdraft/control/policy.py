@@ -28,6 +28,17 @@ class LengthPolicy(Protocol):
         """Steps until a network may draft again, as far as is known; 0 while it does."""
         ...
 
+    @property
+    def wants_plain_time(self) -> bool:
+        """Whether the step that `holds` was just true for should be told to `observe_plain`."""
+        ...
+
+    def observe_plain(
+        self, num_requests: int, context_tokens: int, target_s: float, host_s: float
+    ) -> None:
+        """What a step without drafts and prompts took, when plain decoding has gone on a while."""
+        ...
+
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         """Drafts that nobody verified met their text in a step that was held."""
         ...

@@ -28,7 +28,8 @@ PROBED = 4  # requests at most; all of them in the first probe
 FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
 PROBE_INFORMATION = 2.0  # what counts of labels that are OLD: about 10; more of younger ones
 OLD = 512  # steps
-PLAIN_INTERVALS = 32, 512
+PLAIN_INTERVALS = 48, 1024
+PLAIN_BURST = 6  # steps: the first ones find caches as drafting left them
 
 
 class NetworkProbe:
@@ -201,7 +202,7 @@ def network_interval(lost_s: float, plain_s: float, *, is_new: bool) -> int:
 
 
 def plain_interval(gain: float) -> int:
-    """Steps from one plain step to the next while drafts gain so much."""
+    """Steps from one burst of plain steps to the next while drafts gain so much."""
     low, high = PLAIN_INTERVALS
     lost = max(0.0, 1 - 1 / (1 + max(0.0, gain)))
-    return max(low, min(high, math.ceil(lost / PLAIN_SHARE)))
+    return max(low, min(high, math.ceil(PLAIN_BURST * lost / PLAIN_SHARE)))

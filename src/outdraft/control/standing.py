@@ -6,7 +6,7 @@ again in every step, and the engine need not even gather what it would be made f
 
 from dataclasses import dataclass, field
 
-from outdraft.control.facts import Decision
+from outdraft.control.facts import Decision, Reason
 
 MAX_STEPS = 32  # that a plain decision stands for
 SPREAD = 8  # it stands for batches that differ by less than one request in so many
@@ -33,6 +33,14 @@ class StandingDecisions:
     """At most one plain decision for about as many prompt rows."""
 
     _known: dict[int, Standing] = field(default_factory=dict[int, Standing])
+
+    @property
+    def is_experiment(self) -> bool:
+        """Whether plain decoding is being tried while drafts pay."""
+        return any(
+            one.left > 0 and one.decision.reason is Reason.PLAIN_PROBE
+            for one in self._known.values()
+        )
 
     def find(self, num_requests: int, prompt_rows: int) -> Decision | None:
         """What stands for such a step, which is counted; None: it has to be decided."""

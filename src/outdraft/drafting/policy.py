@@ -130,6 +130,7 @@ class DraftPolicy:
         self._standing: dict[str, _Standing] = {}
         self._step: _Step | None = None
         self._decision: Decision | None = None
+        self._is_timed = False  # the step that runs, which is held
         self._deciding_s = 0.0  # of the step that runs
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
@@ -170,7 +171,7 @@ class DraftPolicy:
         num_running: how many requests run, or may begin to run in this step.
         """
         self._step = self._decision = self.decided = None
-        self.granted = {}
+        self.granted, self._is_timed = {}, False
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
@@ -185,6 +186,7 @@ class DraftPolicy:
         if self.control.wants_offers:
             drafts = self._host.drafts(wanting, num_running)
         if not drafts and self.control.holds(len(requests), room.prompt_rows):
+            self._is_timed = self.control.wants_plain_time and not room.prompt_rows
             self._decision = self.control.standing
             self.decided = standing(self._decision)
             return {}
@@ -224,6 +226,8 @@ class DraftPolicy:
         drafts = ()
         if step is not None or self._shadows.are_waiting:
             drafts = self._learn(step, booked, stats)
+        if self._is_timed:
+            self._observe_plain(booked, stats)
         if self.decided in (None, DISABLED, NOT_WANTED):
             return ()
         return self._watch(step, drafts)
@@ -246,6 +250,13 @@ class DraftPolicy:
         if outcome.drafts:
             self._learning_s = perf_counter() - started_s
         return outcome.drafts
+
+    def _observe_plain(self, booked: Booked, stats: StepStats) -> None:
+        if stats.num_rows != len(booked):
+            return  # a prompt began
+        times, context = stats.times, sum(work.request.num_tokens for work, _, _ in booked)
+        target_s, host_s = times.verify_s + times.sample_s, times.draft_s + stats.host_s
+        self.control.observe_plain(len(booked), context, target_s, host_s)
 
     def _watch(self, step: _Step | None, drafts: tuple[DraftOutcome, ...]) -> tuple[Alarm, ...]:
         """Count a step in which sources could draft."""

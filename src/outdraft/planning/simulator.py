@@ -199,6 +199,8 @@ class Simulator:
         target_s *= world.target_factor * self._jitter()
         if facts is None:
             self.policy.observe_shadows(shadows)
+            if self.policy.wants_plain_time and not prompt_rows:
+                self.policy.observe_plain(len(decoding), context, target_s, host_s)
         else:
             self.policy.observe(
                 StepOutcome(
