@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 from passes import LAYERS, Network
-from roofline import Limits, run_step
+from roofline import run_step
 
 from outdraft import LLM, SamplingParams, assets
 from outdraft.bench.environment import compute, environment
 from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.table import native_kernels
 from outdraft.kernels.native.team import shared_team
 
@@ -61,7 +62,7 @@ def measure_products(formats: Sequence[str | None], turns: int) -> dict[str | No
     library = open_library()
     assert library is not None, "run `make lib` first"
     num_threads = torch.get_num_threads()
-    limits = Limits(shared_team(library.name, num_threads), torch.bfloat16, time.perf_counter)
+    limits = Limits(shared_team(library.name, num_threads), is_bf16=True)
     found = dict[str | None, dict[str, Any]]()
     bandwidths, peaks = list[float](), list[float]()
     for name in formats:

@@ -47,7 +47,14 @@ def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]
     shared: dict[str, LoadedModels] = {}
     for name, config in configs.items():
         network = config.speculation.network
-        key = (network.source, network.model, network.parallel_drafting) if network else ()
+        key = ()
+        if network is not None:
+            key = (
+                network.source,
+                network.model,
+                network.parallel_drafting,
+                network.quantization,
+            )
         if not loaded:
             loaded[key] = load_models(config)
         elif key not in loaded:

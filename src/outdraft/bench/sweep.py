@@ -100,22 +100,49 @@ def sweep(
     for level in plan.levels:
         count = level + plan.num_requests(level)
         part, rest = rest[:count], rest[count:]
-        engines = {
-            name: _engine(config, models[name], level, plan) for name, config in configs.items()
-        }
-        result = LevelResult(level, {name: [] for name in engines})
-        result.stats = {name: StatsTotal() for name in engines}
-        for name, engine in engines.items():
-            _run(engine, part[:level], level, generation)
-            on_run(name)
+        result = LevelResult(level, {name: [] for name in configs})
+        result.stats = {name: StatsTotal() for name in configs}
+        engines = level_engines(configs, models, part, level, plan, generation, on_run)
         while not _is_enough(result, plan):
-            for name in _order(list(engines), result.num_rounds):
-                engine = engines[name]
-                engine.on_step = result.stats[name].add
-                result.rates[name].append(_run(engine, part[level:], level, generation))
-                engine.on_step = None
-                on_run(name)
+            run_round(engines, part, result, generation, result.num_rounds, on_run)
         yield result
+
+
+def level_engines(
+    configs: Mapping[str, EngineConfig],
+    models: Mapping[str, LoadedModels],
+    part: Sequence[BenchRequest],
+    level: int,
+    plan: SweepPlan,
+    generation: Generation,
+    on_run: Callable[[str], object] = lambda variant: None,
+) -> dict[str, Engine]:
+    """An engine for each variant that has completed the level's first requests."""
+    engines = {name: _engine(config, models[name], level, plan) for name, config in configs.items()}
+    for name, engine in engines.items():
+        _run(engine, part[:level], level, generation)
+        on_run(name)
+    return engines
+
+
+def run_round(
+    engines: Mapping[str, Engine],
+    part: Sequence[BenchRequest],
+    result: LevelResult,
+    generation: Generation,
+    number: int,
+    on_run: Callable[[str], object] = lambda variant: None,
+) -> None:
+    """Each variant once; everybody is first in turn, so nobody always runs behind the same one."""
+    names = list(engines)
+    start = number % len(names)
+    level = result.concurrency
+    for name in names[start:] + names[:start]:
+        engine = engines[name]
+        engine.on_step = result.stats[name].add
+        result.rates[name].append(_run(engine, part[level:], level, generation))
+        engine.on_step = None
+        on_run(name)
 
 
 def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
@@ -155,12 +182,6 @@ def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
     if result.num_rounds < plan.min_rounds:
         return False
     return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
-
-
-def _order(names: list[str], number: int) -> list[str]:
-    """Everybody is first once, so nobody always runs behind the same one."""
-    start = number % len(names)
-    return names[start:] + names[:start]
 
 
 def _engine(config: EngineConfig, models: LoadedModels, level: int, plan: SweepPlan) -> Engine:

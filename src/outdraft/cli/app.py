@@ -16,6 +16,7 @@ from outdraft.cli.plan import plan
 from outdraft.cli.replay import replay
 from outdraft.cli.selftest import selftest
 from outdraft.cli.serve import serve
+from outdraft.cli.tune import tune
 from outdraft.core.errors import ConfigError, OutdraftError, RequestError
 
 
@@ -66,6 +67,6 @@ def _options(
     """LLM inference in which speculative decoding is the normal way to execute."""
 
 
-for _command in (generate, chat, serve, demo, doctor, plan, replay, selftest):
+for _command in (generate, chat, serve, demo, doctor, plan, tune, replay, selftest):
     app.command(cls=Command)(_command)
 app.add_typer(bench, name="bench")

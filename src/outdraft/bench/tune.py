@@ -1,0 +1,167 @@
+"""The best way to draft for one model, on this machine and for this traffic.
+
+All candidates and plain decoding complete the same prompts in turn. After the first round only
+those go on that are not far behind the best. What a fixed draft of few tokens takes and brings
+tells why speculation does not pay where it does not.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from outdraft.bench.in_process import Generation
+from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.sweep import LevelResult, SweepPlan, level_engines, run_round
+from outdraft.bench.workloads import BenchRequest
+from outdraft.config.engine import EngineConfig
+from outdraft.engine.engine import Engine
+from outdraft.engine.loading import LoadedModels
+from outdraft.engine.stats import StatsTotal
+
+PROBE_LENGTH = 3  # drafts of the fixed lengths that explain
+FAR_BEHIND = 0.10  # of the best speed
+WORTH_IT = 0.01  # gain over plain decoding
+GROWN = 1.25  # times the target's plain pass: rows are no longer free
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """What fixed drafts bring and take at one concurrency, in steps of plain decoding.
+
+    Attributes:
+        length: tokens that a step brings, its own one included.
+        verifying: the target's pass with drafts, and
+        step: the whole step, as multiples of plain decoding's whole step.
+        drafting: the share of it for drafting.
+        intensity: operations for each byte of weights that the target's pass reads, and
+        ridge: how many the machine does in the time of a byte; None: unknown.
+    """
+
+    length: float
+    verifying: float
+    drafting: float
+    step: float
+    intensity: float
+    ridge: float | None = None
+
+    @property
+    def break_even_chance(self) -> float:
+        """The chance that each token must have for drafts to pay; infinite if none is enough."""
+        low, high = 0.0, 1.0
+        if sum(high**i for i in range(PROBE_LENGTH + 1)) < self.step:
+            return math.inf
+        for _ in range(50):
+            middle = (low + high) / 2
+            is_enough = sum(middle**i for i in range(PROBE_LENGTH + 1)) >= self.step
+            low, high = (low, middle) if is_enough else (middle, high)
+        return high
+
+    @property
+    def reason(self) -> str | None:
+        """Why these drafts do not pay; None if they do."""
+        if self.length > self.step:
+            return None
+        if self.length > self.step - self.drafting:
+            return f"the drafter is too slow: it takes {self.drafting:.0%} of a plain step"
+        if self.verifying > GROWN:
+            ridge = "" if self.ridge is None else f", the machine's ridge point is {self.ridge:.0f}"
+            return (
+                f"the target is already compute-bound: a pass with drafts takes "
+                f"{self.verifying:.2f} plain ones ({self.intensity:.0f} operations a byte{ridge})"
+            )
+        return f"acceptance is too low: a step brings {self.length:.2f} tokens"
+
+
+def race(
+    configs: Mapping[str, EngineConfig],
+    models: Mapping[str, LoadedModels],
+    requests: Sequence[BenchRequest],
+    plan: SweepPlan,
+    generation: Generation,
+    on_run: Callable[[str], object] = lambda name: None,
+) -> list[LevelResult]:
+    """Every level; candidates that fell behind have fewer rounds than the others."""
+    results: list[LevelResult] = []
+    fields: list[tuple[dict[str, Engine], Sequence[BenchRequest]]] = []
+    rest = list(requests)
+    for level in plan.levels:
+        count = level + plan.num_requests(level)
+        part, rest = rest[:count], rest[count:]
+        rates = {name: list[float]() for name in configs}
+        results.append(LevelResult(level, rates, {name: StatsTotal() for name in configs}))
+        fields.append((level_engines(configs, models, part, level, plan, generation, on_run), part))
+    running = list(configs)
+    for number in range(plan.max_rounds):
+        for result, (engines, part) in zip(results, fields, strict=True):
+            run_round(
+                {name: engines[name] for name in running}, part, result, generation, number, on_run
+            )
+        running = survivors(results, running)
+        if number + 1 >= plan.min_rounds and len(running) <= 2:
+            break
+    return results
+
+
+def survivors(results: Sequence[LevelResult], running: Sequence[str]) -> list[str]:
+    """Plain decoding, and who is not far behind the best of the others."""
+    found = {name: gain(results, name) for name in running if name != PLAIN}
+    best = max(found.values())
+    return [PLAIN, *(name for name, one in found.items() if one >= best * (1 - FAR_BEHIND))]
+
+
+def gain(results: Sequence[LevelResult], name: str) -> float:
+    """Times plain decoding's speed: the geometric mean over the levels."""
+    return math.exp(sum(math.log(level_gain(one, name)) for one in results) / len(results))
+
+
+def level_gain(result: LevelResult, name: str) -> float:
+    """Times plain decoding's speed: the median of the rounds that both ran."""
+    pairs = zip(result.rates[name], result.rates[PLAIN], strict=False)
+    return median(own / plain for own, plain in pairs)
+
+
+def balance(
+    plain: StatsTotal, fixed: StatsTotal, level: int, row_intensity: float, ridge: float | None
+) -> Balance:
+    """Of fixed drafts against plain decoding, from the time of their steps.
+
+    row_intensity: operations of a row for each byte of the target's weights.
+    """
+    plain_s = _step_s(plain)
+    verify_s = (plain.verify_s + plain.sample_s) / max(1, plain.num_steps)
+    grown = (fixed.verify_s + fixed.sample_s) / max(1, fixed.num_steps)
+    rows = level * (1 + PROBE_LENGTH)
+    per_step = fixed.num_emitted / max(1, fixed.num_steps)
+    return Balance(
+        length=per_step / max(1e-9, plain.num_emitted / max(1, plain.num_steps)),
+        verifying=grown / verify_s,
+        drafting=fixed.draft_s / max(1, fixed.num_steps) / plain_s,
+        step=_step_s(fixed) / plain_s,
+        intensity=rows * row_intensity,
+        ridge=ridge,
+    )
+
+
+def _step_s(total: StatsTotal) -> float:
+    seconds = total.draft_s + total.verify_s + total.sample_s + total.host_s
+    return seconds / max(1, total.num_steps)
+
+
+def config_file(
+    model: str,
+    speculation: Mapping[str, Any] | None,
+    disable_above: int | None,
+    notes: Sequence[str],
+) -> str:
+    """TOML for `outdraft serve --config`. Strings, numbers and lists are JSON's in TOML, too."""
+
+    lines = [*(f"# {note}" for note in notes), f"model = {json.dumps(model)}"]
+    if speculation is None:
+        return "\n".join([*lines, 'speculative-config = "null"', ""])
+    if disable_above is not None:
+        lines.append(f"speculative-disable-queue-size = {disable_above}")
+    lines += ["", "[speculative-config]"]
+    return "\n".join([*lines, *(f"{key} = {json.dumps(v)}" for key, v in speculation.items()), ""])

@@ -1,0 +1,209 @@
+"""`outdraft tune`: the best way to draft for a model, on this machine and for this traffic."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from outdraft import assets
+from outdraft.cli.bench_options import numbers
+from outdraft.cli.command import Model
+from outdraft.cli.options import EngineOptions, engine_config, takes_options
+from outdraft.cli.threads import use_physical_cores
+from outdraft.config.benchmarks import Dataset
+from outdraft.config.checks import check_whole
+from outdraft.config.engine import EngineConfig
+from outdraft.config.flags import flag
+from outdraft.config.speculation import NETWORK_SOURCES
+from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from outdraft.bench.sweep import LevelResult
+
+TREE_LEVELS = (2, 2, 1, 1)
+PROBE = "always 3: "  # what candidates that only explain begin with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What is tried, and for which traffic."""
+
+    draft: list[str] | None = flag(
+        "A drafter: a directory or hub name, with METHOD= before it if it is no draft_model; "
+        "repeatable. Default for the embedded model: its own.",
+        metavar="[METHOD=]PATH",
+    )
+    concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
+    temperature: float = flag(default=0.0, min=0)
+    rounds: int = flag("Of whatever is not far behind.", default=5)
+    output: Path | None = flag("File for `outdraft serve --config`.", "--output", "-o")
+
+    def __post_init__(self) -> None:
+        check_whole("rounds", self.rounds, 1, 1000)
+
+
+@takes_options
+def tune(
+    model: Model = None, *, options: TuneOptions, dataset: Dataset, engine: EngineOptions
+) -> None:
+    """Find what drafts best for a model here: methods, shapes, quantised drafters, thresholds.
+
+    Prints a table and, where speculation does not pay, the reason. Writes a file that
+    `outdraft serve --config` takes.
+    """
+    if engine.speculative_config is not None:
+        raise ConfigError("tune chooses the --speculative-config: name drafters with --draft")
+    levels = tuple(numbers(options.concurrency, "--concurrency", int))
+    for level in levels:
+        check_whole("concurrency", level, 1, 4096)
+    base = engine_config(model, replace(engine, speculative_config="null"))
+    base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
+    tried = candidates(drafters(model, options.draft or ()))
+    use_physical_cores(os.environ)
+    from outdraft.bench.in_process import Generation
+    from outdraft.bench.side_by_side import PLAIN, share_target
+    from outdraft.bench.sweep import SweepPlan
+    from outdraft.bench.tune import race
+    from outdraft.bench.workloads import load_requests
+    from outdraft.kernels.choose import machine_limits
+
+    plan = SweepPlan(levels=levels, min_rounds=min(2, options.rounds), max_rounds=options.rounds)
+    configs = {
+        name: replace(base, speculation=parse_speculative_config(values))
+        for name, values in ({PLAIN: None} | tried).items()
+    }
+    models = share_target(configs)
+    tokenizer = models[PLAIN].tokenizer
+    requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
+    generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
+    with tqdm(desc="runs", unit="run", leave=False, disable=None) as bar:
+        results = race(configs, models, requests, plan, generation, lambda name: bar.update())
+    target = models[PLAIN].target
+    limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
+    ridge = limits[1] / limits[0] if limits is not None else None
+    _conclude(base, tried, results, 2 / target.dtype.itemsize, ridge, options)
+
+
+def drafters(model: str | None, given: Sequence[str]) -> dict[str, str]:
+    """Methods of networks and where they are.
+
+    Raises:
+        ConfigError: a method is none, or it is given twice.
+    """
+    if model is None and not given:
+        return {"draft_model": str(assets.drafter_path())} | {
+            method: str(assets.head_path(method)) for method in assets.available_heads()
+        }
+    found: dict[str, str] = {}
+    methods = tuple(map(str, NETWORK_SOURCES))
+    for text in given:
+        before, separator, path = text.partition("=")
+        method, path = (before, path) if separator else ("draft_model", text)
+        if method not in methods:
+            raise ConfigError(
+                f"--draft METHOD= must be one of {', '.join(methods)}, got {method!r}"
+            )
+        if method in found:
+            raise ConfigError(f"--draft names two drafters of method {method!r}")
+        found[method] = path
+    return found
+
+
+def candidates(networks: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """speculative_configs by name: what is tried, and fixed lengths that only explain."""
+    found: dict[str, dict[str, Any]] = {
+        "suffix": {"method": "suffix"},
+        "ngram": {"method": "ngram"},
+    }
+    for method, path in networks.items():
+        own = {"method": method, "model": path}
+        found[method] = own
+        found[f"{method}, int8"] = own | {"quantization": "int8"}
+        found[f"{method}, tree"] = own | {"tree_levels": list(TREE_LEVELS)}
+        if method == "draft_model":
+            found["combined"] = own | {"method": "combined"}
+        found[PROBE + method] = own | {"num_speculative_tokens": 3, "control": "fixed"}
+    return found
+
+
+def _conclude(
+    base: EngineConfig,
+    tried: Mapping[str, dict[str, Any]],
+    results: Sequence["LevelResult"],
+    row_intensity: float,
+    ridge: float | None,
+    options: TuneOptions,
+) -> None:
+    """Show everything, and write the best."""
+    from outdraft.bench.tune import WORTH_IT, config_file, gain, level_gain
+
+    console = Console(highlight=False, soft_wrap=True)
+    ranked = sorted(tried, key=lambda name: gain(results, name), reverse=True)
+    _show_table(console, ranked, results)
+    for name in ranked:
+        if name.startswith(PROBE):
+            _explain(console, name, results, row_intensity, ridge)
+    best = next(name for name in ranked if not name.startswith(PROBE))
+    is_worth_it = gain(results, best) > 1 + WORTH_IT
+    gains = {result.concurrency: level_gain(result, best) for result in results}
+    pays = [level for level, one in gains.items() if one > 1 + WORTH_IT]
+    loses = [level for level, one in gains.items() if one < 1 - WORTH_IT]
+    disable_above = max(pays) if pays and loses and max(pays) < min(loses) else None
+    verdict = (
+        f"{best}: {gain(results, best):.2f} times plain decoding"
+        if is_worth_it
+        else f"speculation does not pay: the best, {best}, gives {gain(results, best):.2f}"
+    )
+    console.print(verdict[0].upper() + verdict[1:] + ".", style="bold")
+    if disable_above is not None:
+        console.print(f"It pays up to {disable_above} requests at once.")
+    if options.output is not None:
+        chosen = tried[best] if is_worth_it else None
+        text = config_file(base.model, chosen, disable_above if is_worth_it else None, [verdict])
+        options.output.write_text(text, encoding="utf-8")
+        typer.echo(f"outdraft serve --config {options.output}")
+
+
+def _show_table(console: Console, ranked: Sequence[str], results: Sequence["LevelResult"]) -> None:
+    from outdraft.bench.tune import gain, level_gain
+
+    table = Table()
+    table.add_column("candidate", no_wrap=True)
+    for result in results:
+        table.add_column(f"{result.concurrency} at once", justify="right")
+    table.add_column("all", justify="right")
+    for name in ranked:
+        gains = [f"{level_gain(result, name):.2f}" for result in results]
+        table.add_row(name, *gains, f"{gain(results, name):.2f}")
+    console.print("Times plain decoding's speed, median of the rounds:")
+    console.print(table)
+
+
+def _explain(
+    console: Console,
+    name: str,
+    results: Sequence["LevelResult"],
+    row_intensity: float,
+    ridge: float | None,
+) -> None:
+    """What fixed drafts of a network take and bring, level by level, and where they break even."""
+    from outdraft.bench.side_by_side import PLAIN
+    from outdraft.bench.tune import balance
+
+    for result in results:
+        stats, level = result.stats, result.concurrency
+        found = balance(stats[PLAIN], stats[name], level, row_intensity, ridge)
+        chance = found.break_even_chance
+        even = "at no acceptance" if chance > 1 else f"at an acceptance of {chance:.0%}"
+        console.print(
+            f"{name}, {level} at once: a step takes {found.step:.2f} plain ones and brings "
+            f"{found.length:.2f} tokens; it breaks even {even}. "
+            f"{(found.reason or 'it pays').capitalize()}."
+        )

@@ -1,0 +1,84 @@
+"""Tuning ranks by measured speed, says why drafts do not pay, and writes what a server takes."""
+
+import math
+import tomllib
+
+import pytest
+
+from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.sweep import LevelResult
+from outdraft.bench.tune import Balance, balance, config_file, gain, level_gain, survivors
+from outdraft.cli.tune import candidates, drafters
+from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.errors import ConfigError
+from outdraft.engine.stats import StatsTotal
+
+
+def level(concurrency, **rates):
+    stats = {name: StatsTotal() for name in rates}
+    return LevelResult(concurrency, rates, stats)
+
+
+def test_gains_are_medians_of_the_rounds_that_both_ran_and_geometric_means_over_levels():
+    one = level(1, plain=[10, 20, 40], a=[20, 20], b=[10, 40, 80])
+    eight = level(8, plain=[10, 10], a=[5, 5], b=[20, 20])
+    assert level_gain(one, "a") == 1.5
+    assert level_gain(one, "b") == 2
+    assert gain([one, eight], "a") == pytest.approx(math.sqrt(1.5 * 0.5))
+    assert survivors([one, eight], [PLAIN, "a", "b"]) == [PLAIN, "b"]
+
+
+def total(steps, emitted, draft_s, verify_s, host_s):
+    found = StatsTotal()
+    found.num_steps, found.num_emitted = steps, emitted
+    found.draft_s, found.verify_s, found.host_s = draft_s, verify_s, host_s
+    return found
+
+
+def test_a_balance_is_in_steps_of_plain_decoding():
+    found = balance(total(100, 100, 0, 0.8, 0.2), total(50, 120, 0.25, 0.6, 0.15), 1, 1.0, 20.0)
+    assert found.length == pytest.approx(2.4)
+    assert found.step == pytest.approx(2.0)
+    assert found.drafting == pytest.approx(0.5)
+    assert found.verifying == pytest.approx(1.5)
+    assert found.intensity == 4
+    assert found.reason is None
+    chance = found.break_even_chance
+    assert sum(chance**i for i in range(4)) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [
+        ((1.5, 1.1, 0.6, 1.6), "the drafter is too slow: it takes 60% of a plain step"),
+        ((1.2, 1.1, 0.1, 1.4), "acceptance is too low: a step brings 1.20 tokens"),
+        ((1.2, 2.0, 0.1, 2.1), "the target is already compute-bound"),
+    ],
+)
+def test_why_drafts_do_not_pay(numbers, reason):
+    assert Balance(*numbers, intensity=8, ridge=20).reason.startswith(reason)
+    assert Balance(2.2, 2.0, 0.1, 2.1, 8, 20).reason is None
+    assert Balance(1.0, 4.0, 1.0, 5.0, 8).break_even_chance == math.inf
+
+
+def test_a_written_file_is_toml_that_holds_the_choice():
+    speculation = {"method": "draft_model", "model": 'a"b', "tree_levels": [2, 1]}
+    values = tomllib.loads(config_file("some/model", speculation, 8, ["found"]))
+    assert values == {
+        "model": "some/model",
+        "speculative-disable-queue-size": 8,
+        "speculative-config": speculation,
+    }
+    assert tomllib.loads(config_file("m", None, None, [])) == {
+        "model": "m",
+        "speculative-config": "null",
+    }
+
+
+def test_drafters_are_named_by_their_methods():
+    assert drafters("m", ["a", "eagle3=b"]) == {"draft_model": "a", "eagle3": "b"}
+    for wrong in (["a", "b"], ["none=a"]):
+        with pytest.raises(ConfigError):
+            drafters("m", wrong)
+    for values in candidates({"draft_model": "a", "medusa": "b"}).values():
+        parse_speculative_config(values)
