@@ -126,7 +126,7 @@ def level_gain(result: LevelResult, name: str) -> float:
 def balance(
     plain: StatsTotal, fixed: StatsTotal, level: int, row_intensity: float, ridge: float | None
 ) -> Balance:
-    """Of fixed drafts against plain decoding, from the time of their steps.
+    """Fixed drafts against plain decoding, from the time of their steps.
 
     row_intensity: operations of a row for each byte of the target's weights.
     """

@@ -42,7 +42,7 @@ class TuneOptions:
     )
     concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
     temperature: float = flag(default=0.0, min=0)
-    rounds: int = flag("Of whatever is not far behind.", default=5)
+    rounds: int = flag("At most so many, for whatever is not far behind.", default=5)
     output: Path | None = flag("File for `outdraft serve --config`.", "--output", "-o")
 
     def __post_init__(self) -> None:
