@@ -119,7 +119,7 @@ def compare_grow(case: Case) -> None:
 
     def grown(kernels: Kernels) -> ModelDrafts:
         fewest = int(num_drafts_B.min())
-        counts = num_tokens_B, num_tokens_B + 2, num_drafts_B
+        counts = num_tokens_B, num_drafts_B
         growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True, stops=rules)
         return kernels.grow(levels, growth, lambda: grow(levels, growth))
 
