@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from outdraft.control.facts import Decision, StepFacts
@@ -79,7 +79,7 @@ def test_texts_do_not_depend_on_when_a_network_pauses(
     control = llm.engine.drafting.control = Pausing(seed)
     found = run(llm, prompts(), params(chosen))
     assert ids(found) == plain_texts(chosen)
-    assert control.num_pauses > 2
+    assume(control.num_pauses > 2)  # else it shows nothing, and another case is drawn
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3-tree", "p-eagle"])

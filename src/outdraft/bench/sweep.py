@@ -53,7 +53,7 @@ class SweepPlan:
     @property
     def num_prompts(self) -> int:
         """For all levels, warming up included."""
-        return sum(level + self.num_requests(level) for level in self.levels)
+        return 2 * sum(self.num_requests(level) for level in self.levels)
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ def sweep(
     rest = list(requests)
     assert len(rest) == plan.num_prompts
     for level in plan.levels:
-        count = level + plan.num_requests(level)
+        count = 2 * plan.num_requests(level)
         part, rest = rest[:count], rest[count:]
         result = LevelResult(level, {name: [] for name in configs})
         result.stats = {name: StatsTotal() for name in configs}
@@ -117,10 +117,10 @@ def level_engines(
     generation: Generation,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> dict[str, Engine]:
-    """An engine for each variant that has completed the level's first requests."""
+    """An engine for each variant that has completed the first half of the level's requests."""
     engines = {name: _engine(config, models[name], level, plan) for name, config in configs.items()}
     for name, engine in engines.items():
-        _run(engine, part[:level], level, generation)
+        _run(engine, part[: len(part) // 2], level, generation)
         on_run(name)
     return engines
 
@@ -140,7 +140,7 @@ def run_round(
     for name in names[start:] + names[:start]:
         engine = engines[name]
         engine.on_step = result.stats[name].add
-        result.rates[name].append(_run(engine, part[level:], level, generation))
+        result.rates[name].append(_run(engine, part[len(part) // 2 :], level, generation))
         engine.on_step = None
         on_run(name)
 

@@ -88,7 +88,7 @@ def race(
     fields: list[tuple[dict[str, Engine], Sequence[BenchRequest]]] = []
     rest = list(requests)
     for level in plan.levels:
-        count = level + plan.num_requests(level)
+        count = 2 * plan.num_requests(level)
         part, rest = rest[:count], rest[count:]
         rates = {name: list[float]() for name in configs}
         results.append(LevelResult(level, rates, {name: StatsTotal() for name in configs}))

@@ -46,6 +46,10 @@ class HostSources:
                     found.setdefault(ask.request_id, {})[proposer.source] = draft
         return found
 
+    def may_find(self, requests: Sequence[Request]) -> bool:
+        """Whether a look for drafts may find any; it is cheaper than the look."""
+        return bool(self._proposers) or any(len(one.prediction_ids) for one in requests)
+
     def finish(self, request: Request) -> None:
         """A request ended: the proposers drop its state, and learn from its text if it is whole."""
         text = None if request.finish_reason is FinishReason.ABORT else request.token_ids

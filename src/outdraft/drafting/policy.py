@@ -177,19 +177,19 @@ class DraftPolicy:
         if self._is_disabled(num_running):
             self.decided = DISABLED
             return {}
+        looks = self.control.wants_offers and self._host.may_find(requests)
+        if not looks and self._is_held(requests, room):
+            return {}
         wanting = [request for request in requests if self._may_draft(request)]
         if not wanting:
             self.decided = NOT_WANTED
             return {}
         started_s = perf_counter()
         drafts: dict[str, Drafts] = {}
-        if self.control.wants_offers:
+        if looks:
             drafts = self._host.drafts(wanting, num_running)
-        if not drafts and self.control.holds(len(requests), room.prompt_rows):
-            self._is_timed = self.control.wants_plain_time and not room.prompt_rows
-            self._decision = self.control.standing
-            self.decided = standing(self._decision)
-            return {}
+            if not drafts and self._is_held(requests, room):
+                return {}
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
@@ -203,6 +203,15 @@ class DraftPolicy:
         self.decided, self.granted = self._translated(decision, drafts)
         self._deciding_s = perf_counter() - started_s
         return self.granted
+
+    def _is_held(self, requests: Sequence[Request], room: StepRoom) -> bool:
+        """Whether a plain decision stands for the step, which nobody has an offer for."""
+        if not self.control.holds(len(requests), room.prompt_rows):
+            return False
+        self._is_timed = self.control.wants_plain_time and not room.prompt_rows
+        self._decision = self.control.standing
+        self.decided = standing(self._decision)
+        return True
 
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
