@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from outdraft.bench.side_by_side import PLAIN, Sample, acceptance_length, complete_in_turn
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
@@ -65,11 +66,14 @@ def method_configs(
 ) -> dict[str, EngineConfig]:
     """The engines to compare, plain decoding first, the most elaborate one last.
 
+    Each drafts in every step as much as it may: a controller would draft little where a method does
+    not pay, and the comparison would show the controller.
+
     Args:
         heads: by method.
     """
     model = {"model": str(drafter), "num_speculative_tokens": NUM_DRAFTS}
-    speculation = {
+    speculation: dict[str, dict[str, Any] | None] = {
         PLAIN: None,
         "draft_model": {"method": "draft_model", **model},
         **{
@@ -88,7 +92,7 @@ def method_configs(
             # Methods that come later must not profit from a prompt that is computed already.
             cache=CacheConfig(enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=1),
-            speculation=parse_speculative_config(values),
+            speculation=parse_speculative_config(values and values | {"control": "fixed"}),
         )
         for name, values in speculation.items()
     }
