@@ -5,9 +5,9 @@ round, so that a machine whose speed drifts treats them alike. What counts is th
 exactly so many requests run: a round ends when there is none left to begin.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -55,14 +55,27 @@ class SweepPlan:
         """For all levels, warming up included."""
         return 2 * sum(self.num_requests(level) for level in self.levels)
 
+    def parts(
+        self, requests: Sequence[BenchRequest], names: Collection[str]
+    ) -> Iterator[tuple["LevelResult", Sequence[BenchRequest]]]:
+        """Each level without rounds yet, and its requests, which no other level has."""
+        assert len(requests) == self.num_prompts
+        start = 0
+        for level in self.levels:
+            end = start + 2 * self.num_requests(level)
+            rates = {name: list[float]() for name in names}
+            stats = {name: StatsTotal() for name in names}
+            yield LevelResult(level, rates, stats), requests[start:end]
+            start = end
+
 
 @dataclass(slots=True)
 class LevelResult:
     """One level: tokens a second of each variant, round by round."""
 
     concurrency: int
-    rates: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
-    stats: dict[str, StatsTotal] = field(default_factory=dict[str, StatsTotal])
+    rates: dict[str, list[float]]
+    stats: dict[str, StatsTotal]
 
     @property
     def num_rounds(self) -> int:
@@ -95,13 +108,8 @@ def sweep(
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
-    rest = list(requests)
-    assert len(rest) == plan.num_prompts
-    for level in plan.levels:
-        count = 2 * plan.num_requests(level)
-        part, rest = rest[:count], rest[count:]
-        result = LevelResult(level, {name: [] for name in configs})
-        result.stats = {name: StatsTotal() for name in configs}
+    for result, part in plan.parts(requests, list(configs)):
+        level = result.concurrency
         engines = level_engines(configs, models, part, level, plan, generation, on_run)
         while not _is_enough(result, plan):
             run_round(engines, part, result, generation, result.num_rounds, on_run)

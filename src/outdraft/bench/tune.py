@@ -86,12 +86,9 @@ def race(
     """Every level; candidates that fell behind have fewer rounds than the others."""
     results: list[LevelResult] = []
     fields: list[tuple[dict[str, Engine], Sequence[BenchRequest]]] = []
-    rest = list(requests)
-    for level in plan.levels:
-        count = 2 * plan.num_requests(level)
-        part, rest = rest[:count], rest[count:]
-        rates = {name: list[float]() for name in configs}
-        results.append(LevelResult(level, rates, {name: StatsTotal() for name in configs}))
+    for result, part in plan.parts(requests, list(configs)):
+        level = result.concurrency
+        results.append(result)
         fields.append((level_engines(configs, models, part, level, plan, generation, on_run), part))
     running = list(configs)
     for number in range(plan.max_rounds):
