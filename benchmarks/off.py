@@ -79,7 +79,8 @@ def make_engines(args: argparse.Namespace) -> dict[str, Engine]:
         chosen |= {f"{method}, {way}": configs[method] for way in ("forbidden", "dear")}
     for name, config in chosen.items():
         scheduler = replace(config.scheduler, max_num_seqs=args.requests)
-        chosen[name] = replace(config, scheduler=scheduler)
+        speculation = replace(config.speculation, control="adaptive")
+        chosen[name] = replace(config, scheduler=scheduler, speculation=speculation)
     models = share_target(chosen)
     engines = {name: build_engine(config, models[name])[0] for name, config in chosen.items()}
     for name, engine in engines.items():
