@@ -42,6 +42,7 @@ from outdraft.core.plan import (
 )
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host_sources import most_draft_rows
 from outdraft.drafting.policy import WARM_UP_STEPS, DrafterLimits, DraftPolicy
 from outdraft.engine.stats import step_stats
@@ -168,14 +169,13 @@ class Scripted:
         self.forgotten.append(request_id)
 
 
-def booking(
-    one: Request, choice: DraftChoice | None, accepted: int = 0
-) -> tuple[Work, WorkResult, tuple[int, ...]]:
+def booking(one: Request, choice: DraftChoice | None, accepted: int = 0) -> BookedWork:
     """A step's part of a request that accepted the first drafts."""
     drafted = () if choice is None else choice.draft.token_ids or (1,) * choice.num_model_drafts
     new_ids = (1,) * (accepted + 1)
     result = WorkResult(new_ids, tuple(range(accepted)), drafted)
-    return Work(one, one.num_tokens - 1, 1, (), True, choice), result, new_ids
+    work = Work(one, one.num_tokens - 1, 1, (), True, choice)
+    return BookedWork(one, work, result, new_ids)
 
 
 NO_TIMES = PhaseTimes()
@@ -249,7 +249,7 @@ def test_what_came_of_a_step_is_told_with_its_times():
         booking(requests[0], choices["a"], accepted=1),
         booking(requests[1], choices["b"], accepted=4),
         booking(requests[2], None),
-        (Work(prompt, 0, 8, (), False), WorkResult(), ()),
+        BookedWork(prompt, Work(prompt, 0, 8, (), False), WorkResult(), ()),
     ]
     ours.observe(booked, stats(18, PhaseTimes(0.25, 0.5, 0.125)))
     [outcome] = control.outcomes

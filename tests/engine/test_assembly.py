@@ -8,6 +8,7 @@ from outdraft.core.outputs import TokenOrigin
 from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import BookedWork
 from outdraft.engine.assembly import RequestAssembly
 from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import InputProcessor
@@ -64,7 +65,7 @@ class Caller:
             self.request.finish_reason = self.request.append(token_id)
             if self.request.finish_reason is not None:
                 break
-        self.deltas.add(0, work, outcome, tuple(added), TOLD)
+        self.deltas.add(0, BookedWork(self.request, work, outcome, tuple(added)), TOLD)
         self.num_told_to_stop += len(self.assembly.add(self.deltas.take()))
 
 
@@ -171,7 +172,8 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     chunks = [(0, [row(6, -1.0, {})]), (1, [row(7, -2.0, {})])]
     for start, rows in [*chunks, *chunks]:
         work = Work(caller.request, start, 1, [], False)
-        caller.deltas.add(0, work, WorkResult(prompt_logprobs=tuple(rows)), (), TOLD)
+        outcome = WorkResult(prompt_logprobs=tuple(rows))
+        caller.deltas.add(0, BookedWork(caller.request, work, outcome, ()), TOLD)
     assert caller.output.metrics.first_token_s is None
     caller.step(WorkResult((10,)))
     first, *others = caller.output.prompt_logprobs or []

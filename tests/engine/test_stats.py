@@ -1,17 +1,35 @@
 """Sums over steps against an example worked out by hand."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work, WorkResult
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import BookedWork
 from outdraft.engine.stats import StatsTotal, step_stats
 
 
 def work(drafts: DraftChoice | None) -> Work:
     request = Request("r", [1], SamplingParams(), seed=0, max_model_len=9)
     return Work(request, 0, 1, [0], True, drafts)
+
+
+def booked_of(
+    works: Sequence[Work], results: Sequence[WorkResult], names: str = "abc"
+) -> list[BookedWork]:
+    """All that was emitted was added."""
+    return [
+        BookedWork(
+            Request(name, [1], SamplingParams(), seed=0, max_model_len=9),
+            work,
+            result,
+            result.token_ids,
+        )
+        for name, work, result in zip(names[: len(works)], works, results, strict=True)
+    ]
 
 
 def example():
@@ -26,7 +44,7 @@ def example():
         WorkResult((8,), (), (1, 2)),
         WorkResult((4,)),
     ]
-    booked = [(w, r, r.token_ids) for w, r in zip(works, results, strict=True)]
+    booked = booked_of(works, results)
     times = PhaseTimes(draft_s=0.1, verify_s=0.5, sample_s=0.2)
     return step_stats(
         StepPlan(tuple(works)),
@@ -68,13 +86,12 @@ def test_totals_are_sums_and_rates_are_of_the_sums():
 
 def test_granted_lengths_stand_beside_the_drafted_ones_of_requests_that_sampled():
     works = [work(DraftChoice(DraftSource.MODEL, num_model_drafts=3)), work(None), reading()]
-    works[1].request.id = "s"
     wished = {
-        "r": DraftChoice(DraftSource.MODEL, num_model_drafts=7),
-        "s": DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2])),  # memory left nothing of it
+        "a": DraftChoice(DraftSource.MODEL, num_model_drafts=7),
+        "b": DraftChoice(DraftSource.NGRAM, Draft.chain([1, 2])),  # memory left nothing of it
     }
     results = [WorkResult((5, 6), (0,), (5, 9)), WorkResult((4,)), WorkResult()]
-    booked = [(w, r, r.token_ids) for w, r in zip(works, results, strict=True)]
+    booked = booked_of(works, results)
     rest = {"num_rows": 9, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
     step = step_stats(StepPlan(tuple(works)), booked, granted=wished, **rest)
     assert step.granted_lengths == (7, 2)
@@ -90,7 +107,7 @@ def test_a_tree_has_as_many_levels_as_its_longest_path():
         WorkResult((1, 3, 8), (0, 2), tree.token_ids, tree.parents),
     )
     rest = {"num_rows": 5, "times": PhaseTimes(), "step_s": 1.0, "num_waiting": 0, "kv_usage": 0.5}
-    step = step_stats(StepPlan((one,)), [(one, outcome, outcome.token_ids)], **rest)
+    step = step_stats(StepPlan((one,)), booked_of([one], [outcome]), **rest)
     assert step.draft_levels == ((DraftSource.SUFFIX, 3, 2),)
     assert step.draft_lengths == (4,)
 

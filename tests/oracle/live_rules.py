@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.plan import DraftChoice, LiveStop, StepPlan, StepResult
+from outdraft.core.plan import DraftChoice, LiveStop, StepResult
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.engine.llm import LLM
 from outdraft.kernels.draft_ops import ModelDrafts
@@ -31,13 +32,13 @@ class RandomRules:
         self._schedule, self._commit = scheduler.schedule, scheduler.commit
         scheduler.schedule, scheduler.commit = self.schedule, self.commit
 
-    def schedule(self, choices: Mapping[str, DraftChoice], *rest: Any) -> StepPlan:
+    def schedule(self, choices: Mapping[str, DraftChoice], *rest: Any) -> ScheduledStep:
         cap = int(self.rng.integers(1, 12))
         ruled = {of: self._with_rule(one, cap) for of, one in choices.items()}
         return self._schedule(ruled, *rest)
 
-    def commit(self, plan: StepPlan, result: StepResult) -> Any:
-        for work, outcome in zip(plan.works, result.works, strict=True):
+    def commit(self, step: ScheduledStep, result: StepResult) -> Any:
+        for work, outcome in zip(step.works, result.works, strict=True):
             if work.drafts is None or work.drafts.stop is None or not work.drafts.num_model_drafts:
                 assert outcome.margins is None
                 assert len(outcome.drafted_ids) == work.num_drafts
@@ -48,7 +49,7 @@ class RandomRules:
             num_levels = work.drafts.num_model_drafts - num_left_out
             assert len(outcome.margins) == num_levels + (num_left_out > 0)
             self.num_short += num_left_out > 0
-        return self._commit(plan, result)
+        return self._commit(step, result)
 
     def _with_rule(self, choice: DraftChoice, cap: int) -> DraftChoice:
         number = choice.num_model_drafts

@@ -7,12 +7,12 @@ from outdraft.core.draft import Draft
 from outdraft.core.plan import (
     MODEL_CHAIN,
     ModelDrafting,
-    StepPlan,
     StepResult,
     Work,
     WorkResult,
 )
 from outdraft.core.request import Request
+from outdraft.core.scheduled import ScheduledStep
 from tests.reference.draft_trees import tree_depths
 
 Text = tuple[int, ...]
@@ -47,7 +47,8 @@ class SimulatedDevice:
         self.drafter: dict[int, Text] = {}
         self._settled: dict[str, tuple[int, int]] = {}  # preemptions, positions computed
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, step: ScheduledStep) -> StepResult:
+        plan = step.plan
         drafted = [self._draft(work) for work in plan.works]
         for work in plan.works:
             if work.drafts is not None and work.drafts.num_model_drafts:

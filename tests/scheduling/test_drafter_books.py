@@ -4,8 +4,9 @@ import pytest
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.drafter_gap import NO_GAP, DrafterGap
-from outdraft.core.plan import DraftChoice, ModelDrafting, StepPlan, StepResult, WorkResult
+from outdraft.core.plan import DraftChoice, ModelDrafting, StepResult, WorkResult
 from outdraft.core.request import Request
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.test_scheduler import (
     host_drafts,
@@ -32,14 +33,14 @@ def everybody(_: Request) -> bool:
     return True
 
 
-def run_followed(sched: Scheduler, steps: int) -> list[StepPlan]:
-    plans = []
+def run_followed(sched: Scheduler, steps: int) -> list[ScheduledStep]:
+    made = []
     for _ in range(steps):
-        plan = sched.schedule({}, everybody)
-        sched.commit(plan, plain_results(plan))
+        step = sched.schedule({}, everybody)
+        sched.commit(step, plain_results(step))
         sched.check_invariants()
-        plans.append(plan)
-    return plans
+        made.append(step)
+    return made
 
 
 def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
@@ -47,10 +48,10 @@ def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
     one = request("a", [1] * 12, 6)
     sched.add(one)
     while sched.has_work:
-        plan = sched.schedule({})
-        assert not plan.keeps_states
-        assert [work.num_drafter_reads for work in plan.works] == [0]
-        sched.commit(plan, plain_results(plan))
+        step = sched.schedule({})
+        assert not step.plan.keeps_states
+        assert [work.num_drafter_reads for work in step.works] == [0]
+        sched.commit(step, plain_results(step))
         assert (one.num_states, one.num_drafter_computed) == (0, 0)
         assert sched.lag_tokens(one) == 0
 
@@ -58,9 +59,9 @@ def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
 def test_a_prompt_is_read_as_it_passes_by():
     sched = eagle(max_num_batched_tokens=7)
     sched.add(request("a", [1] * 20, 6))
-    plans = run_followed(sched, 3)
-    assert [plan.works[0].num_new for plan in plans] == [7, 7, 6]
-    assert [plan.works[0].num_drafter_reads for plan in plans] == [7, 7, 5]
+    made = run_followed(sched, 3)
+    assert [step.works[0].num_new for step in made] == [7, 7, 6]
+    assert [step.works[0].num_drafter_reads for step in made] == [7, 7, 5]
     [one] = sched.running
     assert (one.num_drafter_computed, one.num_states) == (19, WINDOW)
     assert one.drafter_gap == NO_GAP
@@ -70,10 +71,10 @@ def test_a_prompt_is_read_as_it_passes_by():
 def test_what_a_draft_follows_from_is_left_to_read():
     sched = eagle(max_num_batched_tokens=9)
     sched.add(request("a", [1] * 10, 6))
-    [plan] = run_followed(sched, 1)
-    assert plan.works[0].num_drafter_reads == 8  # the ninth is read together with the newest
-    plan = sched.schedule({"a": eagle_drafts(1)})
-    assert plan.works[0].num_drafts == 1
+    [step] = run_followed(sched, 1)
+    assert step.works[0].num_drafter_reads == 8  # the ninth is read together with the newest
+    step = sched.schedule({"a": eagle_drafts(1)})
+    assert step.works[0].num_drafts == 1
 
 
 def test_a_drafter_without_states_drafts_in_the_next_step_and_holds_no_block_before():
@@ -81,12 +82,12 @@ def test_a_drafter_without_states_drafts_in_the_next_step_and_holds_no_block_bef
     one = request("a", [1] * 6, 9)
     sched.add(one)
     run_plainly(sched, 2)
-    plan = sched.schedule({"a": eagle_drafts(3)})
-    assert (plan.keeps_states, plan.works[0].drafts) == (True, None)
-    assert len(plan.works[0].block_ids) == plan.works[0].start + 1
-    sched.commit(plan, plain_results(plan))
-    plan = sched.schedule({"a": eagle_drafts(3)})
-    assert plan.works[0].num_drafts == 3
+    step = sched.schedule({"a": eagle_drafts(3)})
+    assert (step.plan.keeps_states, step.works[0].drafts) == (True, None)
+    assert len(sched.table(one).ids) == step.works[0].start + 1
+    sched.commit(step, plain_results(step))
+    step = sched.schedule({"a": eagle_drafts(3)})
+    assert step.works[0].num_drafts == 3
     assert (one.num_drafter_computed, one.drafter_gap.num_tokens) == (7, 7)
 
 
@@ -105,8 +106,8 @@ def test_after_a_pause_the_drafter_reads_the_window_behind_what_it_has_read():
     one = request("a", [1] * 9, 30)
     sched.add(one)
     run_followed(sched, 1)
-    plan = sched.schedule({"a": eagle_drafts(1)}, everybody)
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({"a": eagle_drafts(1)}, everybody)
+    sched.commit(step, plain_results(step))
     assert (one.num_tokens, one.num_drafter_computed) == (11, 9)
     run_followed(sched, 20)
     assert sched.lag_tokens(one) == WINDOW - 1
@@ -122,8 +123,8 @@ def test_a_refused_step_spoils_the_states_that_it_has_overwritten():
     one = request("a", [1] * 9, 30)
     sched.add(one)
     run_followed(sched, 2)
-    plan = sched.schedule({"a": host_drafts(1, 1)}, everybody)
-    sched.commit(plan, StepResult((WorkResult(is_finite=False),), 3))
+    step = sched.schedule({"a": host_drafts(1, 1)}, everybody)
+    sched.commit(step, StepResult((WorkResult(is_finite=False),), 3))
     assert (one.num_tokens, one.num_states) == (11, 0)
 
 
@@ -133,9 +134,9 @@ def test_a_draft_model_lags_by_all_that_it_has_not_read():
     sched.add(one)
     run_plainly(sched, 3)
     assert sched.lag_tokens(one) == 12 - 1
-    plan = sched.schedule({"a": model_drafts(2)})
-    assert plan.works[0].num_drafts == 2
-    sched.commit(plan, StepResult((WorkResult((1, 1, 1), (0, 1), (1, 1)),), 3))
+    step = sched.schedule({"a": model_drafts(2)})
+    assert step.works[0].num_drafts == 2
+    sched.commit(step, StepResult((WorkResult((1, 1, 1), (0, 1), (1, 1)),), 3))
     assert (one.num_tokens, one.num_drafter_computed, sched.lag_tokens(one)) == (15, 13, 0)
     run_plainly(sched, 4)
     assert sched.lag_tokens(one) == 4

@@ -16,13 +16,13 @@ from outdraft.core.plan import (
     MODEL_CHAIN,
     DraftChoice,
     ModelDrafting,
-    StepPlan,
     StepResult,
     StepRoom,
     WorkResult,
 )
 from outdraft.core.request import FinishReason, Request, RequestStatus
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.kv.block_pool import BlockPool
 from outdraft.scheduling.scheduler import Scheduler
 from tests.scheduling.simulated_device import SimulatedDevice
@@ -85,18 +85,18 @@ def host_drafts(*token_ids: int) -> DraftChoice:
     return DraftChoice(DraftSource.NGRAM, Draft.chain(token_ids))
 
 
-def plain_results(plan: StepPlan, token_id: int = 1) -> StepResult:
+def plain_results(step: ScheduledStep, token_id: int = 1) -> StepResult:
     """Every draft is rejected; every work that samples gets token_id."""
     return StepResult(
-        tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in plan.works),
-        plan.num_rows,
+        tuple(WorkResult((token_id,)) if work.samples else WorkResult() for work in step.works),
+        step.num_rows,
     )
 
 
 def run_plainly(sched: Scheduler, steps: int) -> None:
     for _ in range(steps):
-        plan = sched.schedule({})
-        sched.commit(plan, plain_results(plan))
+        step = sched.schedule({})
+        sched.commit(step, plain_results(step))
         sched.check_invariants()
 
 
@@ -205,24 +205,24 @@ class Simulation:
     def _step(self) -> None:
         choices = self._choices()
         before = list(self.sched.running)
-        plan = self.sched.schedule(choices, lambda one: self.rng.random() < self.world.followed)
-        self._check_plan(plan, choices)
+        step = self.sched.schedule(choices, lambda one: self.rng.random() < self.world.followed)
+        self._check_plan(step, choices)
         self._check_order(before)
-        result = self.device.execute(plan)
+        result = self.device.execute(step)
         aborted = self._maybe_abort()
-        lengths = {work.request.id: work.request.num_tokens for work in plan.works}
-        booked = self.sched.commit(plan, result)
+        lengths = {one.id: one.num_tokens for one in step.requests}
+        booked = self.sched.commit(step, result)
         self.sched.check_invariants()
-        assert aborted not in [work.request for work, _, _ in booked]
-        for work, outcome, added in booked:
+        assert aborted not in [one.request for one in booked]
+        for one, work, outcome, added in booked:
             assert added == outcome.token_ids[: len(added)]
             assert bool(added) == work.samples
-            assert work.request.num_tokens == lengths[work.request.id] + len(added)
-            assert work.request.num_output <= (work.request.params.max_tokens or 0)
+            assert one.num_tokens == lengths[one.id] + len(added)
+            assert one.num_output <= (one.params.max_tokens or 0)
             is_cut = len(added) < len(outcome.token_ids)
-            assert not is_cut or work.request.finish_reason is not None
-            num_named = len(work.request.block_hashes)
-            assert num_named <= work.request.num_tokens // self.world.block_size
+            assert not is_cut or one.finish_reason is not None
+            num_named = len(one.block_hashes)
+            assert num_named <= one.num_tokens // self.world.block_size
         for one in self.sched.running:
             blocks = self.sched.table(one).ids
             self.device.check(self.device.target, one, blocks, one.num_computed)
@@ -259,24 +259,22 @@ class Simulation:
         assert self.sched.abort(victim.id) is None
         return victim
 
-    def _check_plan(self, plan: StepPlan, choices: dict[str, DraftChoice]) -> None:
-        assert 0 < plan.num_rows <= self.world.max_num_batched_tokens
-        assert {work.request.id for work in plan.works} == {r.id for r in self.sched.running}
-        for work in plan.works:
-            assert work.start == work.request.num_computed
-            assert len(work.block_ids) * self.world.block_size >= (
-                work.request.num_tokens + work.num_drafts
-                if work.drafts
-                else work.start + work.num_new
+    def _check_plan(self, step: ScheduledStep, choices: dict[str, DraftChoice]) -> None:
+        assert 0 < step.num_rows <= self.world.max_num_batched_tokens
+        assert {one.id for one in step.requests} == {r.id for r in self.sched.running}
+        for one, work in zip(step.requests, step.works, strict=True):
+            assert work.start == one.num_computed
+            assert len(self.sched.table(one).ids) * self.world.block_size >= (
+                one.num_tokens + work.num_drafts if work.drafts else work.start + work.num_new
             )
             if work.drafts is None:
                 continue
-            choice = choices[work.request.id]
+            choice = choices[one.id]
             assert work.samples
             assert 0 < work.num_drafts <= len(choice)
-            assert work.num_drafts <= MAX_MODEL_LEN - work.request.num_tokens
+            assert work.num_drafts <= MAX_MODEL_LEN - one.num_tokens
             if not choice.is_device_tree:
-                assert work.num_drafts <= work.request.max_drafts
+                assert work.num_drafts <= one.max_drafts
             assert work.drafts == choice.truncated(work.num_drafts)
 
     def _key(self, one: Request) -> tuple[float, ...]:
@@ -340,15 +338,16 @@ class ComparedWithPlain(Simulation):
         super().__init__(world)
         self.num_cut = 0  # drafts that had to do with less than they asked for
 
-    def _check_plan(self, plan: StepPlan, choices: dict[str, DraftChoice]) -> None:
-        super()._check_plan(plan, choices)
+    def _check_plan(self, step: ScheduledStep, choices: dict[str, DraftChoice]) -> None:
+        super()._check_plan(step, choices)
         preempted = self.before.running.keys() - {one.id for one in self.sched.running}
         assert preempted == self.before.preempted_without_drafts
-        num_drafts = sum(work.num_drafts for work in plan.works)
+        num_drafts = sum(work.num_drafts for work in step.works)
         if not preempted:
             assert num_drafts <= self.before.room.free_rows
             assert num_drafts <= self.before.room.free_slots
-        asked = sum(len(choices[w.request.id]) for w in plan.works if w.drafts is not None)
+        pairs = zip(step.requests, step.works, strict=True)
+        asked = sum(len(choices[one.id]) for one, work in pairs if work.drafts is not None)
         self.num_cut += num_drafts < asked
 
     def _choices(self) -> dict[str, DraftChoice]:
@@ -428,11 +427,11 @@ def test_one_row_a_request_is_guaranteed_whatever_the_others_compute(world):
     rng = Random(world.seed)
     for i in range(world.max_num_seqs):
         sched.add(request(str(i), [rng.randrange(3)] * rng.randint(1, 25)))
-        sched.commit(plan := sched.schedule({}), plain_results(plan))
+        sched.commit(step := sched.schedule({}), plain_results(step))
         choices = {r.id: host_drafts(1, 1, 1, 1, 1) for r in sched.running}
-        plan = sched.schedule(choices)
-        assert {work.request.id for work in plan.works} == {r.id for r in sched.running}
-        sched.commit(plan, plain_results(plan))
+        step = sched.schedule(choices)
+        assert {one.id for one in step.requests} == {r.id for r in sched.running}
+        sched.commit(step, plain_results(step))
 
 
 # --- single claims ----------------------------------------------------------------------------
@@ -441,11 +440,11 @@ def test_one_row_a_request_is_guaranteed_whatever_the_others_compute(world):
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget():
     sched = scheduler(max_num_batched_tokens=8)
     sched.add(request("a", [1] * 20))
-    plans = []
+    made = []
     for _ in range(3):
-        plans.append(plan := sched.schedule({}))
-        sched.commit(plan, plain_results(plan))
-    works = [plan.works[0] for plan in plans]
+        made.append(step := sched.schedule({}))
+        sched.commit(step, plain_results(step))
+    works = [step.works[0] for step in made]
     assert [(w.start, w.num_new, w.samples) for w in works] == [
         (0, 8, False),
         (8, 8, False),
@@ -458,8 +457,8 @@ def test_drafts_take_only_the_rows_that_no_running_request_needs():
     for name in "abc":
         sched.add(request(name, [1], 20))
         run_plainly(sched, 1)
-    plan = sched.schedule({name: host_drafts(1, 1, 1) for name in "abc"})
-    assert [work.num_rows for work in plan.works] == [2, 1, 1]
+    step = sched.schedule({name: host_drafts(1, 1, 1) for name in "abc"})
+    assert [work.num_rows for work in step.works] == [2, 1, 1]
 
 
 def test_drafts_are_cut_to_the_blocks_that_are_left():
@@ -467,8 +466,8 @@ def test_drafts_are_cut_to_the_blocks_that_are_left():
     sched.add(request("a", [1] * 6, 6))
     run_plainly(sched, 1)
     sched.pool.allocate(1)  # someone else's
-    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
-    assert plan.works[0].num_drafts == 1  # tokens 0..6 and one draft fill the request's two blocks
+    step = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
+    assert step.works[0].num_drafts == 1  # tokens 0..6 and one draft fill the request's two blocks
 
 
 def test_drafts_preempt_nobody():
@@ -476,9 +475,9 @@ def test_drafts_preempt_nobody():
     sched.add(request("a", [1] * 4, 8))
     sched.add(request("b", [1] * 4, 8))
     run_plainly(sched, 1)  # one block each; the next row of each needs one more
-    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1, 1)})
-    assert [work.request.id for work in plan.works] == ["a", "b"]
-    assert plan.works[0].num_drafts == 3
+    step = sched.schedule({"a": host_drafts(1, 1, 1, 1, 1)})
+    assert [one.id for one in step.requests] == ["a", "b"]
+    assert step.works[0].num_drafts == 3
 
 
 def test_the_newest_request_is_preempted_and_runs_again_with_its_tokens():
@@ -487,24 +486,25 @@ def test_the_newest_request_is_preempted_and_runs_again_with_its_tokens():
     sched.add(first)
     sched.add(second)
     run_plainly(sched, 1)
-    plan = sched.schedule({})
-    assert [work.request for work in plan.works] == [first]
+    step = sched.schedule({})
+    assert step.requests == (first,)
     assert second.status is RequestStatus.WAITING
     assert second.token_ids[second.num_prompt :].tolist() == [1]
     assert (second.num_preemptions, second.slot) == (1, None)
-    sched.commit(plan, plain_results(plan))
+    sched.commit(step, plain_results(step))
     sched.abort("a")
-    [work] = sched.schedule({}).works
-    assert (work.request, work.start, work.num_new) == (second, 0, 5)
+    step = sched.schedule({})
+    [work] = step.works
+    assert (step.requests, work.start, work.num_new) == ((second,), 0, 5)
 
 
 def test_a_rejected_draft_leaves_no_blocks_behind():
     sched = scheduler(block_size=1)
     sched.add(request("a", [1, 1, 1], 20))
     run_plainly(sched, 1)
-    plan = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
-    assert len(plan.works[0].block_ids) == 8
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({"a": host_drafts(1, 1, 1, 1)})
+    assert len(sched.table(step.requests[0]).ids) == 8
+    sched.commit(step, plain_results(step))
     assert sched.pool.num_blocks - sched.pool.num_free == 4
 
 
@@ -513,9 +513,9 @@ def test_tokens_behind_a_stop_token_inside_an_accepted_draft_are_dropped():
     one = request("a", [1], 20, stop=frozenset([0]), stop_token_ids=[0])
     sched.add(one)
     run_plainly(sched, 1)
-    plan = sched.schedule({"a": host_drafts(2, 0, 2)})
+    step = sched.schedule({"a": host_drafts(2, 0, 2)})
     outcome = WorkResult((2, 0, 2, 1), (0, 1, 2), (2, 0, 2))
-    [(_, _, added)] = sched.commit(plan, StepResult((outcome,), plan.num_rows))
+    [(_, _, _, added)] = sched.commit(step, StepResult((outcome,), step.num_rows))
     assert added == (2, 0)
     assert one.token_ids[one.num_prompt :].tolist() == [1, 2, 0]
     assert (one.finish_reason, one.stop_reason) == (FinishReason.STOP, 0)
@@ -544,8 +544,9 @@ def test_generated_tokens_are_found_by_a_follow_up_prompt():
 # --- waiting for a prompt that is being computed ------------------------------------------------
 
 
-def rows_of(plan: StepPlan) -> dict[str, tuple[int, int]]:
-    return {work.request.id: (work.start, work.num_new) for work in plan.works}
+def rows_of(step: ScheduledStep) -> dict[str, tuple[int, int]]:
+    pairs = zip(step.requests, step.works, strict=True)
+    return {one.id: (work.start, work.num_new) for one, work in pairs}
 
 
 def copies(sched: Scheduler, names: str, prompt: Sequence[int], **options) -> None:
@@ -558,13 +559,13 @@ def test_one_of_several_equal_prompts_is_computed_and_the_others_take_its_blocks
     sched = scheduler(block_size=4)
     sched.add(request("a", [1] * 18, **params))
     copies(sched, "bcd", [1] * 18)
-    plan = sched.schedule({})
-    assert rows_of(plan) == {"a": (0, 18)}
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({})
+    assert rows_of(step) == {"a": (0, 18)}
+    sched.commit(step, plain_results(step))
     sched.check_invariants()
-    plan = sched.schedule({})
-    assert rows_of(plan) == {"a": (18, 1), "b": (16, 2), "c": (16, 2), "d": (16, 2)}
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({})
+    assert rows_of(step) == {"a": (18, 1), "b": (16, 2), "c": (16, 2), "d": (16, 2)}
+    sched.commit(step, plain_results(step))
     sched.check_invariants()
 
 
@@ -572,11 +573,11 @@ def test_a_prompt_in_chunks_is_waited_for_until_the_last_common_block():
     sched = scheduler(block_size=4, max_num_batched_tokens=8)
     sched.add(request("a", [1] * 20))
     sched.add(request("b", [1] * 9 + [2] * 11))
-    plans = []
+    made = []
     for _ in range(3):
-        plans.append(plan := sched.schedule({}))
-        sched.commit(plan, plain_results(plan))
-    assert [rows_of(plan) for plan in plans] == [
+        made.append(step := sched.schedule({}))
+        sched.commit(step, plain_results(step))
+    assert [rows_of(step) for step in made] == [
         {"a": (0, 8)},
         {"a": (8, 8)},
         {"a": (16, 4), "b": (8, 4)},
@@ -587,9 +588,9 @@ def test_whoever_has_nothing_to_wait_for_starts_and_the_slots_of_the_others_are_
     sched = scheduler(block_size=4, max_num_seqs=4)
     copies(sched, "abc", [1] * 9)
     copies(sched, "xy", [2] * 3)
-    plan = sched.schedule({})
-    assert list(rows_of(plan)) == ["a", "x"]
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({})
+    assert list(rows_of(step)) == ["a", "x"]
+    sched.commit(step, plain_results(step))
     assert list(rows_of(sched.schedule({}))) == ["a", "x", "b", "c"]
 
 
@@ -625,8 +626,8 @@ def test_the_drafter_reads_a_prompt_of_several_sequences_once():
     sched = scheduler(block_size=4)
     copies(sched, "abc", [1] * 18, max_tokens=20)
     run_plainly(sched, 1)
-    plan = sched.schedule({"a": model_drafts(1)})  # the drafter reads the prompt for a
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({"a": model_drafts(1)})  # the drafter reads the prompt for a
+    sched.commit(step, plain_results(step))
     assert [r.num_drafter_computed for r in sched.running] == [19, 0, 0]
     sched.schedule({"a": model_drafts(1), "b": model_drafts(1), "c": host_drafts(1)})
     assert [r.num_drafter_computed for r in sched.running] == [19, 16, 0]
@@ -635,9 +636,9 @@ def test_the_drafter_reads_a_prompt_of_several_sequences_once():
 def test_when_the_one_that_computes_is_aborted_the_next_one_computes():
     sched = scheduler(block_size=4, max_num_batched_tokens=8)
     copies(sched, "abc", [1] * 20)
-    plan = sched.schedule({})
+    step = sched.schedule({})
     sched.abort("a")
-    sched.commit(plan, plain_results(plan))
+    sched.commit(step, plain_results(step))
     assert rows_of(sched.schedule({})) == {"b": (0, 8)}
 
 
@@ -655,10 +656,10 @@ def test_the_drafter_has_all_but_its_last_draft(num_accepted, drafter_computed):
     one = request("a", [1] * 3, 20)
     sched.add(one)
     run_plainly(sched, 1)
-    plan = sched.schedule({"a": model_drafts(3)})
+    step = sched.schedule({"a": model_drafts(3)})
     emitted = (1,) * (num_accepted + 1)
     rows = tuple(range(num_accepted))
-    sched.commit(plan, StepResult((WorkResult(emitted, rows, (1, 1, 1)),), plan.num_rows))
+    sched.commit(step, StepResult((WorkResult(emitted, rows, (1, 1, 1)),), step.num_rows))
     assert one.num_computed == 4 + num_accepted
     assert one.num_drafter_computed == drafter_computed
 
@@ -675,8 +676,8 @@ def test_a_cached_prefix_counts_for_the_drafter_up_to_the_first_block_it_did_not
     sched = scheduler(block_size=2)
     sched.add(request("a", [1] * 4, 9))
     run_plainly(sched, 1)
-    plan = sched.schedule({"a": model_drafts(1)})  # the drafter reads five tokens: two blocks
-    sched.commit(plan, plain_results(plan))
+    step = sched.schedule({"a": model_drafts(1)})  # the drafter reads five tokens: two blocks
+    sched.commit(step, plain_results(step))
     run_plainly(sched, 7)
     assert not sched.has_work
     second = request("b", [1] * 10)
@@ -691,9 +692,9 @@ def test_priority_admits_the_lowest_number_first():
         sched.add(request(name, [1], 1, priority=priority))
     order = []
     while sched.has_work:
-        plan = sched.schedule({})
-        order.append(plan.works[0].request.id)
-        sched.commit(plan, plain_results(plan))
+        step = sched.schedule({})
+        order.append(step.requests[0].id)
+        sched.commit(step, plain_results(step))
     assert order == ["b", "c", "a"]
 
 
@@ -701,7 +702,7 @@ def test_fcfs_ignores_priorities():
     sched = scheduler(max_num_seqs=1)
     for name, priority in (("a", 2), ("b", 0)):
         sched.add(request(name, [1], 1, priority=priority))
-    assert sched.schedule({}).works[0].request.id == "a"
+    assert sched.schedule({}).requests[0].id == "a"
 
 
 def test_a_request_that_can_never_fit_is_refused_at_once():

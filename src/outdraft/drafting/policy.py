@@ -35,11 +35,11 @@ from outdraft.core.plan import (
     ModelDrafting,
     StepRoom,
     StepStats,
-    Work,
     WorkResult,
     drafted_levels,
 )
 from outdraft.core.request import Request
+from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.explained import DISABLED, NOT_WANTED, explained, standing
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host_sources import (
@@ -60,7 +60,7 @@ _logger = logging.getLogger(__name__)
 # 16 of them EAGLE-3 accepts nine tenths of what it accepts with the whole text (docs/log.md).
 WARM_UP_STEPS = 16
 
-Booked = Sequence[tuple[Work, WorkResult, tuple[int, ...]]]  # as Scheduler.commit returns it
+Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +246,12 @@ class DraftPolicy:
     ) -> tuple[DraftOutcome, ...]:
         """Tell control what came of the step; how its drafts fared."""
         started_s = perf_counter()
-        shadows = self._shadows.observe(work.request for work, _, _ in booked)
+        shadows = self._shadows.observe(one.request for one in booked)
         if step is None:
             if shadows:
                 self.control.observe_shadows(shadows)
             return ()
-        ran = {work.request.id: (work, result, added) for work, result, added in booked}
+        ran = {one.request.id: one for one in booked}
         if not all(request.request_id in ran for request in step.facts.requests):
             return ()  # some were preempted, so that the decision was for another batch
         outcome = self._outcome(step, ran, stats, shadows)
@@ -263,7 +263,7 @@ class DraftPolicy:
     def _observe_plain(self, booked: Booked, stats: StepStats) -> None:
         if stats.num_rows != len(booked):
             return  # a prompt began
-        times, context = stats.times, sum(work.request.num_tokens for work, _, _ in booked)
+        times, context = stats.times, sum(one.request.num_tokens for one in booked)
         target_s, host_s = times.verify_s + times.sample_s, times.draft_s + stats.host_s
         self.control.observe_plain(len(booked), context, target_s, host_s)
 
@@ -383,15 +383,15 @@ class DraftPolicy:
     def _outcome(
         self,
         step: _Step,
-        ran: dict[str, tuple[Work, WorkResult, tuple[int, ...]]],
+        ran: dict[str, BookedWork],
         stats: StepStats,
         shadows: tuple[ShadowOutcome, ...],
     ) -> StepOutcome:
         facts, outcomes = step.facts, list[DraftOutcome]()
-        prompt_rows = sum(work.num_new for work, _, _ in ran.values()) - len(facts.requests)
+        prompt_rows = sum(one.work.num_new for one in ran.values()) - len(facts.requests)
         num_tokens, drafts_network = 0, False
         for one in facts.requests:
-            work, result, added = ran[one.request_id]
+            _, work, result, added = ran[one.request_id]
             num_tokens += len(added)
             if work.drafts is not None and result.is_finite:
                 drafts_network |= work.drafts.num_model_drafts > 0

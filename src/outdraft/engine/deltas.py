@@ -8,7 +8,8 @@ from outdraft.core.decided import StepDecision
 from outdraft.core.deltas import RequestDelta, SequenceDelta
 from outdraft.core.draft import DraftSource
 from outdraft.core.outputs import DraftTrace, TokenOrigin
-from outdraft.core.plan import DraftChoice, TokenLogprobs, Work, WorkResult
+from outdraft.core.plan import DraftChoice, TokenLogprobs, WorkResult
+from outdraft.core.scheduled import BookedWork
 
 _ORIGINS = {source: TokenOrigin(source) for source in DraftSource}
 
@@ -48,21 +49,9 @@ class RequestDeltas:
         self._is_prompt_told = False
         self._news: list[SequenceDelta] = []
 
-    def add(
-        self,
-        index: int,
-        work: Work,
-        outcome: WorkResult,
-        added: tuple[int, ...],
-        told: StepTold,
-    ) -> None:
-        """Book one step of the index-th sequence.
-
-        Args:
-            added: the tokens that were kept.
-            told: about the step, all its requests included.
-        """
-        request = work.request
+    def add(self, index: int, booked: BookedWork, told: StepTold) -> None:
+        """Book one step of the index-th sequence; `told`: of all the step's requests."""
+        request, work, outcome, added = booked
         if self._first_scheduled_s is None:
             self._first_scheduled_s = time.monotonic()
             self._num_cached_tokens = request.num_cached
@@ -72,7 +61,7 @@ class RequestDeltas:
             end = work.start + len(outcome.prompt_logprobs)
             self._prompt_logprobs[work.start : end] = outcome.prompt_logprobs
         if added or request.finish_reason is not None:
-            self._news.append(_sequence_delta(index, work, outcome, added, told))
+            self._news.append(_sequence_delta(index, booked, told))
 
     def take(self) -> RequestDelta:
         """What came since it was asked last."""
@@ -94,10 +83,9 @@ class RequestDeltas:
         )
 
 
-def _sequence_delta(
-    index: int, work: Work, outcome: WorkResult, added: tuple[int, ...], told: StepTold
-) -> SequenceDelta:
-    request, drafts = work.request, work.drafts
+def _sequence_delta(index: int, booked: BookedWork, told: StepTold) -> SequenceDelta:
+    request, work, outcome, added = booked
+    drafts = work.drafts
     drafted = None
     if drafts is not None:
         num_drafted = len(outcome.drafted_ids)
@@ -109,7 +97,7 @@ def _sequence_delta(
         _origins(outcome, drafts)[: len(added)],
         drafted,
         outcome.logprobs[: len(added)],
-        _trace(work, outcome, len(added), told) if request.params.speculation.trace else None,
+        _trace(booked, told) if request.params.speculation.trace else None,
         None if reason is None else str(reason),
         request.stop_reason,
         request.error,
@@ -128,8 +116,9 @@ def _origins(outcome: WorkResult, drafts: DraftChoice | None) -> tuple[TokenOrig
     return (*accepted, TokenOrigin.BONUS if is_whole else TokenOrigin.RECOVERED)
 
 
-def _trace(work: Work, outcome: WorkResult, num_emitted: int, told: StepTold) -> DraftTrace:
-    drafts, choice = work.drafts, told.granted.get(work.request.id)
+def _trace(booked: BookedWork, told: StepTold) -> DraftTrace:
+    outcome, num_emitted = booked.outcome, len(booked.added)
+    drafts, choice = booked.work.drafts, told.granted.get(booked.request.id)
     granted = len(choice) if choice is not None else 0
     if drafts is None:
         return DraftTrace((), (), (), (), num_emitted, told.seconds, (), granted, told.decision)

@@ -130,25 +130,25 @@ class Engine:
         A sequence that fails by itself ends with FinishReason.ERROR; the others go on.
         """
         started_s = time.perf_counter()
-        plan = plan_step(self.scheduler, self.drafting)
-        if not plan.works:
+        step = plan_step(self.scheduler, self.drafting)
+        if not step.works:
             return []
-        result = self.runner.collect(self.runner.launch(plan))
-        booked = self.scheduler.commit(plan, result)
+        result = self.runner.collect(self.runner.launch(step.plan))
+        booked = self.scheduler.commit(step, result)
         grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []
         told = StepTold(
             time.perf_counter() - started_s, self.drafting.decided, self.drafting.granted
         )
-        for work, outcome, added in booked:
-            sequence = self._sequences[work.request.id]
-            sequence.deltas.add(sequence.index, work, outcome, added, told)
-            if work.request.finish_reason is not None:
+        for one in booked:
+            sequence = self._sequences[one.request.id]
+            sequence.deltas.add(sequence.index, one, told)
+            if one.request.finish_reason is not None:
                 ended.append(sequence)
-            if added or work.request.finish_reason is not None:
+            if one.added or one.request.finish_reason is not None:
                 grown[sequence.deltas.request_id] = sequence.deltas
         stats = step_stats(
-            plan,
+            step.plan,
             booked,
             num_rows=result.num_rows,
             times=result.times,

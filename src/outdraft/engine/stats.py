@@ -1,7 +1,7 @@
 """Adds up the engine's steps."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -12,15 +12,14 @@ from outdraft.core.plan import (
     PhaseTimes,
     StepPlan,
     StepStats,
-    Work,
-    WorkResult,
     drafted_levels,
 )
+from outdraft.core.scheduled import BookedWork
 
 
 def step_stats(
     plan: StepPlan,
-    booked: list[tuple[Work, WorkResult, tuple[int, ...]]],
+    booked: Sequence[BookedWork],
     *,
     num_rows: int,
     times: PhaseTimes,
@@ -43,7 +42,7 @@ def step_stats(
             len(outcome.accepted_rows),
             drafted_levels(work.drafts, outcome),
         )
-        for work, outcome, _ in booked
+        for _, work, outcome, _ in booked
         if work.drafts is not None and outcome.drafted_ids  # a live rule may leave none
     ]
     drafted = _sum([(source, num_drafted) for source, num_drafted, _, _ in verified])
@@ -53,7 +52,7 @@ def step_stats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
         num_rows=num_rows,
-        num_emitted=sum([len(added) for _, _, added in booked]),
+        num_emitted=sum([len(one.added) for one in booked]),
         num_drafts=len(verified),
         num_draft_tokens=sum(drafted.values()),
         num_accepted_tokens=sum(accepted.values()),
@@ -66,11 +65,9 @@ def step_stats(
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
-        draft_lengths=tuple(
-            [len(outcome.drafted_ids) for work, outcome, _ in booked if work.samples]
-        ),
+        draft_lengths=tuple([len(one.outcome.drafted_ids) for one in booked if one.work.samples]),
         granted_lengths=tuple(
-            [len(granted.get(work.request.id, ())) for work, _, _ in booked if work.samples]
+            [len(granted.get(one.request.id, ())) for one in booked if one.work.samples]
         ),
         draft_levels=tuple(
             [(source, levels, num_accepted) for source, _, num_accepted, levels in verified]

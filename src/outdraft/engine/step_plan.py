@@ -1,11 +1,11 @@
 """The first half of a step: who drafts, and what is computed. Engines and replays share it."""
 
-from outdraft.core.plan import StepPlan
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.scheduling.scheduler import Scheduler
 
 
-def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> StepPlan:
+def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     """The next step; its `works` are empty if there is nothing to do."""
     num_live = len(scheduler.running) + len(scheduler.waiting)
     num_running = min(num_live, scheduler.config.max_num_seqs)

@@ -17,10 +17,11 @@ from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.core.plan import ModelDrafting, Work, WorkResult
+from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
 from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
 from outdraft.engine.stats import StatsTotal, step_stats
@@ -197,16 +198,16 @@ class _Replay:
         scheduler, policy = self._scheduler, self._policy
         looks_up = self._looks_up and policy.control.wants_offers
         num_asked = len(scheduler.decoding_requests()) if looks_up else 0
-        plan = plan_step(scheduler, policy)
-        result = self._device.execute(plan, self._texts)
-        booked = scheduler.commit(plan, result)
+        step = plan_step(scheduler, policy)
+        result = self._device.execute(step, self._texts)
+        booked = scheduler.commit(step, result)
         times = result.times
         step_s = times.draft_s + times.verify_s
-        step_s += self._device.host_s(len(plan.works), num_asked)
+        step_s += self._device.host_s(len(step.works), num_asked)
         self._now_s += step_s
         self._busy_s += step_s
         stats = step_stats(
-            plan,
+            step.plan,
             booked,
             num_rows=result.num_rows,
             times=times,
@@ -216,12 +217,13 @@ class _Replay:
         )
         policy.observe(booked, stats)
         self._stats.add(stats)
-        for work, outcome, added in booked:
-            self._book(work, outcome, added)
+        for one in booked:
+            self._book(one)
 
-    def _book(self, work: Work, outcome: WorkResult, added: tuple[int, ...]) -> None:
+    def _book(self, booked: BookedWork) -> None:
         """Note what a text gained; end it where it ended."""
-        request, text = work.request, self._texts[work.request.id]
+        request, work, outcome, added = booked
+        text = self._texts[request.id]
         if added:
             text.first_s = self._now_s if text.first_s is None else text.first_s
             drafted = len(outcome.drafted_ids)

@@ -10,9 +10,10 @@ import numpy as np
 
 from outdraft.control.costs import CostTable
 from outdraft.core.draft import Draft
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, StepResult, Work, WorkResult
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepResult, Work, WorkResult
 from outdraft.core.recorded import RecordedOutput
 from outdraft.core.request import Request
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.policy import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 
@@ -69,10 +70,13 @@ class ReplayedDevice:
         self._network, self._drafter = network, drafter
         self._cost = None if network is None else table.drafters.get(str(network.source))
 
-    def execute(self, plan: StepPlan, texts: dict[str, ReplayedText]) -> StepResult:
+    def execute(self, step: ScheduledStep, texts: dict[str, ReplayedText]) -> StepResult:
         """What a step brings, and what it takes."""
-        draft_s = self._draft_s(plan)
-        results = tuple(self._verify(work, texts[work.request.id]) for work in plan.works)
+        draft_s, plan = self._draft_s(step), step.plan
+        results = tuple(
+            self._verify(work, texts[request.id])
+            for request, work in zip(step.requests, step.works, strict=True)
+        )
         table, count = self._table, len(plan.works)
         context = sum(work.start + work.num_new for work in plan.works)
         target_s = float(table.target.at(np.array(plan.num_rows))) + table.context_s * context
@@ -88,23 +92,23 @@ class ReplayedDevice:
             + table.offer_s * num_asked
         )
 
-    def _draft_s(self, plan: StepPlan) -> float:
+    def _draft_s(self, step: ScheduledStep) -> float:
         """The network's passes, and its catching up."""
         cost, drafter = self._cost, self._drafter
         drafting = [
-            (work, work.drafts)
-            for work in plan.works
+            (request, work.drafts)
+            for request, work in zip(step.requests, step.works, strict=True)
             if work.drafts is not None and work.drafts.num_model_drafts
         ]
         if cost is None or drafter is None or not drafting:
             return 0.0
-        context = sum(work.request.num_tokens for work, _ in drafting)
+        context = sum(request.num_tokens for request, _ in drafting)
         seconds, level = cost.start_s, 0
         while rows := sum(_pass_rows(choice, level) for _, choice in drafting):
             if level < cost.max_passes:
                 seconds += float(cost.passes.at(np.array(rows))) + cost.context_s * context
             level += 1
-        lag = sum(drafter.lag_tokens(work.request) for work, _ in drafting)
+        lag = sum(drafter.lag_tokens(request) for request, _ in drafting)
         return seconds + float(cost.catch_up.at(np.array(lag)))
 
     def _verify(self, work: Work, text: ReplayedText) -> WorkResult:

@@ -55,16 +55,16 @@ class DrafterBooks:
         request.num_drafter_usual = 1
         request.drafter_gap = NO_GAP
 
-    def chunk_reads(self, work: Work) -> int:
+    def chunk_reads(self, request: Request, work: Work) -> int:
         """How many tokens of a prompt's chunk the drafter reads at once: `num_drafter_reads`.
 
         Others may take the blocks over from the next step on, and find no states then. The token
         before the newest one is left: what the drafter drafts follows from what it reads last.
         """
-        num_tokens = work.request.num_tokens + (1 if work.samples else 0)
+        num_tokens = request.num_tokens + (1 if work.samples else 0)
         count = min(work.num_new, num_tokens - 2 - work.start) if self._lag else 0
         if count > 0:
-            self._go_on_at(work.request, work.start, work.block_ids)
+            self._go_on_at(request, work.start, work.block_ids)
         return max(0, count)
 
     def readable(
@@ -83,9 +83,10 @@ class DrafterBooks:
             self._go_on_at(request, request.num_computed - request.num_states, block_ids)
         return choice
 
-    def advance(self, work: Work, num_accepted: int, *, keeps_states: bool) -> None:
+    def advance(
+        self, request: Request, work: Work, num_accepted: int, *, keeps_states: bool
+    ) -> None:
         """Count what the drafter has read in a step; before its tokens are added to the text."""
-        request = work.request
         if work.drafts is not None and work.drafts.num_model_drafts:
             kept = min(num_accepted, work.drafts.max_kept)
             request.num_drafter_computed = request.num_tokens + kept

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import CapacityError, RequestError
-from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work, WorkResult
+from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import FinishReason, Request, RequestStatus
+from outdraft.core.scheduled import BookedWork, ScheduledStep
 from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
@@ -130,7 +131,7 @@ class Scheduler:
         self,
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None = None,
-    ) -> StepPlan:
+    ) -> ScheduledStep:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
         `choices` maps request ids to what they would like to verify. A choice is cut to what the
@@ -147,7 +148,8 @@ class Scheduler:
         rows = self._reserve_rows()
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
-        for request, num_new in zip(self.running, rows, strict=True):
+        requests = self.running.copy()
+        for request, num_new in zip(requests, rows, strict=True):
             work = self._work(request, num_new, choices.get(request.id), budget)
             works.append(work)
             budget -= work.num_drafts
@@ -165,32 +167,31 @@ class Scheduler:
             if work is None:
                 break
             works.append(work)
+            requests.append(request)
             budget -= work.num_rows
-        return self._followed(works, choices, follows)
+        return self._followed(requests, works, choices, follows)
 
-    def commit(
-        self, plan: StepPlan, result: StepResult
-    ) -> list[tuple[Work, WorkResult, tuple[int, ...]]]:
-        """Book a step; (work, its result, the tokens really added) for every live request.
+    def commit(self, step: ScheduledStep, result: StepResult) -> list[BookedWork]:
+        """Book a step: what came of it for every live request.
 
         Tokens behind one that ends the request are dropped. Finished requests give everything
         back before this returns. A request without finite logits is computed again without
         drafts, which may have spoilt them; if it had none, it ends with an error.
         """
-        booked: list[tuple[Work, WorkResult, tuple[int, ...]]] = []
-        for work, outcome in zip(plan.works, result.works, strict=True):
-            request = work.request
+        booked: list[BookedWork] = []
+        keeps_states = step.plan.keeps_states
+        for request, work, outcome in zip(step.requests, step.works, result.works, strict=True):
             if request.status is not RequestStatus.RUNNING:
                 continue  # aborted while the step ran
             request.may_draft = outcome.is_finite or work.drafts is None
             if not request.may_draft:
                 self._books.spoil(request)
                 self.table(request).truncate(request.num_computed)
-                booked.append((work, outcome, ()))
+                booked.append(BookedWork(request, work, outcome, ()))
                 continue
             known = request.num_computed, request.num_drafter_computed
             num_accepted = len(outcome.accepted_rows)
-            self._books.advance(work, num_accepted, keeps_states=plan.keeps_states)
+            self._books.advance(request, work, num_accepted, keeps_states=keeps_states)
             request.num_computed += work.num_new + num_accepted
             added: list[int] = []
             reason = request.failed()  # while it was found what may follow
@@ -203,7 +204,7 @@ class Scheduler:
                 self._cache_full_blocks(request, *known)
             else:
                 request.error, reason = _not_finite(request), FinishReason.ERROR
-            booked.append((work, outcome, tuple(added)))
+            booked.append(BookedWork(request, work, outcome, tuple(added)))
             if reason is not None:
                 self.finish(request, reason)
             else:
@@ -253,22 +254,23 @@ class Scheduler:
 
     def _followed(
         self,
+        requests: Sequence[Request],
         works: Sequence[Work],
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None,
-    ) -> StepPlan:
+    ) -> ScheduledStep:
         """The plan, with what the drafter does beside drafting."""
         if not self._books.state_window or (follows is None and not choices):
-            return StepPlan(tuple(works))
+            return ScheduledStep(StepPlan(tuple(works)), tuple(requests))
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
         done: list[Work] = []
-        for work in works:
-            if follows is not None and follows(work.request):
+        for request, work in zip(requests, works, strict=True):
+            if follows is not None and follows(request):
                 keeps_states = True
-                if num_reads := self._books.chunk_reads(work):
+                if num_reads := self._books.chunk_reads(request, work):
                     work = replace(work, num_drafter_reads=num_reads)
             done.append(work)
-        return StepPlan(tuple(done), keeps_states)
+        return ScheduledStep(StepPlan(tuple(done), keeps_states), tuple(requests))
 
     def _reserve_rows(self) -> list[int]:
         """New tokens of every running request, at least one each, with blocks to write them to.
