@@ -1,5 +1,6 @@
 """A sweep gives every variant the same requests, other ones at each level, for long enough."""
 
+import gc
 import json
 
 import pytest
@@ -21,6 +22,7 @@ from outdraft.cli.bench_sweep import plot, variants
 from outdraft.config.engine import EngineConfig
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.table import reference_kernels
@@ -122,6 +124,23 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
         assert seen[level, PLAIN][1] == 0
         assert seen[level, "2"][1] > 0
     assert seen[1, PLAIN][0] == 2 * plan.num_requests(1) * 9
+
+
+def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs):
+    def living():
+        return sum(type(one) is Engine for one in gc.get_objects())
+
+    plan = SweepPlan(levels=(1, 2), min_rounds=1, max_rounds=1)
+    models, counts = share_target(configs), list[int]()
+    gc.collect()
+    before = living()
+    gc.disable()  # they are gone at once, not when somebody looks for cycles
+    try:
+        on_run = lambda name: counts.append(living() - before)  # noqa: E731
+        list(sweep(configs, models, requests(plan), plan, Generation(ignore_eos=True), on_run))
+    finally:
+        gc.enable()
+    assert set(counts) == {len(configs)}
 
 
 def test_a_plot_and_strict_json_come_of_a_result(configs, tmp_path):

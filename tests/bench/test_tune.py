@@ -7,11 +7,21 @@ import pytest
 
 from outdraft.bench.side_by_side import PLAIN
 from outdraft.bench.sweep import LevelResult
-from outdraft.bench.tune import Balance, balance, config_file, gain, level_gain, survivors
+from outdraft.bench.tune import (
+    Balance,
+    balance,
+    buildable,
+    config_file,
+    gain,
+    level_gain,
+    survivors,
+)
 from outdraft.cli.tune import candidates, drafters
+from outdraft.config.engine import EngineConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 from outdraft.engine.stats import StatsTotal
+from tests.cli.pair import pair
 
 
 def level(concurrency, **rates):
@@ -69,6 +79,9 @@ def test_a_written_file_is_toml_that_holds_the_choice():
         "speculative-disable-queue-size": 8,
         "speculative-config": speculation,
     }
+    assert tomllib.loads(config_file(None, {"method": "eagle3"}, None, ["found"])) == {
+        "speculative-config": {"method": "eagle3"}
+    }
     assert tomllib.loads(config_file("m", None, None, [])) == {
         "model": "m",
         "speculative-config": "null",
@@ -82,3 +95,30 @@ def test_drafters_are_named_by_their_methods():
             drafters("m", wrong)
     for values in candidates({"draft_model": "a", "medusa": "b"}).values():
         parse_speculative_config(values)
+
+
+def speculative(values, model=None):
+    return EngineConfig.from_options(
+        model=str(model or pair().target), device="cpu", speculative_config=values
+    )
+
+
+def test_what_cannot_be_built_is_left_out_with_its_reason():
+    heads = {"method": "medusa", "model": str(pair().heads["medusa"])}
+    configs = {
+        PLAIN: speculative(None),
+        "medusa, tree": speculative(heads | {"tree_levels": [2, 1, 1, 1, 1]}),
+        "eagle3": speculative({"method": "eagle3", "model": "/no/such/folder"}),
+        "medusa": speculative(heads),
+    }
+    models, left_out = buildable(configs)
+    assert list(models) == [PLAIN, "medusa"]
+    assert models["medusa"].target is models[PLAIN].target
+    assert list(left_out) == ["medusa, tree", "eagle3"]
+    assert "has 4 heads" in left_out["medusa, tree"]
+    assert "/no/such/folder" in left_out["eagle3"]
+
+
+def test_without_plain_decoding_there_is_nothing_to_compare_with():
+    with pytest.raises(ConfigError, match="/no/such/model"):
+        buildable({PLAIN: speculative(None, "/no/such/model")})

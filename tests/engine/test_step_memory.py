@@ -11,7 +11,7 @@ from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.state_window import STATE_WINDOW
-from outdraft.engine import build
+from outdraft.engine import build, memory_plan
 from outdraft.engine.build import build_engine
 from outdraft.engine.memory import (
     StepShape,
@@ -236,9 +236,9 @@ def test_an_engine_without_speculation_pays_for_no_drafts():
 
 def test_free_memory_is_read_before_anything_is_allocated(monkeypatch):
     order: list[str] = []
-    free = build.device_memory
+    free = memory_plan.device_memory
     monkeypatch.setattr(
-        build, "device_memory", lambda device: (order.append("free"), free(device))[1]
+        memory_plan, "device_memory", lambda device: (order.append("free"), free(device))[1]
     )
     monkeypatch.setattr(
         build, "DeviceState", lambda *args: (order.append("texts"), DeviceState(*args))[1]

@@ -8,6 +8,7 @@ from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
     acceptance_length,
+    build_together,
     complete_in_turn,
     median_ratio,
     median_tokens_per_s,
@@ -16,7 +17,6 @@ from outdraft.bench.side_by_side import (
 )
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.build import build_engine
 from outdraft.engine.drafters import cache_bytes
 from outdraft.engine.loading import LoadedModels
 
@@ -51,7 +51,8 @@ def measure_methods(
     models = share_target(configs)
     result = {name: _kept(configs[name], models[name]) for name in configs}
     for temperature in TEMPERATURES:
-        engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
+        parts = [(config, models[name]) for name, config in configs.items()]
+        engines = dict(zip(configs, build_together(parts), strict=True))
         one = SamplingParams(
             temperature=float(temperature), max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )

@@ -14,9 +14,12 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
+from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import Prompt
 from outdraft.engine.loading import LoadedModels, load_models, with_drafter
+from outdraft.engine.memory import device_memory
+from outdraft.engine.memory_plan import plan_together
 from outdraft.engine.stats import StatsTotal
 
 PLAIN = "plain"  # decoding without drafts, with which everything is compared
@@ -37,30 +40,41 @@ class Sample:
         return self.num_decoded / self.decode_s if self.decode_s else 0.0
 
 
+class SharedModels:
+    """One target for many configurations, and each network that drafts once."""
+
+    def __init__(self) -> None:
+        self._loaded: dict[tuple[object, ...], LoadedModels] = {}
+
+    def of(self, config: EngineConfig) -> LoadedModels:
+        """What the configuration needs; what is not there yet is loaded.
+
+        Raises:
+            ConfigError: a model is missing or does not fit, or the target is another one.
+        """
+        one, key = config.speculation.network, ()
+        if one is not None:
+            key = (one.source, one.model, one.parallel_drafting, one.quantization)
+        if key not in self._loaded:
+            others = list(self._loaded.values())
+            self._loaded[key] = with_drafter(others[0], config) if others else load_models(config)
+        return self._loaded[key]
+
+
 def share_target(configs: Mapping[str, EngineConfig]) -> dict[str, LoadedModels]:
-    """The models of each configuration: one target, and each network that drafts once.
+    """The models of each configuration, see SharedModels."""
+    shared = SharedModels()
+    return {name: shared.of(config) for name, config in configs.items()}
+
+
+def build_together(parts: Sequence[tuple[EngineConfig, LoadedModels]]) -> list[Engine]:
+    """Engines that live at once and share the memory, see `plan_together`.
 
     Raises:
-        ConfigError: a model is missing or does not fit, or the targets differ.
+        ConfigError: one of them cannot be built, or there is too little memory for them.
     """
-    loaded: dict[tuple[object, ...], LoadedModels] = {}
-    shared: dict[str, LoadedModels] = {}
-    for name, config in configs.items():
-        network = config.speculation.network
-        key = ()
-        if network is not None:
-            key = (
-                network.source,
-                network.model,
-                network.parallel_drafting,
-                network.quantization,
-            )
-        if not loaded:
-            loaded[key] = load_models(config)
-        elif key not in loaded:
-            loaded[key] = with_drafter(next(iter(loaded.values())), config)
-        shared[name] = loaded[key]
-    return shared
+    plans = plan_together(parts, device_memory(parts[0][1].device))
+    return [build_engine(*part, plan)[0] for part, plan in zip(parts, plans, strict=True)]
 
 
 def complete_alone(

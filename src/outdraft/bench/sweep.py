@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from outdraft.bench.in_process import Generation
-from outdraft.bench.side_by_side import PLAIN
+from outdraft.bench.side_by_side import PLAIN, build_together
 from outdraft.bench.synthetic import SyntheticVerifier
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.assembler import Assembler, Queued, checked
-from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.stats import StatsTotal
@@ -109,28 +108,60 @@ def sweep(
 ) -> Iterator[LevelResult]:
     """Each level when it is measured. `requests`: `plan.num_prompts` different ones."""
     for result, part in plan.parts(requests, list(configs)):
-        level = result.concurrency
-        engines = level_engines(configs, models, part, level, plan, generation, on_run)
-        while not _is_enough(result, plan):
-            run_round(engines, part, result, generation, result.num_rounds, on_run)
+        _measure(result, configs, models, part, plan, generation, on_run)
         yield result
+
+
+def _measure(
+    result: LevelResult,
+    configs: Mapping[str, EngineConfig],
+    models: Mapping[str, LoadedModels],
+    part: Sequence[BenchRequest],
+    plan: SweepPlan,
+    generation: Generation,
+    on_run: Callable[[str], object],
+) -> None:
+    """One level, whose engines are gone when it returns: the next one's need their memory."""
+    engines = level_engines(configs, models, plan, [result.concurrency])[0]
+    warm_up_level(engines, part, result.concurrency, generation, on_run)
+    while not _is_enough(result, plan):
+        run_round(engines, part, result, generation, result.num_rounds, on_run)
 
 
 def level_engines(
     configs: Mapping[str, EngineConfig],
     models: Mapping[str, LoadedModels],
+    plan: SweepPlan,
+    levels: Sequence[int],
+) -> list[dict[str, Engine]]:
+    """An engine for each variant at each level; all of them share the memory."""
+    parts = [
+        (replace(config, scheduler=replace(config.scheduler, max_num_seqs=level)), models[name])
+        for level in levels
+        for name, config in configs.items()
+    ]
+    engines = build_together(parts)
+    if plan.acceptance is not None:
+        for engine in engines:
+            verifier = engine.runner.verifier
+            kernels = parts[0][1].kernels
+            engine.runner.verifier = SyntheticVerifier(kernels, verifier.method, plan.acceptance)
+    size = len(configs)
+    starts = range(0, len(engines), size)
+    return [dict(zip(configs, engines[start : start + size], strict=True)) for start in starts]
+
+
+def warm_up_level(
+    engines: Mapping[str, Engine],
     part: Sequence[BenchRequest],
     level: int,
-    plan: SweepPlan,
     generation: Generation,
     on_run: Callable[[str], object] = lambda variant: None,
-) -> dict[str, Engine]:
-    """An engine for each variant that has completed the first half of the level's requests."""
-    engines = {name: _engine(config, models[name], level, plan) for name, config in configs.items()}
+) -> None:
+    """Every engine completes the first half of the level's requests."""
     for name, engine in engines.items():
         _run(engine, part[: len(part) // 2], level, generation)
         on_run(name)
-    return engines
 
 
 def run_round(
@@ -190,15 +221,6 @@ def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
     if result.num_rounds < plan.min_rounds:
         return False
     return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
-
-
-def _engine(config: EngineConfig, models: LoadedModels, level: int, plan: SweepPlan) -> Engine:
-    scheduler = replace(config.scheduler, max_num_seqs=level)
-    engine, _ = build_engine(replace(config, scheduler=scheduler), models)
-    if plan.acceptance is not None:
-        method = engine.runner.verifier.method
-        engine.runner.verifier = SyntheticVerifier(models.kernels, method, plan.acceptance)
-    return engine
 
 
 def _run(

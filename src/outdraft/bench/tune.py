@@ -13,12 +13,19 @@ from statistics import median
 from typing import Any
 
 from outdraft.bench.in_process import Generation
-from outdraft.bench.side_by_side import PLAIN
-from outdraft.bench.sweep import LevelResult, SweepPlan, level_engines, run_round
+from outdraft.bench.side_by_side import PLAIN, SharedModels
+from outdraft.bench.sweep import (
+    LevelResult,
+    SweepPlan,
+    level_engines,
+    run_round,
+    warm_up_level,
+)
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
-from outdraft.engine.engine import Engine
+from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
+from outdraft.engine.memory_plan import plan_memory
 from outdraft.engine.stats import StatsTotal
 
 PROBE_LENGTH = 3  # drafts of the fixed lengths that explain
@@ -75,6 +82,29 @@ class Balance:
         return f"acceptance is too low: a step brings {self.length:.2f} tokens"
 
 
+def buildable(
+    configs: Mapping[str, EngineConfig],
+) -> tuple[dict[str, LoadedModels], dict[str, str]]:
+    """The models of each candidate, and of those that cannot be built the reason.
+
+    Raises:
+        ConfigError: plain decoding cannot be built.
+    """
+    shared = SharedModels()
+    models: dict[str, LoadedModels] = {}
+    left_out: dict[str, str] = {}
+    for name, config in configs.items():
+        try:
+            own = shared.of(config)
+            plan_memory(config, own)
+            models[name] = own
+        except ConfigError as error:
+            if name == PLAIN:
+                raise
+            left_out[name] = str(error)
+    return models, left_out
+
+
 def race(
     configs: Mapping[str, EngineConfig],
     models: Mapping[str, LoadedModels],
@@ -84,18 +114,16 @@ def race(
     on_run: Callable[[str], object] = lambda name: None,
 ) -> list[LevelResult]:
     """Every level; candidates that fell behind have fewer rounds than the others."""
-    results: list[LevelResult] = []
-    fields: list[tuple[dict[str, Engine], Sequence[BenchRequest]]] = []
-    for result, part in plan.parts(requests, list(configs)):
-        level = result.concurrency
-        results.append(result)
-        fields.append((level_engines(configs, models, part, level, plan, generation, on_run), part))
+    parts = list(plan.parts(requests, list(configs)))
+    results = [result for result, _ in parts]
+    engines = level_engines(configs, models, plan, plan.levels)
+    for (result, part), own in zip(parts, engines, strict=True):
+        warm_up_level(own, part, result.concurrency, generation, on_run)
     running = list(configs)
     for number in range(plan.max_rounds):
-        for result, (engines, part) in zip(results, fields, strict=True):
-            run_round(
-                {name: engines[name] for name in running}, part, result, generation, number, on_run
-            )
+        for (result, part), own in zip(parts, engines, strict=True):
+            left = {name: own[name] for name in running}
+            run_round(left, part, result, generation, number, on_run)
         running = survivors(results, running)
         if number + 1 >= plan.min_rounds and len(running) <= 2:
             break
@@ -148,14 +176,18 @@ def _step_s(total: StatsTotal) -> float:
 
 
 def config_file(
-    model: str,
+    model: str | None,
     speculation: Mapping[str, Any] | None,
     disable_above: int | None,
     notes: Sequence[str],
 ) -> str:
-    """TOML for `outdraft serve --config`. Strings, numbers and lists are JSON's in TOML, too."""
+    """TOML for `outdraft serve --config`. Strings, numbers and lists are JSON's in TOML, too.
 
-    lines = [*(f"# {note}" for note in notes), f"model = {json.dumps(model)}"]
+    model: None: the embedded one, which serves where the file names none.
+    """
+    lines = [f"# {note}" for note in notes]
+    if model is not None:
+        lines.append(f"model = {json.dumps(model)}")
     if speculation is None:
         return "\n".join([*lines, 'speculative-config = "null"', ""])
     if disable_above is not None:

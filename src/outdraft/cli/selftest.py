@@ -57,8 +57,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
     use_physical_cores(os.environ)
     from outdraft.bench.selftest import ALWAYS, SPECULATIVE, self_test
-    from outdraft.bench.side_by_side import PLAIN, share_target
-    from outdraft.engine.build import build_engine
+    from outdraft.bench.side_by_side import PLAIN, build_together, share_target
 
     config = replace(config, scheduler=SchedulerConfig(max_num_seqs=16))
     always = replace(config.speculation, control="fixed")
@@ -68,7 +67,8 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         ALWAYS: replace(config, speculation=always),
     }
     models = share_target(configs)
-    engines = {name: build_engine(one, models[name])[0] for name, one in configs.items()}
+    parts = [(one, models[name]) for name, one in configs.items()]
+    engines = dict(zip(configs, build_together(parts), strict=True))
     with tqdm(desc="texts", leave=False, disable=True if options.json_ else None) as bar:
         result = self_test(
             engines,

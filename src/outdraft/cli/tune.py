@@ -14,11 +14,15 @@ from tqdm import tqdm
 from outdraft import assets
 from outdraft.cli.bench_options import numbers
 from outdraft.cli.command import Model
-from outdraft.cli.options import EngineOptions, engine_config, takes_options
+from outdraft.cli.options import (
+    EngineOptions,
+    engine_config,
+    takes_options,
+    with_embedded_network,
+)
 from outdraft.cli.threads import use_physical_cores
 from outdraft.config.benchmarks import Dataset
 from outdraft.config.checks import check_whole
-from outdraft.config.engine import EngineConfig
 from outdraft.config.flags import flag
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.config.speculation_json import parse_speculative_config
@@ -66,20 +70,22 @@ def tune(
     base = engine_config(model, replace(engine, speculative_config="null"))
     base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
     tried = candidates(drafters(model, options.draft or ()))
+    complete = with_embedded_network if model is None else dict[str, Any]
     use_physical_cores(os.environ)
     from outdraft.bench.in_process import Generation
-    from outdraft.bench.side_by_side import PLAIN, share_target
+    from outdraft.bench.side_by_side import PLAIN
     from outdraft.bench.sweep import SweepPlan
-    from outdraft.bench.tune import race
+    from outdraft.bench.tune import buildable, race
     from outdraft.bench.workloads import load_requests
     from outdraft.kernels.choose import machine_limits
 
     plan = SweepPlan(levels=levels, min_rounds=min(2, options.rounds), max_rounds=options.rounds)
-    configs = {
-        name: replace(base, speculation=parse_speculative_config(values))
-        for name, values in ({PLAIN: None} | tried).items()
+    configs = {PLAIN: base} | {
+        name: replace(base, speculation=parse_speculative_config(complete(values)))
+        for name, values in tried.items()
     }
-    models = share_target(configs)
+    models, left_out = buildable(configs)
+    configs = {name: configs[name] for name in models}
     tokenizer = models[PLAIN].tokenizer
     requests = load_requests(dataset, plan.num_prompts, engine.seed or 0, tokenizer)
     generation = Generation(temperature=options.temperature, ignore_eos=True, detokenize=False)
@@ -88,20 +94,21 @@ def tune(
     target = models[PLAIN].target
     limits = machine_limits(target.dtype) if target.device.type == "cpu" else None
     ridge = limits[1] / limits[0] if limits is not None else None
-    _conclude(base, tried, results, 2 / target.dtype.itemsize, ridge, options)
+    for name, reason in left_out.items():
+        typer.echo(f"left out: {name}: {reason}")
+    found = {name: values for name, values in tried.items() if name in models}
+    _conclude(model, found, results, 2 / target.dtype.itemsize, ridge, options)
 
 
-def drafters(model: str | None, given: Sequence[str]) -> dict[str, str]:
-    """Methods of networks and where they are.
+def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
+    """Methods of networks and where they are; None: the embedded model's own.
 
     Raises:
         ConfigError: a method is none, or it is given twice.
     """
     if model is None and not given:
-        return {"draft_model": str(assets.drafter_path())} | {
-            method: str(assets.head_path(method)) for method in assets.available_heads()
-        }
-    found: dict[str, str] = {}
+        return dict.fromkeys(("draft_model", *assets.available_heads()))
+    found: dict[str, str | None] = {}
     methods = tuple(map(str, NETWORK_SOURCES))
     for text in given:
         before, separator, path = text.partition("=")
@@ -116,14 +123,14 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def candidates(networks: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def candidates(networks: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
     """speculative_configs by name: what is tried, and fixed lengths that only explain."""
     found: dict[str, dict[str, Any]] = {
         "suffix": {"method": "suffix"},
         "ngram": {"method": "ngram"},
     }
     for method, path in networks.items():
-        own = {"method": method, "model": path}
+        own = {"method": method} | ({} if path is None else {"model": path})
         found[method] = own
         found[f"{method}, int8"] = own | {"quantization": "int8"}
         found[f"{method}, tree"] = own | {"tree_levels": list(TREE_LEVELS)}
@@ -134,7 +141,7 @@ def candidates(networks: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def _conclude(
-    base: EngineConfig,
+    model: str | None,
     tried: Mapping[str, dict[str, Any]],
     results: Sequence["LevelResult"],
     row_intensity: float,
@@ -166,7 +173,7 @@ def _conclude(
         console.print(f"It pays up to {disable_above} requests at once.")
     if options.output is not None:
         chosen = tried[best] if is_worth_it else None
-        text = config_file(base.model, chosen, disable_above if is_worth_it else None, [verdict])
+        text = config_file(model, chosen, disable_above if is_worth_it else None, [verdict])
         options.output.write_text(text, encoding="utf-8")
         typer.echo(f"outdraft serve --config {options.output}")
 

@@ -2,43 +2,28 @@
 
 from collections.abc import Callable
 
-from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import AUTO, DraftNetworkConfig, SpeculationConfig
+from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
 from outdraft.control.controller import Controller
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
-from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.host_sources import most_draft_rows
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
 from outdraft.engine.cost_table import cost_table
 from outdraft.engine.drafters import (
     LoadedDrafter,
-    cache_bytes,
     device_proposer,
     host_proposers,
     kv_cache,
 )
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import InputProcessor
-from outdraft.engine.loading import LoadedModels, check_shared, load_models
-from outdraft.engine.memory import (
-    MemoryPlan,
-    StepMemory,
-    StepShape,
-    activation_bytes,
-    device_memory,
-    draft_prob_bytes,
-    num_blocks,
-    sampling_bytes,
-    state_bytes,
-    text_bytes,
-)
-from outdraft.kernels.choose import computed_by
+from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.engine.memory import MemoryPlan
+from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
@@ -52,17 +37,20 @@ WARM_UP_TOKENS, WARM_UP_STEPS = 4, 4  # of its prompt; the prompt's, then some w
 
 
 def build_engine(
-    config: EngineConfig, models: LoadedModels | None = None
+    config: EngineConfig, models: LoadedModels | None = None, memory: MemoryPlan | None = None
 ) -> tuple[Engine, MemoryPlan]:
-    """An engine that has all its memory, and the account of it."""
+    """An engine that has all its memory, and the account of it.
+
+    Args:
+        memory: what `plan_together` left it; None: it lives alone.
+
+    Raises:
+        ConfigError: no such engine can be built, or its memory is not there.
+    """
     models = models or load_models(config)
-    speculation = config.speculation
-    check_shared(config, models.config)
-    target, drafter = models.target, models.drafter if speculation.network else None
-    _check_context(config, models)
-    max_model_len = _max_model_len(config.max_model_len, target)
-    _check_num_drafts(speculation, drafter, target.config.vocab_size)
-    memory = _plan_memory(config, models, drafter, max_model_len)
+    speculation, target = config.speculation, models.target
+    memory = memory or plan_memory(config, models)
+    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device, models.kernels)
     proposer = None
     if drafter is not None:
@@ -115,55 +103,11 @@ def warm_up(engine: Engine) -> None:
     engine.drafting.control = control
 
 
-def _max_model_len(asked: int | None, target: CausalLM) -> int:
-    limit = target.config.max_model_len
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
-        )
-    return asked or limit
-
-
-def _check_context(config: EngineConfig, models: LoadedModels) -> None:
-    """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
-    embedding depend on it."""
-    is_same = config.max_model_len == models.config.max_model_len
-    if models.target.config.rope.depends_on_context and not is_same:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but the models were loaded for "
-            f"{models.config.max_model_len}, on which their rotary embedding depends"
-        )
-
-
 def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
     bounds: TypicalAcceptance | None = None
     if not config.is_lossless:
         bounds = TypicalAcceptance(config.posterior_threshold, config.posterior_alpha)
     return Verifier(kernels, config.rejection_sample_method, bounds)
-
-
-def _check_num_drafts(
-    config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
-) -> None:
-    """Heads draft so far and no further. Beside other sources their chains are cut instead."""
-    network = config.network
-    if network is None or drafter is None:
-        return
-    depth, most = config.num_speculative_tokens, drafter.max_drafts
-    if network.tree is not None:
-        depth = network.tree.depth
-        if max(network.tree.levels) > vocab_size:
-            raise ConfigError(
-                f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
-                f"the target {vocab_size} tokens"
-            )
-    elif depth == AUTO or len(config.sources) > 1:
-        return
-    if depth > most:
-        raise ConfigError(
-            f"{network.source} {network.model!r} has {most} heads, so it drafts no further than "
-            f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
-        )
 
 
 def _drafter_limits(
@@ -189,66 +133,3 @@ def _control(config: EngineConfig, models: LoadedModels, runner: ModelRunner) ->
     if config.speculation.control == "fixed" or not config.speculation.sources:
         return FixedLength(MAX_DRAFTS)
     return Controller(cost_table(config, models, runner), config.speculation.max_drafts)
-
-
-def _plan_memory(
-    config: EngineConfig, models: LoadedModels, drafter: LoadedDrafter | None, max_model_len: int
-) -> MemoryPlan:
-    """Before anything but the weights is allocated: what is free then is what there is."""
-    target, size = models.target, config.cache.block_size
-    block_bytes = cache_bytes(target.config, size, target.dtype)
-    if drafter is not None:
-        block_bytes += drafter.bytes_per_block(size)
-    step = _step_memory(config, models, drafter, max_model_len)
-    drafter_weights = drafter.network.memory_bytes if drafter is not None else 0
-    count = num_blocks(
-        config.cache,
-        block_bytes=block_bytes,
-        useful_tokens=config.scheduler.max_num_seqs * max_model_len,
-        weights=target.memory_bytes + drafter_weights,
-        buffers=step.total,
-        memory=device_memory(models.device),
-    )
-    return MemoryPlan(
-        target.numbers, target.memory_bytes, drafter_weights, step, block_bytes, count, size
-    )
-
-
-def _step_memory(
-    config: EngineConfig, models: LoadedModels, drafter: LoadedDrafter | None, max_model_len: int
-) -> StepMemory:
-    target, speculation = models.target, config.speculation
-    vocab_size, network = target.config.vocab_size, speculation.network
-    layers = [target.config]
-    if drafter is not None and drafter.layers is not None:
-        layers.append(drafter.layers)
-    shape = StepShape(
-        config.scheduler,
-        max_model_len,
-        num_draft_rows=most_draft_rows(speculation, config.scheduler.max_num_seqs),
-        samples_drafts=network is not None and network.samples,
-        dtype=target.dtype,
-        device=models.device,
-        tree=network.tree if network is not None else None,
-        noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
-    )
-    states = 0
-    if drafter is not None and drafter.state_window:
-        window = drafter.state_window
-        hidden_size, size = target.config.hidden_size, drafter.feature_size
-        states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
-    most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
-    attention = max(
-        models.kernels.attention.temporary_bytes(
-            AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
-        )
-        for one in layers
-    )
-    return StepMemory(
-        texts=text_bytes(shape),
-        activations=activation_bytes(shape, layers),
-        attention=attention,
-        sampling=sampling_bytes(shape, vocab_size),
-        draft_probs=draft_prob_bytes(shape, vocab_size),
-        states=states,
-    )

@@ -84,6 +84,11 @@ class StepMemory:
     def total(self) -> int:
         return sum(getattr(self, part.name) for part in fields(self))
 
+    @property
+    def kept(self) -> int:
+        """Also between steps."""
+        return self.texts + self.states
+
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
     """What the widest model's layers take; the models run one after the other."""
@@ -210,6 +215,8 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """A GPU's memory; on a CPU the RAM, as far as this process's control groups let it have it."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
+        # What PyTorch holds and nobody uses is free to this process.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return DeviceMemory(total, free, GPU_SHARE)
     machine = psutil.virtual_memory()
     groups = list(limited_groups())

@@ -1,0 +1,173 @@
+"""What the engines that live at once hold, counted before the first one is built."""
+
+from collections.abc import Sequence
+
+from outdraft.attention.base import AttentionSizes
+from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation import AUTO, SpeculationConfig
+from outdraft.core.errors import ConfigError
+from outdraft.drafting.host_sources import most_draft_rows
+from outdraft.engine.drafters import LoadedDrafter, cache_bytes
+from outdraft.engine.loading import LoadedModels, check_shared
+from outdraft.engine.memory import (
+    DeviceMemory,
+    MemoryPlan,
+    StepMemory,
+    StepShape,
+    activation_bytes,
+    device_memory,
+    draft_prob_bytes,
+    num_blocks,
+    sampling_bytes,
+    state_bytes,
+    text_bytes,
+)
+from outdraft.kernels.choose import computed_by
+from outdraft.models.llama import CausalLM
+
+
+def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
+    """Of an engine that lives alone, before anything but its weights is allocated.
+
+    Raises:
+        ConfigError: such an engine cannot be built, or its memory is not there.
+    """
+    return plan_together([(config, models)], device_memory(models.device))[0]
+
+
+def plan_together(
+    engines: Sequence[tuple[EngineConfig, LoadedModels]], memory: DeviceMemory
+) -> list[MemoryPlan]:
+    """Of engines on one device that live at once and step in turn.
+
+    Weights count once, and so does what only steps hold. What these leave is for all in equal
+    parts. An engine that asks for a number of blocks or bytes gets that.
+
+    Raises:
+        ConfigError: one of them cannot be built, or there is too little memory for them.
+    """
+    steps = [_step_memory(config, models) for config, models in engines]
+    weights: dict[int, int] = {}
+    for config, models in engines:
+        drafter = drafter_of(config, models)
+        for network in (models.target, *([drafter.network] if drafter else [])):
+            weights[id(network)] = network.memory_bytes
+    number = len(engines)
+    part = DeviceMemory(memory.total // number, memory.free // number, memory.default_share)
+    shared = max(step.total - step.kept for step in steps)
+    plans: list[MemoryPlan] = []
+    for (config, models), step in zip(engines, steps, strict=True):
+        target, size = models.target, config.cache.block_size
+        drafter = drafter_of(config, models)
+        block_bytes = cache_bytes(target.config, size, target.dtype)
+        block_bytes += drafter.bytes_per_block(size) if drafter else 0
+        count = num_blocks(
+            config.cache,
+            block_bytes=block_bytes,
+            useful_tokens=config.scheduler.max_num_seqs * longest_text(config, target),
+            weights=sum(weights.values()) // number,
+            buffers=step.kept + shared // number,
+            memory=part,
+        )
+        drafter_weights = drafter.network.memory_bytes if drafter else 0
+        numbers, target_weights = target.numbers, target.memory_bytes
+        plans.append(
+            MemoryPlan(numbers, target_weights, drafter_weights, step, block_bytes, count, size)
+        )
+    return plans
+
+
+def drafter_of(config: EngineConfig, models: LoadedModels) -> LoadedDrafter | None:
+    """What of the models drafts in this configuration."""
+    return models.drafter if config.speculation.network else None
+
+
+def longest_text(config: EngineConfig, target: CausalLM) -> int:
+    """Tokens of the longest prompt and output.
+
+    Raises:
+        ConfigError: more is asked for than the model knows.
+    """
+    asked, limit = config.max_model_len, target.config.max_model_len
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"max_model_len {asked:,} is more than the {limit:,} positions that the model knows"
+        )
+    return asked or limit
+
+
+def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
+    check_shared(config, models.config)
+    _check_context(config, models)
+    target, speculation = models.target, config.speculation
+    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
+    vocab_size, network = target.config.vocab_size, speculation.network
+    _check_num_drafts(speculation, drafter, vocab_size)
+    layers = [target.config]
+    if drafter is not None and drafter.layers is not None:
+        layers.append(drafter.layers)
+    shape = StepShape(
+        config.scheduler,
+        max_model_len,
+        num_draft_rows=most_draft_rows(speculation, config.scheduler.max_num_seqs),
+        samples_drafts=network is not None and network.samples,
+        dtype=target.dtype,
+        device=models.device,
+        tree=network.tree if network is not None else None,
+        noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
+    )
+    states = 0
+    if drafter is not None and drafter.state_window:
+        window = drafter.state_window
+        hidden_size, size = target.config.hidden_size, drafter.feature_size
+        states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
+    most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
+    attention = max(
+        models.kernels.attention.temporary_bytes(
+            AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
+        )
+        for one in layers
+    )
+    return StepMemory(
+        texts=text_bytes(shape),
+        activations=activation_bytes(shape, layers),
+        attention=attention,
+        sampling=sampling_bytes(shape, vocab_size),
+        draft_probs=draft_prob_bytes(shape, vocab_size),
+        states=states,
+    )
+
+
+def _check_context(config: EngineConfig, models: LoadedModels) -> None:
+    """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
+    embedding depend on it."""
+    is_same = config.max_model_len == models.config.max_model_len
+    if models.target.config.rope.depends_on_context and not is_same:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but the models were loaded for "
+            f"{models.config.max_model_len}, on which their rotary embedding depends"
+        )
+
+
+def _check_num_drafts(
+    config: SpeculationConfig, drafter: LoadedDrafter | None, vocab_size: int
+) -> None:
+    """Heads draft so far and no further. Beside other sources their chains are cut instead."""
+    network = config.network
+    if network is None or drafter is None:
+        return
+    depth, most = config.num_speculative_tokens, drafter.max_drafts
+    if network.tree is not None:
+        depth = network.tree.depth
+        if max(network.tree.levels) > vocab_size:
+            raise ConfigError(
+                f"a level of the tree has {max(network.tree.levels)} rows, but the vocabulary of "
+                f"the target {vocab_size} tokens"
+            )
+    elif depth == AUTO or len(config.sources) > 1:
+        return
+    if depth > most:
+        raise ConfigError(
+            f"{network.source} {network.model!r} has {most} heads, so it drafts no further than "
+            f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
+        )

@@ -1,0 +1,78 @@
+"""Engines that live at once take together what one may take alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.engine.loading import load_models
+from outdraft.engine.memory import DeviceMemory
+from outdraft.engine.memory_plan import plan_together
+from tests.cli.pair import pair
+
+SHARE, MEMORY = 0.9, 24 << 20
+
+
+def part(source=None, **options):
+    speculation = None
+    if source is not None:
+        path = pair().drafter if source == "draft_model" else pair().heads[source]
+        speculation = {"method": source, "model": str(path)}
+    values = {
+        "device": "cpu",
+        "max_num_seqs": 256,
+        "max_num_batched_tokens": 256,
+        "speculative_config": speculation,
+    }
+    config = EngineConfig.from_options(model=str(pair().target), **values | options)
+    return config, load_models(config)
+
+
+def taken(plans, parts):
+    """Bytes of engines that step in turn, each weight once."""
+    networks = {id(m.target): m.target for _, m in parts}
+    networks |= {id(m.drafter): m.drafter.network for _, m in parts if m.drafter}
+    weights = sum(network.memory_bytes for network in networks.values())
+    steps = [plan.step for plan in plans]
+    between = max(step.total - step.texts - step.states for step in steps)
+    caches = sum(plan.block_bytes * plan.num_blocks for plan in plans)
+    return weights + between + caches + sum(step.texts + step.states for step in steps)
+
+
+@pytest.mark.parametrize("sources", [(None,), (None, "draft_model"), (None, "eagle3", "medusa")])
+@pytest.mark.parametrize("options", [{}, {"gpu_memory_utilization": SHARE}])
+def test_engines_share_what_there_is_and_leave_little_of_it(sources, options):
+    target = part(**options)[1].target
+    parts = []
+    for source in sources:
+        config, models = part(source, **options)
+        parts.append((config, replace(models, target=target)))
+    memory = DeviceMemory(MEMORY, MEMORY, SHARE)
+    plans = plan_together(parts, memory)
+    assert taken(plans, parts) <= SHARE * memory.total
+    if options:
+        blocks = sum(plan.block_bytes for plan in plans)
+        assert taken(plans, parts) > SHARE * memory.total - blocks - len(parts)
+    assert max(p.num_blocks * p.block_bytes for p in plans) < SHARE * memory.total / len(parts)
+
+
+def test_alone_an_engine_would_leave_none_for_a_second_one():
+    options = {"gpu_memory_utilization": SHARE}
+    one = part(**options)
+    memory = DeviceMemory(MEMORY, MEMORY, SHARE)
+    alone = plan_together([one], memory)
+    left = memory.free - taken(alone, [one])
+    with pytest.raises(ConfigError, match="are free"):
+        plan_together([one], DeviceMemory(memory.total, left, SHARE))
+    first, second = plan_together([one, one], memory)
+    assert first == second
+    assert 0 < alone[0].num_blocks - 2 * first.num_blocks < 100
+
+
+def test_a_number_of_blocks_that_is_asked_for_is_each_engines():
+    one = part(num_blocks=50)
+    plans = plan_together([one] * 3, DeviceMemory(1 << 30, 1 << 30, SHARE))
+    assert [plan.num_blocks for plan in plans] == [50] * 3
+    with pytest.raises(ConfigError, match="are free"):
+        plan_together([one] * 3, DeviceMemory(1 << 30, taken(plans[:2], [one] * 2), SHARE))
