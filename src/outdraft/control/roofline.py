@@ -1,17 +1,45 @@
 """What passes take at least, from bytes and operations: costs before anything was measured.
 
-A pass takes as long as the slowest of three things: its weights have to be read once, each row
-takes its products, and each layer takes the launches of its kernels, where a device is told what
-to do layer by layer. What the host does around a pass comes on top, and so does reading keys and
-values: bytes of a token divided by the bandwidth, for each token of the contexts.
+A pass reads every weight once, whatever its rows are, and multiplies each row with every weight.
+Reading and multiplying overlap, so the longer one counts ("LLM Inference Unveiled", arXiv
+2402.16363); near the ridge neither reaches its peak. Where a device is told what to do layer by
+layer, a pass takes at least the launches of its kernels. What the kernels of a layer take to begin
+and to end comes on top, and so do the host's part of a pass and reading keys and values: bytes of a
+token divided by the bandwidth, for each token of the contexts.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
+
+
+def overlapped(
+    reading_s: np.ndarray | float, multiplying_s: np.ndarray | float
+) -> np.ndarray | float:
+    """Seconds of both at once: the longer one, and a fifth more where they are equal."""
+    return (reading_s**4 + multiplying_s**4) ** 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Seconds that a layer takes whatever it computes.
+
+    Attributes:
+        floor_s: to be told what to do; other layers compute meanwhile.
+        more_s: for its kernels to begin and to end; nothing else happens then.
+    """
+
+    floor_s: float = 0.0
+    more_s: float = 0.0
+
+    def around(self, computing_s: np.ndarray | float, num_layers: int) -> np.ndarray | float:
+        """Seconds of a pass that computes so long."""
+        return np.maximum(computing_s, num_layers * self.floor_s) + num_layers * self.more_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +49,12 @@ class Machine:
     Attributes:
         bandwidth: bytes a second from the memory that holds the weights.
         peak: operations a second; a product and a sum are two.
-        layer_s: seconds that a layer takes at least, however little it computes.
         call_s: of the host, around each pass.
     """
 
     bandwidth: float
     peak: float
-    layer_s: float = 0.0
+    launches: Launches = Launches()
     call_s: float = 0.0
 
 
@@ -46,14 +73,12 @@ class PassSize:
     token_bytes: int
     num_layers: int
 
-    def seconds(self, num_rows: int, machine: Machine) -> float:
-        """A pass without contexts."""
-        reading = self.weight_bytes / machine.bandwidth
-        computing = num_rows * self.row_operations / machine.peak
-        return machine.call_s + max(reading, computing, self.num_layers * machine.layer_s)
-
     def curve(self, machine: Machine, rows: Sequence[int] = ROWS) -> CostCurve:
-        return CostCurve(tuple(rows), tuple(self.seconds(count, machine) for count in rows))
+        """Passes without contexts."""
+        multiplying_s = np.array(rows) * (self.row_operations / machine.peak)
+        seconds = overlapped(self.weight_bytes / machine.bandwidth, multiplying_s)
+        seconds = machine.call_s + machine.launches.around(seconds, self.num_layers)
+        return CostCurve(tuple(rows), tuple(np.atleast_1d(seconds).tolist()))
 
 
 def prior_table(

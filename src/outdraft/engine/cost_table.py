@@ -13,7 +13,7 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.control.costs import CostTable, DrafterCost
-from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
+from outdraft.control.roofline import ROWS, Launches, Machine, PassSize, prior_table
 from outdraft.core.errors import ConfigError
 from outdraft.engine.cost_cache import CostFile, default_folder, digest, drafter_key, target_key
 from outdraft.engine.cost_host import booking_s, offer_s
@@ -35,7 +35,7 @@ AUTO, ROOFLINE = "auto", "roofline"
 BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 2
 # Machines that nobody has measured: moderate ones.
 CPU_BANDWIDTH, CPU_PEAK, CPU_CALL_S = 20e9, 100e9, 200e-6  # the peak is one thread's
-GPU = Machine(bandwidth=1.5e12, peak=2e14, layer_s=60e-6, call_s=500e-6)
+GPU = Machine(bandwidth=1.5e12, peak=2e14, launches=Launches(floor_s=60e-6), call_s=500e-6)
 _logger = logging.getLogger(__name__)
 
 

@@ -1,10 +1,7 @@
 """What a step takes by its bytes, its operations, its launches and its messages.
 
-A pass reads every weight once, whatever its rows are, and each request's keys and values once; each
-row is multiplied with every weight. Reading and multiplying overlap, so the longer one counts ("LLM
-Inference Unveiled", arXiv 2402.16363); near the ridge neither reaches its peak. Beside them stands
-what does not overlap: the start and end of the kernels of each layer, two all-reduces a layer, and
-the host's part of a step.
+What a pass takes is said in control/roofline.py. Beside it stands what does not overlap: two
+all-reduces a layer, and the host's part of a step.
 
 Requests come and go: while the others decode, each new one brings its prompt's rows into a step.
 How many arrive during a step is Poisson.
@@ -17,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from outdraft.control.roofline import Launches, overlapped
 from outdraft.core.errors import ConfigError
 from outdraft.planning.hardware import Card, Machine
 from outdraft.planning.shapes import BYTES, Drafter, Network
@@ -158,11 +156,6 @@ def _arrivals(mean: float) -> np.ndarray:
     return shares / shares.sum()
 
 
-def _overlapped(reading: np.ndarray | float, multiplying: np.ndarray) -> np.ndarray:
-    """Seconds of both at once: the longer one, and a fifth more where they are equal."""
-    return (reading**4 + multiplying**4) ** 0.25
-
-
 def _pass(
     network: Network,
     machine: Machine,
@@ -181,24 +174,26 @@ def _pass(
     card, constants = machine.card, machine.card.constants
     bandwidth = card.bandwidth * constants.bandwidth_efficiency * num_cards
     peak = card.peak(network.dtype) * constants.compute_efficiency * num_cards
-    layers_P = _overlapped(
+    layers_P = overlapped(
         network.layer_bytes(rows_P) / bandwidth, network.row_operations * rows_P / peak
     )
     head_peak = card.peak("bf16") * constants.compute_efficiency * num_cards
     head_bytes = network.head_parameters * BYTES["bf16"]
     head_operations = 2.0 * network.head_parameters
-    head_P = _overlapped(head_bytes / bandwidth, head_operations * picked_P / head_peak)
+    head_P = overlapped(head_bytes / bandwidth, head_operations * picked_P / head_peak)
     kv_s = context * network.kv_bytes_per_token / bandwidth
-    seconds_P = layers_P + head_P + kv_s
-    if machine.graphs == "none":
-        launches_s = network.num_layers * constants.launch_us / _MEGA
-        seconds_P = np.maximum(seconds_P, launches_s)
-    else:
-        broken_us = constants.graph_break_us if machine.graphs == "piecewise" else 0.0
-        layer_s = (constants.layer_us + broken_us) / _MEGA
-        seconds_P = seconds_P + network.num_layers * layer_s
+    seconds_P = np.asarray(_launches(machine).around(layers_P + head_P + kv_s, network.num_layers))
     if num_cards == 1 or machine.link is None:
         return seconds_P, np.zeros_like(seconds_P)
     row_bytes_P = rows_P * network.hidden_size * BYTES["bf16"]
     one_P = machine.link.all_reduce_s(row_bytes_P, num_cards) * constants.communication_factor
     return seconds_P, (2 * network.num_layers + 1) * one_P
+
+
+def _launches(machine: Machine) -> Launches:
+    """Graphs are replayed; without them the host tells each layer what to do."""
+    constants = machine.card.constants
+    if machine.graphs == "none":
+        return Launches(floor_s=constants.launch_us / _MEGA)
+    broken_us = constants.graph_break_us if machine.graphs == "piecewise" else 0.0
+    return Launches(more_s=(constants.layer_us + broken_us) / _MEGA)
