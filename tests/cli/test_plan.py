@@ -42,8 +42,11 @@ def test_measured_points_change_the_mode_and_the_times(command):
 @pytest.mark.parametrize("mode", ["roofline", "calibrated"])
 def test_tables_name_the_mode(command, mode):
     points = ["--measured", "1:0:43.31"] if mode == "calibrated" else []
-    result = run(command, "plan", *PAIR, *CARDS, *TRAFFIC, *points)
+    lengths = ["--input-len", "700", "--output-len", "90"]
+    result = run(command, "plan", *PAIR, *CARDS, *TRAFFIC, *lengths, *points)
     assert result.exit_code == 0
+    heading = " ".join(result.stdout.partition("Mode:")[0].split())
+    assert heading.endswith("prompts of 700 tokens, outputs of 90")
     assert f"Mode: {mode}." in result.stdout
     for word in (
         "best",

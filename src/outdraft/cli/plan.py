@@ -49,8 +49,8 @@ class TrafficOptions:
         default="0.7",
     )
     max_length: int = flag("Longest draft.", default=8, min=1, max=64)
-    prompt_tokens: int = flag("Mean prompt.", default=256, min=1)
-    output_tokens: int = flag("Mean output.", default=256, min=1)
+    input_len: int = flag("Tokens of a mean prompt.", default=256, min=1)
+    output_len: int = flag("Tokens of a mean output.", default=256, min=1)
     measured: list[str] | None = flag(
         "Calibrates: concurrency:length:TPOT in ms[:tokens a step], or a file of such; repeatable."
     )
@@ -124,5 +124,5 @@ def _setup(
         machine=cards,
         tp=tp,
         draft_tp=machine.draft_tp or tp,
-        workload=Workload(traffic.prompt_tokens, traffic.output_tokens),
+        workload=Workload(traffic.input_len, traffic.output_len),
     )

@@ -25,7 +25,8 @@ def show(plan: Plan) -> None:
     drafter = setup["drafter"] or "no network"
     console.print(
         f"{setup['target']} ({setup['target_dtype']}), {setup['method']} ({drafter}) on "
-        f"{setup['hardware']}, {cards}",
+        f"{setup['hardware']}, {cards}; prompts of {setup['prompt_tokens']} tokens, outputs of "
+        f"{setup['output_tokens']}",
         style="bold",
     )
     console.print(f"Mode: {plan.mode}. {plan.basis}")
