@@ -27,7 +27,7 @@ from outdraft.models.llama import CausalLM
 
 
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
-    """Of an engine that lives alone, before anything but its weights is allocated.
+    """The plan of an engine that lives alone, before anything but its weights is allocated.
 
     Raises:
         ConfigError: such an engine cannot be built, or its memory is not there.
@@ -38,7 +38,7 @@ def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
 def plan_together(
     engines: Sequence[tuple[EngineConfig, LoadedModels]], memory: DeviceMemory
 ) -> list[MemoryPlan]:
-    """Of engines on one device that live at once and step in turn.
+    """Plans of engines on one device that live at once and step in turn.
 
     Weights count once, and so does what only steps hold. What these leave is for all in equal
     parts. An engine that asks for a number of blocks or bytes gets that.
