@@ -80,7 +80,7 @@ class RandomAcceptance:
 
     def __init__(self, llm: LLM, seed: int) -> None:
         self.runner, self.scheduler = llm.engine.runner, llm.engine.scheduler
-        self.runner._verify = self.verify
+        self.runner._verified = self.verify
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0
         self.num_drafter_checks = self.num_gaps = 0

@@ -86,17 +86,21 @@ class Counted:
         speculative = None if speculative is None else speculative | given
         chosen = config(FAMILY, speculative, kernels="reference", **sizes)
         self.llm = LLM.from_config(chosen, load_models(chosen))
-        launch = self.llm.engine.runner.launch
+        runner = self.llm.engine.runner
+        launch, verify = runner.launch, runner.verify
 
         def counted(plan: StepPlan) -> Any:
             self.num_blocks.append(sum(len(work.block_ids) for work in plan.works))
             assert not plan.keeps_states
             calls.take()
-            pending = launch(plan)
+            return launch(plan)
+
+        def counted_to_the_end(*args: Any) -> Any:
+            pending = verify(*args)
             self.steps.append(calls.take())
             return pending
 
-        self.llm.engine.runner.launch = counted
+        runner.launch, runner.verify = counted, counted_to_the_end
 
 
 def params(**changes: Any) -> list[SamplingParams]:

@@ -2,7 +2,7 @@
 
 It knows ids only: RequestAssembly makes text of them, beside the engine or in another process.
 
-The life of a step: choose drafts, schedule, launch, collect, commit.
+The life of a step: choose drafts, schedule, launch, verify, collect, commit.
 """
 
 import math
@@ -12,15 +12,17 @@ from dataclasses import dataclass, replace
 
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import StepStats
+from outdraft.core.plan import StepResult, StepStats
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.core.scheduled import ScheduledStep
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.engine.step_plan import plan_step
 from outdraft.runner.model_runner import ModelRunner
+from outdraft.scheduling.grammar_masks import allowed_tokens, needs_masks
 from outdraft.scheduling.scheduler import Scheduler
 
 
@@ -133,7 +135,7 @@ class Engine:
         step = plan_step(self.scheduler, self.drafting)
         if not step.works:
             return []
-        result = self.runner.collect(self.runner.launch(step.plan))
+        result = self._run(step)
         booked = self.scheduler.commit(step, result)
         grown: dict[str, RequestDeltas] = {}
         ended: list[_Sequence] = []
@@ -201,6 +203,14 @@ class Engine:
         assert live == set(self._sequences)
         assert all(sequence.may_draft for sequence in self._sequences.values())
         assert live == {one for deltas in self._callers.values() for one in deltas.live}
+
+    def _run(self, step: ScheduledStep) -> StepResult:
+        """Have a step computed, and wait for it; masks are made while the target reads."""
+        launched, allowed = self.runner.launch(step.plan), None
+        if needs_masks(step):
+            drafted = self.runner.drafted(launched)
+            allowed = allowed_tokens(step, drafted, self.inputs.vocab_size)
+        return self.runner.collect(self.runner.verify(launched, allowed))
 
     def _end_drafting(self, sequence: _Sequence) -> None:
         """Tell the proposers that a sequence ended, once."""

@@ -1,8 +1,9 @@
 """One step on the device: draft, target forward, verify, keep what was accepted.
 
-`launch` issues everything and waits for nothing: the verifier writes sampled ids to the device
-state, and the drafter and the target of the next step read them there. `collect` is the only place
-where the host waits, once a step. (One exception: a grammar must know what the network drafted.)
+`launch` and `verify` issue everything and wait for nothing: the verifier writes sampled ids to the
+device state, and the drafter and the target of the next step read them there. Between the two come
+the masks of outputs that keep to grammars. `collect` is the only place where the host waits, once a
+step. (One exception: a grammar must know what the network drafted, and asks `drafted`.)
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.core.request import Request
 from outdraft.drafting.device.proposer import DeviceProposer
@@ -28,7 +30,12 @@ from outdraft.runner.drafts import (
     joined_drafts,
     num_host_rows,
 )
-from outdraft.runner.grammar_masks import GrammarMasks, copy_of_drafted, grammar_masks
+from outdraft.runner.grammar_masks import (
+    DraftedCopy,
+    GrammarMasks,
+    copy_of_drafted,
+    masks_of,
+)
 from outdraft.runner.logprobs import (
     LogprobRows,
     emitted_logprobs,
@@ -61,8 +68,30 @@ class TargetPass:
 
 
 @dataclass(frozen=True, slots=True)
+class LaunchedStep:
+    """A step whose rows the target reads; its tensors may not be computed yet.
+
+    Attributes:
+        plan: with the rows that the target reads.
+        works: those that sample.
+        drafts, sampling: of the works that sample; None: there are none.
+        drafted: the network's drafts, if a grammar must know them.
+        prompt: log-probabilities of prompts.
+    """
+
+    plan: StepPlan
+    works: Sequence[Work]
+    target: TargetPass
+    drafts: DraftBatch | None
+    sampling: SamplingBatch | None
+    drafted: DraftedCopy | None
+    prompt: LogprobRows | None
+    clock: PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
 class PendingStep:
-    """A step that was launched; its tensors may not be computed yet.
+    """A step that was launched and verified; its tensors may not be computed yet.
 
     Attributes:
         plan: with the rows that the target reads.
@@ -94,11 +123,8 @@ class ModelRunner:
         self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> PendingStep:
-        """Issue a whole step and the copy of its results.
-
-        It waits for nothing. One exception: the network drafts for a request with a grammar.
-        """
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Issue the drafting and the target's pass of a step."""
         clock = PhaseClock(self.device)
         clock.mark()
         self.state.admit([work.request for work in plan.works])
@@ -113,19 +139,36 @@ class ModelRunner:
         target = self._forward(plan, drafts)
         prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
         clock.mark()
+        return LaunchedStep(plan, works, target, drafts, sampling, drafted, prompt, clock)
+
+    def drafted(self, step: LaunchedStep) -> Drafted:
+        """What masks must be made for. Waits for the network if it drafts where a grammar is."""
+        drafts_2BN = step.drafted.wait() if step.drafted is not None else None
+        return Drafted(tuple(work.num_drafts for work in step.works), drafts_2BN)
+
+    @torch.inference_mode()
+    def verify(self, step: LaunchedStep, allowed: AllowedTokens | None = None) -> PendingStep:
+        """Issue the rest of a launched step, and the copy of its results.
+
+        Args:
+            allowed: None: no token that is chosen keeps to a grammar.
+        """
+        plan, target, drafts, sampling = step.plan, step.target, step.drafts, step.sampling
         verified: VerifiedRows | None = None
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
-            allowed = grammar_masks(works, drafted, drafts, self.model.config.vocab_size)
-            verified, emitted = self._verify(works, target, drafts, sampling, allowed)
+            assert sampling.has_grammar == (allowed is not None), "masks and grammars differ"
+            masks = masks_of(allowed, drafts) if allowed is not None else None
+            verified, emitted = self._verified(step.works, target, drafts, sampling, masks)
             self._keep(verified.verdict, drafts, target.rows)
         if plan.keeps_states:
             self._keep_states(plan.works, target, verified and verified.verdict)
-        clock.mark()
-        return PendingStep(plan, to_host(verified, emitted, prompt, self.device), clock)
+        step.clock.mark()
+        copies = to_host(verified, emitted, step.prompt, self.device)
+        return PendingStep(plan, copies, step.clock)
 
     def collect(self, pending: PendingStep) -> StepResult:
-        """Wait for a launched step: the one host synchronisation of a step."""
+        """Wait for a step: its one host synchronisation."""
         works = work_results(pending.plan, pending.copies)
         return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
@@ -182,24 +225,24 @@ class ModelRunner:
         logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
         return TargetPass(rows, hidden_TD, tapped_KTD, logit_hidden_RD)
 
-    def _verify(
+    def _verified(
         self,
         works: Sequence[Work],
         target: TargetPass,
         drafts: DraftBatch,
         sampling: SamplingBatch,
-        allowed: GrammarMasks | None,
+        masks: GrammarMasks | None,
     ) -> tuple[VerifiedRows, LogprobRows | None]:
         if sampling.is_plain_greedy and not wants_logprobs(works):
             best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
             return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
         is_finite_R = logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
-        grammar_RW = allowed.masks_RW if allowed is not None else None
+        grammar_RW = masks.masks_RW if masks is not None else None
         paths = self._paths(works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
-        if allowed is not None and allowed.is_end_BN is not None:
-            verdict = verdict.cut_behind(allowed.is_end_BN)
+        if masks is not None and masks.is_end_BN is not None:
+            verdict = verdict.cut_behind(masks.is_end_BN)
         verified = VerifiedRows(verdict, drafts, is_finite_R)
         return verified, emitted_logprobs(works, logits_RV, drafts, verdict)
 
