@@ -7,12 +7,11 @@
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
 // int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
 // scale, and int4 with a zero point a shift: w = scale * (q + shift).
-// Rows are copied to pieces of 128 inputs, of int4 at most a group: [piece][row][inputs], so that a
-// piece of a tile and the rows it meets stay in the nearest cache. The sum of an output runs over
-// the inputs of a piece in order, in one register that begins with zero; the pieces, each times its
-// group's scale, are added in order; then comes the bias. Long sums in float32 lose
-// digits, short ones that are added lose fewer. That order is the same for any number of rows, of
-// threads, and any instruction set, but bfloat16 dot products round as the machine does.
+// Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. The
+// sum of an output runs over the inputs of a group, or over all, in order, in one register that
+// begins with zero; groups, each times its scale, are added in order; then comes the bias. That
+// order is the same for any number of rows, of threads, and any instruction set, but bfloat16 dot
+// products round as the machine does.
 //
 // Tiles of outputs by pairs of inputs are the layout of oneDNN's and llama.cpp's bfloat16 products.
 
@@ -30,12 +29,8 @@
 namespace outdraft {
 namespace {
 
-constexpr int kPiece = 128;  // inputs; of int4 a group, if it is shorter
-constexpr int kShortGroup = 32;
 constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
 constexpr int64_t kCopyRows = 32;    // that one thread copies at a time
-constexpr int64_t kFewCalls = 4;     // of kernels for a piece; then a call does several pieces
-constexpr int64_t kManyInputs = 4 * kPiece;
 constexpr int64_t kStepBytes = 128;  // of a tile
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
 constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
@@ -70,13 +65,14 @@ using Sums = Floats[R][kVectors];
 struct Float32Kernel {
   static constexpr bool kIsQuantised = false;
   using Number = float;  // of a row
-  static constexpr int kInputs = 1, kLaneBytes = 4, kPieceInputs = kPiece, kRowNumbers = 1;
+  static constexpr int kInputs = 1, kLaneBytes = 4, kRowNumbers = 1;
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* step, const float* x, Sums<R>& sums) {
+  OUTDRAFT_INLINE static void add(const char* step, const float* x, int64_t stride,
+                                  Sums<R>& sums) {
     Floats w[kVectors];
     for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
     for (int r = 0; r < R; ++r) {
-      const Floats a = broadcast(x[r * kPiece]);
+      const Floats a = broadcast(x[r * stride]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
     }
   }
@@ -86,7 +82,7 @@ struct Float32Kernel {
 
 struct Bf16Words {
   static constexpr bool kIsQuantised = false;
-  static constexpr int kInputs = 2, kLaneBytes = 4, kPieceInputs = kPiece;
+  static constexpr int kInputs = 2, kLaneBytes = 4;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     return load<Words>(lanes);
@@ -95,7 +91,7 @@ struct Bf16Words {
 
 struct Int8Words {
   static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 4, kLaneBytes = 2, kPieceInputs = kPiece;
+  static constexpr int kInputs = 4, kLaneBytes = 2;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     const char* bytes = lanes + kPair * kTile * kLaneBytes;
@@ -113,10 +109,9 @@ struct Int8Words {
   }
 };
 
-template <int kGroup>
 struct Int4Words {
   static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 8, kLaneBytes = 4, kPieceInputs = kGroup;
+  static constexpr int kInputs = 8, kLaneBytes = 4;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     const Words codes = load<Words>(lanes) >> (4 * kPair);
@@ -136,109 +131,111 @@ template <class Decoder, bool kDots>
 struct PairKernel {
   using Number = std::conditional_t<kDots, uint32_t, float>;
   static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
-  static constexpr int kPieceInputs = Decoder::kPieceInputs;
   static constexpr bool kIsQuantised = Decoder::kIsQuantised;
   static constexpr int kRowNumbers = kDots ? kInputs / 2 : kInputs;
 
   template <int R>
-  OUTDRAFT_INLINE static void add(const char* step, const Number* x, Sums<R>& sums) {
-    add_pairs<R>(step, x, sums, std::make_index_sequence<kInputs / 2>());
+  OUTDRAFT_INLINE static void add(const char* step, const Number* x, int64_t stride,
+                                  Sums<R>& sums) {
+    add_pairs<R>(step, x, stride, sums, std::make_index_sequence<kInputs / 2>());
   }
   template <int R, size_t... kPairs>
-  OUTDRAFT_INLINE static void add_pairs(const char* step, const Number* x, Sums<R>& sums,
-                                        std::index_sequence<kPairs...>) {
-    (add_pair<R, kPairs>(step, x + kPairs * (kDots ? 1 : 2), sums), ...);
+  OUTDRAFT_INLINE static void add_pairs(const char* step, const Number* x, int64_t stride,
+                                        Sums<R>& sums, std::index_sequence<kPairs...>) {
+    (add_pair<R, kPairs>(step, x + kPairs * (kDots ? 1 : 2), stride, sums), ...);
   }
   template <int R, size_t kPair>
-  OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, Sums<R>& sums) {
-    constexpr int kRow = kPieceInputs / (kDots ? 2 : 1);
+  OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, int64_t stride,
+                                       Sums<R>& sums) {
     Words pairs[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
     }
     if constexpr (kDots) {
       for (int r = 0; r < R; ++r) {
-        const Words a = broadcast_word(x[r * kRow]);
+        const Words a = broadcast_word(x[r * stride]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
       }
     } else {
       for (int r = 0; r < R; ++r) {
-        const Floats a = broadcast(x[r * kRow]);
+        const Floats a = broadcast(x[r * stride]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
       }
       for (int r = 0; r < R; ++r) {
-        const Floats b = broadcast(x[r * kRow + 1]);
+        const Floats b = broadcast(x[r * stride + 1]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
       }
     }
   }
 };
 
-// Some pieces of a strip and the rows that they meet. Null: the weights have none.
+// A strip of a tile and the rows that it meets. Null: the weights have none.
 template <class Kernel>
-struct Stretch {
-  static constexpr int64_t kSteps = Kernel::kPieceInputs / Kernel::kInputs;  // of a whole piece
-  static constexpr int64_t kNumbers = kSteps * Kernel::kRowNumbers;          // of a row
+struct Strip {
   const char* weights;
   const char* ahead;  // what the cache fetches meanwhile
-  int64_t num_steps;
+  int64_t num_steps, group_steps;
   const typename Kernel::Number* x;
-  const uint16_t *scales, *shifts;
-  int64_t next_scale;   // from piece to piece
-  const float* x_sums;  // of each row over a piece, for weights with shifts
-  int64_t num_rows;     // from piece to piece
-  float* out;           // [rows, kTile]
+  int64_t x_stride;
+  const uint16_t *scales, *shifts;  // of the first group
+  const float* x_sums;              // of each row over it, for weights with shifts
+  int64_t num_rows;                 // from the sums over a group to those over the next
+  float* out;                       // [rows, kTile]
 };
 
-// out[R, kTile] += the stretch. Meanwhile the cache fetches kLines lines a step.
+// out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step.
 template <class Kernel, int R, int kLines>
-void add_stretch(Stretch<Kernel> all) {
-  using Of = Stretch<Kernel>;
-  for (int64_t first = 0; first < all.num_steps; first += Of::kSteps) {
-    const int64_t num_steps = std::min(Of::kSteps, all.num_steps - first);
+void multiply_strip(Strip<Kernel> all) {
+  for (int64_t first = 0; first < all.num_steps; first += all.group_steps) {
     Sums<R> sums;
     for (auto& of_row : sums) {
       for (Floats& sum : of_row) sum = Floats{};
     }
-    int64_t step = 0;
+    int64_t left = std::min(all.group_steps, all.num_steps - first);
     do {  // at least once: else the compiler keeps the sums in memory, too
-      for (int line = 0; line < kLines; ++line, all.ahead += kLine) prefetch(all.ahead);
-      Kernel::template add<R>(all.weights, all.x + step * Kernel::kRowNumbers, sums);
+      for (int line = 0; line < kLines; ++line, all.ahead += kLine) {
+        kLines == 2 ? prefetch(all.ahead) : prefetch_far(all.ahead);  // soon, or a tile later
+      }
+      Kernel::template add<R>(all.weights, all.x, all.x_stride, sums);
       all.weights += kStepBytes;
-    } while (++step < num_steps);
+      all.x += Kernel::kRowNumbers;
+    } while (--left > 0);
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
         float* at = all.out + r * kTile + v * kWidth;
-        const Floats total = load<Floats>(at);
-        if constexpr (!Kernel::kIsQuantised) {
-          store(at, total + sums[r][v]);
-        } else {
-          Floats sum = sums[r][v];
+        Floats sum = sums[r][v];
+        if constexpr (Kernel::kIsQuantised) {
+          const Floats total = first == 0 ? Floats{} : load<Floats>(at);
           if (all.shifts != nullptr) {
             sum = fused(numbers(all.shifts + v * kWidth), broadcast(all.x_sums[r]), sum);
           }
-          store(at, fused(numbers(all.scales + v * kWidth), sum, total));
+          sum = fused(numbers(all.scales + v * kWidth), sum, total);
         }
+        store(at, sum);
       }
     }
-    all.x += all.num_rows * Of::kNumbers;
-    if (Kernel::kIsQuantised) all.scales += all.next_scale;
-    if (all.shifts != nullptr) all.shifts += all.next_scale;
-    all.x_sums += all.num_rows;
+    if constexpr (Kernel::kIsQuantised) {
+      all.scales += kTile;
+      if (all.shifts != nullptr) all.shifts += kTile;
+      all.x_sums += all.num_rows;
+    }
   }
 }
 
 // By the number of rows less one.
 template <class Kernel, int kLines, int... kRows>
-constexpr auto adders(std::integer_sequence<int, kRows...>) {
-  return std::array{add_stretch<Kernel, kRows + 1, kLines>...};
+constexpr auto strip_calls(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_strip<Kernel, kRows + 1, kLines>...};
 }
 template <class Kernel, int kLines>
-constexpr auto kAdders = adders<Kernel, kLines>(std::make_integer_sequence<int, kMaxRows>());
+constexpr auto kStripCalls =
+    strip_calls<Kernel, kLines>(std::make_integer_sequence<int, kMaxRows>());
 
-// What jobs read of rows: [piece][row][inputs], and their sums over groups: [group][row].
+// What jobs read of rows: [row][inputs], `stride` numbers apart, and their sums over groups:
+// [group][row].
 struct Inputs {
   const void* rows;
+  int64_t stride;
   const float* sums;
 };
 
@@ -247,42 +244,35 @@ template <class Kernel>
 void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
   const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t num_calls = num_blocks * (kTile / kStrip);
-  const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
-  const int64_t most_steps = num_calls == 1         ? num_steps
-                             : num_calls > kFewCalls ? kManyInputs / Kernel::kInputs
-                                                     : kPiece / Kernel::kInputs;
-  const int64_t ahead = num_calls == 1 ? kAhead : std::max(kAhead, most_steps * kStepBytes);
+  const bool is_alone = num_blocks * (kTile / kStrip) == 1;
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  std::memset(sums, 0, sizeof(float) * num_rows * kTile);
-  for (int64_t step = 0; step < num_steps; step += most_steps) {
-    const int64_t piece = step / Stretch<Kernel>::kSteps;
-    const int64_t group = step * Kernel::kInputs / weights.group_inputs;
-    const int64_t scale = (tile * weights.num_groups + group) * kTile;
-    Stretch<Kernel> all;
-    all.num_steps = std::min(most_steps, num_steps - step);
-    all.next_scale = weights.num_groups == 1 ? 0 : kTile;
-    all.num_rows = num_rows;
-    for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
-      const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
-      for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
-        // Who is alone fetches all that the next tiles need, else the first two half of it each: a
-        // block that waits for memory leaves nothing to do for it while the next one computes.
-        all.ahead = tile_at + step * kStepBytes + ahead + call * all.num_steps * kLine;
-        all.weights = tile_at + step * kStepBytes + e * Kernel::kLaneBytes;
-        all.x = static_cast<const typename Kernel::Number*>(x.rows) +
-                (piece * num_rows + r) * Stretch<Kernel>::kNumbers;
-        all.scales = weights.scales == nullptr ? nullptr : weights.scales + scale + e;
-        all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + scale + e;
-        all.x_sums = x.sums + group * num_rows + r;
-        all.out = sums + r * kTile + e;
-        const auto& add = num_calls == 1 ? kAdders<Kernel, 2>
-                          : call < 2     ? kAdders<Kernel, 1>
-                                         : kAdders<Kernel, 0>;
-        add[end - r - 1](all);
-      }
-      r = end;
+  const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
+  const int64_t scale = tile * weights.num_groups * kTile;
+  Strip<Kernel> all;
+  all.num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
+  all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
+                        ? weights.group_inputs / Kernel::kInputs
+                        : all.num_steps;
+  all.x_stride = x.stride;
+  all.num_rows = num_rows;
+  for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
+    const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
+    for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
+      // Who is alone fetches all that comes soon, else the first two half of the next tile each: a
+      // block that waits for memory leaves nothing to do for it while the next one computes.
+      all.ahead = ahead + call * all.num_steps * kLine;
+      all.weights = tile_at + e * Kernel::kLaneBytes;
+      all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride;
+      all.scales = weights.scales == nullptr ? nullptr : weights.scales + scale + e;
+      all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + scale + e;
+      all.x_sums = x.sums + r;
+      all.out = sums + r * kTile + e;
+      const auto& calls = is_alone   ? kStripCalls<Kernel, 2>
+                          : call < 2 ? kStripCalls<Kernel, 1>
+                                     : kStripCalls<Kernel, 0>;
+      calls[end - r - 1](all);
     }
+    r = end;
   }
 }
 
@@ -296,12 +286,6 @@ MultiplyTile kernel_of(bool keeps_bf16) {
   return multiply_tile<PairKernel<Decoder, false>>;
 }
 
-// Inputs whose sum is one register's.
-int64_t piece_inputs(const LinearWeights& weights) {
-  const bool is_int4 = weights.format == Format::kInt4;
-  return is_int4 ? std::min<int64_t>(kPiece, weights.group_inputs) : kPiece;
-}
-
 MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
   switch (weights.format) {
     case Format::kFloat32:
@@ -311,8 +295,7 @@ MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
     case Format::kInt8:
       return kernel_of<Int8Words>(keeps_bf16);
     default:
-      return weights.group_inputs < kPiece ? kernel_of<Int4Words<kShortGroup>>(keeps_bf16)
-                                           : kernel_of<Int4Words<kPiece>>(keeps_bf16);
+      return kernel_of<Int4Words>(keeps_bf16);
   }
 }
 
@@ -359,13 +342,13 @@ struct Product {
   }
 };
 
-// Rows as the kernels read them: [piece][row][inputs], zeros behind the last input; for weights
-// with shifts also sums: [group][row], in order, of the numbers that are multiplied. A unit is some
-// rows. Nothing is to be computed: who stores a unit copies it.
+// Rows as the kernels read them: [row][inputs], `stride` numbers apart, zeros behind the last input;
+// for weights with shifts also sums: [group][row], in order, of the numbers that are multiplied. A
+// unit is some rows. Nothing is to be computed: who stores a unit copies it.
 struct Copy {
   ConstRows x;
   LinearWeights weights;
-  int64_t num_rows, piece;
+  int64_t num_rows, stride;
   bool keeps_bf16;
   char* block;
   float* sums;
@@ -376,26 +359,25 @@ struct Copy {
 
   void store(int64_t unit, const void*) const {
     const int64_t end = std::min((unit + 1) * kCopyRows, num_rows);
-    for (int64_t first = 0; first < weights.num_inputs; first += piece) {
-      for (int64_t r = unit * kCopyRows; r < end; ++r) copy_piece(r, first);
-    }
-    for (int64_t group = 0; weights.shifts != nullptr && group < weights.num_groups; ++group) {
-      for (int64_t r = unit * kCopyRows; r < end; ++r) sum_group(r, group);
+    for (int64_t r = unit * kCopyRows; r < end; ++r) {
+      copy_row(r);
+      for (int64_t group = 0; weights.shifts != nullptr && group < weights.num_groups; ++group) {
+        sum_group(r, group);
+      }
     }
   }
 
-  void copy_piece(int64_t row, int64_t first) const {
-    const int64_t item = keeps_bf16 ? 2 : 4, at = row * x.stride + first;
-    const int64_t count = std::min(piece, weights.num_inputs - first);
-    char* to = block + item * (first * num_rows + row * piece);
-    if (keeps_bf16) {
-      std::memcpy(to, static_cast<const uint16_t*>(x.numbers) + at, 2 * count);
-    } else {
-      with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
-        convert(from + at, count, reinterpret_cast<float*>(to));
-      });
-    }
-    std::memset(to + item * count, 0, item * (piece - count));
+  void copy_row(int64_t row) const {
+    char* to = block + 4 * stride * row;
+    const int64_t count = weights.num_inputs, bytes = (keeps_bf16 ? 2 : 4) * count;
+    with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
+      if (keeps_bf16) {
+        std::memcpy(to, from + row * x.stride, bytes);
+      } else {
+        convert(from + row * x.stride, count, reinterpret_cast<float*>(to));
+      }
+    });
+    std::memset(to + bytes, 0, 4 * stride - bytes);
   }
 
   void sum_group(int64_t row, int64_t group) const {
@@ -415,24 +397,24 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
   const Turn turn(num_products < kMinShared ? nullptr : team);
   const bool keeps_bf16 =
       kHasBf16Dot && x.dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32;
-  const int64_t piece = piece_inputs(weights);
-  const int64_t padded_inputs = (num_inputs + piece - 1) / piece * piece;
-  const int64_t row_bytes = (keeps_bf16 ? 2 : 4) * padded_inputs;
+  // Lines, which whole steps fill; an odd number, as rows at even distances share parts of a cache.
+  const int64_t num_lines = ((keeps_bf16 ? 2 : 4) * num_inputs + kLine - 1) / kLine | 1;
+  const int64_t stride = num_lines * kLine / 4;
   const int64_t num_tiles = (weights.num_outputs + kTile - 1) / kTile;
   const int64_t unit_tiles = (num_tiles + kMaxUnits - 1) / kMaxUnits;
   const int64_t most_rows = std::min(num_rows, kBlockRows);
   auto* block = static_cast<char*>(
-      input_block(turn.team(), most_rows * (row_bytes + weights.num_groups * sizeof(float))));
+      input_block(turn.team(), most_rows * 4 * (stride + weights.num_groups)));
   for (int64_t first = 0; first < num_rows; first += kBlockRows) {
     const int64_t block_rows = std::min(kBlockRows, num_rows - first);
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
     const ConstRows rows = {from, x.dtype, x.stride};
-    auto* sums = reinterpret_cast<float*>(block + block_rows * row_bytes);
-    run_in_turn(turn.team(), Copy{rows, weights, block_rows, piece, keeps_bf16, block, sums});
+    auto* sums = reinterpret_cast<float*>(block) + block_rows * stride;
+    run_in_turn(turn.team(), Copy{rows, weights, block_rows, stride, keeps_bf16, block, sums});
     auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
-    run_in_turn(turn.team(), Product{kernel_of(weights, keeps_bf16), weights,
-                                     Inputs{block, sums}, Rows{to, y.dtype, y.stride}, block_rows,
-                                     unit_tiles});
+    run_in_turn(turn.team(),
+                Product{kernel_of(weights, keeps_bf16), weights, Inputs{block, stride, sums},
+                        Rows{to, y.dtype, y.stride}, block_rows, unit_tiles});
   }
 }
 
