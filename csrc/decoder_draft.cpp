@@ -1,7 +1,8 @@
-// A whole draft of a decoder: all passes, all choices, for all requests, in one call. A request whose
-// chain has ended has no rows in later passes.
+// A whole draft of a decoder: it reads the rest of the texts, then come all passes and all choices,
+// for all requests, in one call. A request whose chain has ended has no rows in later passes.
 //
-// The readable twin is src/outdraft/drafting/device/grower.py over the passes of a network.
+// The readable twin is src/outdraft/drafting/device/grower.py over the passes of a network, behind
+// texts that src/outdraft/drafting/device/text_reader.py reads.
 
 #include <algorithm>
 #include <cstring>
@@ -12,27 +13,46 @@
 #include "growth.h"
 
 namespace outdraft {
+
+// The rows of one text that are read first, and where the text begins in `texts`.
+struct UnreadText {
+  int64_t context_len, num_rows, text_start;
+};
+
+// What Python fills (kernels/native/drafting.py): as `UnreadTexts` of kernels/draft_ops.py.
+struct UnreadTexts {
+  const UnreadText* spans;     // [B]
+  const int64_t* places;       // of each row's state; unused where the network reads none
+  const int64_t* texts;        // [S, L]
+  const char* features;        // [N, D]; null: the network reads none
+  const int32_t* block_table;  // [B, P]
+  int64_t table_width, block_size;
+};
+
 namespace {
 
 class Drafting {
  public:
-  Drafting(Decoder& decoder, const DraftTask& task)
+  Drafting(Decoder& decoder, const DraftTask& task, const UnreadTexts& unread)
       : decoder_(decoder),
         task_(task),
+        unread_(unread),
         growth_(task, decoder.spec().draft_ids, decoder.vocabulary()),
         zeros_(static_cast<size_t>(task.num_requests)) {
     const int64_t widest = *std::max_element(task.levels, task.levels + task.num_levels);
-    const int64_t most = task.num_requests * widest, num_outputs = decoder.vocabulary();
+    const int64_t most_nodes = task.num_requests * widest, num_outputs = decoder.vocabulary();
+    for (int64_t b = 0; b < task.num_requests; ++b) num_unread_ += unread.spans[b].num_rows;
+    const int64_t most = std::max(most_nodes, num_unread_);
     state_bytes_ = decoder.spec().hidden * size_of(decoder.spec().dtype);
     char* memory = decoder.draft_memory.reserve<char>(2 * most * state_bytes_ +
-                                                      most * 4 * num_outputs + 3 * kLine);
+                                                      most_nodes * 4 * num_outputs + 3 * kLine);
     states_ = take(memory, most * state_bytes_);
     gathered_ = take(memory, most * state_bytes_);
-    logits_ = reinterpret_cast<float*>(take(memory, most * 4 * num_outputs));
+    logits_ = reinterpret_cast<float*>(take(memory, most_nodes * 4 * num_outputs));
   }
 
-  bool run(const void* states) {
-    std::memcpy(states_, states, static_cast<size_t>(task_.num_requests * state_bytes_));
+  bool run() {
+    if (!read_texts()) return false;
     for (int64_t depth = 0; depth < task_.num_levels && num_drafting() > 0; ++depth) {
       if (depth > 0 && !read(depth)) return false;
       decoder_.logits(states_, num_drafting() * growth_.num_nodes(), logits_);
@@ -52,6 +72,50 @@ class Drafting {
     return part;
   }
 
+  // The states behind the texts.
+  bool read_texts() {
+    rows_.resize(static_cast<size_t>(4 * num_unread_));
+    int64_t *ids = rows_.data(), *ancestors = ids + num_unread_;
+    int64_t *positions = ancestors + num_unread_, *slots = positions + num_unread_;
+    std::fill_n(ancestors, num_unread_, 0);
+    starts_.assign(1, 0), lens_.clear();
+    std::vector<int32_t> num_causal;
+    const int64_t block_size = unread_.block_size;
+    int64_t row = 0;
+    for (int64_t b = 0; b < task_.num_requests; ++b) {
+      const UnreadText& span = unread_.spans[b];
+      const int32_t* blocks = unread_.block_table + b * unread_.table_width;
+      const int64_t end = span.context_len + span.num_rows;
+      for (int64_t index = span.context_len; index < end; ++index, ++row) {
+        ids[row] = unread_.texts[span.text_start + index];
+        positions[row] = index;
+        slots[row] = blocks[index / block_size] * block_size + index % block_size;
+      }
+      starts_.push_back(static_cast<int32_t>(row));
+      lens_.push_back(static_cast<int32_t>(span.context_len));
+      num_causal.push_back(static_cast<int32_t>(span.num_rows));
+    }
+    const DecoderRows rows{ids,          positions,          slots,
+                           starts_.data(), lens_.data(),     num_causal.data(),
+                           ancestors,    unread_.block_table, num_unread_,
+                           task_.num_requests, unread_.table_width};
+    const char* features = unread_.features;
+    for (row = 0; features != nullptr && row < num_unread_; ++row) {
+      copy_state(features, unread_.places[row], gathered_, row);
+    }
+    const void* states = features == nullptr ? nullptr : gathered_;
+    if (!decoder_.forward(rows, states, nullptr, 0, nullptr, states_)) return false;
+    for (int64_t b = 0; b < task_.num_requests; ++b) {  // each request has a row at least
+      if (starts_[b + 1] - 1 != b) copy_state(states_, starts_[b + 1] - 1, states_, b);
+    }
+    return true;
+  }
+
+  void copy_state(const char* from, int64_t place, char* to, int64_t row) const {
+    std::memcpy(to + row * state_bytes_, from + place * state_bytes_,
+                static_cast<size_t>(state_bytes_));
+  }
+
   // The states behind the newest level.
   bool read(int64_t depth) {
     const int64_t num_nodes = growth_.num_nodes(), num_rows = num_drafting() * num_nodes;
@@ -61,11 +125,11 @@ class Drafting {
     growth_.copy_newest(ids, RowsOf::kDrafting);
     gather_columns();
     place_level(num_drafting(), num_nodes, growth_.first(), ancestors, contexts_.data(),
-                num_drafts_.data(), table_.data(), task_.table_width, task_.block_size, ancestors,
-                positions, slots);
+                num_drafts_.data(), table_.data(), unread_.table_width, unread_.block_size,
+                ancestors, positions, slots);
     const DecoderRows rows{ids,           positions,          slots,     starts_.data(),
                            lens_.data(),  zeros_.data(),      ancestors, table_.data(),
-                           num_rows,      num_drafting(),     task_.table_width};
+                           num_rows,      num_drafting(),     unread_.table_width};
     const bool reads_states = decoder_.spec().reads_states != 0;
     if (reads_states) gather(depth, origins);
     return decoder_.forward(rows, reads_states ? gathered_ : nullptr, nullptr, 0, nullptr, states_);
@@ -73,15 +137,15 @@ class Drafting {
 
   // What the requests that still draft have in the columns of the task.
   void gather_columns() {
-    const int64_t num_nodes = growth_.num_nodes(), width = task_.table_width;
+    const int64_t num_nodes = growth_.num_nodes(), width = unread_.table_width;
     starts_.assign(1, 0);
     contexts_.clear(), lens_.clear(), num_drafts_.clear(), table_.clear();
     for (const int64_t b : growth_.drafting()) {
       starts_.push_back(starts_.back() + static_cast<int32_t>(num_nodes));
-      contexts_.push_back(task_.contexts[b]);
-      lens_.push_back(static_cast<int32_t>(task_.contexts[b]));
+      contexts_.push_back(unread_.spans[b].context_len + unread_.spans[b].num_rows);
+      lens_.push_back(static_cast<int32_t>(contexts_.back()));
       num_drafts_.push_back(task_.num_drafts[b]);
-      const int32_t* blocks = task_.block_table + b * width;
+      const int32_t* blocks = unread_.block_table + b * width;
       table_.insert(table_.end(), blocks, blocks + width);
     }
   }
@@ -93,9 +157,7 @@ class Drafting {
     for (const int64_t b : growth_.drafting()) {
       while (before_[place] != b) ++place;
       for (int64_t node = 0; node < growth_.num_nodes(); ++node, ++row) {
-        const int64_t above = place * num_above + origins[row];
-        std::memcpy(gathered_ + row * state_bytes_, states_ + above * state_bytes_,
-                    static_cast<size_t>(state_bytes_));
+        copy_state(states_, place * num_above + origins[row], gathered_, row);
       }
     }
   }
@@ -104,7 +166,9 @@ class Drafting {
 
   Decoder& decoder_;
   const DraftTask& task_;
+  const UnreadTexts& unread_;
   Growth growth_;
+  int64_t num_unread_ = 0;  // rows of all texts
   int64_t state_bytes_;
   char *states_, *gathered_;  // behind the newest level, and what that continues
   float* logits_;             // [rows, N]
@@ -117,8 +181,9 @@ class Drafting {
 }  // namespace
 }  // namespace outdraft
 
-// Grows drafts behind states [B, D]. False: a token or a position is not in its table.
+// Reads the rest of texts, and grows drafts behind them. False: a token or a position is not in its
+// table.
 OUTDRAFT_EXPORT int64_t decoder_draft(outdraft::Decoder* decoder, const outdraft::DraftTask* task,
-                                      const void* states) {
-  return outdraft::Drafting(*decoder, *task).run(states);
+                                      const outdraft::UnreadTexts* unread) {
+  return outdraft::Drafting(*decoder, *task, *unread).run();
 }

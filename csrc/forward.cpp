@@ -444,9 +444,12 @@ class DecoderOf final : public Decoder {
 
   void tap(int64_t num_layers, int64_t num_rows, const int64_t* taps, int64_t num_taps,
            void* tapped) const {
-    const int64_t size = num_rows * spec_.hidden;
+    const int64_t size = spec_.hidden;
     for (int64_t k = 0; k < num_taps; ++k) {
-      if (taps[k] == num_layers) convert(residual_, size, static_cast<Number*>(tapped) + k * size);
+      if (taps[k] != num_layers) continue;
+      for (int64_t t = 0; t < num_rows; ++t) {
+        convert(residual_ + t * size, size, static_cast<Number*>(tapped) + (t * num_taps + k) * size);
+      }
     }
   }
 

@@ -69,9 +69,9 @@ class Decoder {
   Decoder& operator=(const Decoder&) = delete;
 
   // out [T, D] = the states of the rows; their keys and values go to the caches. `states` [T, D],
-  // null for a network that does not read them, may be `out`. tapped[k] [T, D] = the residual
-  // stream behind the first taps[k] layers. False, and nothing is done: a token or a position is
-  // not in its table.
+  // null for a network that does not read them, may be `out`. tapped [T, K, D]: its part k = the
+  // residual stream behind the first taps[k] layers. False, and nothing is done: a token or a
+  // position is not in its table.
   virtual bool forward(const DecoderRows& rows, const void* states, const int64_t* taps,
                        int64_t num_taps, void* tapped, void* out) = 0;
 

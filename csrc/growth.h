@@ -29,15 +29,14 @@ struct Stops {
 
 // What Python fills (kernels/native/drafting.py); columns have a number for each request.
 struct DraftTask {
-  int64_t num_requests, num_levels, num_rows, size, table_width, block_size;
+  int64_t num_requests, num_levels, num_rows, size;
   const int64_t* levels;
   Worth worth;
-  const int64_t *num_tokens, *contexts, *num_drafts, *seeds, *kinds;
+  const int64_t *num_tokens, *num_drafts, *seeds, *kinds;
   const bool* is_greedy;
   CutColumns cuts;
   const bool* allowed;  // [B, V]; null: all tokens are
   const float* bias;    // [B, V], added to logits; null: nothing is
-  const int32_t* block_table;  // [B, P]
   // Results: [B, K], and [B, K, V]; probs may be null where no request draws.
   int64_t *token_ids, *parents;
   bool* is_drawn;

@@ -4,6 +4,7 @@
 // Integers only; the readable twin is src/outdraft/kernels/reference/rows.py.
 
 #include <algorithm>
+#include <cstring>
 
 #include "export.h"
 
@@ -78,22 +79,44 @@ OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* 
   }
 }
 
-// As `KeepRows` of ops.py.
-OUTDRAFT_EXPORT void keep_rows(int64_t num_rows, int64_t num_requests, int64_t width,
-                               const int64_t* slots, const int64_t* draft_index,
-                               const int64_t* root_rows, const int64_t* draft_slots,
-                               const int64_t* kept_rows, int64_t* kept_slots,
-                               int64_t* last_rows) {
-  for (int64_t row = 0; row < num_rows; ++row) {
-    kept_slots[row] = draft_index[row] < 0 ? slots[row] : -1;
-  }
-  for (int64_t b = 0; b < num_requests; ++b) {
-    last_rows[b] = root_rows[b];
-    for (int64_t at = b * width; at < (b + 1) * width; ++at) {
-      if (kept_rows[at] < 0) continue;
-      last_rows[b] = root_rows[b] + 1 + kept_rows[at];
-      kept_slots[last_rows[b]] = draft_slots[at];
+// As `PlaceStates` of ops.py.
+OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64_t width,
+                                  int64_t row_len, int64_t window, const int32_t* query_start,
+                                  const int32_t* context_lens, const int32_t* num_causal,
+                                  const int64_t* state_index, const int64_t* root_rows,
+                                  const int64_t* kept_rows, int64_t* places, int64_t* last_rows,
+                                  int64_t* texts) {
+  int64_t num_seen = 0;  // of the works that sample
+  for (int64_t w = 0; w < num_works; ++w) {
+    const int64_t first = query_start[w], end = query_start[w + 1];
+    const int64_t text = state_index[first] / row_len, start = text * window;
+    texts[w] = text;
+    for (int64_t row = first; row < end; ++row) {
+      const int64_t left = first + num_causal[w] - row;  // causal rows from this one on
+      const bool is_kept = left > 0 && left <= window;
+      places[row] = is_kept ? start + (context_lens[w] + row - first) % window : -1;
     }
+    last_rows[w] = end - 1;
+    if (num_seen == num_sampling || root_rows[num_seen] >= end) continue;
+    const int64_t root = last_rows[w] = root_rows[num_seen];
+    const int64_t num_tokens = context_lens[w] + num_causal[w];
+    const int64_t* kept = kept_rows + num_seen++ * width;
+    for (int64_t at = 0; at < width; ++at) {
+      if (kept[at] < 0) continue;
+      last_rows[w] = root + 1 + kept[at];
+      places[last_rows[w]] = start + (num_tokens + at) % window;
+    }
+  }
+}
+
+// As `CopyRows` of ops.py; rows of `row_bytes`.
+OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
+                               const int64_t* places, const char* from, const int64_t* rows) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    if (places[r] < 0) continue;
+    const int64_t row = rows == nullptr ? r : rows[r];
+    std::memcpy(to + places[r] * row_bytes, from + row * row_bytes,
+                static_cast<size_t>(row_bytes));
   }
 }
 

@@ -142,8 +142,8 @@ def read_chunks(
         rows = slice(start, start + size)
         metadata = batch_of([Span(start, size, (), blocks_of(0))])
         entry = None if sizes.entry is None else states_TD[rows]
-        out_TD, taps_KTD = passes(ids_T[rows], cache.layers, metadata, taps, entry)
+        out_TD, taps_TKD = passes(ids_T[rows], cache.layers, metadata, taps, entry)
         states.append(out_TD)
-        tapped.append(taps_KTD)
+        tapped.append(taps_TKD)
         start += size
-    return torch.cat(states), torch.cat(tapped, dim=1), cache
+    return torch.cat(states), torch.cat(tapped), cache

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import Span
+from outdraft.attention.rows import Span, lay_out
 from outdraft.kernels.ops import PlacedRows
 from tests.kernels.comparisons import Case
 
@@ -60,7 +60,7 @@ def compare_shape_rows(case: Case) -> None:
     assert all(map(torch.equal, got, want))
 
 
-def compare_keep_rows(case: Case) -> None:
+def compare_place_states(case: Case) -> None:
     step = case.data.draw(steps(), "step")
     placed, sampling = case.reference.place_rows(*step), [span for span in step[0] if span.samples]
     rng = case.rng()
@@ -68,9 +68,24 @@ def compare_keep_rows(case: Case) -> None:
     for rows_N, span in zip(kept_rows_BN, sampling, strict=True):
         rows = np.flatnonzero(rng.random(len(span.parents)) < 0.5)  # a path goes down
         rows_N[: len(rows)] = torch.from_numpy(rows)
-    tensors = (placed.slots_T, placed.draft_index_T, placed.root_rows_B, placed.draft_slots_BN)
-    got, want = (one.keep_rows(*tensors, kept_rows_BN) for one in (case.kernels, case.reference))
+    metadata, _ = lay_out(step[0], BLOCK_SIZE, case.reference, torch.device("cpu"))
+    window = case.data.draw(st.sampled_from([1, 8, 128]), "window")
+    states = placed.state_index_T, placed.root_rows_B, kept_rows_BN, ROW_LEN, window
+    got, want = (one.place_states(metadata, *states) for one in (case.kernels, case.reference))
     assert all(map(torch.equal, got, want))
+
+
+def compare_copy_rows(case: Case) -> None:
+    rng, num_rows = case.rng(), case.data.draw(st.integers(1, 9), "rows")
+    places = np.where(rng.random(num_rows) < 0.3, -1, rng.permutation(20)[:num_rows])
+    places_R, rows_R = torch.from_numpy(places), torch.from_numpy(rng.integers(0, 7, num_rows))
+    from_TD, to_ND = (torch.randn(size, 5).to(case.dtype) for size in (num_rows + 7, 21))
+    rows = case.data.draw(st.sampled_from([(), (rows_R,)]), "rows of the source")
+    from_TD = from_TD if rows else from_TD[:num_rows]
+    got, want = to_ND.clone(), to_ND.clone()
+    case.kernels.copy_rows(got, places_R, from_TD, *rows)
+    case.reference.copy_rows(want, places_R, from_TD, *rows)
+    assert torch.equal(got[:-1], want[:-1])  # the last place is anybody's
 
 
 def compare_read_token_ids(case: Case) -> None:
@@ -100,7 +115,8 @@ def compare_append_token_ids(case: Case) -> None:
 COMPARISONS = {
     "place_rows": compare_place_rows,
     "shape_rows": compare_shape_rows,
-    "keep_rows": compare_keep_rows,
+    "place_states": compare_place_states,
+    "copy_rows": compare_copy_rows,
     "read_token_ids": compare_read_token_ids,
     "append_token_ids": compare_append_token_ids,
 }

@@ -68,12 +68,20 @@ class Drive:
         return torch.cat([self.read(ids, states) for ids, states in pairs])
 
 
-def random_pass(num_rows: int, num_taps: int, seed: int = 0) -> tuple[Tensor, Tensor, list[Tensor]]:
+def random_pass(num_rows: int, num_taps: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, and what a target may have computed over them."""
     generator = torch.Generator().manual_seed(seed)
     token_ids_T = torch.randint(0, VOCABULARY, (num_rows,), generator=generator)
     states = torch.randn(1 + num_taps, num_rows, TARGET_SIZE, generator=generator).double()
-    return token_ids_T, states[0], list(2 * states[1:])
+    return token_ids_T, states[0], 2 * states[1:].transpose(0, 1)
+
+
+def features_of(layout: Layout, target: CausalLM, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
+    """What the reference reads of the target's pass."""
+    if not layout.taps:
+        return hidden_TD
+    weights, options = layout.reference(target)
+    return reference.features(weights, options, list(tapped_TKS.unbind(1)))
 
 
 def load(path: Path, target: CausalLM, kernels: Kernels | None = None) -> EagleNetwork:
@@ -85,10 +93,10 @@ def check_against_reference(
 ) -> None:
     """A text in chunks, then a greedy chain whose states stand in for the target's."""
     weights, options = layout.reference(target)
-    ids_T, hidden_TD, tapped = random_pass(NUM_TOKENS, len(layout.taps))
-    want_TF = reference.features(weights, options, tapped) if tapped else hidden_TD
+    ids_T, hidden_TD, tapped_TKS = random_pass(NUM_TOKENS, len(layout.taps))
+    want_TF = features_of(layout, target, hidden_TD, tapped_TKS)
     kind = {"device": network.device, "dtype": network.dtype}
-    got_TF = network.features(hidden_TD.to(**kind), [tap.to(**kind) for tap in tapped])
+    got_TF = network.features(hidden_TD.to(**kind), tapped_TKS.to(**kind))
     close = {"rtol": tolerance, "atol": tolerance, "check_dtype": False, "check_device": False}
     torch.testing.assert_close(got_TF, want_TF, **close)
     drive = Drive(network)
@@ -171,8 +179,8 @@ def network(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @settings(max_examples=15, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5))
 def test_chunking_does_not_change_states(network: EagleNetwork, sizes: list[int]):
-    ids_T, hidden_TD, tapped = random_pass(sum(sizes), len(network.taps))
-    states_TF = network.features(hidden_TD, tapped)
+    ids_T, hidden_TD, tapped_TKS = random_pass(sum(sizes), len(network.taps))
+    states_TF = network.features(hidden_TD, tapped_TKS)
 
     whole_TD = Drive(network).read(ids_T, states_TF)
 
@@ -181,8 +189,8 @@ def test_chunking_does_not_change_states(network: EagleNetwork, sizes: list[int]
 
 
 def test_states_that_are_read_are_left_as_they_are(network: EagleNetwork):
-    ids_T, hidden_TD, tapped = random_pass(7, len(network.taps))
-    states_TF = network.features(hidden_TD, torch.stack(tapped) if tapped else [])
+    ids_T, hidden_TD, tapped_TKS = random_pass(7, len(network.taps))
+    states_TF = network.features(hidden_TD, tapped_TKS)
     before_TF = states_TF.clone()
 
     Drive(network).read(ids_T, states_TF)
@@ -191,8 +199,8 @@ def test_states_that_are_read_are_left_as_they_are(network: EagleNetwork):
 
 
 def test_siblings_in_one_level_of_a_tree_are_separate_chains(network: EagleNetwork):
-    ids_T, hidden_TD, tapped = random_pass(10, len(network.taps))
-    states_TF = network.features(hidden_TD, tapped)
+    ids_T, hidden_TD, tapped_TKS = random_pass(10, len(network.taps))
+    states_TF = network.features(hidden_TD, tapped_TKS)
     children_2 = torch.tensor([5, 44])
     chains, tree = [], Drive(network)
     for child in children_2:
@@ -224,18 +232,18 @@ def test_the_mask_stands_in_for_states_not_known_yet(name: str, tmp_path: Path, 
     layout = LAYOUTS[name]
     network = load(layout.save(tmp_path), target)
     weights, options = layout.reference(target)
-    ids_T, hidden_TD, tapped = random_pass(9, len(layout.taps))
+    ids_T, hidden_TD, tapped_TKS = random_pass(9, len(layout.taps))
     mask = weights["mask_hidden"].reshape(1, -1)
     is_wide = mask.shape[1] == 3 * TARGET_SIZE
     want_1D = reference.features(weights, options, list(mask.chunk(3, 1))) if is_wide else mask
-    want_TF = reference.features(weights, options, tapped) if tapped else hidden_TD
+    want_TF = features_of(layout, target, hidden_TD, tapped_TKS)
     masked_ids_T = torch.cat([ids_T, torch.full((3,), 60)])
     want_TD = reference.states(weights, options, masked_ids_T, torch.cat([want_TF, *[want_1D] * 3]))
 
     assert network.has_mask_state
     assert network.config.mask_token_id == 60
     state_D = network.mask_state()
-    states_TF = torch.cat([network.features(hidden_TD, tapped), state_D.expand(3, -1)])
+    states_TF = torch.cat([network.features(hidden_TD, tapped_TKS), state_D.expand(3, -1)])
     got_TD = Drive(network).read(masked_ids_T, states_TF)
 
     torch.testing.assert_close(got_TD, want_TD, rtol=1e-9, atol=1e-9)

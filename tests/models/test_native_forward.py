@@ -33,8 +33,8 @@ def states_and_keys(path: Path, kernels: Kernels) -> list[Tensor]:
         num_rows = sum(span.num_rows for span in spans)
         ids_T = torch.randint(0, TINY["vocab_size"], (num_rows,), generator=generator)
         with torch.inference_mode():
-            states_TD, tapped_KTD = model.forward_tapped(ids_T, cache.layers, metadata, (2, 0, 1))
-            found += [states_TD, tapped_KTD, model.logits(states_TD)]
+            states_TD, tapped_TKD = model.forward_tapped(ids_T, cache.layers, metadata, (2, 0, 1))
+            found += [states_TD, tapped_TKD, model.logits(states_TD)]
     return [*found, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC))]
 
 

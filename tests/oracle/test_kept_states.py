@@ -22,7 +22,7 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
-from outdraft.kernels.draft_ops import DraftStart
+from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
@@ -126,8 +126,8 @@ class RandomAcceptance:
     def _watch(self, drafter: NetworkDrafter) -> None:
         start_of = drafter.start
 
-        def checked(asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
-            found = start_of(asks, token_ids_SL)
+        def checked(asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
+            found = start_of(asks, unread)
             logits_BV = drafter.network.logits(found.states_BD)
             for ask, logits_V in zip(asks, logits_BV, strict=True):
                 [request] = [r for r in self.scheduler.running if r.slot == ask.state_row]
@@ -135,7 +135,7 @@ class RandomAcceptance:
                 known = known_tokens(request, blocks, self.runner.cache.block_size)
                 if known is None:
                     continue
-                text = token_ids_SL[ask.state_row, : ask.num_tokens]
+                text = unread.token_ids_SL[ask.state_row, : ask.num_tokens]
                 fresh = drafter_afresh(self.runner.model, drafter.network, text, known)
                 torch.testing.assert_close(logits_V, fresh, rtol=0, atol=CLOSE)
                 self.num_drafter_checks += 1

@@ -183,9 +183,9 @@ def device_proposer(
     loaded, num_seqs = drafter.network, config.scheduler.max_num_seqs
     drafting: Drafter
     if isinstance(loaded, MedusaHeads):
-        drafting = MedusaDrafter(loaded, num_seqs)
+        drafting = MedusaDrafter(loaded, num_seqs, kernels)
     elif isinstance(loaded, MLPSpeculator):
-        drafting = MLPSpeculatorDrafter(loaded, num_seqs)
+        drafting = MLPSpeculatorDrafter(loaded, num_seqs, kernels)
     else:
         drafting = _layered_drafter(network, drafter, memory, device, config.scheduler)
     return DeviceProposer(kernels, drafting, network.tree, samples=network.samples)

@@ -14,6 +14,7 @@ from torch import Tensor
 from outdraft.core.tree_shape import TreeShape
 
 if TYPE_CHECKING:
+    from outdraft.attention.rows import Span
     from outdraft.kernels.ops import Kernels
     from outdraft.kv.cache import LayerCache
     from outdraft.sampling.batch import SamplingBatch
@@ -109,6 +110,25 @@ class TreeLevels(Protocol):
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]; levels come in order, each once."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class UnreadTexts:
+    """What a network has not read of texts that it drafts behind.
+
+    Attributes:
+        spans: of each request; their blocks cover the drafts too.
+        token_ids_SL: int64, contiguous; the texts in which the spans begin.
+        features_NF: the target's states, for a network that reads them.
+        places: in features_NF, of each row's state; () for other networks.
+    """
+
+    spans: Sequence["Span"]
+    token_ids_SL: Tensor
+    caches: Sequence["LayerCache"]
+    block_size: int
+    features_NF: Tensor | None
+    places: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)

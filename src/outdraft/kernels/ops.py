@@ -24,6 +24,7 @@ from outdraft.kernels.draft_ops import (
     LevelTask,
     ModelDrafts,
     TreeLevels,
+    UnreadTexts,
 )
 from outdraft.kernels.sampling_ops import (
     Gumbel,
@@ -107,24 +108,45 @@ class ShapeRows(Protocol):
         ...
 
 
-class KeepRows(Protocol):
-    """Find where the rows of a pass stand once it is known which drafts are kept."""
+class PlaceStates(Protocol):
+    """Find where the states of a pass are kept, in windows over the newest tokens of texts."""
 
     def __call__(
         self,
-        slots_T: Tensor,
-        draft_index_T: Tensor,
+        rows: "AttentionMetadata",
+        state_index_T: Tensor,
         root_rows_B: Tensor,
-        draft_slots_BN: Tensor,
         kept_rows_BN: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """int64 [T]: the slot of each row from now on, -1 for drafts that were refused; and int64
-        [B]: the last row that each text keeps. Both are new.
+        row_len: int,
+        window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """int64 [T]: the place of each row's state, -1 for drafts that were refused and for tokens
+        before the newest `window` of those that the pass read; int64 [W]: the last row that each
+        text keeps; int64 [W]: which text that is. All are new.
+
+        Token i of text s has place s * window + i % window.
 
         Args:
-            slots_T: int64, as in AttentionMetadata.
-            draft_index_T, root_rows_B, draft_slots_BN: as in PlacedRows.
+            rows: of W works.
+            state_index_T, root_rows_B: as in PlacedRows.
             kept_rows_BN: int64, as rows_BN of a Verdict.
+            row_len: L, of the texts.
+        """
+        ...
+
+
+class CopyRows(Protocol):
+    """Copy rows of numbers to their places."""
+
+    def __call__(
+        self, to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+    ) -> None:
+        """to_ND[places_R[r]] = from_TD[rows_R[r]]. A row of place -1 goes to the last place, or
+        nowhere.
+
+        Args:
+            to_ND, from_TD: of one dtype, contiguous.
+            places_R, rows_R: int64; no place but -1 occurs twice. None: all rows in order.
         """
         ...
 
@@ -278,7 +300,7 @@ class DecoderPass(Protocol):
         states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The state of each row, [T, D], and the residual stream behind the first taps[k] layers,
-        [K, T, D], all of the network's dtype. Keys and values of the rows go to the caches.
+        [T, K, D], all of the network's dtype. Keys and values of the rows go to the caches.
 
         Args:
             token_ids_T: int64.
@@ -298,13 +320,13 @@ class DecoderPass(Protocol):
         ...
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
-        """A whole draft behind texts that the network has read.
+        """Read the rest of texts, and draft behind them.
 
         Args:
-            by_levels: makes the same draft level by level, with this network's passes; that is the
-                meaning of this operation.
+            by_levels: reads the same and makes the same draft level by level, with this network's
+                passes; that is the meaning of this operation.
         """
         ...
 
@@ -386,7 +408,8 @@ class Kernels:
     attention: "AttentionBackend"
     place_rows: PlaceRows
     shape_rows: ShapeRows
-    keep_rows: KeepRows
+    place_states: PlaceStates
+    copy_rows: CopyRows
     read_token_ids: ReadTokenIds
     append_token_ids: AppendTokenIds
     pack_linear: PackLinear

@@ -7,7 +7,7 @@ between the target's layers, and has a head of its own, often for the frequent t
 the next drafted token is read together with the drafter's own state, in place of the target's.
 
 Dimension key: T rows, R rows that need logits, D hidden of the drafter, F what is kept of the
-target's pass for a row, N draft vocabulary, V vocabulary.
+target's pass for a row, S hidden of the target, K taps, N draft vocabulary, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
@@ -101,16 +101,14 @@ class EagleNetwork(nn.Module):
             mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
 
-    def features(self, hidden_TD: Tensor, tapped: Sequence[Tensor] | Tensor) -> Tensor:
+    def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
 
         Args:
             hidden_TD: the target's states behind its final norm: EAGLE reads them as they are.
-            tapped: the residual streams of `taps` in their order, each [T, D of the target].
+            tapped_TKS: the residual streams of `taps` in their order.
         """
-        if self.fusion is None:
-            return hidden_TD
-        return self.fusion(torch.cat(tuple(tapped), dim=-1))
+        return hidden_TD if self.fusion is None else self.fusion(tapped_TKS.flatten(1))
 
     def mask_state(self) -> Tensor:
         """[D]: what `forward` reads for a state not known yet; only if `has_mask_state`."""
@@ -167,10 +165,10 @@ class EagleNetwork(nn.Module):
         return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
-        return self.passes.draft(start, growth, by_levels)
+        return self.passes.draft(unread, growth, by_levels)
 
     @property
     def memory_bytes(self) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind
@@ -69,7 +69,7 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
     ) -> tuple[Tensor, Tensor]:
         """The hidden state of each row behind the final norm, [T, D], and the residual stream
-        behind the first taps[k] layers, [K, T, D], all of the model's dtype.
+        behind the first taps[k] layers, [T, K, D], all of the model's dtype.
 
         Writes the keys and values of the rows to the caches, one cache a layer.
 
@@ -88,10 +88,10 @@ class CausalLM(nn.Module):
         return self.passes.best_tokens(hidden_RD)
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
-        return self.passes.draft(start, growth, by_levels)
+        return self.passes.draft(unread, growth, by_levels)
 
     @property
     def weight_bytes(self) -> int:

@@ -57,13 +57,13 @@ class TargetPass:
 
     Attributes:
         hidden_TD: hidden states of all rows.
-        tapped_KTD: residual streams behind the layers that the drafter reads.
+        tapped_TKD: residual streams behind the layers that the drafter reads.
         logit_hidden_RD: hidden states of the rows whose logits are needed.
     """
 
     rows: StepRows
     hidden_TD: Tensor
-    tapped_KTD: Tensor
+    tapped_TKD: Tensor
     logit_hidden_RD: Tensor
 
 
@@ -218,12 +218,12 @@ class ModelRunner:
             rows = rows.shaped_by(drafts, self.model.kernels)
         ids_T = self.state.read(rows, drafts)
         metadata = rows.metadata
-        hidden_TD, tapped_KTD = self.model.forward_tapped(
+        hidden_TD, tapped_TKD = self.model.forward_tapped(
             ids_T, self.cache.layers, metadata, self._taps if plan.keeps_states else ()
         )
         are_all = rows.logit_rows_R.shape[0] == hidden_TD.shape[0]
         logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
-        return TargetPass(rows, hidden_TD, tapped_KTD, logit_hidden_RD)
+        return TargetPass(rows, hidden_TD, tapped_TKD, logit_hidden_RD)
 
     def _verified(
         self,
@@ -281,7 +281,7 @@ class ModelRunner:
             works,
             target.rows,
             target.hidden_TD,
-            target.tapped_KTD,
+            target.tapped_TKD,
             verdict,
             self.state,
             drafter.state_window,

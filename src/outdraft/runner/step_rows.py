@@ -1,6 +1,6 @@
 """Which rows a step computes: their tokens, their places, and which of them need logits.
 
-Dimension key: B requests that sample in this step, C others, N most drafts of one of them, T rows,
+Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, S state rows, L tokens, W works.
 """
 
@@ -14,7 +14,7 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out
 from outdraft.core.plan import Work
 from outdraft.core.request import Request
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import Kernels
 
 
@@ -26,8 +26,6 @@ class StepRows:
         state_index_T, draft_index_T, logit_rows_R, root_rows_B, draft_slots_BN: as in PlacedRows;
             the texts are those of the device state.
         state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
-        chunk_rows_C, chunk_state_rows_C: int64; the last row, and the row of the device state, of
-            requests that do not sample.
     """
 
     metadata: AttentionMetadata
@@ -39,8 +37,6 @@ class StepRows:
     state_rows_B: Tensor
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
-    chunk_rows_C: Tensor
-    chunk_state_rows_C: Tensor
 
     def shaped_by(self, drafts: DraftBatch, kernels: Kernels) -> "StepRows":
         """The same rows, with positions and ancestors that follow from the drafts' parents."""
@@ -52,14 +48,6 @@ class StepRows:
         )
         metadata = replace(self.metadata, positions_T=positions_T, ancestors_T=ancestors_T)
         return replace(self, metadata=metadata)
-
-    def kept(
-        self, slots_T: Tensor, draft_slots_BN: Tensor, verdict: Verdict, kernels: Kernels
-    ) -> tuple[Tensor, Tensor]:
-        """As `ops.KeepRows`."""
-        return kernels.keep_rows(
-            slots_T, self.draft_index_T, self.root_rows_B, draft_slots_BN, verdict.rows_BN
-        )
 
 
 def step_rows(
@@ -78,19 +66,17 @@ def step_rows(
     """
     spans: list[Span] = []
     texts: tuple[list[int], list[int], list[int]] = ([], [], [])  # of the works that sample
-    chunks: tuple[list[int], list[int]] = ([], [])  # of the others
-    end = 0
     for work in works:
         request, row = work.request, state_row(work.request)
         parents, text_start = _parents(work), row * row_len
         spans.append(
             Span(work.start, work.num_new, parents, work.block_ids, text_start, work.samples)
         )
-        end += work.num_new + len(parents)
-        facts = (row, request.num_tokens, request.num_prompt) if work.samples else (end - 1, row)
-        for column, fact in zip(texts if work.samples else chunks, facts, strict=True):
-            column.append(fact)
-    metadata, sent = lay_out(spans, block_size, kernels, device, width, [*texts, *chunks])
+        if work.samples:
+            facts = (row, request.num_tokens, request.num_prompt)
+            for column, fact in zip(texts, facts, strict=True):
+                column.append(fact)
+    metadata, sent = lay_out(spans, block_size, kernels, device, width, texts)
     return StepRows(metadata, *sent)
 
 

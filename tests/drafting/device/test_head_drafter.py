@@ -61,7 +61,7 @@ class Drafter:
 
     def proposer(self, *, samples: bool = True) -> DeviceProposer:
         kind = MedusaDrafter if self.kind == "medusa" else MLPSpeculatorDrafter
-        drafter = kind(self.heads, NUM_STATE_ROWS)
+        drafter = kind(self.heads, NUM_STATE_ROWS, reference_kernels())
         drafter.keep(states(self.hidden_SD, range(NUM_STATE_ROWS), range(NUM_STATE_ROWS)))
         return DeviceProposer(kernels_for(torch.float32), drafter, None, samples=samples)
 
@@ -101,7 +101,7 @@ def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def states(hidden_TD: Tensor, last_rows: Sequence[int], state_rows: Sequence[int]) -> TargetStates:
     return TargetStates(
         hidden_TD,
-        hidden_TD.new_empty(0, *hidden_TD.shape),
+        hidden_TD.new_empty(len(hidden_TD), 0, hidden_TD.shape[1]),
         torch.full((len(hidden_TD),), -1),
         torch.tensor(list(last_rows), dtype=torch.int64),
         torch.tensor(list(state_rows), dtype=torch.int64),

@@ -16,7 +16,7 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
 from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
@@ -93,7 +93,7 @@ class SingleLevels:
         self.features, self.read, self.logits = network.features, network.read, network.logits
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         return by_levels()
 
@@ -101,7 +101,8 @@ class SingleLevels:
 def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> Tensor:
     """[V]: what follows these drafts, read one by one."""
     with torch.inference_mode():
-        start = drafter_of(network).start([replace(ask, num_drafts=len(path) + 1)], TEXTS_SL)
+        drafter, asks = drafter_of(network), [replace(ask, num_drafts=len(path) + 1)]
+        start = drafter.start(asks, drafter.unread(asks, TEXTS_SL))
         levels = NetworkLevels(network[0], start, torch.tensor([len(path) + 1]))
         logits_V = levels.first_logits()[0]
         for place, token in enumerate(path):

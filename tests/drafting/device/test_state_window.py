@@ -1,22 +1,27 @@
 """The window holds the newest states of every text, in memory that does not grow."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
+from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.table import reference_kernels
+from tests.kernels.tables import cpu_kernels
 
 CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("kernels", [reference_kernels(), cpu_kernels()], ids=lambda x: x.name)
 @given(
     num_rows=st.integers(1, 4),
     size=st.integers(1, 9),
     steps=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=30),
 )
 def test_the_newest_states_of_each_text_are_found_in_memory_that_never_grows(
-    num_rows: int, size: int, steps: list[tuple[int, int]]
+    kernels: Kernels, num_rows: int, size: int, steps: list[tuple[int, int]]
 ):
     window = StateWindow(num_rows, 2, torch.float64, CPU, size)
     whole, lengths = window.features_NF, [0] * num_rows
@@ -26,7 +31,8 @@ def test_the_newest_states_of_each_text_are_found_in_memory_that_never_grows(
         states_TF = torch.stack([torch.full((count,), row).double(), tokens], dim=1)
         refused_TF = torch.full((2, 2), -7.0, dtype=torch.float64)
         places = [*window.places(row, start, count), -1, -1]
-        window.write(torch.cat([states_TF, refused_TF]), torch.tensor(places))
+        states_TF = torch.cat([states_TF, refused_TF])
+        kernels.copy_rows(window.features_NF, torch.tensor(places), states_TF)
         lengths[row] += count
         for other, length in enumerate(lengths):
             first = max(0, length - size)

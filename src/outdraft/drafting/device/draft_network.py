@@ -15,7 +15,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.translated_model import LanguageModel
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork
 
@@ -61,7 +61,7 @@ class DraftNetwork(Protocol):
         ...
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
         ...
@@ -106,7 +106,7 @@ class EagleDraftNetwork:
 
     def features(self, states: TargetStates) -> Tensor:
         """As `DraftNetwork`."""
-        return self._network.features(states.hidden_TD, states.tapped_KTD)
+        return self._network.features(states.hidden_TD, states.tapped_TKD)
 
     def read(
         self,

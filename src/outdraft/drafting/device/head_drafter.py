@@ -22,6 +22,7 @@ from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier
+from outdraft.kernels.ops import Kernels
 from outdraft.models.medusa import MedusaHeads
 from outdraft.models.mlp_speculator import MLPSpeculator
 
@@ -30,13 +31,19 @@ class LastHidden:
     """The target's state of the last row that it computed for each request."""
 
     def __init__(
-        self, num_state_rows: int, hidden_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_state_rows: int,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernels: Kernels,
     ) -> None:
         self.hidden_SD = torch.zeros(num_state_rows, hidden_size, dtype=dtype, device=device)
+        self._copy_rows = kernels.copy_rows
 
     def keep(self, states: TargetStates) -> None:
-        last_BD = states.hidden_TD[states.last_rows_B]
-        self.hidden_SD.index_copy_(0, states.state_rows_B.long(), last_BD)
+        """As `Drafter.keep`."""
+        self._copy_rows(self.hidden_SD, states.state_rows_W, states.hidden_TD, states.last_rows_W)
 
 
 class MedusaDrafter(LevelDrafter):
@@ -46,11 +53,12 @@ class MedusaDrafter(LevelDrafter):
     taps: tuple[int, ...] = ()
     max_passes = 1
 
-    def __init__(self, heads: MedusaHeads, num_state_rows: int) -> None:
+    def __init__(self, heads: MedusaHeads, num_state_rows: int, kernels: Kernels) -> None:
         self.drafting = ModelDrafting(DraftSource.MEDUSA, max_kept=0)
         self.max_drafts = heads.num_heads
         size = heads.config.hidden_size
-        self._heads, self._last = heads, LastHidden(num_state_rows, size, heads.dtype, heads.device)
+        self._heads = heads
+        self._last = LastHidden(num_state_rows, size, heads.dtype, heads.device, kernels)
         self.keep = self._last.keep
 
     def levels(
@@ -68,12 +76,12 @@ class MLPSpeculatorDrafter(LevelDrafter):
     taps: tuple[int, ...] = ()
     max_passes = 1
 
-    def __init__(self, speculator: MLPSpeculator, num_state_rows: int) -> None:
+    def __init__(self, speculator: MLPSpeculator, num_state_rows: int, kernels: Kernels) -> None:
         self.drafting = ModelDrafting(DraftSource.MLP, max_kept=0)
         self.max_drafts = speculator.num_heads
         size, dtype = speculator.config.emb_dim, speculator.dtype
         self._speculator = speculator
-        self._last = LastHidden(num_state_rows, size, dtype, speculator.device)
+        self._last = LastHidden(num_state_rows, size, dtype, speculator.device, kernels)
         self.keep = self._last.keep
 
     def levels(

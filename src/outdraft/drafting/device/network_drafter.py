@@ -19,7 +19,7 @@ from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
-from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
 
 
@@ -45,27 +45,28 @@ class NetworkDrafter:
         self.max_drafts = self.max_passes = MAX_DRAFTS
         self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
         self._reader = TextReader(network, cache, max_rows, window)
-        self.keep = self._reader.keep
+        self.keep, self.unread = self._reader.keep, self._reader.unread
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        start = self.start(asks, token_ids_SL)
+        unread = self.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
+            start = self.start(asks, unread)
             return grow(NetworkLevels(self.network, start, growth.num_drafts_B), growth)
 
-        return self.network.draft(start, growth, by_levels)
+        return self.network.draft(unread, growth, by_levels)
 
-    def start(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> DraftStart:
-        """Read all that the network has not seen."""
-        states_B1D, metadata = self._reader.read(asks, token_ids_SL, [1] * len(asks))
+    def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
+        """Read what is left of the texts."""
+        states_BD, metadata = self._reader.read(unread)
         lag = self.network.lag
         contexts = [ask.num_tokens - ask.num_missing - lag for ask in asks]
-        (contexts_B,) = to_device([np.array(contexts)], states_B1D.device)
+        (contexts_B,) = to_device([np.array(contexts)], states_BD.device)
         return DraftStart(
-            states_BD=states_B1D[:, 0],
+            states_BD=states_BD,
             caches=self._reader.cache.layers,
             contexts_B=contexts_B,
             block_table_BP=metadata.block_table_BP,

@@ -85,6 +85,6 @@ class ParallelDrafter(LevelDrafter):
             replace(ask, masks=(self._mask,) * (number - 1))
             for ask, number in zip(asks, num_levels, strict=True)
         ]
-        states_BKD, _ = self._reader.read(masked, token_ids_SL, num_levels)
+        states_BKD = self._reader.read_masked(masked, token_ids_SL, num_levels)
         logits_RV = self.network.logits(states_BKD.flatten(0, 1))
         return KnownLevels(logits_RV.view(*states_BKD.shape[:2], -1))

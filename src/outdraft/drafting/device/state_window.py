@@ -7,7 +7,6 @@ Dimension key: S state rows, W tokens of a window, T rows, F numbers of a featur
 """
 
 import torch
-from torch import Tensor
 
 from outdraft.core.draft import MAX_DRAFTS
 
@@ -30,14 +29,9 @@ class StateWindow:
         num_tokens: int = STATE_WINDOW,
     ) -> None:
         self.num_tokens = num_tokens
-        # The last place takes writes that must go nowhere.
+        # The last place takes writes that must go nowhere: those of place -1.
         num_places = num_state_rows * num_tokens + 1
         self.features_NF = torch.zeros(num_places, size, dtype=dtype, device=device)
-
-    def write(self, features_TF: Tensor, places_T: Tensor) -> None:
-        """Store features at their places; rows of place -1 are dropped."""
-        # Place -1 is the last one. Several dropped rows share it: it is never read.
-        self.features_NF[places_T] = features_TF
 
     def places(self, state_row: int, start: int, count: int) -> list[int]:
         """Where the tokens from `start` on have their features."""

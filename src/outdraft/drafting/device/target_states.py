@@ -1,6 +1,6 @@
 """What the target's pass leaves for drafters that read its hidden states.
 
-Dimension key: T rows of the pass, D hidden of the target, K tapped layers, B requests.
+Dimension key: T rows of the pass, D hidden of the target, K tapped layers, W works.
 """
 
 from collections.abc import Sequence
@@ -32,21 +32,21 @@ class TargetStates:
 
     Attributes:
         hidden_TD: behind the final norm.
-        tapped_KTD: residual streams behind the layers that the drafter asked for.
+        tapped_TKD: residual streams behind the layers that the drafter asked for.
         places_T: int64; where a StateWindow keeps the state of each row, -1 if it is that of a
             refused draft, or of a token that is older than the window. Drafters with a window of
             one token have no use for it.
-        last_rows_B: int64; the row of each text's last computed token. It has all requests of the
+        last_rows_W: int64; the row of each text's last computed token. It has all requests of the
             step, those included that have more of their prompt to read.
-        state_rows_B: int64; the rows of the same requests in the device's state.
+        state_rows_W: int64; the rows of the same requests in the device's state.
         token_ids_SL: int64; the texts, with the tokens that the step emitted.
         reads: what the drafter reads now.
     """
 
     hidden_TD: Tensor
-    tapped_KTD: Tensor
+    tapped_TKD: Tensor
     places_T: Tensor
-    last_rows_B: Tensor
-    state_rows_B: Tensor
+    last_rows_W: Tensor
+    state_rows_W: Tensor
     token_ids_SL: Tensor
     reads: Sequence[ChunkRead] = ()

@@ -9,8 +9,9 @@ Dimension key: B requests that draft, T rows, C rows of each request whose state
 state rows, L tokens of a text, D the network's state, N places of states, F numbers of one.
 """
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,20 +22,8 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.draft_ops import UnreadTexts
 from outdraft.kv.cache import KVCache
-
-
-@dataclass(frozen=True, slots=True)
-class _States:
-    """Where a pass finds the target's states.
-
-    Attributes:
-        features_NF: of which some belong to the pass.
-        places: of each row's feature; -1: the row holds a mask token.
-    """
-
-    features_NF: Tensor
-    places: Sequence[int]
 
 
 class TextReader:
@@ -64,29 +53,38 @@ class TextReader:
         if self._window is None:
             return
         features_TF = self.network.features(states)
-        self._window.write(features_TF, states.places_T)
+        self.network.kernels.copy_rows(self._window.features_NF, states.places_T, features_TF)
         if not states.reads:
             return
         asks = [read.text for read in states.reads]
-        counts = [self._num_unread(ask) for ask in asks]
         row_len = states.token_ids_SL.shape[1]
-        spans = [
-            self._span(ask, row_len, count, range(0))
-            for ask, count in zip(asks, counts, strict=True)
-        ]
+        spans = [self._span(ask, row_len, self._num_unread(ask)) for ask in asks]
         rows: list[int] = []
-        for read, count in zip(states.reads, counts, strict=True):
-            rows += range(read.first_row, read.first_row + count)
-        self._pass(asks, spans, states.token_ids_SL, [], _States(features_TF, rows))
+        for read, span in zip(states.reads, spans, strict=True):
+            rows += range(read.first_row, read.first_row + span.num_causal)
+        self._pass(self._with_states(spans, states.token_ids_SL, features_TF, rows))
 
-    def read(
+    def unread(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> UnreadTexts:
+        """What is left to read in one pass; of long backlogs the rest is read now."""
+        asks = self._caught_up(asks, token_ids_SL)
+        row_len = token_ids_SL.shape[1]
+        spans = [self._span(ask, row_len, self._num_unread(ask)) for ask in asks]
+        return self._unread(asks, spans, token_ids_SL)
+
+    def read(self, unread: UnreadTexts) -> tuple[Tensor, AttentionMetadata]:
+        """The states behind the texts, [B, D], and the batch of the pass that read their rest."""
+        ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
+        states_TD, metadata, rows_B = self._pass(unread, extra=[end - 1 for end in ends])
+        are_all = len(ends) == ends[-1]
+        return states_TD if are_all else states_TD[rows_B], metadata
+
+    def read_masked(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
-    ) -> tuple[Tensor, AttentionMetadata]:
-        """Read all that the network has not seen.
+    ) -> Tensor:
+        """Read all that the network has not seen, and the mask tokens behind it.
 
-        Returns the states behind the last rows of each request, [B, C, D], and the batch of the
-        pass that read them. C is the largest of `num_last`. Who wants fewer rows than C has the
-        last one repeated.
+        Returns the states behind the last rows of each request, [B, C, D]. C is the largest of
+        `num_last`. Who wants fewer rows than C has the last one repeated.
         """
         asks = self._caught_up(asks, token_ids_SL)
         row_len = token_ids_SL.shape[1]
@@ -97,32 +95,46 @@ class TextReader:
         for span, count in zip(spans, num_last, strict=True):
             num_rows += span.num_rows
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
-        kept = self._kept(asks, spans)
-        states_TD, metadata, rows_R = self._pass(asks, spans, token_ids_SL, rows, kept)
+        unread = self._unread(asks, spans, token_ids_SL)
+        states_TD, _, rows_R = self._pass(unread, [ask.masks for ask in asks], rows)
         if rows != list(range(num_rows)):
             states_TD = states_TD[rows_R]
-        return states_TD.view(len(asks), most, -1), metadata
+        return states_TD.view(len(asks), most, -1)
 
     def _num_unread(self, ask: DraftModelAsk) -> int:
         """Tokens of the text to read."""
         return ask.num_tokens - self.network.lag - ask.num_computed
 
-    def _span(self, ask: DraftModelAsk, row_len: int, count: int, behind: range) -> Span:
+    def _span(
+        self, ask: DraftModelAsk, row_len: int, count: int, behind: Sequence[int] = ()
+    ) -> Span:
         """So many rows of the text; what stands behind it is a chain of mask tokens."""
         start = ask.state_row * row_len + self.network.lag + ask.num_missing
         context_len = ask.num_computed - ask.num_missing
         return Span(context_len, count, behind, ask.block_ids, start)
 
-    def _kept(self, asks: Sequence[DraftModelAsk], spans: Sequence[Span]) -> _States | None:
-        """The states of these rows in the window."""
+    def _unread(
+        self, asks: Sequence[DraftModelAsk], spans: Sequence[Span], token_ids_SL: Tensor
+    ) -> UnreadTexts:
+        """These rows, with their states in the window."""
         window = self._window
         if window is None:
-            return None
+            return self._with_states(spans, token_ids_SL, None, ())
         places: list[int] = []
         for ask, span in zip(asks, spans, strict=True):
             places += window.places(ask.state_row, ask.num_computed, span.num_causal)
             places += [-1] * len(span.parents)
-        return _States(window.features_NF, places)
+        return self._with_states(spans, token_ids_SL, window.features_NF, places)
+
+    def _with_states(
+        self,
+        spans: Sequence[Span],
+        token_ids_SL: Tensor,
+        features_NF: Tensor | None,
+        places: Sequence[int],
+    ) -> UnreadTexts:
+        cache = self.cache
+        return UnreadTexts(spans, token_ids_SL, cache.layers, cache.block_size, features_NF, places)
 
     def _caught_up(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
@@ -143,40 +155,47 @@ class TextReader:
                 count = min(unread[i] - 1, budget)
                 if count > 0:
                     budget -= count
-                    spans[i] = self._span(ask, token_ids_SL.shape[1], count, range(0))
+                    spans[i] = self._span(ask, token_ids_SL.shape[1], count)
             if not spans:
                 return current
             read, chunks = [current[i] for i in spans], list(spans.values())
-            self._pass(read, chunks, token_ids_SL, [], self._kept(read, chunks))
+            self._pass(self._unread(read, chunks, token_ids_SL))
             for i, span in spans.items():
                 num_computed = current[i].num_computed + span.num_causal
                 current[i] = replace(current[i], num_computed=num_computed)
 
     def _pass(
         self,
-        asks: Sequence[DraftModelAsk],
-        spans: Sequence[Span],
-        token_ids_SL: Tensor,
-        extra: Sequence[int],
-        states: _States | None,
+        unread: UnreadTexts,
+        masks: Sequence[Sequence[int]] = (),
+        extra: Sequence[int] = (),
     ) -> tuple[Tensor, AttentionMetadata, Tensor]:
-        """The states of all rows, [T, D]; their batch; `extra` on the device."""
-        network = self.network
-        width = max(len(span.parents) for span in spans)
-        masks: list[int] = []
-        for ask, span in zip(asks, spans, strict=True):
-            masks += ask.masks if span.parents else ()
-            masks += [-1] * (width - len(span.parents))
-        places = states.places if states is not None else []
-        device, block_size = token_ids_SL.device, self.cache.block_size
+        """The states of all rows, [T, D]; their batch; `extra` on the device.
+
+        Args:
+            masks: the tokens that each request reads behind its text; (): nobody reads any.
+        """
+        network, spans = self.network, unread.spans
+        width = max([len(span.parents) for span in spans])
+        drafted: list[int] = []
+        for tokens in masks:
+            drafted += tokens
+            drafted += [-1] * (width - len(tokens))
+        device = unread.token_ids_SL.device
         metadata, sent = lay_out(
-            spans, block_size, network.kernels, device, width, [masks, extra, places]
+            spans,
+            unread.block_size,
+            network.kernels,
+            device,
+            width,
+            [drafted, extra, unread.places],
         )
         state_index_T, draft_index_T, _, _, _, drafts, sent_extra, places_T = sent
         ids_T = network.kernels.read_token_ids(
-            token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
+            unread.token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
         )
-        states_TD = None if states is None else states.features_NF[places_T]
+        features_NF = unread.features_NF
+        states_TD = None if features_NF is None else features_NF[places_T]
         if states_TD is not None and self._mask_state_D is not None:
             states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
-        return network.read(ids_T, states_TD, self.cache.layers, metadata), metadata, sent_extra
+        return network.read(ids_T, states_TD, unread.caches, metadata), metadata, sent_extra

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.llama import CausalLM
 
@@ -53,7 +53,7 @@ class TranslatedModel:
         return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """Level by level: a compiled draft would continue with tokens that are not shared."""
         return by_levels()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.attention import NO_WINDOW
 from outdraft.kernels.native.drafting import NativeGrowth
@@ -108,8 +108,9 @@ class NativeDecoder:
         states_TD: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         size = self._spec.embedding_VD.shape[1]
-        out_TD = torch.empty((token_ids_T.shape[0], size), dtype=self._dtype)
-        tapped_KTD = torch.empty((len(taps), *out_TD.shape), dtype=self._dtype)
+        num_rows = token_ids_T.shape[0]
+        out_TD = torch.empty((num_rows, size), dtype=self._dtype)
+        tapped_TKD = torch.empty((num_rows, len(taps), size), dtype=self._dtype)
         states_TD = None if states_TD is None else states_TD.contiguous()
         is_valid = self._forward(
             self.handle(caches),
@@ -117,11 +118,11 @@ class NativeDecoder:
             None if states_TD is None else address_of(states_TD, self._dtype),
             _numbers(tuple(taps)),
             len(taps),
-            tapped_KTD.data_ptr(),
+            tapped_TKD.data_ptr(),
             out_TD.data_ptr(),
         )
         assert is_valid, "a token or a position is out of its table"
-        return out_TD, tapped_KTD
+        return out_TD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         states_RD = states_RD.contiguous()
@@ -145,12 +146,12 @@ class NativeDecoder:
         return ids_R, is_finite_R
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `ops.DecoderPass`, in one call."""
         reads_as_many = self._spec.draft_ids_N is not None
         assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
-        return self._growth.draft(self.handle(start.caches), start, growth)
+        return self._growth.draft(self.handle(unread.caches), unread, growth, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""

@@ -5,6 +5,7 @@ Dimension key: B requests that draft, K drafts, L levels, V vocabulary.
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 
@@ -22,6 +23,7 @@ from outdraft.kernels.draft_ops import (
     ModelDrafts,
     StopRules,
     TreeLevels,
+    UnreadTexts,
     side_shares,
 )
 from outdraft.kernels.native.arrays import Addresses, address_of, array_address
@@ -128,17 +130,25 @@ class _Stops(ctypes.Structure):
     )
 
 
+class _Unread(ctypes.Structure):
+    """As `UnreadTexts` of csrc/decoder_draft.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("spans", "places", "texts", "features", "block_table")),
+        *((name, c_int64) for name in ("table_width", "block_size")),
+    )
+
+
 class _Task(ctypes.Structure):
     """As `DraftTask` of csrc/growth.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("num_requests", "num_levels", "num_rows", "size")),
-        *((name, c_int64) for name in ("table_width", "block_size")),
         ("levels", c_void_p),
         ("worth", _Worth),
-        *((name, c_void_p) for name in ("num_tokens", "contexts", "num_drafts")),
+        *((name, c_void_p) for name in ("num_tokens", "num_drafts")),
         ("columns", _Columns),
-        *((name, c_void_p) for name in ("block_table", "token_ids", "parents")),
+        *((name, c_void_p) for name in ("token_ids", "parents")),
         *((name, c_void_p) for name in ("is_drawn", "probs")),
         ("stops", _Stops),
     )
@@ -168,8 +178,8 @@ class NativeGrowth:
 
     def __init__(self, library: Library) -> None:
         task, handle, address = ctypes.POINTER(_Task), c_void_p, c_void_p
-        function = library.function
-        self._draft = function("decoder_draft", [handle, task, address], c_int64, releases_gil=True)
+        function, unread = library.function, ctypes.POINTER(_Unread)
+        self._draft = function("decoder_draft", [handle, task, unread], c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
         of_level = [handle, address, address]
         self._extend = function("growth_extend", of_level, c_int64, releases_gil=True)
@@ -177,16 +187,36 @@ class NativeGrowth:
         self._destroy = function("growth_destroy", [handle])
         self._newest: _KeptColumns | None = None
 
-    def draft(self, decoder: int, start: DraftStart, growth: Growth) -> ModelDrafts:
+    def draft(
+        self, decoder: int, unread: UnreadTexts, growth: Growth, dtype: torch.dtype
+    ) -> ModelDrafts:
         """As `ops.DecoderPass.draft`.
 
         Args:
             decoder: address of the `Decoder`.
+            dtype: of its states.
         """
         task = self._task(growth)
-        task.begin_at(start)
-        states_BD = start.states_BD.contiguous()
-        is_valid = self._draft(decoder, ctypes.byref(task.native), states_BD.data_ptr())
+        table_width = max([len(span.block_ids) for span in unread.spans])
+        numbers, blocks = array("q"), array("i")
+        for context_len, count, _, block_ids, text_start, _ in unread.spans:
+            numbers.extend((context_len, count, text_start))
+            blocks.extend(block_ids)
+            blocks.extend([0] * (table_width - len(block_ids)))
+        num_numbers = len(numbers)
+        numbers.extend(unread.places)
+        spans = numbers.buffer_info()[0]
+        features_NF = unread.features_NF
+        native = _Unread(
+            spans,
+            spans + num_numbers * numbers.itemsize,
+            address_of(unread.token_ids_SL, torch.int64),
+            None if features_NF is None else address_of(features_NF, dtype),
+            blocks.buffer_info()[0],
+            table_width,
+            unread.block_size,
+        )
+        is_valid = self._draft(decoder, ctypes.byref(task.native), ctypes.byref(native))
         assert is_valid, "a token or a position is out of its table"
         return task.drafts()
 
@@ -253,13 +283,6 @@ class _Drafting:
             stops.margins = self._margins_BL.data_ptr()
             stops.num_drafted = self._num_drafts_B.data_ptr()
             task.stops = stops
-
-    def begin_at(self, start: DraftStart) -> None:
-        """Say where a network stands; `start` must live until the call is over."""
-        self.native.contexts = address_of(start.contexts_B, torch.int64)
-        self.native.block_table = address_of(start.block_table_BP, torch.int32)
-        self.native.table_width = start.block_table_BP.shape[1]
-        self.native.block_size = start.block_size
 
     def drafts(self) -> ModelDrafts:
         """The results, once the call is over."""

@@ -7,6 +7,7 @@ from ctypes import c_int64, c_void_p
 import torch
 from torch import Tensor
 
+from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedRows
@@ -19,7 +20,8 @@ class NativeRows:
         size, address = c_int64, c_void_p
         self._place_rows = library.function("place_rows", [*[size] * 8, *[address] * 3])
         self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
-        self._keep_rows = library.function("keep_rows", [*[size] * 3, *[address] * 7])
+        self._place_states = library.function("place_states", [*[size] * 5, *[address] * 9])
+        self._copy_rows = library.function("copy_rows", [*[size] * 2, *[address] * 4])
         self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
         self._append_token_ids = library.function("append_token_ids", [*[size] * 3, *[address] * 4])
 
@@ -95,28 +97,52 @@ class NativeRows:
         )
         return positions_T, ancestors_T
 
-    def keep_rows(
+    def place_states(
         self,
-        slots_T: Tensor,
-        draft_index_T: Tensor,
+        rows: AttentionMetadata,
+        state_index_T: Tensor,
         root_rows_B: Tensor,
-        draft_slots_BN: Tensor,
         kept_rows_BN: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        kept_slots_T, last_rows_B = torch.empty_like(slots_T), torch.empty_like(root_rows_B)
+        row_len: int,
+        window: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        num_works, num_rows = rows.context_lens_B.shape[0], state_index_T.shape[0]
         kept_rows_BN = kept_rows_BN.contiguous()
-        self._keep_rows(
-            len(slots_T),
-            *kept_rows_BN.shape,
-            slots_T.data_ptr(),
-            draft_index_T.data_ptr(),
-            root_rows_B.data_ptr(),
-            draft_slots_BN.data_ptr(),
-            kept_rows_BN.data_ptr(),
-            kept_slots_T.data_ptr(),
-            last_rows_B.data_ptr(),
+        placed = torch.empty(num_rows + 2 * num_works, dtype=torch.int64)
+        places_T, last_rows_W, texts_W = torch.split_with_sizes(
+            placed, [num_rows, num_works, num_works]
         )
-        return kept_slots_T, last_rows_B
+        self._place_states(
+            num_works,
+            *kept_rows_BN.shape,
+            row_len,
+            window,
+            rows.query_start_B1.data_ptr(),
+            rows.context_lens_B.data_ptr(),
+            rows.num_causal_B.data_ptr(),
+            state_index_T.data_ptr(),
+            root_rows_B.data_ptr(),
+            kept_rows_BN.data_ptr(),
+            places_T.data_ptr(),
+            last_rows_W.data_ptr(),
+            texts_W.data_ptr(),
+        )
+        return places_T, last_rows_W, texts_W
+
+    def copy_rows(
+        self, to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+    ) -> None:
+        assert to_ND.dtype is from_TD.dtype, "rows of two dtypes"
+        assert to_ND.is_contiguous()
+        from_TD = from_TD.contiguous()
+        self._copy_rows(
+            places_R.shape[0],
+            to_ND.shape[1] * to_ND.element_size(),
+            to_ND.data_ptr(),
+            places_R.data_ptr(),
+            from_TD.data_ptr(),
+            None if rows_R is None else rows_R.data_ptr(),
+        )
 
     def read_token_ids(
         self, texts_SL: Tensor, drafts_BN: Tensor, state_index_T: Tensor, draft_index_T: Tensor

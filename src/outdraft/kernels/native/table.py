@@ -40,7 +40,8 @@ def native_host_kernels(library: Library, others: Kernels, *, is_cpu: bool) -> K
         kernels,
         place_level=NativeDrafting(library).place_level,
         shape_rows=rows.shape_rows,
-        keep_rows=rows.keep_rows,
+        place_states=rows.place_states,
+        copy_rows=rows.copy_rows,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,
     )

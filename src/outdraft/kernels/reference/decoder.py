@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.draft_ops import DraftStart, Growth, ModelDrafts
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderSpec, LayerSpec
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
 
@@ -46,10 +46,10 @@ class ReferenceDecoder:
             residual_TD += layer.down(silu_mul(layer.gate_up(x_TD)))
             if num_layers in taps:
                 tapped[num_layers] = residual_TD.clone()  # the next layer adds to it in place
-        tapped_KTD = residual_TD.new_empty(0, *residual_TD.shape)
+        tapped_TKD = residual_TD.new_empty(len(residual_TD), 0, residual_TD.shape[1])
         if taps:
-            tapped_KTD = torch.stack([tapped[tap] for tap in taps])
-        return self._norm(residual_TD, self._spec.final_norm_D), tapped_KTD
+            tapped_TKD = torch.stack([tapped[tap] for tap in taps], dim=1)
+        return self._norm(residual_TD, self._spec.final_norm_D), tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         logits_RN = self._spec.head(self._norm(states_RD, self._spec.head_norm_D))
@@ -63,7 +63,7 @@ class ReferenceDecoder:
         return best_R if ids_N is None else ids_N[best_R], is_finite_R
 
     def draft(
-        self, start: DraftStart, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         return by_levels()
 

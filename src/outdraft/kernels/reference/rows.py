@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
 from outdraft.kernels.draft_ops import DraftStart
 from outdraft.kernels.ops import PlacedRows
@@ -72,21 +73,45 @@ def shape_rows(
     )
 
 
-def keep_rows(
-    slots_T: Tensor,
-    draft_index_T: Tensor,
+def place_states(
+    rows: AttentionMetadata,
+    state_index_T: Tensor,
     root_rows_B: Tensor,
-    draft_slots_BN: Tensor,
     kept_rows_BN: Tensor,
-) -> tuple[Tensor, Tensor]:
-    slots_T = slots_T.masked_fill(draft_index_T >= 0, -1)
+    row_len: int,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    starts_W1, contexts_W, causal_W = (
+        one.long() for one in (rows.query_start_B1, rows.context_lens_B, rows.num_causal_B)
+    )
+    num_rows = len(state_index_T)
+    flat_T = torch.arange(num_rows, device=starts_W1.device)
+    work_T = torch.searchsorted(starts_W1[1:], flat_T, right=True)
+    place_T = flat_T - starts_W1[work_T]  # in its work
+    texts_W = state_index_T[starts_W1[:-1]] // row_len
+    is_kept_T = (place_T < causal_W[work_T]) & (place_T >= causal_W[work_T] - window)
+    in_window_T = (contexts_W[work_T] + place_T) % window
+    places_T = torch.where(is_kept_T, texts_W[work_T] * window + in_window_T, -1)
+    last_rows_W = starts_W1[1:] - 1
+    if not len(root_rows_B):
+        return places_T, last_rows_W, texts_W
+    work_B = work_T[root_rows_B]
     rows_BN1 = root_rows_B[:, None] + 1 + pad(kept_rows_BN, (1, 0), value=-1)
-    last_rows_B = rows_BN1.amax(1)  # a path goes down
-    # Refused places go to one row more, which is cut off.
-    num_rows = len(slots_T)
+    last_rows_W = last_rows_W.index_copy(0, work_B, rows_BN1.amax(1))  # a path goes down
+    # Refused drafts go to one row more, which is cut off.
     rows_BN = torch.where(kept_rows_BN >= 0, rows_BN1[:, 1:], num_rows)
-    slots_T = pad(slots_T, (0, 1)).scatter(0, rows_BN.flatten(), draft_slots_BN.flatten())
-    return slots_T[:num_rows], last_rows_B
+    behind_N = torch.arange(kept_rows_BN.shape[1], device=starts_W1.device)
+    positions_BN = (contexts_W + causal_W)[work_B][:, None] + behind_N
+    drafts_BN = texts_W[work_B][:, None] * window + positions_BN % window
+    places_T = pad(places_T, (0, 1)).scatter(0, rows_BN.flatten(), drafts_BN.flatten())
+    return places_T[:num_rows], last_rows_W, texts_W
+
+
+def copy_rows(
+    to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+) -> None:
+    # Place -1 is the last one.
+    to_ND[places_R] = from_TD if rows_R is None else from_TD[rows_R]
 
 
 def read_token_ids(
