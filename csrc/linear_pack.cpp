@@ -1,4 +1,5 @@
-// Weights in tiles, from rows of numbers: see linear.cpp for the layouts.
+// Weights in tiles, from rows of numbers that may lie anywhere, such as in a mapped file: see
+// linear.cpp for the layouts.
 //
 // int8: an output has one scale, the largest size / 127. int4: a group of an output has one, by
 // which its number of largest size becomes -8; or, with a zero point, the smallest and the largest
@@ -7,6 +8,7 @@
 // nearest code, ties to even; src/outdraft/kernels/reference/linear.py has the same rules.
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -21,16 +23,35 @@ namespace {
 
 constexpr int64_t kHugePage = 1 << 21;
 
-// Memory in huge pages where the system has them; zeros.
-void* map_memory(int64_t num_bytes) {
+// Zeros. Much memory begins with a huge page where the system has them.
+char* map_memory(int64_t num_bytes) {
+  const int64_t spare = num_bytes >= kHugePage ? kHugePage : 0;
   const int flags = MAP_PRIVATE | MAP_ANONYMOUS;
-  void* memory = mmap(nullptr, num_bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
-  if (memory == MAP_FAILED) return nullptr;
+  void* mapped = mmap(nullptr, num_bytes + spare, PROT_READ | PROT_WRITE, flags, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  char* memory = static_cast<char*>(mapped);
+  if (spare == 0) return memory;
+  const int64_t before = -reinterpret_cast<intptr_t>(memory) & (kHugePage - 1);
+  const int64_t page = sysconf(_SC_PAGESIZE), kept = (num_bytes + page - 1) / page * page;
+  const int64_t behind = (num_bytes + spare + page - 1) / page * page - before - kept;
+  if (before > 0) munmap(memory, before);
+  if (behind > 0) munmap(memory + before + kept, behind);
 #if defined(MADV_HUGEPAGE)
-  if (num_bytes >= kHugePage) madvise(memory, num_bytes, MADV_HUGEPAGE);
+  madvise(memory + before, kept, MADV_HUGEPAGE);
 #endif
-  return memory;
+  return memory + before;
 }
+
+// The rows of a weight.
+struct Source {
+  const void* const* rows;
+  Dtype dtype;
+
+  float at(int64_t row, int64_t k) const {
+    return dtype == Dtype::kFloat32 ? static_cast<const float*>(rows[row])[k]
+                                    : widen(static_cast<const uint16_t*>(rows[row])[k]);
+  }
+};
 
 // How a group of one output is kept.
 struct Group {
@@ -44,7 +65,7 @@ struct Group {
   }
 };
 
-Group group_of(const ConstRows& source, const LinearWeights& weights, int64_t output, int64_t first,
+Group group_of(const Source& source, const LinearWeights& weights, int64_t output, int64_t first,
                int64_t end) {
   float low = 0, high = 0;
   bool is_nan = false;
@@ -77,7 +98,7 @@ void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t co
   std::memcpy(at, &word, 4);
 }
 
-void quantize_output(const LinearWeights& weights, const ConstRows& source, int64_t output) {
+void quantize_output(const LinearWeights& weights, const Source& source, int64_t output) {
   char* tile = weights.tiles + output / kTile * weights.tile_bytes;
   for (int64_t g = 0; g < weights.num_groups; ++g) {
     const int64_t first = g * weights.group_inputs;
@@ -92,18 +113,70 @@ void quantize_output(const LinearWeights& weights, const ConstRows& source, int6
   }
 }
 
-void pack_output(const LinearWeights& weights, const ConstRows& source, int64_t output) {
-  char* tile = weights.tiles + output / kTile * weights.tile_bytes;
-  const int64_t lane = output % kTile;
-  for (int64_t k = 0; k < weights.num_inputs; ++k) {
-    const float number = source.at(output, k);
-    if (weights.format == Format::kFloat32) {
-      reinterpret_cast<float*>(tile)[k * kTile + lane] = number;
+void quantize_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
+  for (int64_t output = tile * kTile; output < end; ++output) {
+    quantize_output(weights, source, output);
+  }
+}
+
+// Words of a row: pairs of bfloat16 numbers, or float32 numbers. A last half pair has a zero.
+void read_words(Format format, const Source& source, int64_t row, int64_t first, int64_t count,
+                int64_t num_inputs, uint32_t* words) {
+  const int64_t inputs = format == Format::kFloat32 ? 1 : 2;
+  const int64_t at = first * inputs, end = std::min(at + count * inputs, num_inputs);
+  const auto* from = static_cast<const char*>(source.rows[row]) + at * size_of(source.dtype);
+  const bool is_kept = (source.dtype == Dtype::kFloat32) == (format == Format::kFloat32);
+  if (end - at < count * inputs) words[count - 1] = 0;
+  if (is_kept) {
+    std::memcpy(words, from, (end - at) * size_of(source.dtype));
+    return;
+  }
+  for (int64_t k = at; k < end; ++k) {
+    const float number = source.at(row, k);
+    if (format == Format::kFloat32) {
+      std::memcpy(words + (k - at), &number, 4);
     } else {
-      reinterpret_cast<uint16_t*>(tile)[(k / 2 * kTile + lane) * 2 + k % 2] = to_bf16(number);
+      reinterpret_cast<uint16_t*>(words)[k - at] = to_bf16(number);
     }
   }
 }
+
+// A row is read in pieces of whole cache lines, which then lie in a tile some words apart.
+void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+  constexpr int64_t kPieceWords = 64;
+  auto* to = reinterpret_cast<uint32_t*>(weights.tiles + tile * weights.tile_bytes);
+  const int64_t num_words = weights.tile_bytes / (4 * kTile), first_row = tile * kTile;
+  const int64_t num_rows = std::min(kTile, weights.num_outputs - first_row);
+  for (int64_t first = 0; first < num_words; first += kPieceWords) {
+    const int64_t count = std::min(kPieceWords, num_words - first);
+    for (int64_t lane = 0; lane < num_rows; ++lane) {
+      uint32_t words[kPieceWords];
+      read_words(weights.format, source, first_row + lane, first, count, weights.num_inputs, words);
+      for (int64_t i = 0; i < count; ++i) to[(first + i) * kTile + lane] = words[i];
+    }
+  }
+}
+
+// A unit is some tiles. Nothing is to be computed: who stores a unit packs it.
+struct Packing {
+  LinearWeights weights;
+  Source source;
+
+  int64_t num_tiles() const { return (weights.num_outputs + kTile - 1) / kTile; }
+  int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
+  int64_t num_units() const { return (num_tiles() + unit_tiles() - 1) / unit_tiles(); }
+  size_t scratch_bytes() const { return 0; }
+  void compute(int64_t, void*) const {}
+
+  void store(int64_t unit, const void*) const {
+    const int64_t end = std::min((unit + 1) * unit_tiles(), num_tiles());
+    for (int64_t tile = unit * unit_tiles(); tile < end; ++tile) {
+      weights.scales == nullptr ? pack_tile(weights, source, tile)
+                                : quantize_tile(weights, source, tile);
+    }
+  }
+};
 
 // Inputs of a step of 32 words.
 constexpr int64_t kStepInputs[] = {1, 2, 4, 8};
@@ -116,11 +189,11 @@ using outdraft::Format;
 using outdraft::LinearWeights;
 
 // Whether every number is the same in bfloat16; a NaN is not.
-OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* weight, int64_t dtype, int64_t stride,
+OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* const* rows, int64_t dtype,
                                          int64_t num_outputs, int64_t num_inputs) {
   if (Dtype{dtype} == Dtype::kBfloat16) return 1;
   for (int64_t output = 0; output < num_outputs; ++output) {
-    const auto* numbers = static_cast<const float*>(weight) + output * stride;
+    const auto* numbers = static_cast<const float*>(rows[output]);
     uint32_t lost = 0, is_nan = 0;
     for (int64_t k = 0; k < num_inputs; ++k) {
       uint32_t bits;
@@ -133,11 +206,12 @@ OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* weight, int64_t dtype, int6
   return 1;
 }
 
-// Weights [E, D] with rows `stride` elements apart, and a bias [E] of float32 or null, in tiles;
+// Weights [E, D], given by the address of each row, and a bias [E] of float32 or null, in tiles;
 // null: no memory. bfloat16 tiles round what bfloat16 does not hold. Of quantised formats:
 // `group_inputs` share a scale, 0: all, for int4 32 or 128; `has_zero`: int4 with a zero point.
-OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs, int64_t has_zero,
-                                           const void* weight, int64_t dtype, int64_t stride,
+OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
+                                           int64_t group_inputs, int64_t has_zero,
+                                           const void* const* rows, int64_t dtype,
                                            int64_t num_outputs, int64_t num_inputs,
                                            const float* bias) {
   using namespace outdraft;
@@ -153,7 +227,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs,
   const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
   const int64_t num_bytes =
       tiles_bytes + scale_bytes + shift_bytes + bias_bytes + sizeof(LinearWeights);
-  auto* memory = static_cast<char*>(map_memory(num_bytes));
+  char* memory = map_memory(num_bytes);
   if (memory == nullptr) return nullptr;
   auto* scales = reinterpret_cast<uint16_t*>(memory + tiles_bytes);
   auto* shifts = reinterpret_cast<uint16_t*>(memory + tiles_bytes + scale_bytes);
@@ -171,11 +245,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack(int64_t format, int64_t group_inputs,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
               num_bytes};
   if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
-  const ConstRows source = {weight, Dtype{dtype}, stride};
-  for (int64_t output = 0; output < num_outputs; ++output) {
-    is_quantised ? quantize_output(*weights, source, output)
-                 : pack_output(*weights, source, output);
-  }
+  run(team, Packing{*weights, {rows, Dtype{dtype}}});
   return weights;
 }
 

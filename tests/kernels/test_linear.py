@@ -32,7 +32,10 @@ def compare_pack_linear(case: Case) -> None:
     x_TD = torch.randn(num_rows, num_inputs).to(case.dtype)
     quantization = draw(st.none() | st.sampled_from(QUANTIZATIONS), "quantization")
 
-    product = case.kernels.pack_linear(weight_ED, bias_E, quantization)
+    first = draw(st.integers(0, num_outputs), "first part")
+    parts_ED = [part_ED.clone() for part_ED in weight_ED.split([first, num_outputs - first])]
+    is_whole = draw(st.booleans(), "in one piece")
+    product = case.kernels.pack_linear(weight_ED if is_whole else parts_ED, bias_E, quantization)
     got_TE = product(x_TD)
 
     assert got_TE.dtype is case.dtype

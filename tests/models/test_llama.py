@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, load_weights, weight_files
+from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
 from tests.rounding import MODEL_ROUNDING
@@ -106,9 +105,7 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(tmp_path: Path):
 def test_packing_changes_no_logit_beyond_rounding(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()), tmp_path)
     packed = load_model(path, torch.float32, "cpu", cpu_kernels())
-    plain = CausalLM(packed.config, reference_kernels())
-    load_weights(plain, weight_files(path))
-    plain.pack()
+    plain = load_model(path, torch.float32, "cpu", reference_kernels())
     token_ids_T = random_tokens(NUM_TOKENS)
 
     assert packed.lm_head.format is WeightFormat.FLOAT32

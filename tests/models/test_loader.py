@@ -1,6 +1,8 @@
 """Which files are read, and that a wrong checkpoint is refused by the name of its tensor."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,15 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
-from tests.models.checkpoints import VARIANTS, chunked_logits, random_tokens, randomised, save
+from tests.kernels.tables import cpu_kernels
+from tests.models.checkpoints import (
+    VARIANTS,
+    chunked_logits,
+    llama,
+    random_tokens,
+    randomised,
+    save,
+)
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -60,6 +70,52 @@ def test_weights_are_converted_to_the_dtype_that_is_asked_for(checkpoint: Path):
 
     want = load_file(checkpoint / SINGLE)["model.embed_tokens.weight"].double()
     assert torch.equal(model.embed_tokens.weight, want)
+
+
+@pytest.mark.parametrize("make", [cpu_kernels, reference_kernels])
+def test_parts_of_one_product_may_be_stored_in_different_dtypes(checkpoint: Path, make):
+    def in_bfloat16(tensors: dict[str, Tensor], but: str | None) -> None:
+        names = [name for name in tensors if name != but]
+        tensors.update({name: tensors[name].bfloat16() for name in names})
+        if but is not None:
+            tensors[but] = tensors[but].bfloat16().float()
+
+    logits: list[Tensor] = []
+    for other in (Q_PROJ, None):
+        rewrite(checkpoint, lambda tensors, other=other: in_bfloat16(tensors, other))
+        model = load_model(checkpoint, torch.bfloat16, "cpu", make())
+        logits.append(chunked_logits(model, random_tokens(9), [9]))
+
+    assert torch.equal(*logits)
+
+
+PEAK = """
+import sys, torch
+from pathlib import Path
+from outdraft.kernels.choose import choose_kernels
+from outdraft.models.loader import load_model
+
+def status_bytes(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(name))
+
+kernels = choose_kernels("auto", torch.device("cpu"), torch.bfloat16)
+before = status_bytes("VmRSS")
+model = load_model(Path(sys.argv[1]), torch.bfloat16, "cpu", kernels)
+print((status_bytes("VmHWM") - before) / model.memory_bytes)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux says of a process")
+def test_weights_are_loaded_in_little_more_memory_than_they_take(tmp_path: Path):
+    sizes = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 3072}
+    path = save(llama(**sizes, num_hidden_layers=6).bfloat16(), tmp_path)
+
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True
+    )
+
+    assert float(ran.stdout) < 1.3
 
 
 def test_old_rotary_frequencies_and_a_tied_head_are_not_needed(tmp_path: Path):

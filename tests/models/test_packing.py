@@ -9,7 +9,7 @@ from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.layers.linear import Linear
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, load_weights, weight_files
+from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import (
     VARIANTS,
@@ -27,9 +27,7 @@ from tests.rounding import MODEL_ROUNDING
 def test_a_bfloat16_checkpoint_runs_in_float32_from_its_own_bytes(name: str, tmp_path: Path):
     path = save(randomised(VARIANTS[name]()).bfloat16(), tmp_path)
     model = load_model(path, torch.float32, "cpu", cpu_kernels())
-    plain = CausalLM(model.config, reference_kernels())
-    load_weights(plain, weight_files(path))
-    plain.pack()
+    plain = load_model(path, torch.float32, "cpu", reference_kernels())
     token_ids_T = random_tokens(23)
 
     assert are_bfloat16(model)
@@ -46,7 +44,6 @@ def test_weight_bytes_are_those_that_are_stored_and_read(tmp_path: Path):
     path = save(randomised(llama(**config)).bfloat16(), tmp_path)
     model = load_model(path, torch.float32, "cpu", cpu_kernels())
     plain = CausalLM(model.config, reference_kernels())
-    load_weights(plain, weight_files(path))
 
     products = sum(p.numel() for p in plain.parameters() if p.dim() == 2) - 128 * 64
     others = sum(p.numel() for p in plain.parameters() if p.dim() == 1)
@@ -77,9 +74,7 @@ def test_a_quantized_model_has_the_logits_of_its_rounded_weights_and_says_so(
     path = save(randomised(VARIANTS["llama"]()).bfloat16(), tmp_path)
     kernels = cpu_kernels()
     model = load_model(path, torch.float32, "cpu", kernels, quantization=quantization)
-    rounded = CausalLM(model.config, reference_kernels())
-    load_weights(rounded, weight_files(path))
-    rounded.pack(quantization)
+    rounded = load_model(path, torch.float32, "cpu", reference_kernels(), quantization=quantization)
     token_ids_T = random_tokens(23)
 
     assert model.numbers == f"float32 over {quantization} weights"

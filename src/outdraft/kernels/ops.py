@@ -205,11 +205,15 @@ class PackLinear(Protocol):
 
     def __call__(
         self,
-        weight_ED: Tensor,
+        weight_ED: Tensor | Sequence[Tensor],
         bias_E: Tensor | None,
         quantization: WeightFormat | None = None,
     ) -> Product:
-        """Its numbers are those of `weight_ED`, or those that `quantization` rounds them to."""
+        """Its numbers are those of `weight_ED`, or those that `quantization` rounds them to.
+
+        Args:
+            weight_ED: or parts of it that lie apart, each some of its rows, all of one dtype.
+        """
         ...
 
 

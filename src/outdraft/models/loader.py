@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
-from outdraft.models.layers.linear import pack_linears
+from outdraft.models.layers.linear import Linear, linears_of
 from outdraft.models.llama import CausalLM
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -88,8 +88,7 @@ def load_model(
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     files = weight_files(path)
     model = CausalLM(config, kernels, dtype, device)
-    # Part by part: no more than one part is in memory twice.
-    load_weights(model, files, lambda part: pack_linears(part, kernels, quantization))
+    load_weights(model, files, quantization)
     return model.eval()
 
 
@@ -144,11 +143,12 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_weights(
-    model: CausalLM, files: Iterable[Path], finish: Callable[[nn.Module], None] = lambda part: None
+    model: CausalLM, files: Iterable[Path], quantization: WeightFormat | None = None
 ) -> None:
-    """Copy a checkpoint into a model that is not packed yet; q, k, v and gate, up are fused here.
+    """Read a checkpoint and pack it part by part; q, k, v and gate, up are fused here.
 
-    `finish` gets the layers and the head, each when its weights are there.
+    Weights of products are packed from the files as the system maps them, unless their numbers or
+    their order change on the way.
 
     Raises:
         ConfigError: as load_model.
@@ -158,10 +158,35 @@ def load_weights(
         places.pop("lm_head.weight", None)
     _check_slots(model.checkpoint_slots(), places)
     for part, slots in model.parts():
-        _copy_slots(slots, places)
-        model.decoder.arrange(part)
+        tensors = _mapped(slots, places)
+        lent: dict[Linear, list[Tensor]] = {}
+        if model.decoder.rotary.order_C is None:
+            lent = {linear: _lent(linear, slots, tensors) for linear in linears_of(part)}
+        for name, slot in slots.items():
+            if name in tensors:
+                slot.copy_(tensors.pop(name))
         del slots  # so that a plain weight is gone when it is packed
-        finish(part)
+        model.decoder.arrange(part)
+        for linear in linears_of(part):
+            linear.pack(model.kernels, quantization, lent.pop(linear, ()))
+
+
+def _mapped(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """The tensors of these slots; what was read of a file leaves the memory with them."""
+    mapped: dict[str, Tensor] = {}
+    for file, named in _by_file(slots, places):
+        with safe_open(file, framework="pt") as tensors:
+            mapped |= {slot: tensors.get_tensor(name) for slot, name in named}
+    return mapped
+
+
+def _lent(linear: Linear, slots: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> list[Tensor]:
+    """Take the rows of a weight from `tensors`; none if they have to be converted."""
+    names = [name for name, slot in slots.items() if linear.owns(slot)]
+    kept = [(slots[name].dtype, slots[name].device) for name in names]
+    if kept != [(tensors[name].dtype, tensors[name].device) for name in names]:
+        return []
+    return [tensors.pop(name) for name in names]
 
 
 def fill_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
@@ -171,7 +196,8 @@ def fill_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None
         ConfigError: a tensor is missing, unknown, or of another shape.
     """
     _check_slots(slots, places)
-    _copy_slots(slots, places)
+    for name, tensor in _mapped(slots, places).items():
+        slots[name].copy_(tensor)
 
 
 def tensor_places(
@@ -221,9 +247,9 @@ def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> No
         )
     for file, named in _by_file(slots, places):
         with safe_open(file, framework="pt") as tensors:
-            for name, slot in named:
+            for slot, name in named:
                 tensor = tensors.get_slice(name)
-                found, expected = list(tensor.get_shape()), list(slot.shape)
+                found, expected = list(tensor.get_shape()), list(slots[slot].shape)
                 if found != expected:
                     raise ConfigError(
                         f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
@@ -235,22 +261,14 @@ def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> No
                     )
 
 
-def _copy_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
-    """Fill these slots; what was read of a file leaves the memory when the file is closed."""
-    for file, named in _by_file(slots, places):
-        with safe_open(file, framework="pt") as tensors:
-            for name, slot in named:
-                slot.copy_(tensors.get_tensor(name))
-
-
 def _by_file(
     slots: Mapping[str, Tensor], places: Mapping[str, Place]
-) -> Iterable[tuple[Path, list[tuple[str, Tensor]]]]:
-    """For each file the names of its tensors, with their slots."""
-    named: dict[Path, list[tuple[str, Tensor]]] = {}
+) -> Iterable[tuple[Path, list[tuple[str, str]]]]:
+    """For each file the slots that it fills, each with the name of its tensor."""
+    named: dict[Path, list[tuple[str, str]]] = {}
     for slot, (file, name) in places.items():
         if slot in slots:
-            named.setdefault(file, []).append((name, slots[slot]))
+            named.setdefault(file, []).append((slot, name))
     return named.items()
 
 

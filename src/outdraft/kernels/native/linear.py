@@ -4,6 +4,7 @@ Dimension key: T rows, D inputs, E outputs.
 """
 
 import weakref
+from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
 
 import torch
@@ -23,10 +24,13 @@ class NativeLinear:
     def __init__(self, team: Team) -> None:
         function = team.library.function
         self.team = team
-        of_weights = [c_void_p, c_int64, c_int64, c_int64, c_int64]
+        of_weights = [c_void_p, c_int64, c_int64, c_int64]
         self.fits = function("linear_fits_bf16", of_weights, c_int64, releases_gil=True)
         self.pack = function(
-            "linear_pack", [*[c_int64] * 3, *of_weights, c_void_p], c_void_p, releases_gil=True
+            "linear_pack",
+            [c_void_p, *[c_int64] * 3, *of_weights, c_void_p],
+            c_void_p,
+            releases_gil=True,
         )
         self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
         self.bytes = function("linear_bytes", [c_void_p], c_int64)
@@ -35,10 +39,14 @@ class NativeLinear:
         self.multiply_long = function("linear_multiply", of_product, releases_gil=True)
 
     def pack_linear(
-        self, weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None = None
+        self,
+        weight_ED: Tensor | Sequence[Tensor],
+        bias_E: Tensor | None,
+        quantization: WeightFormat | None = None,
     ) -> "NativeProduct":
         """As `ops.PackLinear`, for float32 and bfloat16 on the CPU."""
-        return NativeProduct(self, weight_ED, bias_E, quantization)
+        parts_ED = [weight_ED] if isinstance(weight_ED, Tensor) else weight_ED
+        return NativeProduct(self, parts_ED, bias_E, quantization)
 
 
 class NativeProduct:
@@ -51,25 +59,20 @@ class NativeProduct:
     def __init__(
         self,
         functions: NativeLinear,
-        weight_ED: Tensor,
+        parts_ED: Sequence[Tensor],
         bias_E: Tensor | None,
         quantization: WeightFormat | None,
     ) -> None:
-        if weight_ED.stride(1) != 1:
-            weight_ED = weight_ED.contiguous()
+        parts_ED = [part if part.stride(1) == 1 else part.contiguous() for part in parts_ED]
         bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
-        self._dtype = weight_ED.dtype
-        self.num_outputs, self.num_inputs = weight_ED.shape
-        weight = (
-            weight_ED.data_ptr(),
-            _DTYPES[self._dtype],
-            weight_ED.stride(0),
-            self.num_outputs,
-            self.num_inputs,
-        )
+        self._dtype = parts_ED[0].dtype
+        rows_E = torch.cat([_row_addresses(part) for part in parts_ED])
+        self.num_outputs, self.num_inputs = len(rows_E), parts_ED[0].shape[1]
+        weight = rows_E.data_ptr(), _DTYPES[self._dtype], self.num_outputs, self.num_inputs
         fitting = WeightFormat.BFLOAT16 if functions.fits(*weight) else WeightFormat.FLOAT32
         self.format = quantization or fitting
         handle = functions.pack(
+            functions.team.address,
             _FORMATS[self.format.split("-")[0]],
             self.format.group_inputs,
             self.format.has_zero,
@@ -77,7 +80,7 @@ class NativeProduct:
             0 if bias_E is None else bias_E.data_ptr(),
         )
         if not handle:
-            raise MemoryError(f"no memory for weights of shape {tuple(weight_ED.shape)}")
+            raise MemoryError(f"no memory for {self.num_outputs} x {self.num_inputs} weights")
         self.handle: int = handle
         self._team_address = functions.team.address
         # Not at the end of the process: a late helper may still read them.
@@ -108,6 +111,12 @@ class NativeProduct:
             num_rows,
         )
         return out_TE
+
+
+def _row_addresses(weight_ED: Tensor) -> Tensor:
+    """int64 [E]."""
+    row_bytes = weight_ED.stride(0) * weight_ED.element_size()
+    return weight_ED.data_ptr() + row_bytes * torch.arange(len(weight_ED))
 
 
 def _free(functions: NativeLinear, handle: int) -> None:

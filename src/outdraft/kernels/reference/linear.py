@@ -7,6 +7,8 @@ one row, or for as few rows as each thread happens to get. So rows are multiplie
 Dimension key: T rows, D inputs, E outputs.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,17 +57,25 @@ def _quantized_group(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
 
 
 class PlainProduct:
-    """As `ops.Product`: reads the weight that it was given, or the rounded numbers of it."""
+    """As `ops.Product`: reads the weight that it was given, or one of its own that it made of it.
+
+    It makes one of the numbers that a format rounds to, and of parts that lie apart.
+    """
 
     def __init__(
-        self, weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None
+        self,
+        weight_ED: Tensor | Sequence[Tensor],
+        bias_E: Tensor | None,
+        quantization: WeightFormat | None,
     ) -> None:
         self.format = quantization or WeightFormat.PLAIN
-        self._weight_ED = weight_ED
+        given_ED = weight_ED
+        if not isinstance(weight_ED, Tensor):
+            weight_ED = torch.cat(list(weight_ED))
         if quantization is not None:
-            self._weight_ED = quantized(weight_ED, quantization)
-        self.nbytes = 0 if quantization is None else self._weight_ED.nbytes
-        self._bias_E = bias_E
+            weight_ED = quantized(weight_ED, quantization)
+        self.nbytes = 0 if weight_ED is given_ED else weight_ED.nbytes
+        self._weight_ED, self._bias_E = weight_ED, bias_E
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E]."""
@@ -73,6 +83,8 @@ class PlainProduct:
 
 
 def pack_linear(
-    weight_ED: Tensor, bias_E: Tensor | None, quantization: WeightFormat | None = None
+    weight_ED: Tensor | Sequence[Tensor],
+    bias_E: Tensor | None,
+    quantization: WeightFormat | None = None,
 ) -> PlainProduct:
     return PlainProduct(weight_ED, bias_E, quantization)

@@ -3,7 +3,7 @@
 Dimension key: T rows, D inputs, E outputs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,19 +29,34 @@ class Linear(nn.Module):
         """`weight`: of another module, to be shared; if packed, that module keeps the plain one."""
         super().__init__()
         self.num_outputs = num_outputs
+        self._is_shared = weight is not None
         if weight is None:
             weight = _parameter((num_outputs, num_inputs), dtype, device)
         self.weight: nn.Parameter | None = weight
         self.bias = _parameter((num_outputs,), dtype, device) if bias else None
         self.product: Product | None = None
 
-    def pack(self, kernels: Kernels, quantization: WeightFormat | None = None) -> None:
-        """Make the product, once and for good; a plain weight that it does not read is freed."""
+    def pack(
+        self,
+        kernels: Kernels,
+        quantization: WeightFormat | None = None,
+        parts_ED: Sequence[Tensor] = (),
+    ) -> None:
+        """Make the product, once and for good; a plain weight that it does not read is freed.
+
+        `parts_ED`: the rows of the weight where they lie elsewhere, all of its dtype.
+        """
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
-        self.product = kernels.pack_linear(self.weight.data, bias_E, quantization)
+        self.product = kernels.pack_linear(parts_ED or self.weight.data, bias_E, quantization)
         if self.product.nbytes > 0:
             self.weight = None
+
+    def owns(self, slot: Tensor) -> bool:
+        """Whether a tensor is rows of the weight, which no other module reads."""
+        if self.weight is None or self._is_shared:
+            return False
+        return slot.untyped_storage().data_ptr() == self.weight.untyped_storage().data_ptr()
 
     @property
     def format(self) -> WeightFormat:
