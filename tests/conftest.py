@@ -1,13 +1,20 @@
 """Which tests run, and how.
 
 What a pairwise cover leaves out needs `--full`, GPU tests need a GPU; without one, Triton's kernels
-are interpreted.
+are interpreted. No property has a time limit.
 """
 
 import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# How long an example takes, or to draw one, says how busy the machine is.
+settings.register_profile(
+    "any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any_machine")
 
 if not torch.cuda.is_available():
     # Triton reads it when it is imported, which any test of this process may be the first to do.
