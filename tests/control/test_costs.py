@@ -1,10 +1,12 @@
 """Tables of costs, and what corrects them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
-from outdraft.control.drift import Costs
+from outdraft.control.drift import LONG, Costs
 from outdraft.core.errors import ConfigError
 
 LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
@@ -106,3 +108,28 @@ def test_a_networks_time_is_learned_from_its_passes_and_its_catching_up():
         costs.observe_drafter("eagle3", [8, 1], 40, 0, 1.1 * (0.03 + 0.2 + 0.1 + 0.05))
     assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.11, rel=0.01)
     assert costs.start_s("eagle3") == pytest.approx(0.033, rel=0.01)
+
+
+def test_a_table_is_wrong_if_passes_differ_by_more_than_half_for_long_and_not_for_a_while():
+    def costs_after(factor, count):
+        costs = Costs(TABLE)
+        for _ in range(count):
+            costs.observe_target(4, 0, factor * float(TABLE.target.at(np.array(4))))
+        return costs
+
+    for factor in (1.7, 1 / 1.7):
+        assert not costs_after(factor, LONG).are_wrong
+        costs = costs_after(factor, LONG + 50)
+        assert costs.are_wrong
+        for _ in range(50):
+            costs.observe_target(4, 0, float(TABLE.target.at(np.array(4))))
+        assert not costs.are_wrong
+    assert not costs_after(1.3, LONG + 50).are_wrong
+
+
+def test_a_step_with_drafts_takes_the_host_longer_by_the_same_share_for_all_requests():
+    table = replace(TABLE, host_s=1e-4, host_request_s=1e-5, host_draft_s=5e-5)
+    costs = Costs(table)
+    assert costs.host_s(11) == pytest.approx(2e-4)
+    assert costs.drafting_s(11) == pytest.approx(1e-4)
+    assert CostTable.from_json(table.to_json()) == table

@@ -137,7 +137,7 @@ class Scripted:
         self.facts: list[StepFacts] = []
         self.outcomes: list[StepOutcome] = []
         self.forgotten: list[str] = []
-        self.wants_margins = self.is_held = False
+        self.wants_margins = self.is_held = self.has_wrong_costs = False
         self.standing: Decision | None = None
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
@@ -497,6 +497,18 @@ def test_predictions_are_cut_to_what_was_asked_for_and_to_a_share_of_the_step():
     crowd = [request(str(i), **long) for i in range(8)]
     drafted = sum(len(choice) for choice in ours.choose(crowd, 8, ROOM).values())
     assert drafted <= most_draft_rows(ours.config, 8) == 63
+
+
+def test_wrong_costs_are_told_once_when_a_request_ends():
+    told, control = list[str](), Scripted()
+    config = SpeculationConfig(sources=(NgramConfig(),), num_speculative_tokens=4)
+    ours = DraftPolicy(config, [ngram()], None, control, 8, lambda: told.append("wrong"))
+    ours.finish(request("a"))
+    assert told == []
+    control.has_wrong_costs = True
+    ours.finish(request("b"))
+    ours.finish(request("c"))
+    assert told == ["wrong"]
 
 
 def test_an_engine_without_speculation_ignores_predictions():

@@ -124,6 +124,22 @@ def test_files_of_something_else_are_not_used(tmp_path: Path):
     assert other.read() is None
 
 
+def test_a_table_that_turned_out_wrong_is_measured_again_at_the_next_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    llm = engine(FAMILY, "suffix")
+    config = replace(llm.config, cost_table="auto")
+    file = cost_file(config, llm.models, llm.engine.runner, tmp_path)
+    far = replace(measured(llm, tmp_path), context_s=1.0)
+    file.write(far)
+    assert measured(llm, tmp_path).context_s == 1.0
+    with caplog.at_level(logging.WARNING):
+        file.forget()
+        file.forget()  # another engine may have been first
+    assert "measures again" in caplog.text
+    assert measured(llm, tmp_path).context_s < 1.0
+
+
 def test_keys_differ_when_any_part_does(tmp_path: Path):
     llm = engine(FAMILY, "eagle3")
     base, models = llm.config, llm.models

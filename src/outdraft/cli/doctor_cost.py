@@ -1,5 +1,6 @@
 """`outdraft doctor --cost`: what steps of a model cost here, beside the least that they could."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,8 +20,6 @@ MOST_ROWS = 256  # prompts have more; they are not measured
 
 def show_costs(console: Console, config: "EngineConfig") -> None:
     """Measure what is not known yet, and print all of it."""
-    from dataclasses import replace
-
     from outdraft.engine.build import build_engine
     from outdraft.engine.cost_table import cost_file, cost_table, roofline
     from outdraft.engine.loading import load_models
@@ -60,12 +59,15 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
 
 def _machine(models: "LoadedModels") -> "tuple[Machine, bool]":
     """What this machine does at most, and whether that was measured."""
-    from outdraft.control.roofline import Machine
     from outdraft.engine.cost_table import default_machine
     from outdraft.kernels.choose import machine_limits
 
     limits = machine_limits(models.target.dtype) if models.device.type == "cpu" else None
-    return (default_machine(models.device), False) if limits is None else (Machine(*limits), True)
+    machine = default_machine(models.device)
+    if limits is None:
+        return machine, False
+    # Rooflines leave out what the host does around a pass.
+    return replace(machine, bandwidth=limits[0], peak=limits[1], call_s=0.0), True
 
 
 def _show_curve(console: Console, title: str, measured: "CostCurve", limit: "CostCurve") -> None:
@@ -87,8 +89,11 @@ def _beside_rows(table: "CostTable", limits: "CostTable") -> dict[str, str]:
     return {
         "each token of a context": f"{context:.2f} us (roofline {least:.2f})",
         "each further request": f"{table.request_s * 1e6:.0f} us",
-        "the host": f"{table.host_s * 1e6:.0f} us a step, "
-        f"{table.host_request_s * 1e6:.0f} us for each further request",
+        "the host, a step": f"{table.host_s * 1e6:.0f} us (prior {limits.host_s * 1e6:.0f})",
+        "each further request of it": f"{table.host_request_s * 1e6:.0f} us "
+        f"(prior {limits.host_request_s * 1e6:.0f})",
+        "a step with drafts, more": f"{table.host_draft_s * 1e6:.0f} us "
+        f"(prior {limits.host_draft_s * 1e6:.0f})",
         "the host's sources": f"{table.offer_s * 1e6:.0f} us for each request",
     }
 

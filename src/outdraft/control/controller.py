@@ -138,6 +138,11 @@ class Controller:
         """Chances of acceptance are learned from them, also where no chain is ended by them."""
         return True
 
+    @property
+    def has_wrong_costs(self) -> bool:
+        """As LengthPolicy."""
+        return self.costs.are_wrong
+
     def decide(self, facts: StepFacts) -> Decision:
         """How the step that begins now speculates.
 

@@ -109,6 +109,8 @@ class CostTable:
         request_s: for each further request that the rows belong to.
         host_s: the host's time in a step of one request, and
         host_request_s: in a step for each further one.
+        host_draft_s: more in a step in which one request drafts; with further requests as many
+            times more.
         offer_s: what the sources of the host take to make offers to one request.
     """
 
@@ -118,7 +120,13 @@ class CostTable:
     drafters: dict[str, DrafterCost] = field(default_factory=dict[str, DrafterCost])
     host_s: float = 0.0
     host_request_s: float = 0.0
+    host_draft_s: float = 0.0
     offer_s: float = 0.0
+
+    def booking_s(self, num_requests: int, *, drafts: bool) -> float:
+        """The host's time in a step; `drafts`: somebody drafts. Without searches for offers."""
+        host_s = self.host_s + self.host_request_s * max(0, num_requests - 1)
+        return host_s * (1 + self.host_draft_s / self.host_s) if drafts and self.host_s else host_s
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2)

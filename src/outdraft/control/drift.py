@@ -20,6 +20,7 @@ WALK = 0.004**2  # and of the change of either from step to step
 SURPRISE = 0.25  # most of one in one step: outliers count no more
 CLIP = math.log(4)  # of a correction, either way
 HOST_CLIP = math.log(32)  # of the host's, which tables know less about
+FAR, LONG = math.log(1.5), 2000  # a correction, and for how many times in a row: a wrong table
 SPAN = 4096  # rows whose times are kept at hand
 
 
@@ -33,6 +34,7 @@ class Correction:
         self._own = [0.0] * num_buckets
         self._own_variance = [OWN] * num_buckets
         self._num_seen = 0
+        self.num_far = 0  # times in a row that the correction was beyond FAR
         self._last_seen = [0] * num_buckets
         self._factors: np.ndarray | None = np.ones(num_buckets)
 
@@ -60,6 +62,8 @@ class Correction:
         total = shared + own + NOISE
         self._shared += surprise * shared / total
         self._own[bucket] += surprise * own / total
+        is_far = abs(self._shared + self._own[bucket]) > FAR
+        self.num_far = self.num_far + 1 if is_far else 0
         self._shared_variance = shared * (1 - shared / total)
         self._own_variance[bucket] = own * (1 - own / total)
         self._factors = None
@@ -124,12 +128,19 @@ class Costs:
 
     def host_s(self, num_requests: int) -> float:
         """The host's part of a plain step."""
-        return self._table_host_s(num_requests) * self._host.factor(0)
+        return self.table.booking_s(num_requests, drafts=False) * self._host.factor(0)
 
     def drafting_s(self, num_requests: int) -> float:
         """What the host takes beyond that in a step in which anybody drafts."""
-        drafting = self._table_host_s(num_requests) * self._drafting_host.factor(0)
-        return max(0.0, drafting - self.host_s(num_requests))
+        drafting_s = self.table.booking_s(num_requests, drafts=True)
+        drafting_s *= self._drafting_host.factor(0)
+        return max(0.0, drafting_s - self.host_s(num_requests))
+
+    @property
+    def are_wrong(self) -> bool:
+        """Whether passes have long taken much more, or less, than the table says."""
+        corrections = (self._target, *self._drafters.values())
+        return any(correction.num_far >= LONG for correction in corrections)
 
     def drafter(self, network: str) -> DrafterCost:
         return self.table.drafters[network]
@@ -159,7 +170,7 @@ class Costs:
     def observe_host(self, num_requests: int, actual_s: float, *, drafts: bool) -> None:
         """`drafts`: somebody drafted in that step."""
         correction = self._drafting_host if drafts else self._host
-        correction.observe(0, self._table_host_s(num_requests), actual_s)
+        correction.observe(0, self.table.booking_s(num_requests, drafts=drafts), actual_s)
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         if num_tokens < SPAN:
@@ -176,6 +187,3 @@ class Costs:
     def _beside_s(self, context_tokens: int, num_requests: int) -> float:
         table = self.table
         return table.context_s * context_tokens + table.request_s * max(0, num_requests - 1)
-
-    def _table_host_s(self, num_requests: int) -> float:
-        return self.table.host_s + self.table.host_request_s * max(0, num_requests - 1)

@@ -59,6 +59,10 @@ class FixedLength:
     def wants_margins(self) -> bool:
         return False
 
+    @property
+    def has_wrong_costs(self) -> bool:
+        return False
+
     def decide(self, facts: StepFacts) -> Decision:
         grants = tuple(
             grant for request in facts.requests if (grant := self._grant(request)) is not None

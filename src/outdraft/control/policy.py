@@ -48,6 +48,11 @@ class LengthPolicy(Protocol):
         """Whether networks should tell the margins of their chains."""
         ...
 
+    @property
+    def has_wrong_costs(self) -> bool:
+        """Whether the table of costs that it decides by should be measured again."""
+        ...
+
     def decide(self, facts: StepFacts) -> Decision:
         """How the step that begins now speculates. A grant's host draft is one of the offers."""
         ...

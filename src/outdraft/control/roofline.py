@@ -49,13 +49,19 @@ class Machine:
     Attributes:
         bandwidth: bytes a second from the memory that holds the weights.
         peak: operations a second; a product and a sum are two.
-        call_s: of the host, around each pass.
+        call_s: of the host, around each pass;
+        host_s: around a step of one request,
+        host_request_s: more for each further request, and
+        host_draft_s: more where one drafts.
     """
 
     bandwidth: float
     peak: float
     launches: Launches = Launches()
     call_s: float = 0.0
+    host_s: float = 0.0
+    host_request_s: float = 0.0
+    host_draft_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ def prior_table(
         target.curve(machine, rows),
         context_s=target.token_bytes / machine.bandwidth,
         drafters=found,
-        host_s=machine.call_s,
-        host_request_s=machine.call_s / 10,
+        host_s=machine.host_s,
+        host_request_s=machine.host_request_s,
+        host_draft_s=machine.host_draft_s,
     )

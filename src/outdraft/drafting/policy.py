@@ -121,7 +121,9 @@ class DraftPolicy:
         drafter: DrafterLimits | None,
         control: LengthPolicy,
         max_num_seqs: int,
+        on_wrong_costs: Callable[[], None] | None = None,
     ) -> None:
+        """`on_wrong_costs`: called once, if costs that are kept turn out to be wrong."""
         self.config = config
         self.control = control
         self._host = HostSources(config, proposers, max_num_seqs)
@@ -136,6 +138,7 @@ class DraftPolicy:
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
         self._newest: tuple[Decision, StepDecision, dict[str, DraftChoice]] | None = None
+        self._on_wrong_costs = on_wrong_costs
         self._alarms = SourceAlarms(str(source) for source in config.methods)
 
     @property
@@ -294,6 +297,9 @@ class DraftPolicy:
         self._standing.pop(request.id, None)
         self.control.forget(request.id)
         self._alarms.finish(request.id)
+        if self._on_wrong_costs is not None and self.control.has_wrong_costs:
+            self._on_wrong_costs()
+            self._on_wrong_costs = None
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""

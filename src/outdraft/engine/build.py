@@ -12,7 +12,7 @@ from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.policy import DrafterLimits, DraftPolicy
-from outdraft.engine.cost_table import cost_table
+from outdraft.engine.cost_table import AUTO, cost_file, cost_table
 from outdraft.engine.drafters import (
     LoadedDrafter,
     device_proposer,
@@ -79,6 +79,7 @@ def build_engine(
         _drafter_limits(speculation.network, target, drafter, proposer, scheduler.lag_tokens),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
+        cost_file(config, models, runner).forget if config.cost_table == AUTO else None,
     )
     return Engine(inputs, scheduler, policy, runner), memory
 

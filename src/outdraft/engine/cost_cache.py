@@ -5,6 +5,7 @@ Networks that draft are measured apart from the target: a file has all of them, 
 of its method and a digest of what it is.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -23,7 +24,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
 
-FORMAT, MOST_FILES = 1, 128
+FORMAT, MOST_FILES = 2, 128
 MODEL_FILES = (".json", ".safetensors")
 Key = dict[str, Any]
 _logger = logging.getLogger(__name__)
@@ -62,6 +63,16 @@ class CostFile:
             _forget_old(self.path.parent)
         except OSError as error:
             _logger.warning("measured costs are not kept: %s", error)
+
+    def forget(self) -> None:
+        """What was measured has long been wrong: the next engine measures again."""
+        _logger.warning(
+            "passes have long taken more than 1.5 times as long as was measured, or as little: the "
+            "next start measures again (%s)",
+            self.path,
+        )
+        with contextlib.suppress(OSError):
+            self.path.unlink()
 
 
 def _forget_old(folder: Path) -> None:

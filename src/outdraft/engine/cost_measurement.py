@@ -123,20 +123,28 @@ class TargetSteps:
             prior.offer_s,
         )
 
-    def _host(self, measured: Measured, prior: CostTable) -> tuple[float, float]:
-        """In a step of one request, and for each further one.
+    def _host(self, measured: Measured, prior: CostTable) -> tuple[float, float, float]:
+        """In a step of one request, for each further one, and more in a step with drafts.
 
         What the phase of drafting takes where nobody drafts is the host's, too.
         """
         found: dict[int, float] = {}
         for count, step in self._plain.items():
-            draft_s, host_s = measured.draft_s(step), measured.host_s(step)
-            if draft_s is not None and host_s is not None:
-                found[count] = draft_s + host_s
+            if (host_s := self._host_s(measured, step)) is not None:
+                found[count] = host_s
         if 1 not in found:
-            return prior.host_s, prior.host_request_s
+            return prior.host_s, prior.host_request_s, prior.host_draft_s
         most = max(found)
-        return found[1], max(0.0, found[most] - found[1]) / max(1, most - 1)
+        drafting_s = self._host_s(measured, self._points[DEPTH])
+        return (
+            found[1],
+            max(0.0, found[most] - found[1]) / max(1, most - 1),
+            prior.host_draft_s if drafting_s is None else max(0.0, drafting_s - found[1]),
+        )
+
+    def _host_s(self, measured: Measured, step: Step) -> float | None:
+        draft_s, host_s = measured.draft_s(step), measured.host_s(step)
+        return None if draft_s is None or host_s is None else draft_s + host_s
 
 
 class DrafterSteps:

@@ -34,8 +34,23 @@ from outdraft.runner.model_runner import ModelRunner
 AUTO, ROOFLINE = "auto", "roofline"
 BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 2
 # Machines that nobody has measured: moderate ones.
-CPU_BANDWIDTH, CPU_PEAK, CPU_CALL_S = 20e9, 100e9, 200e-6  # the peak is one thread's
-GPU = Machine(bandwidth=1.5e12, peak=2e14, launches=Launches(floor_s=60e-6), call_s=500e-6)
+CPU = Machine(
+    bandwidth=20e9,
+    peak=100e9,  # of one thread
+    call_s=60e-6,
+    host_s=120e-6,
+    host_request_s=20e-6,
+    host_draft_s=80e-6,
+)
+GPU = Machine(
+    bandwidth=1.5e12,
+    peak=2e14,
+    launches=Launches(floor_s=60e-6),
+    call_s=500e-6,
+    host_s=500e-6,
+    host_request_s=20e-6,
+    host_draft_s=100e-6,
+)
 _logger = logging.getLogger(__name__)
 
 
@@ -131,11 +146,14 @@ class _Measuring:
         target = TargetSteps(request_counts(steps), steps.num_long)
         measured = take_turns(steps, target.wanted, self._prior.target, share * self._budget_s)
         table = target.fitted(measured, self._prior)
-        alone_s, several_s = booking_s(self._config, 1), booking_s(self._config, 5)
+        alone_s, several_s, drafting_s = (
+            booking_s(self._config, count, drafts) for count, drafts in ((1, 0), (5, 0), (1, DEPTH))
+        )
         return replace(
             table,
             host_s=table.host_s + alone_s,
             host_request_s=table.host_request_s + max(0.0, several_s - alone_s) / 4,
+            host_draft_s=table.host_draft_s + max(0.0, drafting_s - alone_s),
         )
 
     def _drafter(self, name: str) -> DrafterCost:
@@ -170,8 +188,7 @@ def default_machine(device: torch.device) -> Machine:
     """A machine that nobody has measured."""
     if device.type != "cpu":
         return GPU
-    peak = CPU_PEAK * torch.get_num_threads()
-    return Machine(CPU_BANDWIDTH, peak, call_s=CPU_CALL_S)
+    return replace(CPU, peak=CPU.peak * torch.get_num_threads())
 
 
 def _target_size(model: CausalLM) -> PassSize:

@@ -203,7 +203,7 @@ class _Replay:
         booked = scheduler.commit(step, result)
         times = result.times
         step_s = times.draft_s + times.verify_s
-        step_s += self._device.host_s(len(step.works), num_asked)
+        step_s += self._device.host_s(step.plan, num_asked)
         self._now_s += step_s
         self._busy_s += step_s
         stats = step_stats(

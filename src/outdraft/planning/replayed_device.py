@@ -10,7 +10,7 @@ import numpy as np
 
 from outdraft.control.costs import CostTable
 from outdraft.core.draft import Draft
-from outdraft.core.plan import DraftChoice, PhaseTimes, StepResult, Work, WorkResult
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, StepResult, Work, WorkResult
 from outdraft.core.recorded import RecordedOutput
 from outdraft.core.request import Request
 from outdraft.core.scheduled import ScheduledStep
@@ -83,14 +83,11 @@ class ReplayedDevice:
         target_s += table.request_s * (count - 1)
         return StepResult(results, plan.num_rows, PhaseTimes(draft_s, target_s, 0.0))
 
-    def host_s(self, num_requests: int, num_asked: int) -> float:
+    def host_s(self, plan: StepPlan, num_asked: int) -> float:
         """The host's part of a step; `num_asked` requests were looked up by its sources."""
-        table = self._table
-        return (
-            table.host_s
-            + table.host_request_s * max(0, num_requests - 1)
-            + table.offer_s * num_asked
-        )
+        drafts = any(work.drafts is not None for work in plan.works)
+        booking_s = self._table.booking_s(len(plan.works), drafts=drafts)
+        return booking_s + self._table.offer_s * num_asked
 
     def _draft_s(self, step: ScheduledStep) -> float:
         """The network's passes, and its catching up."""

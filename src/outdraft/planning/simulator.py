@@ -131,7 +131,7 @@ class Simulator:
             facts = StepFacts(tuple(self._facts(*one, world) for one in requests), prompt_rows)
         decision = self.policy.decide(facts) if facts is not None else self.policy.standing
         assert decision is not None
-        host_s = world.table.host_s + world.table.host_request_s * max(0, len(decoding) - 1)
+        host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
         host_s += world.table.offer_s * len(decoding) * looks
         self._execute(world, decoding, prompt_rows, host_s, facts, decision)
 
