@@ -26,9 +26,9 @@ from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from tests.cli.pair import pair
+from tests.sampling_batches import batch_of_params
 
 VOCAB = 11
 
@@ -36,7 +36,7 @@ VOCAB = 11
 def synthetic_verdict(chances, lengths, seeds):
     verifier = SyntheticVerifier(reference_kernels(), "block", chances)
     drafts = DraftBatch.from_drafts([Draft.chain(range(n)) for n in lengths], "cpu")
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [SamplingParams(temperature=1.0)] * len(lengths),
         seeds=seeds,
         vocab_size=VOCAB,

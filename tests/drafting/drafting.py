@@ -13,6 +13,7 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference import noise
 from outdraft.sampling.batch import SamplingBatch
 from tests.reference.processors import probabilities, processed_logits
+from tests.sampling_batches import batch_of_params
 
 PARAMS = [
     SamplingParams(temperature=0.0),
@@ -37,7 +38,7 @@ def sampling_batch(
     seeded: Collection[int] = (),
 ) -> SamplingBatch:
     params = PARAMS if params is None else params
-    return SamplingBatch.from_requests(
+    return batch_of_params(
         [replace(params[i], seed=SEEDS[i]) if i in seeded else params[i] for i in chosen],
         seeds=[SEEDS[i] for i in chosen],
         vocab_size=vocab_size,

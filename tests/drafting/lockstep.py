@@ -15,12 +15,12 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import draw_tokens, kernels_for
 from tests.reference.processors import probabilities, processed_logits
 from tests.reference.verification import joint
+from tests.sampling_batches import batch_of_params
 
 VOCAB, LENGTH, ALPHA = 8, 3, 1e-6
 PROMPT = [5, 1]
@@ -59,7 +59,7 @@ class Decoding:
         self.num_requests, self.kernels = num_requests, kernels_for(TARGET.dtype)
         self.verifier = Verifier(self.kernels, method)
         self.anchored = anchored
-        self.sampling = SamplingBatch.from_requests(
+        self.sampling = batch_of_params(
             [params] * num_requests,
             shares_noise=method == "drafter_invariant",
             seeds=list(range(7, 7 + num_requests)),

@@ -174,7 +174,7 @@ def booking(one: Request, choice: DraftChoice | None, accepted: int = 0) -> Book
     drafted = () if choice is None else choice.draft.token_ids or (1,) * choice.num_model_drafts
     new_ids = (1,) * (accepted + 1)
     result = WorkResult(new_ids, tuple(range(accepted)), drafted)
-    work = Work(one, one.num_tokens - 1, 1, (), True, choice)
+    work = Work(0, one.num_tokens - 1, 1, True, choice)
     return BookedWork(one, work, result, new_ids)
 
 
@@ -249,7 +249,7 @@ def test_what_came_of_a_step_is_told_with_its_times():
         booking(requests[0], choices["a"], accepted=1),
         booking(requests[1], choices["b"], accepted=4),
         booking(requests[2], None),
-        BookedWork(prompt, Work(prompt, 0, 8, (), False), WorkResult(), ()),
+        BookedWork(prompt, Work(0, 0, 8, False), WorkResult(), ()),
     ]
     ours.observe(booked, stats(18, PhaseTimes(0.25, 0.5, 0.125)))
     [outcome] = control.outcomes

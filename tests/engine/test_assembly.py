@@ -58,7 +58,7 @@ class Caller:
 
     def step(self, outcome: WorkResult, drafts: DraftChoice | None = None) -> None:
         """What the scheduler, the engine and the assembler do with one result."""
-        work = Work(self.request, self.request.num_tokens - 1, 1, [], True, drafts)
+        work = Work(0, self.request.num_tokens - 1, 1, True, drafts)
         added: list[int] = []
         for token_id in outcome.token_ids:
             added.append(token_id)
@@ -171,7 +171,7 @@ def test_prompt_logprobs_of_a_prompt_computed_twice_are_those_of_one():
     caller = Caller(prompt_logprobs=0)
     chunks = [(0, [row(6, -1.0, {})]), (1, [row(7, -2.0, {})])]
     for start, rows in [*chunks, *chunks]:
-        work = Work(caller.request, start, 1, [], False)
+        work = Work(0, start, 1, False)
         outcome = WorkResult(prompt_logprobs=tuple(rows))
         caller.deltas.add(0, BookedWork(caller.request, work, outcome, ()), TOLD)
     assert caller.output.metrics.first_token_s is None

@@ -72,7 +72,6 @@ def places(core: Engine) -> dict[str, tuple[object, str]]:
         "choose": (core.drafting, "choose"),
         "schedule": (core.scheduler, "schedule"),
         "launch": (core.runner, "launch"),
-        "verify": (core.runner, "verify"),
         "collect": (core.runner, "collect"),
         "commit": (core.scheduler, "commit"),
         "finish a request": (core.scheduler, "finish"),
@@ -87,8 +86,7 @@ def places(core: Engine) -> dict[str, tuple[object, str]]:
 @pytest.mark.parametrize(
     "place",
     [
-        *("choose", "schedule", "launch", "verify", "collect", "commit", "finish a request"),
-        "record",
+        *("choose", "schedule", "launch", "collect", "commit", "finish a request", "record"),
         *("add to a delta", "take a delta", "add to an output"),
     ],
 )

@@ -18,9 +18,12 @@ def prompt_rows(llm: LLM, prompts: list[list[int]], params: Any) -> int:
     rows: list[int] = []
     launch = llm.engine.runner.launch
 
+    lengths: dict[int, int] = {}  # by slot
+
     def counting(plan: StepPlan):
+        lengths.update({one.slot: one.num_prompt for one in plan.admissions})
         for work in plan.works:
-            num_left = work.request.num_prompt - work.start
+            num_left = lengths[work.slot] - work.start
             rows.append(max(0, min(work.num_new, num_left)))
         return launch(plan)
 

@@ -13,8 +13,7 @@ from outdraft.engine.stats import StatsTotal, step_stats
 
 
 def work(drafts: DraftChoice | None) -> Work:
-    request = Request("r", [1], SamplingParams(), seed=0, max_model_len=9)
-    return Work(request, 0, 1, [0], True, drafts)
+    return Work(0, 0, 1, True, drafts)
 
 
 def booked_of(
@@ -114,5 +113,4 @@ def test_a_tree_has_as_many_levels_as_its_longest_path():
 
 def reading() -> Work:
     """A chunk of a prompt."""
-    request = Request("p", [1, 2, 3], SamplingParams(), seed=0, max_model_len=9)
-    return Work(request, 0, 2, [0], False, None)
+    return Work(0, 0, 2, False)

@@ -29,12 +29,12 @@ from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
 from tests.kernels.tables import kernels_for
 from tests.oracle.engines import config, engine, greedy, models, prompts_of, run, speculation
+from tests.sampling_batches import batch_of_params
 
 CPU = torch.device("cpu")
 
@@ -132,7 +132,7 @@ EVERYTHING = SamplingParams(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_sampling_is_what_all_parameters_at_once_take(dtype):
     num_rows, vocab_size = 16, 4096
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [EVERYTHING] * num_rows,
         seeds=range(num_rows),
         vocab_size=vocab_size,

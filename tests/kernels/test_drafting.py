@@ -13,8 +13,8 @@ from outdraft.core.tree_shape import TreeShape
 from outdraft.drafting.device.grower import KnownLevels, grow
 from outdraft.kernels.draft_ops import DraftStart, Growth, LevelTask, ModelDrafts, StopRules
 from outdraft.kernels.ops import Kernels
-from outdraft.sampling.batch import SamplingBatch
 from tests.kernels.comparisons import Case
+from tests.sampling_batches import batch_of_params
 
 MOST_CONTEXT = 40
 
@@ -112,7 +112,7 @@ def compare_grow(case: Case) -> None:
         for temperature, seed in ((0, None), (0.8, None), (1.5, None), (1, 7))
     ]
     seeds = rng.integers(0, 2**60, len(params)).tolist()
-    sampling = SamplingBatch.from_requests(params, seeds=seeds, vocab_size=size, device="cpu")
+    sampling = batch_of_params(params, seeds=seeds, vocab_size=size, device="cpu")
     num_tokens_B = torch.tensor(rng.integers(1, 1000, len(params)))
     num_drafts_B = torch.tensor(rng.integers(1, shape.num_rows + 1, len(params)))
     levels = KnownLevels(torch.tensor(rng.normal(0, 2, (len(params), shape.depth, size))).float())

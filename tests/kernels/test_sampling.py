@@ -18,8 +18,8 @@ from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.sampling import scale_and_cut
-from outdraft.sampling.batch import SamplingBatch
 from tests.kernels.comparisons import Case
+from tests.sampling_batches import batch_of_params
 
 MASS = 2e-6  # what rounding may do to the mass of a nucleus
 
@@ -47,9 +47,7 @@ def compare_mask_forbidden(case: Case) -> None:
 
 
 def batch(params, vocab_size):
-    return SamplingBatch.from_requests(
-        params, seeds=[0] * len(params), vocab_size=vocab_size, device="cpu"
-    )
+    return batch_of_params(params, seeds=[0] * len(params), vocab_size=vocab_size, device="cpu")
 
 
 def kept(logits_RV, request_R, sampling, shift):

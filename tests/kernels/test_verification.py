@@ -15,8 +15,8 @@ from outdraft.kernels.data.drafts import DraftBatch, Rule, row_index_BN1
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import noise
-from outdraft.sampling.batch import SamplingBatch
 from tests.kernels.comparisons import Case
+from tests.sampling_batches import batch_of_params
 
 
 @st.composite
@@ -82,7 +82,7 @@ class Step:
             any_sampled=bool(is_sampled_BN.any()),
             sampled_trees=sampled_trees,
         )
-        self.sampling = SamplingBatch.from_requests(
+        self.sampling = batch_of_params(
             [
                 SamplingParams(
                     temperature=0.0 if rng.random() < 0.2 else 1.0,
@@ -278,9 +278,7 @@ def test_the_longest_draft_is_walked_to_its_end():
         is_sampled_BN=torch.ones(1, 63, dtype=torch.bool),
         any_sampled=True,
     )
-    sampling = SamplingBatch.from_requests(
-        [SamplingParams()], seeds=[3], vocab_size=5, device="cpu"
-    )
+    sampling = batch_of_params([SamplingParams()], seeds=[3], vocab_size=5, device="cpu")
     logits_RV = torch.eye(5)[tokens].log()
     for name in (*usable_instruction_sets(), "reference"):
         kernels = choose_kernels(name, torch.device("cpu"), torch.float32)

@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.core.plan import DraftChoice, Work
+from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
@@ -27,7 +27,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.llama import CausalLM
-from outdraft.runner.model_runner import TargetPass
+from outdraft.runner.model_runner import LaunchedStep
 from outdraft.runner.results import VerifiedRows
 from tests.attention.causal import causal_metadata
 from tests.oracle.engines import VOCAB_SIZE, NoisePolicy, engine, prompts_of, run
@@ -90,16 +90,16 @@ class RandomAcceptance:
 
     def verify(
         self,
-        works: Sequence[Work],
-        target: TargetPass,
+        step: LaunchedStep,
         drafts: DraftBatch,
         sampling: object,
         paths: object,
     ) -> tuple[VerifiedRows, None]:
         model = self.runner.model
-        logits_RV = model.logits(target.logit_hidden_RD)
-        for work, root in zip(works, row_start_B(drafts).tolist(), strict=True):
-            text = torch.from_numpy(work.request.token_ids.astype(np.int64))
+        logits_RV = model.logits(step.target.logit_hidden_RD)
+        owners = {request.slot: request for request in self.scheduler.running}
+        for work, root in zip(step.works, row_start_B(drafts).tolist(), strict=True):
+            text = torch.from_numpy(owners[work.slot].token_ids.astype(np.int64))
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
         is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)

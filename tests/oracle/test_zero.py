@@ -72,6 +72,12 @@ class CountedPass:
         return self._passes(*args, **options)
 
 
+def tables_of(llm: LLM) -> list[list[int]]:
+    """Blocks of each running request."""
+    scheduler = llm.engine.scheduler
+    return [scheduler.table(request).ids for request in scheduler.running]
+
+
 class Counted:
     """An engine, the calls of each of its steps, and the blocks that it holds behind each."""
 
@@ -86,21 +92,17 @@ class Counted:
         speculative = None if speculative is None else speculative | given
         chosen = config(FAMILY, speculative, kernels="reference", **sizes)
         self.llm = LLM.from_config(chosen, load_models(chosen))
-        runner = self.llm.engine.runner
-        launch, verify = runner.launch, runner.verify
+        launch = self.llm.engine.runner.launch
 
         def counted(plan: StepPlan) -> Any:
-            self.num_blocks.append(sum(len(work.block_ids) for work in plan.works))
+            self.num_blocks.append(sum(map(len, tables_of(self.llm))))
             assert not plan.keeps_states
             calls.take()
-            return launch(plan)
-
-        def counted_to_the_end(*args: Any) -> Any:
-            pending = verify(*args)
+            pending = launch(plan)
             self.steps.append(calls.take())
             return pending
 
-        runner.launch, runner.verify = counted, counted_to_the_end
+        self.llm.engine.runner.launch = counted
 
 
 def params(**changes: Any) -> list[SamplingParams]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.sampling.batch import SamplingBatch
+from tests.sampling_batches import batch_of_params
 
 
 class TabledModel:
@@ -49,7 +50,7 @@ def sampling_of(
     their noise."""
     each = list(zip(temperatures, shares_noise or [False] * len(temperatures), strict=True))
     kinds = sorted(set(each))
-    few = SamplingBatch.from_requests(
+    few = batch_of_params(
         [SamplingParams(temperature=one, seed=0 if shares else None) for one, shares in kinds],
         seeds=range(len(kinds)),
         vocab_size=size,

@@ -5,27 +5,49 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
-from outdraft.core.request import Request
-from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
+from outdraft.runner.slots import RequestSlot
 from outdraft.runner.step_rows import StepRows, step_rows
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65
 
 
+class Batch:
+    """Works of requests in slots 0, 1, ..., and what the runner keeps of these."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+        self.slots: dict[int, RequestSlot] = {}
+
+    def add(
+        self,
+        num_tokens: int,
+        num_prompt: int,
+        start: int,
+        num_new: int,
+        blocks: list[int],
+        drafts: DraftChoice | None = None,
+    ) -> None:
+        slot, ids = len(self.works), np.ones(num_tokens, dtype=np.int32)
+        samples = start + num_new == num_tokens
+        work = Work(slot, start, num_new, samples, drafts, new_block_ids=tuple(blocks))
+        self.slots[slot] = RequestSlot(Admission(slot, ids, num_prompt, TokenRules(seed=0)))
+        self.slots[slot].update(work)
+        self.works.append(work)
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> list[Work]:
+def batches(draw: st.DrawFn) -> Batch:
     """Prompt chunks, plain rows, chains and trees of the host, places for the model's drafts."""
-    works = []
+    batch = Batch()
     for slot in range(draw(st.integers(1, 4))):
         num_tokens = draw(st.integers(1, 30))
-        request = Request(f"r{slot}", [1] * num_tokens, SamplingParams(), seed=0, max_model_len=64)
-        request.slot = slot
         start = draw(st.integers(0, num_tokens - 1))
         num_new = draw(st.integers(1, num_tokens - start))
         samples = start + num_new == num_tokens
@@ -38,8 +60,9 @@ def batches(draw: st.DrawFn) -> list[Work]:
             drafts = draw(st.sampled_from([host, model]))
         num_blocks = -(-(start + num_new + number) // BLOCK)
         blocks = np.random.default_rng(slot).permutation(40)[:num_blocks].tolist()
-        works.append(Work(request, start, num_new, blocks, samples, drafts))
-    return works
+        num_prompt = draw(st.integers(1, num_tokens))
+        batch.add(num_tokens, num_prompt, start, num_new, blocks, drafts)
+    return batch
 
 
 def drafts_of(works: list[Work]) -> DraftBatch:
@@ -48,19 +71,20 @@ def drafts_of(works: list[Work]) -> DraftBatch:
     return DraftBatch.from_drafts(chains, CPU)
 
 
-def rows_of(works: list[Work], drafts: DraftBatch) -> StepRows:
-    return step_rows(works, drafts.width, BLOCK, ROW_LEN, CPU, reference_kernels())
+def rows_of(batch: Batch, drafts: DraftBatch) -> StepRows:
+    works, slots = batch.works, batch.slots
+    return step_rows(works, slots, drafts.width, BLOCK, ROW_LEN, CPU, reference_kernels())
 
 
 @given(batches())
-def test_every_row_stands_where_a_loop_over_the_works_says(works):
-    drafts = drafts_of(works)
-    rows = rows_of(works, drafts)
+def test_every_row_stands_where_a_loop_over_the_works_says(batch):
+    works, drafts = batch.works, drafts_of(batch.works)
+    rows = rows_of(batch, drafts)
     row, logit_rows, place = 0, [], 0
     for work in works:
-        slots = [block * BLOCK + i for block in work.block_ids for i in range(BLOCK)]
+        slots = [block * BLOCK + i for block in work.new_block_ids for i in range(BLOCK)]
         for k in range(work.num_new):
-            assert rows.state_index_T[row + k] == work.request.slot * ROW_LEN + work.start + k
+            assert rows.state_index_T[row + k] == work.slot * ROW_LEN + work.start + k
             assert rows.draft_index_T[row + k] == -1
         row += work.num_new
         if work.samples:
@@ -70,9 +94,8 @@ def test_every_row_stands_where_a_loop_over_the_works_says(works):
             assert rows.draft_slots_BN[place].tolist() == padded
             for k in range(work.num_drafts):
                 assert rows.draft_index_T[row + k] == place * drafts.width + k
-            request = work.request
             numbers = (rows.state_rows_B, rows.num_tokens_B, rows.prompt_lens_B)
-            expected = [request.slot, request.num_tokens, request.num_prompt]
+            expected = [work.slot, work.num_tokens, batch.slots[work.slot].num_prompt]
             assert [int(one[place]) for one in numbers] == expected
             place += 1
         row += work.num_drafts
@@ -81,29 +104,25 @@ def test_every_row_stands_where_a_loop_over_the_works_says(works):
 
 
 def test_a_step_that_samples_nothing_reads_its_text():
-    request = Request("r", [5, 6, 7, 8], SamplingParams(), seed=0, max_model_len=64)
-    request.slot = 0
-    rows = step_rows([Work(request, 1, 2, [0], False)], 0, BLOCK, ROW_LEN, CPU, reference_kernels())
+    batch = Batch()
+    batch.add(4, 4, start=1, num_new=2, blocks=[0])
+    rows = rows_of(batch, drafts_of([]))
     state = DeviceState(1, ROW_LEN - 1, CPU, reference_kernels())
-    state.admit([request])
+    ids = np.array([5, 6, 7, 8], dtype=np.int32)
+    state.admit([Admission(0, ids, 4, TokenRules(seed=0))])
     assert state.read(rows, None).tolist() == [6, 7]
     assert state.read(rows, drafts_of([])).tolist() == [6, 7]
 
 
 def test_drafted_rows_stand_behind_their_parents():
-    works = [request_work(3, parents=(0, 0, 1)), request_work(5, parents=())]
+    works = Batch()
+    choice = DraftChoice(DraftSource.MODEL, num_model_drafts=3)  # the network will shape them
+    works.add(3, 1, start=2, num_new=1, blocks=[0, 1, 2, 3], drafts=choice)
+    works.add(5, 1, start=4, num_new=1, blocks=[4, 5, 6, 7])
     drafts = DraftBatch.from_drafts([Draft((7, 8, 9), (0, 0, 1)), Draft()], CPU)
     shaped = rows_of(works, drafts).shaped_by(drafts, reference_kernels()).metadata
     assert shaped.positions_T.tolist() == [2, 3, 3, 4, 4]
     assert shaped.ancestors_T.tolist() == [0, 0b001, 0b010, 0b101, 0]
-
-
-def request_work(num_tokens: int, parents: tuple[int, ...]) -> Work:
-    """Its newest token, and a draft that the network will shape."""
-    request = Request("r", [1] * num_tokens, SamplingParams(), seed=0, max_model_len=64)
-    request.slot = 0
-    drafts = DraftChoice(DraftSource.MODEL, num_model_drafts=len(parents)) if parents else None
-    return Work(request, num_tokens - 1, 1, [0, 1, 2, 3], True, drafts)
 
 
 def test_emitted_tokens_follow_the_text_and_padding_goes_nowhere():

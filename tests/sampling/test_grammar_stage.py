@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.sampling import SamplingParams, StructuredOutput
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import (
     Paths,
     process_logits,
 )
 from tests.kernels.tables import kernels_for
+from tests.sampling_batches import batch_of_params
 
 FORM = StructuredOutput("json_object")
 
@@ -42,7 +42,7 @@ def test_forbidden_tokens_lose_all_mass_and_no_other_changes(num_rows, size, see
 def process(logits_V: list[float], allowed: list[int], **changes) -> list[float]:
     size = len(logits_V)
     params = SamplingParams(structured=FORM, **changes)
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [params],
         seeds=[0],
         vocab_size=size,

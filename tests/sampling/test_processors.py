@@ -15,16 +15,16 @@ from transformers import (
 from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K, place_R
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from tests.kernels.tables import kernels_for
 from tests.reference.processors import processed_logits
+from tests.sampling_batches import batch_of_params
 
 VOCAB = 12
 
 
 def batch(params, bad_words=None, stop_ids=None):
-    return SamplingBatch.from_requests(
+    return batch_of_params(
         params,
         seeds=list(range(len(params))),
         vocab_size=VOCAB,

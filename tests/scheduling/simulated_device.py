@@ -13,6 +13,7 @@ from outdraft.core.plan import (
 )
 from outdraft.core.request import Request
 from outdraft.core.scheduled import ScheduledStep
+from outdraft.runner.slots import RequestSlot
 from tests.reference.draft_trees import tree_depths
 
 Text = tuple[int, ...]
@@ -21,6 +22,9 @@ NOTHING_TO_KEEP: Text = (-1,)
 
 class SimulatedDevice:
     """Executes plans with random choices and checks all that is read.
+
+    It knows blocks, gaps and the owners of slots only from plans; the requests are there to compare
+    their texts.
 
     A slot of the target's cache holds the text up to and including its token. So does the
     drafter's, or one token more if it reads that together with the target's state. A state, too,
@@ -46,15 +50,19 @@ class SimulatedDevice:
         self.target: dict[int, Text] = {}
         self.drafter: dict[int, Text] = {}
         self._settled: dict[str, tuple[int, int]] = {}  # preemptions, positions computed
+        self._slots: dict[int, RequestSlot] = {}
+        self._owners: dict[int, Request] = {}  # by slot
 
     def execute(self, step: ScheduledStep) -> StepResult:
         plan = step.plan
+        self._take_news(step)
         drafted = [self._draft(work) for work in plan.works]
         for work in plan.works:
             if work.drafts is not None and work.drafts.num_model_drafts:
-                num_read = work.request.num_tokens - self.lag
-                self.check_drafter(work.request, work.block_ids, num_read)
-                self.num_gaps += work.request.drafter_gap.num_tokens > 0
+                request, slot = self._owners[work.slot], self._slots[work.slot]
+                assert slot.gap == request.drafter_gap
+                self.check_drafter(request, slot.block_ids, request.num_tokens - self.lag)
+                self.num_gaps += slot.gap.num_tokens > 0
         written: set[int] = set()
         for work, draft in zip(plan.works, drafted, strict=True):
             self._check_order(work)
@@ -62,13 +70,29 @@ class SimulatedDevice:
             assert written.isdisjoint(slots), "two requests write to one slot"
             written |= slots
         for work in plan.works:
-            self.check(self.target, work.request, work.block_ids, work.start + work.num_new)
+            blocks = self._slots[work.slot].block_ids
+            self.check(self.target, self._owners[work.slot], blocks, work.start + work.num_new)
         results = tuple(map(self._verify, plan.works, drafted))
         for work, result in zip(plan.works, results, strict=True):
             self._read_chunk(work)
             if plan.keeps_states:
                 self._keep_states(work, result)
         return StepResult(results, plan.num_rows)
+
+    def _take_news(self, step: ScheduledStep) -> None:
+        admitted = {one.slot: one for one in step.plan.admissions}
+        self._slots |= {slot: RequestSlot(one) for slot, one in admitted.items()}
+        assert len(admitted) == len(step.plan.admissions)
+        assert len({work.slot for work in step.works}) == len(step.works)
+        for request, work in zip(step.requests, step.works, strict=True):
+            assert work.slot == request.slot
+            if admission := admitted.pop(work.slot, None):
+                assert admission.token_ids.tolist() == request.token_ids.tolist()
+                assert admission.num_prompt == request.num_prompt
+                self._owners[work.slot] = request
+            assert self._owners[work.slot] is request
+            self._slots[work.slot].update(work)
+        assert not admitted, "a request without work was admitted"
 
     def check(
         self,
@@ -106,7 +130,8 @@ class SimulatedDevice:
         number = work.drafts.num_model_drafts
         if not number:
             return work.drafts.draft
-        request = work.request
+        request, slot = self._owners[work.slot], self._slots[work.slot]
+        assert work.num_drafter_computed == request.num_drafter_computed
         ids = [self.rng.randrange(self.vocab_size) for _ in range(number)]
         draft = Draft.chain(ids)
         if self.drafting.is_tree:
@@ -114,45 +139,47 @@ class SimulatedDevice:
             assert max(tree_depths(draft.parents)) <= request.max_drafts
         text = tuple(request.token_ids.tolist())
         num_read = request.num_tokens - self.lag
-        self.check_drafter(request, work.block_ids, request.num_drafter_computed)
+        self.check_drafter(request, slot.block_ids, request.num_drafter_computed)
         assert request.num_drafter_computed < num_read, "nothing to draft behind"
         if self.state_window and not self.lag:
             self._check_state(request, request.num_computed - 1)
-        self._read(request, work.block_ids, range(request.num_drafter_computed, num_read))
+        self._read(work.slot, range(request.num_drafter_computed, num_read))
         if self.lag:
             for place in range(request.num_drafter_computed, num_read):
                 self._check_state(request, place)
-        table, missing = request.drafter_gap.blocks(work.block_ids), request.drafter_gap.num_tokens
+        table, missing = slot.drafter_block_ids, slot.gap.num_tokens
         for row in range(len(ids) - 1):  # behind the text; only a chain's own keys may be kept
             keeps = self.drafting.max_kept is None
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
             self.drafter[self._slot(table, num_read - missing + row)] = kept
         return draft
 
-    def _read(self, request: Request, blocks: Sequence[int], places: range) -> None:
-        """The drafter reads tokens of the text."""
-        text, gap = tuple(request.token_ids.tolist()), request.drafter_gap
+    def _read(self, row: int, places: range) -> None:
+        """The drafter reads tokens of the text in a row."""
+        text, told = tuple(self._owners[row].token_ids.tolist()), self._slots[row]
         for place in places:
-            slot = self._slot(gap.blocks(blocks), place - gap.num_tokens)
+            slot = self._slot(told.drafter_block_ids, place - told.gap.num_tokens)
             self.drafter[slot] = text[: place + 1 + self.lag]
 
     def _read_chunk(self, work: Work) -> None:
         if work.num_drafter_reads:
-            assert work.request.num_drafter_computed == work.start
+            request, slot = self._owners[work.slot], self._slots[work.slot]
+            assert request.num_drafter_computed == work.start
+            assert slot.gap == request.drafter_gap
             assert work.num_drafter_reads <= work.num_new
             end = work.start + work.num_drafter_reads
-            self.check_drafter(work.request, work.block_ids, work.start)
-            self._read(work.request, work.block_ids, range(work.start, end))
+            self.check_drafter(request, slot.block_ids, work.start)
+            self._read(work.slot, range(work.start, end))
 
     def _check_state(self, request: Request, place: int) -> None:
         found = self.states[request.slot, place % self.state_window]
         assert found == tuple(request.token_ids[: place + 1].tolist())
 
     def _keep_states(self, work: Work, result: WorkResult) -> None:
-        text = (*work.request.token_ids.tolist(), *result.token_ids)
+        text = (*self._owners[work.slot].token_ids.tolist(), *result.token_ids)
         end = work.start + work.num_new + len(result.accepted_rows)
         for place in range(max(work.start, end - self.state_window), end):
-            self.states[work.request.slot, place % self.state_window] = text[: place + 1]
+            self.states[work.slot, place % self.state_window] = text[: place + 1]
 
     def _parents(self, number: int) -> tuple[int, ...]:
         """The parents of a tree's first rows: any row of the level above."""
@@ -166,24 +193,25 @@ class SimulatedDevice:
 
     def _check_order(self, work: Work) -> None:
         """Positions are computed one after the other, and again only after a preemption."""
-        preemptions, settled = self._settled.get(work.request.id, (-1, 0))
-        if preemptions == work.request.num_preemptions:
+        request = self._owners[work.slot]
+        preemptions, settled = self._settled.get(request.id, (-1, 0))
+        if preemptions == request.num_preemptions:
             assert work.start == settled
         else:
             assert work.start % self.block_size == 0
         assert work.num_new >= 1
-        assert work.samples == (work.start + work.num_new == work.request.num_tokens)
+        assert work.samples == (work.num_tokens == request.num_tokens)
 
     def _compute(self, work: Work, draft: Draft) -> set[int]:
-        text = tuple(work.request.token_ids.tolist())
-        slots: set[int] = set()
+        text = tuple(self._owners[work.slot].token_ids.tolist())
+        blocks, slots = self._slots[work.slot].block_ids, set[int]()
         for place in range(work.start, work.start + work.num_new):
-            slots.add(self._slot(work.block_ids, place))
-            self.target[self._slot(work.block_ids, place)] = text[: place + 1]
+            slots.add(self._slot(blocks, place))
+            self.target[self._slot(blocks, place)] = text[: place + 1]
         paths = [text]
         for row, (token_id, parent) in enumerate(zip(draft.token_ids, draft.parents, strict=True)):
             paths.append((*paths[parent], token_id))
-            slot = self._slot(work.block_ids, len(text) + row)
+            slot = self._slot(blocks, len(text) + row)
             slots.add(slot)
             self.target[slot] = paths[-1]
         return slots
@@ -191,6 +219,7 @@ class SimulatedDevice:
     def _verify(self, work: Work, draft: Draft) -> WorkResult:
         """A random path is accepted, and its rows moved together."""
         rows: list[int] = []
+        request, blocks = self._owners[work.slot], self._slots[work.slot].block_ids
         if work.samples:
             row = 0
             while self.rng.random() < 0.7:
@@ -199,12 +228,12 @@ class SimulatedDevice:
                     break
                 rows.append(self.rng.choice(children))
                 row = rows[-1] + 1
-            start = work.request.num_tokens
+            start = request.num_tokens
             for depth, row in enumerate(rows):
-                kept = self.target[self._slot(work.block_ids, start + row)]
-                self.target[self._slot(work.block_ids, start + depth)] = kept
+                kept = self.target[self._slot(blocks, start + row)]
+                self.target[self._slot(blocks, start + depth)] = kept
         settled = work.start + work.num_new + len(rows)
-        self._settled[work.request.id] = (work.request.num_preemptions, settled)
+        self._settled[request.id] = (request.num_preemptions, settled)
         if not work.samples:
             return WorkResult()
         emitted = [*(draft.token_ids[row] for row in rows), self.rng.randrange(self.vocab_size)]

@@ -15,11 +15,11 @@ from outdraft.core.plan import LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.reference.verification import reject_tokens, traverse
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import kernels_for
 from tests.reference.verification import all_sequences
+from tests.sampling_batches import batch_of_params
 from tests.verification.enumeration import V, bias, chains_emit, random_model
 from tests.verification.live_lengths import live_lengths
 
@@ -108,7 +108,7 @@ def test_rows_that_were_laid_out_for_more_drafts_change_no_verdict(method, seed)
     width, size, num_requests = 4, 6, 8
     laid_out = rng.integers(0, width + 1, num_requests)
     made = rng.integers(0, laid_out + 1)
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [params[at % 4] for at in range(num_requests)],
         seeds=range(num_requests),
         vocab_size=size,

@@ -13,7 +13,6 @@ from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.verification import reject_tokens
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import (
@@ -27,6 +26,7 @@ from tests.drafting.lockstep import (
     p_value,
 )
 from tests.kernels.tables import draw_tokens, kernels_for
+from tests.sampling_batches import batch_of_params
 
 
 def chains_of(length):
@@ -197,7 +197,7 @@ def test_a_request_gets_the_same_verdict_in_any_batch():
 def test_greedy_requests_follow_the_argmax_beside_sampled_ones():
     decoding = Decoding(PLAIN, 64)
     greedy = [at % 2 == 0 for at in range(64)]
-    decoding.sampling = SamplingBatch.from_requests(
+    decoding.sampling = batch_of_params(
         [SamplingParams(temperature=0.0) if is_greedy else PLAIN for is_greedy in greedy],
         seeds=range(64),
         vocab_size=VOCAB,
@@ -219,7 +219,7 @@ def test_requests_with_a_seed_are_matched_beside_others_that_are_not(method, dty
     monkeypatch.setattr(table, TARGET.to(dtype))  # in float64 the tensor rules are used
     mixed, plain, unseeded = (Decoding(PLAIN, 200, method) for _ in range(3))
     is_seeded_B = torch.arange(200) % 2 == 0
-    mixed.sampling = SamplingBatch.from_requests(
+    mixed.sampling = batch_of_params(
         [replace(PLAIN, seed=7 + at if at % 2 == 0 else None) for at in range(200)],
         seeds=range(7, 207),
         vocab_size=VOCAB,
@@ -238,7 +238,7 @@ def test_a_plain_greedy_batch_is_matched_on_its_raw_logits_with_padding_rows():
     drafts = DraftBatch.from_drafts(
         [Draft.chain((best[0], best[1])), Draft(), Draft((best[4], best[4]), (0, 0))], "cpu"
     )
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [SamplingParams(temperature=0.0)] * 3, seeds=[0] * 3, vocab_size=VOCAB, device="cpu"
     )
     nothing_B = torch.zeros(3, dtype=torch.int64)

@@ -11,9 +11,9 @@ from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
+from tests.sampling_batches import batch_of_params
 
 VOCAB = 16
 EVERYTHING = SamplingParams(
@@ -42,7 +42,7 @@ def step(device, method, params=EVERYTHING, sampled_trees=False):
         sampled_trees=sampled_trees,
     )
     greedy = replace(params, temperature=0.0)
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [greedy, params, params],
         seeds=[1, 2, 3],
         vocab_size=VOCAB,

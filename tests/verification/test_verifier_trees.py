@@ -11,13 +11,13 @@ from outdraft.core.draft import Draft
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, path_ids_BN1K
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths, process_logits
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALL, ALPHA, PLAIN, PROPOSER, Decoding, exact_joint, p_value
 from tests.kernels.tables import draw_tokens, kernels_for
 from tests.reference.drafted_trees import without
 from tests.reference.verification import total_variation, tree_outcomes
+from tests.sampling_batches import batch_of_params
 
 CASES = 100_000
 
@@ -65,7 +65,7 @@ class OneTree:
             any_sampled=True,
             sampled_trees=True,
         )
-        sampling = SamplingBatch.from_requests(
+        sampling = batch_of_params(
             [SamplingParams()] * num, seeds=seeds, vocab_size=self.vocab_size, device="cpu"
         )
         tokens_B = torch.full((num,), 11)

@@ -15,11 +15,11 @@ import torch
 from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.reference import noise, verification
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 from tests.kernels.tables import kernels_for
 from tests.reference.drafted_trees import as_batch, every_tree, target_rows
+from tests.sampling_batches import batch_of_params
 from tests.verification.enumeration import (
     KINDS,
     V,
@@ -58,9 +58,7 @@ def verify_pairs(method, logits_RV, drafts, coins_BN, draw, choices_R=None):
     pair_C = torch.arange(drafts.num_requests).repeat_interleave(2)
     pairs, rows_RV = repeated(drafts, logits_RV, pair_C)
     params = [SamplingParams(), SamplingParams(seed=5)] * drafts.num_requests
-    sampling = SamplingBatch.from_requests(
-        params, seeds=range(len(params)), vocab_size=V, device="cpu"
-    )
+    sampling = batch_of_params(params, seeds=range(len(params)), vocab_size=V, device="cpu")
     lengths_C = torch.ones_like(pair_C)
     if choices_R is None:  # nobody looks at those of the others
         choices_R = torch.zeros(len(rows_RV), dtype=torch.int64)

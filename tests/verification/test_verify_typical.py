@@ -11,13 +11,13 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.kernels.data.drafts import DraftBatch, row_start_B
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
-from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import Paths
 from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier
 from tests.drafting.lockstep import ALPHA, PLAIN, Decoding, exact_joint, p_value
 from tests.kernels.tables import kernels_for
 from tests.reference import verification
+from tests.sampling_batches import batch_of_params
 
 
 def random_tree(rng, size, vocab_size):
@@ -41,7 +41,7 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
     logits_RV[torch.from_numpy(rng.random(logits_RV.shape) < 0.1)] = -torch.inf
     logits_RV[:, 0] = 1.0
     greedy = rng.random(len(sizes)) < 0.3
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [SamplingParams(temperature=0.0 if one else 1.0) for one in greedy],
         seeds=range(len(sizes)),
         vocab_size=vocab_size,
@@ -71,7 +71,7 @@ def test_the_longest_typical_path_is_that_of_a_plain_loop(sizes, vocab_size, eps
 
 def verdict_of(tree, p_NV, typical):
     """The verdict of one request, with the target's probabilities of all rows."""
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         [SamplingParams()], seeds=[0], vocab_size=p_NV.shape[1], device="cpu"
     )
     one_B = torch.ones(1, dtype=torch.int64)

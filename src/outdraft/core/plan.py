@@ -1,16 +1,18 @@
 """The messages of one step: what to compute, and what came of it.
 
+A plan and its result cross between processes: see docs/design/0013.
+
 Dimension key: B requests of the step, N the most drafts of one of them, K logprobs asked for.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from outdraft.core.admission import Admission
 from outdraft.core.decided import Alarm, StepDecision
 from outdraft.core.draft import Draft, DraftSource, depths_of
-from outdraft.core.request import Request
+from outdraft.core.drafter_gap import DrafterGap
 
 NO_DRAFT = Draft()
 
@@ -151,15 +153,32 @@ class StepRoom:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's part of a step."""
+    """One request's part of a step.
 
-    request: Request
-    start: int  # tokens of the text that were computed before
-    num_new: int  # tokens of the text that are computed now
-    block_ids: Sequence[int]  # the request's blocks; they cover all rows of the work
-    samples: bool  # the newest token is among them, so the step yields at least one token more
-    drafts: DraftChoice | None = None  # what is verified behind them; None unless the work samples
-    num_drafter_reads: int = 0  # of the new tokens, from the first one on, right behind the step
+    Blocks are told as news: how many of those that the slot has stay, and which follow. With them
+    they cover all rows of the work.
+
+    Attributes:
+        slot: of the request.
+        start: tokens of the text that were computed before.
+        num_new: tokens of the text that are computed now.
+        samples: the newest token is among them, so the step yields at least one token more.
+        drafts: what is verified behind them; None unless the work samples.
+        num_drafter_computed: tokens of the text that the drafter has read, if it drafts now.
+        num_drafter_reads: of the new tokens, from the first one on, right behind the step.
+        gap: of the drafter; None: as it was told before.
+    """
+
+    slot: int
+    start: int
+    num_new: int
+    samples: bool
+    drafts: DraftChoice | None = None
+    num_kept_blocks: int = 0
+    new_block_ids: tuple[int, ...] = ()
+    num_drafter_computed: int = 0
+    num_drafter_reads: int = 0
+    gap: DrafterGap | None = None
 
     @property
     def num_drafts(self) -> int:
@@ -169,6 +188,11 @@ class Work:
     def num_rows(self) -> int:
         return self.num_new + self.num_drafts
 
+    @property
+    def num_tokens(self) -> int:
+        """Length of the text that is computed then; the whole text if the work samples."""
+        return self.start + self.num_new
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -176,10 +200,12 @@ class StepPlan:
 
     Attributes:
         keeps_states: the target's states are kept for a drafter that reads them.
+        admissions: of the works' requests that had no slot before.
     """
 
     works: tuple[Work, ...]
     keeps_states: bool = False
+    admissions: tuple[Admission, ...] = ()
 
     @property
     def num_rows(self) -> int:

@@ -7,6 +7,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from outdraft.core.admission import Admission, token_rules
 from outdraft.core.drafter_gap import NO_GAP
 from outdraft.core.grammar import GrammarMatcher
 from outdraft.core.sampling import SamplingParams
@@ -33,6 +34,7 @@ class Request:
         num_computed: tokens whose keys and values the target has in the cache.
         num_drafter_computed: the same for the drafter's layers, less the gap; may lag behind.
         drafter_gap: what the drafter lacks of the tokens before those.
+        told_gap: the gap that the runner knows of.
         num_drafter_usual: tokens that the drafter has to read if it drafts in every step.
         num_states: of the newest computed tokens the drafter can find the target's states.
         slot: row of the device-resident state while running, else None.
@@ -76,7 +78,7 @@ class Request:
         self.num_tokens = self.num_prompt
         self.num_computed = 0
         self.num_drafter_computed = 0
-        self.drafter_gap = NO_GAP
+        self.drafter_gap = self.told_gap = NO_GAP
         self.num_drafter_usual = 1
         self.num_states = 0
         self.num_cached = 0  # prompt tokens found in the prefix cache at first admission
@@ -110,6 +112,17 @@ class Request:
     def max_drafts(self) -> int:
         """Drafts that could still be emitted together with the token that follows them."""
         return max(0, self.max_total - self.num_tokens - 1)
+
+    def admission(self) -> Admission:
+        """What the runner is told when the request gets its slot."""
+        assert self.slot is not None, f"request {self.id} has no slot"
+        rules = token_rules(
+            self.params,
+            seed=self.seed,
+            stop_token_ids=self.stop_token_ids,
+            bad_words_ids=self.bad_words_ids,
+        )
+        return Admission(self.slot, self.token_ids.copy(), self.num_prompt, rules)
 
     def failed(self) -> FinishReason | None:
         """Why nothing may be added to the output, as far as its grammar can say."""

@@ -8,12 +8,13 @@ of any step.
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from outdraft.config.engine import SchedulerConfig
+from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, StepPlan, Work
-from outdraft.core.request import Request
-from outdraft.core.sampling import SamplingParams
-from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.model_runner import ModelRunner, PendingStep
 
 SHORT, LONG = 16, 1024  # tokens of a text
 MOST_DRAFTS = 63  # behind a short text
@@ -51,6 +52,18 @@ class Samples:
     host_s: list[float] = field(default_factory=list[float])
 
 
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A made-up text."""
+
+    admission: Admission
+    block_ids: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.admission.token_ids)
+
+
 class ScratchSteps:
     """Runs steps; the runner must be idle, and its cache without any text.
 
@@ -68,10 +81,11 @@ class ScratchSteps:
         blocks = -(-min(length, SHORT + 1 + MOST_DRAFTS) // size)
         self.max_requests = min(limits.max_num_seqs, num_blocks // blocks)
         self._short = [
-            (self._request(min(SHORT, length - 1), slot), range(slot * blocks, (slot + 1) * blocks))
+            self._text(min(SHORT, length - 1), slot, range(slot * blocks, (slot + 1) * blocks))
             for slot in range(self.max_requests)
         ]
-        self._long = [(self._request(self.num_long, 0), range(length // size))]
+        self._long = [self._text(self.num_long, 0, range(length // size))]
+        self._admitted: dict[int, _Text] = {}  # by slot
         for layer in runner.cache.layers:  # memory that nobody has written is read too fast
             for kv_PSGC in (layer.k_PSGC, layer.v_PSGC):
                 kv_PSGC[: -(-self.num_long // size)].fill_(0.01)
@@ -81,16 +95,17 @@ class ScratchSteps:
         texts = self._long if step.is_long else self._short[: step.num_requests]
         if len(texts) < step.num_requests:
             return False
-        request, block_ids = texts[0]
-        length = min(len(block_ids) * self._runner.cache.block_size, self._max_len)
-        has_room = request.num_tokens + step.num_drafts(0) < length
-        return has_room and step.num_rows <= self._max_rows and request.num_tokens >= 2 + step.lag
+        text = texts[0]
+        length = min(len(text.block_ids) * self._runner.cache.block_size, self._max_len)
+        has_room = text.num_tokens + step.num_drafts(0) < length
+        return has_room and step.num_rows <= self._max_rows and text.num_tokens >= 2 + step.lag
 
     def run(self, step: Step, samples: Samples) -> float:
         """Run it once; the seconds that it took."""
         plan = self._plan(step)
         started_s = time.perf_counter()
-        pending = self._runner.verify(self._runner.launch(plan))
+        pending = self._runner.launch(plan)
+        assert isinstance(pending, PendingStep), "no text has a grammar"
         times = self._runner.collect(pending).times
         step_s = time.perf_counter() - started_s
         target_s = times.verify_s + times.sample_s
@@ -101,15 +116,22 @@ class ScratchSteps:
 
     def _plan(self, step: Step) -> StepPlan:
         texts = self._long if step.is_long else self._short[: step.num_requests]
-        works: list[Work] = []
-        for index, (request, block_ids) in enumerate(texts):
-            # After a usual step a network reads the newest token and at most the one before.
-            request.num_drafter_computed = request.num_tokens - 2 - step.lag
+        works, admissions = list[Work](), list[Admission]()
+        for index, text in enumerate(texts):
+            slot, num_blocks = text.admission.slot, len(text.block_ids)
+            blocks: tuple[int, tuple[int, ...]] = num_blocks, ()
+            if self._admitted.get(slot) is not text:
+                self._admitted[slot] = text
+                admissions.append(text.admission)
+                blocks = 0, text.block_ids
             choice = self._choice(step, step.num_drafts(index))
-            works.append(Work(request, request.num_tokens - 1, 1, block_ids, True, choice))
+            # After a usual step a network reads the newest token and at most the one before.
+            num_read = text.num_tokens - 2 - step.lag
+            works.append(Work(slot, text.num_tokens - 1, 1, True, choice, *blocks, num_read))
         proposer = self._runner.proposer
         reads_states = proposer is not None and proposer.drafter.state_window > 0
-        return StepPlan(tuple(works), keeps_states=step.is_network and reads_states)
+        keeps_states = step.is_network and reads_states
+        return StepPlan(tuple(works), keeps_states, tuple(admissions))
 
     def _choice(self, step: Step, count: int) -> DraftChoice | None:
         if count == 0:
@@ -123,9 +145,6 @@ class ScratchSteps:
     def _ids(self, count: int) -> list[int]:
         return [7 * place % self._runner.model.config.vocab_size for place in range(count)]
 
-    def _request(self, num_tokens: int, slot: int) -> Request:
-        params = SamplingParams(temperature=1.0, max_tokens=None)
-        ids = self._ids(num_tokens)
-        request = Request("", ids, params, seed=slot, max_model_len=self._max_len)
-        request.slot = slot
-        return request
+    def _text(self, num_tokens: int, slot: int, block_ids: range) -> _Text:
+        ids = np.array(self._ids(num_tokens), dtype=np.int32)
+        return _Text(Admission(slot, ids, num_tokens, TokenRules(seed=slot)), tuple(block_ids))

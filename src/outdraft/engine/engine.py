@@ -2,7 +2,7 @@
 
 It knows ids only: RequestAssembly makes text of them, beside the engine or in another process.
 
-The life of a step: choose drafts, schedule, launch, verify, collect, commit.
+The life of a step: choose drafts, schedule, launch, collect, commit.
 """
 
 import math
@@ -21,8 +21,8 @@ from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.engine.step_plan import plan_step
-from outdraft.runner.model_runner import ModelRunner
-from outdraft.scheduling.grammar_masks import allowed_tokens, needs_masks
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.scheduling.grammar_masks import allowed_tokens
 from outdraft.scheduling.scheduler import Scheduler
 
 
@@ -206,11 +206,12 @@ class Engine:
 
     def _run(self, step: ScheduledStep) -> StepResult:
         """Have a step computed, and wait for it; masks are made while the target reads."""
-        launched, allowed = self.runner.launch(step.plan), None
-        if needs_masks(step):
-            drafted = self.runner.drafted(launched)
+        pending = self.runner.launch(step.plan)
+        if isinstance(pending, LaunchedStep):
+            drafted = self.runner.drafted(pending)
             allowed = allowed_tokens(step, drafted, self.inputs.vocab_size)
-        return self.runner.collect(self.runner.verify(launched, allowed))
+            pending = self.runner.verify(pending, allowed)
+        return self.runner.collect(pending)
 
     def _end_drafting(self, sequence: _Sequence) -> None:
         """Tell the proposers that a sequence ended, once."""

@@ -6,13 +6,14 @@ from outdraft.kv.block_pool import BlockPool
 class BlockTable:
     """Grows by whole blocks ahead of the rows to be written, shrinks after a rejection.
 
-    `ids` is read by the runner; only the methods change it.
+    Only the methods change `ids`. The runner has a copy, which it gets as news.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self.block_size = block_size
         self.ids: list[int] = []
+        self._num_told = 0  # the first ids, which are the same in the runner's copy
 
     def blocks_missing(self, num_tokens: int) -> int:
         """How many blocks `reserve` would have to allocate."""
@@ -39,3 +40,9 @@ class BlockTable:
         keep = -(-num_tokens // self.block_size)
         self._pool.release(self.ids[keep:])
         del self.ids[keep:]
+        self._num_told = min(self._num_told, keep)
+
+    def news(self) -> tuple[int, tuple[int, ...]]:
+        """How many blocks of the runner's copy stay, and the ids that follow; it has them then."""
+        num_kept, self._num_told = self._num_told, len(self.ids)
+        return num_kept, tuple(self.ids[num_kept:])

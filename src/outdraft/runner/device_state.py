@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import to_device
-from outdraft.core.request import Request
+from outdraft.core.admission import Admission
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import Kernels
-from outdraft.runner.step_rows import StepRows, state_row
+from outdraft.runner.step_rows import StepRows
 
 
 class DeviceState:
@@ -32,21 +32,13 @@ class DeviceState:
         )
         self._no_drafts_BN = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._kernels = kernels
-        self._owners: list[tuple[Request, int] | None] = [None] * max_num_seqs
 
-    def admit(self, requests: Sequence[Request]) -> None:
-        """Upload the texts of requests that were not in their row before."""
-        for request in requests:
-            row = state_row(request)
-            owner = (
-                request,
-                request.num_preemptions,
-            )  # a request may come back and get the row of another one
-            if self._owners[row] != owner:
-                self._owners[row] = owner
-                text = request.token_ids.astype(np.int64)
-                (sent,) = to_device([text], self.token_ids_SL.device)
-                self.token_ids_SL[row, : len(text)] = sent
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Upload the texts of requests that get a row."""
+        for admission in admissions:
+            text = admission.token_ids.astype(np.int64)
+            (sent,) = to_device([text], self.token_ids_SL.device)
+            self.token_ids_SL[admission.slot, : len(text)] = sent
 
     def read(self, rows: StepRows, drafts: DraftBatch | None) -> Tensor:
         """int64 [T]: the tokens of a step's rows, from the texts and the drafts."""

@@ -21,19 +21,19 @@ from outdraft.drafting.device import live_stop
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.runner.step_rows import state_row
+from outdraft.runner.slots import RequestSlot
 
 
-def draft_ask(work: Work) -> DraftModelAsk:
-    request, choice = work.request, _choice(work)
+def draft_ask(work: Work, slot: RequestSlot) -> DraftModelAsk:
+    choice = _choice(work)
     return DraftModelAsk(
-        state_row=state_row(request),
-        num_tokens=request.num_tokens,
-        num_computed=request.num_drafter_computed,
+        state_row=work.slot,
+        num_tokens=work.num_tokens,
+        num_computed=work.num_drafter_computed,
         num_drafts=choice.num_model_drafts,
-        block_ids=request.drafter_gap.blocks(work.block_ids),
+        block_ids=slot.drafter_block_ids,
         stop=choice.stop,
-        num_missing=request.drafter_gap.num_tokens,
+        num_missing=slot.gap.num_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.allowed import AllowedTokens
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.runner.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class DraftedCopy:
         return self.drafts_2BN.numpy()
 
 
-def copy_of_drafted(works: Sequence[Work], drafts: DraftBatch) -> DraftedCopy | None:
+def copy_of_drafted(works: Sequence[Work], slots: Slots, drafts: DraftBatch) -> DraftedCopy | None:
     """Start to copy the network's drafts to the host, if a grammar needs them; does not wait."""
-    if not any(_is_of_model(work) and work.request.grammar is not None for work in works):
+    if not any(_is_of_model(work) and slots[work.slot].rules.has_grammar for work in works):
         return None
     drafts_2BN = torch.stack([drafts.token_ids_BN, drafts.parents_BN])
     if drafts.device.type != "cuda":

@@ -15,6 +15,7 @@ from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
 from outdraft.models.llama import CausalLM
+from outdraft.runner.slots import RequestSlot, Slots
 from outdraft.sampling.logprobs import gather_logprobs
 
 PROMPT_ROWS = (
@@ -39,24 +40,24 @@ class LogprobRows:
     top_logprobs_JK: Tensor
 
 
-def wants_logprobs(works: Sequence[Work]) -> bool:
+def wants_logprobs(slots: Sequence[RequestSlot]) -> bool:
     """Whether a request asked for those of its output."""
-    return any(work.request.params.logprobs is not None for work in works)
+    return any(slot.rules.logprobs is not None for slot in slots)
 
 
 def emitted_logprobs(
-    works: Sequence[Work], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
+    slots: Sequence[RequestSlot], logits_RV: Tensor, drafts: DraftBatch, verdict: Verdict
 ) -> LogprobRows | None:
     """One row for each place of an emitted token, padding included; None if no request asked.
 
     A request with a trace also has a row for each place of a drafted token: the log-probability
     that the target gave it behind its parent.
     """
-    asking = [b for b, work in enumerate(works) if work.request.params.logprobs is not None]
+    asking = [b for b, slot in enumerate(slots) if slot.rules.logprobs is not None]
     if not asking:
         return None
-    params = [works[b].request.params for b in asking]
-    places = [drafts.width * (1 + one.speculation.trace) + 1 for one in params]
+    rules = [slots[b].rules for b in asking]
+    places = [drafts.width * (1 + one.is_traced) + 1 for one in rules]
     kept = [a * (2 * drafts.width + 1) + np.arange(count) for a, count in enumerate(places)]
     rows_B, kept_J = to_device([np.array(asking), np.concatenate(kept)], logits_RV.device)
     # The i-th emitted token was chosen behind the i-th row of the accepted path, root first.
@@ -66,20 +67,20 @@ def emitted_logprobs(
     chosen = torch.cat([verdict.token_ids_BN1[rows_B], drafts.token_ids_BN[rows_B]], dim=1)
     flat_J = row_index_BN1(drafts)[rows_B].gather(1, behind).flatten()[kept_J]
     chosen_J = chosen.clamp_min(0).flatten()[kept_J]
-    most = max(one.logprobs or 0 for one in params)
+    most = max(one.logprobs or 0 for one in rules)
     counts = dict(zip(asking, places, strict=True))
     return LogprobRows(
-        tuple(counts.get(b, 0) for b in range(len(works))),
+        tuple(counts.get(b, 0) for b in range(len(slots))),
         chosen_J,
         *gather_logprobs(logits_RV[flat_J], chosen_J, most),
     )
 
 
 def prompt_logprobs(
-    works: Sequence[Work], hidden_TD: Tensor, model: CausalLM
+    works: Sequence[Work], slots: Slots, hidden_TD: Tensor, model: CausalLM
 ) -> LogprobRows | None:
     """One row for each prompt position computed now whose next token is in the prompt."""
-    counts = [_num_prompt_rows(work) for work in works]
+    counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
     if not any(counts):
         return None
     rows: list[np.ndarray] = []
@@ -88,11 +89,11 @@ def prompt_logprobs(
     for work, count in zip(works, counts, strict=True):
         rows.append(np.arange(start, start + count, dtype=np.int64))
         first = work.start + 1
-        next_ids.append(work.request.token_ids[first : first + count].astype(np.int64))
+        next_ids.append(slots[work.slot].token_ids[first : first + count].astype(np.int64))
         start += work.num_rows
     rows_J, next_J = to_device([np.concatenate(rows), np.concatenate(next_ids)], hidden_TD.device)
-    asking = [work for work, count in zip(works, counts, strict=True) if count]
-    most = max(work.request.params.prompt_logprobs or 0 for work in asking)
+    asking = [slots[work.slot] for work, count in zip(works, counts, strict=True) if count]
+    most = max(slot.rules.prompt_logprobs or 0 for slot in asking)
     slices = [
         gather_logprobs(model.logits(hidden_TD[some_J]), chosen_J, most)
         for some_J, chosen_J in zip(
@@ -103,8 +104,8 @@ def prompt_logprobs(
     return LogprobRows(tuple(counts), next_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)
 
 
-def _num_prompt_rows(work: Work) -> int:
-    if work.request.params.prompt_logprobs is None:
+def _num_prompt_rows(work: Work, slot: RequestSlot) -> int:
+    if slot.rules.prompt_logprobs is None:
         return 0
-    left = work.request.num_prompt - 1 - work.start
+    left = slot.num_prompt - 1 - work.start
     return max(0, min(work.num_new, left))

@@ -1,9 +1,9 @@
 """One step on the device: draft, target forward, verify, keep what was accepted.
 
-`launch` and `verify` issue everything and wait for nothing: the verifier writes sampled ids to the
-device state, and the drafter and the target of the next step read them there. Between the two come
-the masks of outputs that keep to grammars. `collect` is the only place where the host waits, once a
-step. (One exception: a grammar must know what the network drafted, and asks `drafted`.)
+`launch` issues everything and waits for nothing: the verifier writes sampled ids to the device
+state, and the drafter and the target of the next step read them there. `collect` is the only place
+where the host waits, once a step. If outputs keep to grammars, `launch` issues a step up to the
+target's pass, and `verify` the rest, once there are masks; `drafted` waits for a network's drafts.
 
 Dimension key: B requests that sample in this step, N most drafts of one of them, T rows,
 R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a mask of its bits.
@@ -11,13 +11,13 @@ R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
-from outdraft.core.request import Request
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kv.cache import KVCache
@@ -43,6 +43,7 @@ from outdraft.runner.logprobs import (
     wants_logprobs,
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
+from outdraft.runner.slots import RequestSlot
 from outdraft.runner.states import target_states
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
@@ -67,13 +68,12 @@ class TargetPass:
     logit_hidden_RD: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LaunchedStep:
+class LaunchedStep(NamedTuple):
     """A step whose rows the target reads; its tensors may not be computed yet.
 
     Attributes:
         plan: with the rows that the target reads.
-        works: those that sample.
+        works, slots: those that sample, and their slots in the same order.
         drafts, sampling: of the works that sample; None: there are none.
         drafted: the network's drafts, if a grammar must know them.
         prompt: log-probabilities of prompts.
@@ -81,6 +81,7 @@ class LaunchedStep:
 
     plan: StepPlan
     works: Sequence[Work]
+    slots: Sequence[RequestSlot]
     target: TargetPass
     drafts: DraftBatch | None
     sampling: SamplingBatch | None
@@ -120,26 +121,35 @@ class ModelRunner:
         self.proposer = proposer
         self._taps = proposer.drafter.taps if proposer is not None else ()
         self.device = state.token_ids_SL.device
-        self._sampling: dict[tuple[Request, ...], SamplingBatch] = {}
+        self._slots: dict[int, RequestSlot] = {}
+        self._sampling: dict[tuple[RequestSlot, ...], SamplingBatch] = {}
 
     @torch.inference_mode()
-    def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Issue the drafting and the target's pass of a step."""
+    def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
+        """Issue a whole step and the copy of its results; it waits for nothing.
+
+        If some token that is chosen keeps to a grammar, the step ends behind the target's pass:
+        `verify` issues the rest.
+        """
         clock = PhaseClock(self.device)
         clock.mark()
-        self.state.admit([work.request for work in plan.works])
+        self._take_news(plan)
         works = [work for work in plan.works if work.samples]
-        sampling = self._sampling_batch([work.request for work in works]) if works else None
-        drafts = self._drafts(works, sampling) if sampling else None
+        slots = [self._slots[work.slot] for work in works]
+        sampling = self._sampling_batch(slots) if works else None
+        drafts = self._drafts(works, slots, sampling) if sampling else None
         if drafts is not None and drafts.margins_BL is not None:
             plan = as_drafted(plan, drafts)
             works = [work for work in plan.works if work.samples]
-        drafted = copy_of_drafted(works, drafts) if drafts else None
+        drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
         target = self._forward(plan, drafts)
-        prompt = prompt_logprobs(plan.works, target.hidden_TD, self.model)
+        prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self.model)
         clock.mark()
-        return LaunchedStep(plan, works, target, drafts, sampling, drafted, prompt, clock)
+        step = LaunchedStep(plan, works, slots, target, drafts, sampling, drafted, prompt, clock)
+        if sampling is not None and sampling.has_grammar:
+            return step
+        return self._verify(step, None)
 
     def drafted(self, step: LaunchedStep) -> Drafted:
         """What masks must be made for. Waits for the network if it drafts where a grammar is."""
@@ -147,58 +157,63 @@ class ModelRunner:
         return Drafted(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
     @torch.inference_mode()
-    def verify(self, step: LaunchedStep, allowed: AllowedTokens | None = None) -> PendingStep:
-        """Issue the rest of a launched step, and the copy of its results.
-
-        Args:
-            allowed: None: no token that is chosen keeps to a grammar.
-        """
-        plan, target, drafts, sampling = step.plan, step.target, step.drafts, step.sampling
-        verified: VerifiedRows | None = None
-        emitted: LogprobRows | None = None
-        if drafts is not None and sampling is not None:
-            assert sampling.has_grammar == (allowed is not None), "masks and grammars differ"
-            masks = masks_of(allowed, drafts) if allowed is not None else None
-            verified, emitted = self._verified(step.works, target, drafts, sampling, masks)
-            self._keep(verified.verdict, drafts, target.rows)
-        if plan.keeps_states:
-            self._keep_states(plan.works, target, verified and verified.verdict)
-        step.clock.mark()
-        copies = to_host(verified, emitted, step.prompt, self.device)
-        return PendingStep(plan, copies, step.clock)
+    def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
+        """Issue the rest of a step with grammars, and the copy of its results."""
+        assert step.drafts is not None
+        return self._verify(step, masks_of(allowed, step.drafts))
 
     def collect(self, pending: PendingStep) -> StepResult:
         """Wait for a step: its one host synchronisation."""
         works = work_results(pending.plan, pending.copies)
         return StepResult(works, pending.plan.num_rows, pending.clock.times())
 
-    def _sampling_batch(self, requests: Sequence[Request]) -> SamplingBatch:
-        """The requests' parameters on the device; kept while the same requests sample."""
-        key = tuple(requests)
+    def _verify(self, step: LaunchedStep, masks: GrammarMasks | None) -> PendingStep:
+        plan, drafts, sampling = step.plan, step.drafts, step.sampling
+        verified: VerifiedRows | None = None
+        emitted: LogprobRows | None = None
+        if drafts is not None and sampling is not None:
+            verified, emitted = self._verified(step, drafts, sampling, masks)
+            self._keep(verified.verdict, drafts, step.target.rows)
+        if plan.keeps_states:
+            self._keep_states(plan.works, step.target, verified and verified.verdict)
+        step.clock.mark()
+        copies = to_host(verified, emitted, step.prompt, self.device)
+        return PendingStep(plan, copies, step.clock)
+
+    def _take_news(self, plan: StepPlan) -> None:
+        """Keep what the plan tells about its requests."""
+        for admission in plan.admissions:
+            self._slots[admission.slot] = RequestSlot(admission)
+        self.state.admit(plan.admissions)
+        for work in plan.works:
+            self._slots[work.slot].update(work)
+
+    def _sampling_batch(self, slots: Sequence[RequestSlot]) -> SamplingBatch:
+        """The requests' rules on the device; kept while the same requests sample."""
+        key = tuple(slots)
         batch = self._sampling.get(key)
         if batch is None:
-            batch = SamplingBatch.from_requests(
-                [request.params for request in requests],
-                seeds=[request.seed for request in requests],
+            batch = SamplingBatch.from_rules(
+                [slot.rules for slot in slots],
                 vocab_size=self.model.config.vocab_size,
                 device=self.device,
                 shares_noise=self.verifier.method == "drafter_invariant",
-                bad_words=[request.bad_words_ids for request in requests],
-                stop_ids=[sorted(request.stop_token_ids) for request in requests],
             )
             # The whole batch, and the part of it that the network drafts for.
             self._sampling = dict([*self._sampling.items(), (key, batch)][-2:])
         return batch
 
-    def _drafts(self, works: Sequence[Work], sampling: SamplingBatch) -> DraftBatch:
+    def _drafts(
+        self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
+    ) -> DraftBatch:
         """The host's drafts, and those that the draft model makes now."""
         asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
         if not asked:
             return host_drafts(works, self.device)
         assert self.proposer is not None
         if len(asked) < len(works):
-            sampling = self._sampling_batch([works[i].request for i in asked])
-        asks = [draft_ask(works[i]) for i in asked]
+            sampling = self._sampling_batch([slots[i] for i in asked])
+        asks = [draft_ask(works[i], slots[i]) for i in asked]
         host_rows = num_host_rows(works) if any(ask.stop for ask in asks) else 0
         made = self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
         return joined_drafts(works, asked, made, self.device)
@@ -208,6 +223,7 @@ class ModelRunner:
         width = drafts.width if drafts is not None else 0
         rows = step_rows(
             works,
+            self._slots,
             width,
             self.cache.block_size,
             self.state.row_len,
@@ -227,24 +243,24 @@ class ModelRunner:
 
     def _verified(
         self,
-        works: Sequence[Work],
-        target: TargetPass,
+        step: LaunchedStep,
         drafts: DraftBatch,
         sampling: SamplingBatch,
         masks: GrammarMasks | None,
     ) -> tuple[VerifiedRows, LogprobRows | None]:
-        if sampling.is_plain_greedy and not wants_logprobs(works):
+        target = step.target
+        if sampling.is_plain_greedy and not wants_logprobs(step.slots):
             best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
             return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
         is_finite_R = logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
         grammar_RW = masks.masks_RW if masks is not None else None
-        paths = self._paths(works, target.rows, sampling, grammar_RW)
+        paths = self._paths(step.works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
         if masks is not None and masks.is_end_BN is not None:
             verdict = verdict.cut_behind(masks.is_end_BN)
         verified = VerifiedRows(verdict, drafts, is_finite_R)
-        return verified, emitted_logprobs(works, logits_RV, drafts, verdict)
+        return verified, emitted_logprobs(step.slots, logits_RV, drafts, verdict)
 
     def _paths(
         self,
@@ -255,7 +271,7 @@ class ModelRunner:
     ) -> Paths:
         history_BL = None
         if sampling.needs_history:
-            longest = max(work.request.num_tokens for work in works)
+            longest = max(work.num_tokens for work in works)
             history_BL = self.state.token_ids_SL[rows.state_rows_B, :longest]
             places_L = torch.arange(longest, device=self.device)
             past_BL = places_L >= rows.num_tokens_B[:, None]
@@ -279,6 +295,7 @@ class ModelRunner:
         drafter = self.proposer.drafter
         states = target_states(
             works,
+            self._slots,
             target.rows,
             target.hidden_TD,
             target.tapped_TKD,

@@ -13,11 +13,13 @@ from outdraft.drafting.device.target_states import ChunkRead, TargetStates
 from outdraft.kernels.data.drafts import Verdict
 from outdraft.kernels.ops import Kernels
 from outdraft.runner.device_state import DeviceState
-from outdraft.runner.step_rows import StepRows, state_row
+from outdraft.runner.slots import Slots
+from outdraft.runner.step_rows import StepRows
 
 
 def target_states(
     works: Sequence[Work],
+    slots: Slots,
     rows: StepRows,
     hidden_TD: Tensor,
     tapped_TKD: Tensor,
@@ -42,23 +44,23 @@ def target_states(
         last_rows_W,
         state_rows_W,
         state.token_ids_SL,
-        _reads(works),
+        _reads(works, slots),
     )
 
 
-def _reads(works: Sequence[Work]) -> list[ChunkRead]:
+def _reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
     reads: list[ChunkRead] = []
     first = 0
     for work in works:
         if work.num_drafter_reads:
-            gap = work.request.drafter_gap
+            slot = slots[work.slot]
             text = DraftModelAsk(
-                state_row=state_row(work.request),
+                state_row=work.slot,
                 num_tokens=work.start + work.num_drafter_reads + 1,  # it reads ahead
                 num_computed=work.start,
                 num_drafts=0,
-                block_ids=gap.blocks(work.block_ids),
-                num_missing=gap.num_tokens,
+                block_ids=slot.drafter_block_ids,
+                num_missing=slot.gap.num_tokens,
             )
             reads.append(ChunkRead(text, first))
         first += work.num_rows

@@ -13,9 +13,9 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out
 from outdraft.core.plan import Work
-from outdraft.core.request import Request
 from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import Kernels
+from outdraft.runner.slots import Slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class StepRows:
 
 def step_rows(
     works: Sequence[Work],
+    slots: Slots,
     width: int,
     block_size: int,
     row_len: int,
@@ -67,23 +68,16 @@ def step_rows(
     spans: list[Span] = []
     texts: tuple[list[int], list[int], list[int]] = ([], [], [])  # of the works that sample
     for work in works:
-        request, row = work.request, state_row(work.request)
-        parents, text_start = _parents(work), row * row_len
+        slot, row, parents = slots[work.slot], work.slot, _parents(work)
         spans.append(
-            Span(work.start, work.num_new, parents, work.block_ids, text_start, work.samples)
+            Span(work.start, work.num_new, parents, slot.block_ids, row * row_len, work.samples)
         )
         if work.samples:
-            facts = (row, request.num_tokens, request.num_prompt)
+            facts = (row, work.num_tokens, slot.num_prompt)
             for column, fact in zip(texts, facts, strict=True):
                 column.append(fact)
     metadata, sent = lay_out(spans, block_size, kernels, device, width, texts)
     return StepRows(metadata, *sent)
-
-
-def state_row(request: Request) -> int:
-    """The row of the device state that a running request has."""
-    assert request.slot is not None, f"request {request.id} is not running"
-    return request.slot
 
 
 def _parents(work: Work) -> Sequence[int]:

@@ -6,7 +6,7 @@ which stages run at all, so that a batch of greedy requests costs no more than i
 Dimension key: B requests, E ids of a request's list (padded), W bad words, L prefix of a bad word.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outdraft.core.sampling import SamplingParams
+from outdraft.core.admission import TokenRules
 
 ANY_TOKEN = (
     -2
@@ -107,43 +107,34 @@ class SamplingBatch:
     max_top_k: int
 
     @classmethod
-    def from_requests(
+    def from_rules(
         cls,
-        params: Sequence[SamplingParams],
+        rules: Sequence[TokenRules],
         *,
-        seeds: Sequence[int],
         vocab_size: int,
         device: torch.device | str,
         shares_noise: bool = False,
-        bad_words: Sequence[Sequence[Sequence[int]]] | None = None,
-        stop_ids: Sequence[Sequence[int]] | None = None,
     ) -> "SamplingBatch":
         """One batch of requests, in order.
 
         All token ids must be in the vocabulary: that is checked once, when a request is added.
 
         Args:
-            seeds: the resolved seed of each request.
             shares_noise: of all requests that are not greedy; False: of those with a seed of their
                 own.
-            bad_words: token id sequences of each request's bad words, none of them empty.
-            stop_ids: end-of-sequence and stop tokens of each request, for min_tokens.
         """
-        sampled = [one for one in params if not one.is_greedy]
-        shares = [not one.is_greedy and (shares_noise or one.seed is not None) for one in params]
-        top_ks = [_top_k(one, vocab_size) for one in params]
+        sampled = [one for one in rules if not one.is_greedy]
+        shares = [not one.is_greedy and (shares_noise or one.has_own_seed) for one in rules]
+        top_ks = [_top_k(one, vocab_size) for one in rules]
         ints = [
-            (*_ints(one, vocab_size), int(share)) for one, share in zip(params, shares, strict=True)
+            (*_ints(one, vocab_size), int(share)) for one, share in zip(rules, shares, strict=True)
         ]
         ints_CB = _columns(ints, np.int64, device)
-        floats_CB = _columns([_floats(one) for one in params], np.float32, device)
-        stop_sets = [
-            ids if one.min_tokens > 0 else ()
-            for one, ids in zip(params, stop_ids or [()] * len(params), strict=True)
-        ]
+        floats_CB = _columns([_floats(one) for one in rules], np.float32, device)
+        seeds_B = torch.tensor([one.seed for one in rules], dtype=torch.int64)
         return cls(
             vocab_size=vocab_size,
-            seeds_B=torch.tensor(seeds, dtype=torch.int64).to(device, non_blocking=True),
+            seeds_B=seeds_B.to(device, non_blocking=True),
             top_k_B=ints_CB[0],
             min_tokens_B=ints_CB[1],
             is_greedy_B=ints_CB[2] != 0,
@@ -154,16 +145,16 @@ class SamplingBatch:
             repetition_B=floats_CB[3],
             presence_B=floats_CB[4],
             frequency_B=floats_CB[5],
-            allowed=_token_sets([one.allowed_token_ids or () for one in params], device),
-            bad_words=_bad_words(bad_words or [()] * len(params), device),
-            stops=_token_sets(stop_sets, device),
-            bias=_token_values([one.logit_bias or {} for one in params], device),
+            allowed=_token_sets([one.allowed_token_ids for one in rules], device),
+            bad_words=_bad_words([one.bad_words for one in rules], device),
+            stops=_token_sets([one.stop_ids for one in rules], device),
+            bias=_token_values([one.logit_bias for one in rules], device),
             all_greedy=not sampled,
-            any_greedy=len(sampled) < len(params),
+            any_greedy=len(sampled) < len(rules),
             any_shares_noise=any(shares),
             any_draws=len(sampled) > sum(shares),
-            has_grammar=any(one.structured is not None for one in params),
-            needs_penalties=any(one.has_penalties for one in params),
+            has_grammar=any(one.has_grammar for one in rules),
+            needs_penalties=any(one.has_penalties for one in rules),
             needs_min_p=any(one.min_p > 0 for one in sampled),
             needs_top_p=any(one.top_p < 1 for one in sampled),
             max_top_k=max((k for k in top_ks if k < vocab_size), default=0),
@@ -217,23 +208,23 @@ class SamplingBatch:
 _NEVER = 2**62  # longer than any text
 
 
-def _top_k(params: SamplingParams, vocab_size: int) -> int:
-    is_off = params.is_greedy or params.top_k <= 0
-    return vocab_size if is_off else min(params.top_k, vocab_size)
+def _top_k(rules: TokenRules, vocab_size: int) -> int:
+    is_off = rules.is_greedy or rules.top_k <= 0
+    return vocab_size if is_off else min(rules.top_k, vocab_size)
 
 
-def _ints(params: SamplingParams, vocab_size: int) -> tuple[int, ...]:
-    return _top_k(params, vocab_size), params.min_tokens, int(params.is_greedy)
+def _ints(rules: TokenRules, vocab_size: int) -> tuple[int, ...]:
+    return _top_k(rules, vocab_size), rules.min_tokens, int(rules.is_greedy)
 
 
-def _floats(params: SamplingParams) -> tuple[float, ...]:
+def _floats(rules: TokenRules) -> tuple[float, ...]:
     return (
-        1.0 if params.is_greedy else max(params.temperature, _LEAST_TEMPERATURE),
-        1.0 if params.is_greedy else params.top_p,
-        0.0 if params.is_greedy else params.min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
+        1.0 if rules.is_greedy else max(rules.temperature, _LEAST_TEMPERATURE),
+        1.0 if rules.is_greedy else rules.top_p,
+        0.0 if rules.is_greedy else rules.min_p,
+        rules.repetition_penalty,
+        rules.presence_penalty,
+        rules.frequency_penalty,
     )
 
 
@@ -258,13 +249,14 @@ def _token_sets(sets: Sequence[Sequence[int]], device: torch.device | str) -> To
 
 
 def _token_values(
-    values: Sequence[Mapping[int, float]], device: torch.device | str
+    values: Sequence[Sequence[tuple[int, float]]], device: torch.device | str
 ) -> TokenValues | None:
     width = max(map(len, values), default=0)
     if width == 0:
         return None
-    ids = [[*one, *[0] * (width - len(one))] for one in values]
-    padded = [[*one.values(), *[0.0] * (width - len(one))] for one in values]
+    filled = [[*one, *[(0, 0.0)] * (width - len(one))] for one in values]
+    ids = [[token_id for token_id, _ in one] for one in filled]
+    padded = [[value for _, value in one] for one in filled]
     return TokenValues(
         ids_BE=torch.tensor(ids, dtype=torch.int64).to(device, non_blocking=True),
         values_BE=torch.tensor(padded, dtype=torch.float32).to(device, non_blocking=True),

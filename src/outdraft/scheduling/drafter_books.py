@@ -41,6 +41,7 @@ class DrafterBooks:
 
     def admit(self, request: Request, known: Sequence[int]) -> None:
         """The request starts with these blocks of the prefix cache, whose states are gone."""
+        request.told_gap = NO_GAP
         if not self._lag:
             self._skip_filled(request, known)
             return
@@ -55,7 +56,14 @@ class DrafterBooks:
         request.num_drafter_usual = 1
         request.drafter_gap = NO_GAP
 
-    def chunk_reads(self, request: Request, work: Work) -> int:
+    def gap_news(self, request: Request) -> DrafterGap | None:
+        """The gap, if the runner does not know it; it does then."""
+        if request.drafter_gap is request.told_gap:
+            return None
+        request.told_gap = request.drafter_gap
+        return request.told_gap
+
+    def chunk_reads(self, request: Request, work: Work, block_ids: Sequence[int]) -> int:
         """How many tokens of a prompt's chunk the drafter reads at once: `num_drafter_reads`.
 
         Others may take the blocks over from the next step on, and find no states then. The token
@@ -64,7 +72,7 @@ class DrafterBooks:
         num_tokens = request.num_tokens + (1 if work.samples else 0)
         count = min(work.num_new, num_tokens - 2 - work.start) if self._lag else 0
         if count > 0:
-            self._go_on_at(request, work.start, work.block_ids)
+            self._go_on_at(request, work.start, block_ids)
         return max(0, count)
 
     def readable(

@@ -16,14 +16,6 @@ from outdraft.core.plan import Work
 from outdraft.core.scheduled import ScheduledStep
 
 
-def needs_masks(step: ScheduledStep) -> bool:
-    """Whether a token is chosen that must keep to a grammar."""
-    return any(
-        request.grammar is not None and work.samples
-        for request, work in zip(step.requests, step.works, strict=True)
-    )
-
-
 def allowed_tokens(step: ScheduledStep, drafted: Drafted, vocab_size: int) -> AllowedTokens:
     """The masks of all rows whose logits are needed; a grammar that fails notes it itself."""
     pairs = zip(step.requests, step.works, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
+from outdraft.core.admission import Admission
 from outdraft.core.errors import CapacityError, RequestError
 from outdraft.core.plan import DraftChoice, StepPlan, StepResult, StepRoom, Work
 from outdraft.core.request import FinishReason, Request, RequestStatus
@@ -148,7 +149,7 @@ class Scheduler:
         rows = self._reserve_rows()
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
-        requests = self.running.copy()
+        requests, admissions = self.running.copy(), list[Admission]()
         for request, num_new in zip(requests, rows, strict=True):
             work = self._work(request, num_new, choices.get(request.id), budget)
             works.append(work)
@@ -168,8 +169,11 @@ class Scheduler:
                 break
             works.append(work)
             requests.append(request)
+            admissions.append(request.admission())
             budget -= work.num_rows
-        return self._followed(requests, works, choices, follows)
+        keeps_states = self._follow(requests, works, choices, follows)
+        plan = StepPlan(tuple(works), keeps_states, tuple(admissions))
+        return ScheduledStep(plan, tuple(requests))
 
     def commit(self, step: ScheduledStep, result: StepResult) -> list[BookedWork]:
         """Book a step: what came of it for every live request.
@@ -252,25 +256,24 @@ class Scheduler:
         if not self.has_work:
             assert self.pool.num_free == self.pool.num_blocks
 
-    def _followed(
+    def _follow(
         self,
         requests: Sequence[Request],
-        works: Sequence[Work],
+        works: list[Work],
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None,
-    ) -> ScheduledStep:
-        """The plan, with what the drafter does beside drafting."""
+    ) -> bool:
+        """Add to works what the drafter does beside drafting; whether the step keeps states."""
         if not self._books.state_window or (follows is None and not choices):
-            return ScheduledStep(StepPlan(tuple(works)), tuple(requests))
+            return False
         keeps_states = any(choice.num_model_drafts for choice in choices.values())
-        done: list[Work] = []
-        for request, work in zip(requests, works, strict=True):
+        for place, request in enumerate(requests):
             if follows is not None and follows(request):
-                keeps_states = True
-                if num_reads := self._books.chunk_reads(request, work):
-                    work = replace(work, num_drafter_reads=num_reads)
-            done.append(work)
-        return ScheduledStep(StepPlan(tuple(done), keeps_states), tuple(requests))
+                keeps_states, work = True, works[place]
+                if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
+                    gap = self._books.gap_news(request) or work.gap
+                    works[place] = replace(work, num_drafter_reads=num_reads, gap=gap)
+        return keeps_states
 
     def _reserve_rows(self) -> list[int]:
         """New tokens of every running request, at least one each, with blocks to write them to.
@@ -307,7 +310,7 @@ class Scheduler:
             choice = self._books.readable(request, choice, table.ids)
         if choice is not None:
             table.reserve(request.num_tokens + len(choice))
-        return Work(request, request.num_computed, num_new, table.ids, samples, choice)
+        return self._told(request, num_new, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
         """Start a waiting request, with the blocks that the prefix cache has for it."""
@@ -327,7 +330,21 @@ class Scheduler:
         self._books.admit(request, known)
         if request.num_preemptions == 0:
             request.num_cached = cached
-        return Work(request, cached, num_new, table.ids, num_new == request.num_uncomputed)
+        return self._told(request, num_new)
+
+    def _told(self, request: Request, num_new: int, choice: DraftChoice | None = None) -> Work:
+        """The work of a running request, with the news that the runner lacks."""
+        assert request.slot is not None
+        return Work(
+            request.slot,
+            request.num_computed,
+            num_new,
+            num_new == request.num_uncomputed,
+            choice,
+            *self.table(request).news(),
+            request.num_drafter_computed,
+            gap=self._books.gap_news(request),
+        )
 
     def _gains_by_waiting(self, request: Request) -> bool:
         """Whether a running request that comes first computes a block that this one lacks.

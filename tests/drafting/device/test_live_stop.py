@@ -18,12 +18,12 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
-from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
 from tests.reference.live_stop import live_lengths
 from tests.reference.tabled_drafter import TabledLevels, TabledModel, sampling_of
+from tests.sampling_batches import batch_of_params
 
 DEPTH, CPU = 4, torch.device("cpu")
 TIE = 1e-5  # survivals that are nearer to the price may fall on either side of it
@@ -146,9 +146,7 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
         window = random_window(network, len(texts), 12)
         drafter = NetworkDrafter(network, cache, 100, DraftSource.EAGLE3, window)
         proposer = DeviceProposer(kernels_for(torch.float32), drafter, None, samples=True)
-        sampling = SamplingBatch.from_requests(
-            batch, seeds=range(4), vocab_size=VOCABULARY, device="cpu"
-        )
+        sampling = batch_of_params(batch, seeds=range(4), vocab_size=VOCABULARY, device="cpu")
         with torch.inference_mode():
             whole.append(proposer.propose(asks, texts_SL, sampling))
     everything, made = whole

@@ -18,10 +18,10 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLeve
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
-from outdraft.sampling.batch import SamplingBatch
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
+from tests.sampling_batches import batch_of_params
 
 Network = tuple[DraftNetwork, KVCache]
 
@@ -71,7 +71,7 @@ def drafter_of(network: Network) -> NetworkDrafter:
 def propose(
     network: Network, case: Case, chosen: slice = slice(None), *, samples: bool = True
 ) -> ModelDrafts:
-    sampling = SamplingBatch.from_requests(
+    sampling = batch_of_params(
         case.params[chosen],
         seeds=[case.seed + i for i in range(len(case.params))][chosen],
         vocab_size=VOCABULARY,

@@ -29,6 +29,7 @@ from tests.attention.causal import causal_metadata
 from tests.kernels.tables import cpu_kernels, draw_tokens, kernels_for
 from tests.models.checkpoints import llama, randomised, save
 from tests.reference.processors import probabilities, processed_logits
+from tests.sampling_batches import batch_of_params
 
 ALPHA = 1e-6
 
@@ -186,9 +187,7 @@ def drawn(logits_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[list[i
 
 
 def batch_of(params: list[SamplingParams], size: int) -> SamplingBatch:
-    return SamplingBatch.from_requests(
-        params, seeds=list(range(len(params))), vocab_size=size, device="cpu"
-    )
+    return batch_of_params(params, seeds=list(range(len(params))), vocab_size=size, device="cpu")
 
 
 # The rule: one draft of many requests that differ in their seeds, and what comes out first.

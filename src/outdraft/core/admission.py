@@ -1,0 +1,107 @@
+"""What the runner is told of a request that gets a slot: numbers and arrays only."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outdraft.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenRules:
+    """How the tokens of one request are chosen, and what is told of them.
+
+    Attributes:
+        seed: the noise key of every choice.
+        has_own_seed: the request asked for a seed, so that its ids must depend on no draft.
+        top_k: 0 or -1: all tokens.
+        stop_ids: the tokens that min_tokens forbids; () if it is 0.
+        bad_words: token ids of each word, none of them empty.
+        allowed_token_ids: (): all.
+        has_grammar: what its grammar allows comes with each step.
+        logprobs, prompt_logprobs: how many at each position; None: none, 0: of the token alone.
+        is_traced: log-probabilities of drafted tokens are told too.
+    """
+
+    seed: int
+    has_own_seed: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    has_grammar: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    is_traced: bool = False
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        added = self.presence_penalty, self.frequency_penalty
+        return any(added) or self.repetition_penalty != 1.0
+
+
+def token_rules(
+    params: SamplingParams,
+    *,
+    seed: int,
+    stop_token_ids: Iterable[int] = (),
+    bad_words_ids: Sequence[Sequence[int]] = (),
+) -> TokenRules:
+    """The part of a request's parameters that the runner needs, with what follows from them.
+
+    Args:
+        seed: the resolved one.
+        stop_token_ids: end-of-sequence and stop tokens.
+        bad_words_ids: token ids of `params.bad_words`.
+    """
+    bias = params.logit_bias or {}
+    return TokenRules(
+        seed=seed,
+        has_own_seed=params.seed is not None,
+        temperature=float(params.temperature),
+        top_k=params.top_k,
+        top_p=float(params.top_p),
+        min_p=float(params.min_p),
+        presence_penalty=float(params.presence_penalty),
+        frequency_penalty=float(params.frequency_penalty),
+        repetition_penalty=float(params.repetition_penalty),
+        min_tokens=params.min_tokens,
+        stop_ids=tuple(sorted(stop_token_ids)) if params.min_tokens > 0 else (),
+        bad_words=tuple(tuple(word) for word in bad_words_ids),
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        logit_bias=tuple((token_id, float(value)) for token_id, value in bias.items()),
+        has_grammar=params.structured is not None,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        is_traced=params.speculation.trace,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Admission:
+    """A request gets a slot, and has it until the slot's next admission.
+
+    The slot has no blocks yet, and its drafter no gap: works tell them.
+
+    Attributes:
+        slot: row of the device's state.
+        token_ids: int32 [num_tokens], the text so far: more than the prompt after a preemption.
+    """
+
+    slot: int
+    token_ids: np.ndarray
+    num_prompt: int
+    rules: TokenRules
