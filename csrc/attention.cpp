@@ -3,8 +3,9 @@
 //
 // A tile is some query rows of one request that one kv head serves together; every (row, query
 // head) pair of it is a lane. Keys and values meet all lanes in pieces of 64, which are first laid
-// out for products (tile_products.h). The softmax runs online over the pieces, in base 2: log2(e)
-// is part of the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
+// out for products (tile_products.h); then a few lanes at a time, whose scores and sums stay in the
+// nearest cache, meet both. The softmax runs online over the pieces, in base 2: log2(e) is part of
+// the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
 // bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; they are
 // divided by the sum of the rounded ones.
 //
@@ -92,32 +93,40 @@ struct Sums {
   float* total;  // [L]; the weights, relative to it
 };
 
-// One step of a lane's online softmax: scores become weights relative to the new top, as float32 or
-// bfloat16. Returns what the rise of the top does to everything that was summed under the old one.
+// One step of the online softmax of some lanes: scores of a piece become weights relative to the new
+// tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was summed
+// under the old one. First come all tops, then all weights: what is short waits for nothing long.
 template <class Weight>
-float weigh(float* scores, int64_t num_keys, float& top, float& total) {
-  Floats highest = broadcast(top);
-  for (int64_t key = 0; key < num_keys; key += kWidth) {
-    const Floats score = numbers(scores + key);
-    highest = score > highest ? score : highest;
-  }
-  const float new_top = max_of(highest);
-  Floats summed = Floats{};
-  auto* weights = reinterpret_cast<Weight*>(scores);
-  for (int64_t key = 0; key < num_keys; key += kWidth) {
-    const Floats weight = exp2_of(numbers(scores + key) - broadcast(new_top));
-    if constexpr (sizeof(Weight) == 2) {
-      store(weights + key, to_bf16_unless_tiny(weight));
-    } else {
-      store(weights + key, weight);
+void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* shrink) {
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    Floats highest = broadcast(tops[lane]);
+    for (int64_t key = 0; key < kPiece; key += kWidth) {
+      const Floats score = numbers(scores + lane * kPiece + key);
+      highest = score > highest ? score : highest;
     }
-    summed = summed + numbers(weights + key);
+    const float top = max_of(highest);
+    shrink[lane] = tops[lane] - top;
+    tops[lane] = top;
   }
-  // 2 ** 0 is 1, and mostly the top stays.
-  const float shrink = top == new_top ? 1.0f : exp2_of(broadcast(top - new_top))[0];
-  total = total * shrink + sum_of(summed);
-  top = new_top;
-  return shrink;
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    float* of_lane = scores + lane * kPiece;
+    auto* weights = reinterpret_cast<Weight*>(of_lane);
+    Floats total = Floats{};
+    for (int64_t key = 0; key < kPiece; key += kWidth) {
+      const Floats weight = exp2_of(numbers(of_lane + key) - broadcast(tops[lane]));
+      if constexpr (sizeof(Weight) == 2) {
+        const Halves rounded = to_bf16_unless_tiny(weight);
+        store(weights + key, rounded);
+        total = total + widen(rounded);
+      } else {
+        store(weights + key, weight);
+        total = total + weight;
+      }
+    }
+    // 2 ** 0 is 1, and mostly the top stays.
+    shrink[lane] = shrink[lane] == 0 ? 1.0f : exp2_of(broadcast(shrink[lane]))[0];
+    totals[lane] = totals[lane] * shrink[lane] + sum_of(total);
+  }
 }
 
 // The `count` highest of the bits: the rank of an ancestor is its distance in the text.
@@ -132,8 +141,8 @@ uint64_t nearest(uint64_t bits, int64_t count) {
 class TileWork {
  public:
   static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
-    const int64_t floats = 2 * sizes.sums_size + sizes.max_lanes * (sizes.head_size + kPiece + 1) +
-                           (kPiece + sizes.job_heads) * sizes.head_size;
+    const int64_t floats = 2 * sizes.sums_size + kGroupRows * kPiece +
+                           (sizes.max_lanes + 2 * kPiece + sizes.job_heads) * sizes.head_size;
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) + 16 * sizes.tile_rows +
            4 * batch.table_stride;
   }
@@ -145,19 +154,21 @@ class TileWork {
         sizes_(sizes),
         first_kv_head_(group * sizes.job_heads),
         num_lanes_((tile.end_row - tile.first_row) * sizes_.heads_per_kv),
-        products_(!batch.is_bf16_cache                 ? Products::kFloat32
-                  : kHasBf16Dot && batch.is_bf16_query ? Products::kDots
-                                                       : Products::kWidened) {
+        are_dots_(kHasBf16Dot && batch.is_bf16_cache && batch.is_bf16_query),
+        multiply_(!batch.is_bf16_cache ? multiply_rows<Products::kFloat32>
+                  : are_dots_          ? multiply_rows<Products::kDots>
+                                       : multiply_rows<Products::kWidened>) {
     const int64_t size = sizes_.head_size, lanes = sizes_.max_lanes;
     char* memory = reinterpret_cast<char*>(this) + round_up(sizeof(TileWork), 64);
     sums_ = reinterpret_cast<float*>(memory);
     next_sums_ = sums_ + sizes_.sums_size;
     q_ = next_sums_ + sizes_.sums_size;
-    matrix_ = q_ + lanes * size;
-    zeros_ = matrix_ + kPiece * size;
-    scores_ = zeros_ + sizes_.job_heads * size;
-    shrink_ = scores_ + lanes * kPiece;
-    positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * (shrink_ + lanes - sums_), 64));
+    key_matrix_ = q_ + lanes * size;
+    value_matrix_ = key_matrix_ + kPiece * size;
+    scores_ = value_matrix_ + kPiece * size;
+    zeros_ = scores_ + kGroupRows * kPiece;
+    const int64_t num_floats = zeros_ + sizes_.job_heads * size - sums_;
+    positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * num_floats, 64));
     ancestors_ = reinterpret_cast<uint64_t*>(positions_ + sizes_.tile_rows);
     blocks_ = reinterpret_cast<int32_t*>(ancestors_ + sizes_.tile_rows);
   }
@@ -232,10 +243,10 @@ class TileWork {
     std::fill_n(zeros_, sizes_.job_heads * sizes_.head_size, 0.0f);
     for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
       const int64_t at = row_of(lane) * batch_.q_stride + head_of(lane) * size;
-      float* q = q_ + lane * sizes_.head_size;
-      std::fill_n(q, sizes_.head_size, 0.0f);
+      float* q = q_ + lane * q_stride();
+      std::fill_n(q, q_stride(), 0.0f);
       with_numbers(batch_.q, batch_.is_bf16_query, [&](const auto* from) {
-        if (products_ == Products::kDots) {
+        if (are_dots_) {
           std::memcpy(q, from + at, sizeof(*from) * size);
         } else {
           convert(from + at, size, q);
@@ -262,8 +273,8 @@ class TileWork {
       find_keys(end_key, std::min(end_key + kPiece, first_own));
       const bool hides = first_key < tile_.first_common || tile_.end_common < end_key;
       if (hides) drop_unseen_values(first_key, end_key);
-      attend_keys(0, num_lanes_, sums, [&](float* scores) {
-        if (hides) hide(first_key, end_key, scores);
+      attend_keys(0, num_lanes_, sums, [&](int64_t lane, float* scores) {
+        if (hides) hide(lane / sizes_.heads_per_kv, first_key, end_key, scores);
       });
     }
     if (!tile_.is_tree) return;
@@ -283,16 +294,13 @@ class TileWork {
       find_text(row, first_key, num_keys);
       keys_ = next_;
       next_.num_keys = 0;
-      attend_keys(lane, lane + sizes_.heads_per_kv, sums, [&](float* scores) {
-        const int64_t num_hidden = std::clamp<int64_t>(lowest - first_key, 0, num_keys);
-        for (int64_t head = 0; head < sizes_.heads_per_kv; ++head) {
-          std::fill_n(scores + (lane + head) * kPiece, num_hidden, kHidden);
-        }
+      attend_keys(lane, lane + sizes_.heads_per_kv, sums, [&](int64_t, float* scores) {
+        std::fill_n(scores, std::clamp<int64_t>(lowest - first_key, 0, num_keys), kHidden);
       });
     }
   }
 
-  // Lanes [first, end) of every head meet the keys; `hide` changes scores of a head.
+  // Lanes [first, end) of every head meet the keys; `hide` changes the scores of a lane.
   template <class Hide>
   void attend_keys(int64_t first, int64_t end, const Sums& sums, const Hide& hide) {
     const int64_t row_bytes = sizes_.job_heads * batch_.head_size * (batch_.is_bf16_cache ? 2 : 4);
@@ -302,12 +310,36 @@ class TileWork {
     // ask for them, head by head.
     for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], row_bytes);
     for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], row_bytes);
+    const int64_t num_blocks = (end - first + kGroupRows - 1) / kGroupRows;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
-      const int64_t lane = head * num_lanes_;
-      score(head, lane + first, lane + end, k);
-      hide(scores_ + lane * kPiece);
-      sum_values(head, lane + first, lane + end, sums, v);
+      const TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
+      for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
+        const int64_t from = first + (end - first) * block / num_blocks;
+        const int64_t to = first + (end - first) * (block + 1) / num_blocks;
+        attend_block(head * num_lanes_, from, to, sums, keys, values, hide);
+      }
     }
+  }
+
+  // Lanes [from, to) of a head, whose first one is `lane`.
+  template <class Hide>
+  void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct keys,
+                    TileProduct values, const Hide& hide) {
+    float shrink[kGroupRows];
+    const int64_t num_keys = keys_.num_keys;
+    keys.x = words(q_ + (lane + from) * q_stride());
+    values.out = sums.out + (lane + from) * values.out_stride;
+    values.shrink = shrink;
+    keys.num_rows = values.num_rows = to - from;
+    multiply_(keys);
+    for (int64_t i = 0; i < to - from; ++i) {
+      float* scores = scores_ + i * kPiece;
+      hide(from + i, scores);
+      std::fill(scores + num_keys, scores + kPiece, kHidden);
+    }
+    const auto& weigh_lanes = are_dots_ ? weigh<uint16_t> : weigh<float>;
+    weigh_lanes(scores_, to - from, sums.top + lane + from, sums.total + lane + from, shrink);
+    multiply_(values);
   }
 
   void find_keys(int64_t first_key, int64_t end_key) {
@@ -347,59 +379,58 @@ class TileWork {
 
   int64_t first_draft() const { return tile_.first_draft(); }
 
-  // scores = scale * q . k; the lowest score for what fills the last vector.
-  void score(int64_t head, int64_t first_lane, int64_t end_lane, Fetch& fetch) {
-    const int64_t size = batch_.head_size, num_keys = keys_.num_keys;
-    const int64_t num_filled = round_up(num_keys, kWidth) - num_keys;
+  int64_t q_stride() const { return are_dots_ ? sizes_.head_size / 2 : sizes_.head_size; }
+
+  // scores = scale * q . k, of some lanes, and of what fills the last vector.
+  TileProduct lay_out_keys(int64_t head, Fetch& fetch) {
+    const int64_t size = batch_.head_size, num_keys = round_up(keys_.num_keys, kWidth);
+    TileProduct product = {};
     with_numbers(batch_.k, batch_.is_bf16_cache, [&](const auto* cached) {
       using Number = std::remove_cvref_t<decltype(*cached)>;
-      const int64_t stride = lay_out_columns<Number>(keys_.k, num_keys + num_filled, head * size,
-                                                     size, words(matrix_), fetch);
-      multiply({words(matrix_), stride, num_steps<Number>(size), num_keys + num_filled,
-                end_lane - first_lane, words(q_ + first_lane * sizes_.head_size), sizes_.head_size,
-                scores_ + first_lane * kPiece, kPiece,
-                batch_.scale * 1.4426950408889634f,  // log2(e)
-                nullptr});
+      product.matrix_steps = lay_out_columns<Number>(keys_.k, num_keys, head * size, size,
+                                                     words(key_matrix_), fetch);
+      product.num_steps = num_steps<Number>(size);
     });
-    for (int64_t lane = first_lane; num_filled && lane < end_lane; ++lane) {
-      std::fill_n(scores_ + lane * kPiece + num_keys, num_filled, kHidden);
-    }
+    product.matrix = words(key_matrix_);
+    product.num_outputs = num_keys;
+    product.x_stride = q_stride();
+    product.out = scores_;
+    product.out_stride = kPiece;
+    product.scale = batch_.scale * 1.4426950408889634f;  // log2(e)
+    return product;
   }
 
-  void multiply(const TileProduct& product) const {
-    switch (products_) {
-      case Products::kFloat32:
-        return multiply_tile<Products::kFloat32>(product);
-      case Products::kWidened:
-        return multiply_tile<Products::kWidened>(product);
-      case Products::kDots:
-        return multiply_tile<Products::kDots>(product);
-    }
+  // The sums of some lanes, shrunk, and the values by their weights.
+  TileProduct lay_out_values(int64_t head, Fetch& fetch) {
+    const int64_t size = batch_.head_size;
+    TileProduct product = {};
+    with_numbers(batch_.v, batch_.is_bf16_cache, [&](const auto* cached) {
+      using Number = std::remove_cvref_t<decltype(*cached)>;
+      product.num_steps = lay_out_rows<Number>(keys_.v, keys_.num_keys, head * size, size,
+                                               words(value_matrix_), fetch);
+    });
+    product.matrix = words(value_matrix_);
+    product.matrix_steps = product.num_steps;
+    product.num_outputs = product.out_stride = sizes_.head_size;
+    product.x = words(scores_);
+    product.x_stride = kPiece;
+    return product;
   }
 
   static uint32_t* words(float* numbers) { return reinterpret_cast<uint32_t*>(numbers); }
 
-  // The lowest score for what a row does not see.
-  void hide(int64_t first_key, int64_t end_key, float* scores_of_head) {
+  // The lowest score for what a row of the tile does not see.
+  void hide(int64_t own, int64_t first_key, int64_t end_key, float* scores) const {
     const auto place = [&](int64_t key) {
       return std::clamp<int64_t>(key - first_key, 0, end_key - first_key);
     };
-    const int64_t num_keys = end_key - first_key, heads = sizes_.heads_per_kv;
-    for (int64_t row = tile_.first_row; row < tile_.end_row; ++row) {
-      const int64_t own = row - tile_.first_row;
-      const bool is_draft = row >= tile_.num_causal;
-      const int64_t behind_causal = tile_.context_len + std::min(row + 1, tile_.num_causal);
-      const int64_t end_seen = place(behind_causal);
-      const int64_t num_before = std::min(end_seen, place(positions_[own] - batch_.window + 1));
-      const uint64_t bits = is_draft ? nearest(ancestors_[own], batch_.window) : 0;
-      float* scores = scores_of_head + own * heads * kPiece;
-      for (float* of = scores; of < scores + heads * kPiece; of += kPiece) {
-        std::fill_n(of, num_before, kHidden);
-        if (!is_draft) std::fill(of + end_seen, of + num_keys, kHidden);
-        for (int64_t at = end_seen; is_draft && at < num_keys; ++at) {
-          if (!(bits >> (first_key + at - first_draft()) & 1)) of[at] = kHidden;
-        }
-      }
+    const int64_t num_keys = end_key - first_key, row = tile_.first_row + own;
+    const int64_t end_seen = place(tile_.context_len + std::min(row + 1, tile_.num_causal));
+    std::fill_n(scores, std::min(end_seen, place(positions_[own] - batch_.window + 1)), kHidden);
+    if (row < tile_.num_causal) return std::fill(scores + end_seen, scores + num_keys, kHidden);
+    const uint64_t bits = nearest(ancestors_[own], batch_.window);
+    for (int64_t at = end_seen; at < num_keys; ++at) {
+      if (!(bits >> (first_key + at - first_draft()) & 1)) scores[at] = kHidden;
     }
   }
 
@@ -410,37 +441,17 @@ class TileWork {
     }
   }
 
-  // Turn scores into weights, and take in the values they weigh.
-  void sum_values(int64_t head, int64_t first_lane, int64_t end_lane, const Sums& sums,
-                  Fetch& fetch) {
-    const int64_t size = sizes_.head_size, num_keys = keys_.num_keys;
-    for (int64_t lane = first_lane; lane < end_lane; ++lane) {
-      float* scores = scores_ + lane * kPiece;
-      float &top = sums.top[lane], &total = sums.total[lane];
-      shrink_[lane] = products_ == Products::kDots ? weigh<uint16_t>(scores, num_keys, top, total)
-                                                   : weigh<float>(scores, num_keys, top, total);
-    }
-    with_numbers(batch_.v, batch_.is_bf16_cache, [&](const auto* cached) {
-      using Number = std::remove_cvref_t<decltype(*cached)>;
-      const int64_t steps = lay_out_rows<Number>(keys_.v, num_keys, head * batch_.head_size,
-                                                 batch_.head_size, words(matrix_), fetch);
-      multiply({words(matrix_), steps, steps, size, end_lane - first_lane,
-                words(scores_ + first_lane * kPiece), kPiece, sums.out + first_lane * size, size,
-                1.0f, shrink_ + first_lane});
-    });
-  }
-
   const AttentionBatch batch_;
   const Tile tile_;
   const Sizes sizes_;
   const int64_t first_kv_head_, num_lanes_;  // lanes of one kv head
-  const Products products_;
+  const bool are_dots_;
+  void (*const multiply_)(const TileProduct&);
   float *sums_, *next_sums_;
-  float* q_;                   // [L, C], of the cache's dtype in dot products
-  float* matrix_;              // [K, C]; keys or values of a piece, laid out
-  float* zeros_;               // [G, C]
-  float* scores_;              // [L, K], then weights as the products read them
-  float* shrink_;              // [L]; what a rising top does to earlier sums
+  float* q_;                            // [L, C], of the cache's dtype in dot products
+  float *key_matrix_, *value_matrix_;   // [K, C]; a piece, laid out
+  float* scores_;                       // [lanes, K], then weights as the products read them
+  float* zeros_;                        // [G, C]
   int64_t* positions_;         // by the rows of the tile
   uint64_t* ancestors_;
   int32_t* blocks_;

@@ -23,8 +23,8 @@ constexpr int kGroupVectors = 2, kGroupRows = 5;  // their sums fit the register
 constexpr int kGroupVectors = 4, kGroupRows = 6;
 #endif
 
-// out[row] = scale * x[row] . matrix, for outputs that fill vectors; with `shrink`, that is added
-// to shrink[row] * out[row].
+// out[row] = scale * x[row] . matrix, for outputs that fill vectors and at most kGroupRows rows;
+// with `shrink`, what was in `out` times shrink[row] is where the sums begin.
 struct TileProduct {
   const uint32_t* matrix;
   int64_t matrix_steps;  // from one vector of outputs to the next, in vectors
@@ -50,16 +50,22 @@ inline Floats add_products(Floats sum, Words matrix, const uint32_t* x) {
 
 // `p.num_rows` is R; outputs [first, first + V vectors).
 template <Products kProducts, int V, int R>
-void multiply_group(const TileProduct& p, int64_t first_row, int64_t first) {
+void multiply_group(const TileProduct& p, int64_t first) {
   constexpr int kStepWords = kProducts == Products::kWidened ? 2 : 1;  // of a row
   const uint32_t* matrix = p.matrix + first * p.matrix_steps;
-  const uint32_t* x = p.x + first_row * p.x_stride;
-  Floats sums[R][V] = {};
+  Floats sums[R][V];
+  for (int r = 0; r < R; ++r) {
+    for (int v = 0; v < V; ++v) {
+      sums[r][v] = p.shrink == nullptr
+                       ? Floats{}
+                       : numbers(p.out + r * p.out_stride + first + v * kWidth) * p.shrink[r];
+    }
+  }
   for (int64_t step = 0; step < p.num_steps; ++step) {
     Words words[V];
     for (int v = 0; v < V; ++v) words[v] = load<Words>(matrix + (step * V + v) * kWidth);
     for (int r = 0; r < R; ++r) {
-      const uint32_t* number = x + r * p.x_stride + step * kStepWords;
+      const uint32_t* number = p.x + r * p.x_stride + step * kStepWords;
       for (int v = 0; v < V; ++v) {
         sums[r][v] = add_products<kProducts>(sums[r][v], words[v], number);
       }
@@ -67,19 +73,18 @@ void multiply_group(const TileProduct& p, int64_t first_row, int64_t first) {
   }
   for (int r = 0; r < R; ++r) {
     for (int v = 0; v < V; ++v) {
-      float* out = p.out + (first_row + r) * p.out_stride + first + v * kWidth;
-      const Floats sum = sums[r][v] * p.scale;
-      store(out, p.shrink ? numbers(out) * p.shrink[first_row + r] + sum : sum);
+      float* out = p.out + r * p.out_stride + first + v * kWidth;
+      store(out, p.shrink == nullptr ? sums[r][v] * p.scale : sums[r][v]);
     }
   }
 }
 
 template <Products kProducts, int V, int R = kGroupRows>
-void multiply_rows(const TileProduct& p, int64_t num_rows, int64_t first_row, int64_t first) {
+void multiply_outputs(const TileProduct& p, int64_t first) {
   if constexpr (R > 1) {
-    if (num_rows < R) return multiply_rows<kProducts, V, R - 1>(p, num_rows, first_row, first);
+    if (p.num_rows < R) return multiply_outputs<kProducts, V, R - 1>(p, first);
   }
-  multiply_group<kProducts, V, R>(p, first_row, first);
+  multiply_group<kProducts, V, R>(p, first);
 }
 
 }  // namespace detail
@@ -90,18 +95,13 @@ inline int64_t group_vectors(int64_t first, int64_t num_outputs) {
 }
 
 template <Products kProducts>
-void multiply_tile(const TileProduct& p) {
-  const int64_t num_blocks = (p.num_rows + kGroupRows - 1) / kGroupRows;
+void multiply_rows(const TileProduct& p) {
   for (int64_t first = 0; first < p.num_outputs;) {
     const int64_t vectors = group_vectors(first, p.num_outputs);
-    for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
-      const int64_t row = p.num_rows * block / num_blocks;
-      const int64_t count = p.num_rows * (block + 1) / num_blocks - row;
-      if (vectors == kGroupVectors) {
-        detail::multiply_rows<kProducts, kGroupVectors>(p, count, row, first);
-      } else {
-        detail::multiply_rows<kProducts, 1>(p, count, row, first);
-      }
+    if (vectors == kGroupVectors) {
+      detail::multiply_outputs<kProducts, kGroupVectors>(p, first);
+    } else {
+      detail::multiply_outputs<kProducts, 1>(p, first);
     }
     first += vectors * kWidth;
   }

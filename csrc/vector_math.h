@@ -56,11 +56,10 @@ inline void with_numbers(void* to, bool is_bf16, const Call& call) {
   is_bf16 ? call(static_cast<uint16_t*>(to)) : call(static_cast<float*>(to));
 }
 
-// 2 ** x to about 1e-7 for x <= 127, exactly 0 below -126; a NaN stays one (Cephes' exp2f).
+// 2 ** x to about 1e-7 for x <= 127, exactly 0 below -126.5; a NaN stays one (Cephes' exp2f).
 inline Floats exp2_of(Floats x) {
-  const Floats lowest = broadcast(-126.0f);
-  const auto is_tiny = x < lowest;
-  const Floats bounded = is_tiny ? lowest : x;
+  const Floats lowest = broadcast(-127.0f);
+  const Floats bounded = x < lowest ? lowest : x;
   const Ints whole = __builtin_convertvector(bounded - 0.5f, Ints);
   const Floats fraction = bounded - __builtin_convertvector(whole, Floats);
   Floats power = broadcast(1.535336188319500e-4f);
@@ -68,7 +67,7 @@ inline Floats exp2_of(Floats x) {
                              2.402264791363012e-1f, 6.931472028550421e-1f, 1.0f}) {
     power = fused(power, fraction, broadcast(factor));
   }
-  return is_tiny ? Floats{} : power * (Floats)((whole + 127) << 23);
+  return power * (Floats)((whole + 127) << 23);  // of -127 it is 0
 }
 
 // e ** x within 2e-7 of relative error, for x from -87 to 88, which others become; a NaN stays one
