@@ -174,7 +174,8 @@ def _library(
     flags = [f"-mcpu={target.zig_cpu}"] if is_zig(compiler) else [*target.flags]
     digest = f'-DOUTDRAFT_DIGEST="{source_digest(name)}"'
     headers = [path.read_bytes() for path in _headers()]
-    cache = CACHE / name
+    # Others may compile at the same time: who links forgets the old objects of its compiler only.
+    cache = CACHE / Path(compiler[0]).name / name
     cache.mkdir(parents=True, exist_ok=True)
     objects: list[concurrent.futures.Future[Path]] = []
     for source in _sources(name):

@@ -4,11 +4,7 @@ from pathlib import Path
 
 import torch
 
-from outdraft.drafting.device.draft_network import (
-    DraftNetwork,
-    EagleDraftNetwork,
-    LanguageModelNetwork,
-)
+from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle_loader import load_eagle
@@ -25,10 +21,10 @@ def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwor
     kernels = cpu_kernels()
     target = random_target(kernels, torch.float32)
     if kind == "language model":
-        shape, drafting = target.config, LanguageModelNetwork(target)
+        shape, drafting = target.config, DraftNetwork(target)
     else:
         shape = load_eagle(LAYOUTS[kind].save(folder), target, kernels)
-        drafting = EagleDraftNetwork(shape)
+        drafting = DraftNetwork(shape)
     sizes = (shape.num_kv_heads, shape.head_size, torch.float32, CPU)
     return drafting, KVCache(shape.num_layers, num_blocks, BLOCK_SIZE, *sizes)
 

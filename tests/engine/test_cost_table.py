@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,10 @@ TABLE = CostTable.from_json(
 )
 
 
-def measured(llm: LLM, folder: Path, **options) -> CostTable:
+def measured(llm: LLM, folder: Path, budget_s: float = math.inf) -> CostTable:
+    """Without a limit of time every step is measured, however busy the machine is."""
     config = replace(llm.config, cost_table="auto")
-    return cost_table(config, llm.models, llm.engine.runner, folder=folder, **options)
+    return cost_table(config, llm.models, llm.engine.runner, folder=folder, budget_s=budget_s)
 
 
 @pytest.mark.parametrize(

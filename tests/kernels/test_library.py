@@ -101,6 +101,21 @@ def test_an_unknown_library_is_refused_by_name():
         open_library("x86-64-v9")
 
 
+def test_compilers_leave_each_others_objects_alone(tmp_path, monkeypatch):
+    compiler = build_kernels.installed_compiler()
+    if compiler is None:
+        pytest.skip("needs a compiler")
+    monkeypatch.setattr(build_kernels, "CACHE", tmp_path / "objects")
+    other = tmp_path / "other-c++"
+    other.symlink_to(compiler[0])
+    made: list[set[Path]] = []
+    for command in (compiler, [str(other), *compiler[1:]]):
+        build_kernels.build(tmp_path / "lib", command, only=[build_kernels.SELECTOR], force=True)
+        made.append(set(tmp_path.rglob("*.o")))
+    assert made[0]
+    assert made[0] < made[1]
+
+
 @pytest.mark.slow
 def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(tmp_path):
     name = INSTRUCTION_SETS[ARCHITECTURE or ""][0]

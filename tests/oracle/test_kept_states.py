@@ -17,7 +17,7 @@ from torch import Tensor
 from outdraft.core.plan import DraftChoice
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
-from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
@@ -60,14 +60,14 @@ def known_tokens(request: Request, block_ids: Sequence[int], block_size: int) ->
     return [*range(first), *range(first + request.drafter_gap.num_tokens, num_tokens)]
 
 
-def drafter_afresh(target: CausalLM, network: Any, text: Tensor, known: list[int]) -> Tensor:
+def drafter_afresh(
+    target: CausalLM, network: DraftNetwork, text: Tensor, known: list[int]
+) -> Tensor:
     """[V]: what the drafter expects behind the text."""
-    if isinstance(network, LanguageModelNetwork):
-        model = network._model
-        assert isinstance(model, CausalLM)
-        return model.logits(read_afresh(model, text, ())[0][-1:])[0]
-    assert isinstance(network, EagleDraftNetwork)
-    eagle: EagleNetwork = network._network
+    eagle = network.network
+    if isinstance(eagle, CausalLM):
+        return eagle.logits(read_afresh(eagle, text, ())[0][-1:])[0]
+    assert isinstance(eagle, EagleNetwork)
     features = eagle.features(*read_afresh(target, text, eagle.taps))[known]
     count = len(known)
     batch = causal_metadata(0, count, torch.arange(count), torch.zeros(1).int())

@@ -18,6 +18,7 @@ from outdraft.bench.side_by_side import (
     PLAIN,
     Sample,
     acceptance_length,
+    acceptance_rate,
     complete_alone,
     complete_in_turn,
     median_ratio,
@@ -199,12 +200,10 @@ def _speed(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
     """Speed as configured; acceptance where every step drafts."""
     own, plain = samples[SPECULATIVE], samples[PLAIN]
     always = samples[ALWAYS]
-    drafted = sum(sample.stats.num_draft_tokens for sample in always)
-    accepted = sum(sample.stats.num_accepted_tokens for sample in always)
     return {
         "tokens_per_s": median_tokens_per_s(own),
         "plain_tokens_per_s": median_tokens_per_s(plain),
         "ratio_to_plain": median_ratio(own, plain),
         "acceptance_length": acceptance_length(always),
-        "acceptance_rate": accepted / max(1, drafted),
+        "acceptance_rate": acceptance_rate(always),
     }

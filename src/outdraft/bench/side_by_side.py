@@ -154,6 +154,12 @@ def acceptance_length(samples: Sequence[Sample]) -> float:
     return 1 + sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafts)
 
 
+def acceptance_rate(samples: Sequence[Sample]) -> float:
+    """Accepted per drafted token, over all prompts."""
+    num_drafted = sum(sample.stats.num_draft_tokens for sample in samples)
+    return sum(sample.stats.num_accepted_tokens for sample in samples) / max(1, num_drafted)
+
+
 def ms_per_step(samples: Sequence[Sample], seconds: Callable[[StatsTotal], float]) -> float:
     """Median over the prompts of one phase's time a step."""
     return statistics.median(

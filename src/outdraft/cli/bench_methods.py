@@ -10,7 +10,7 @@ import typer
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.cli.command import Model
+from outdraft.cli.command import Json, Model, held_out
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -43,9 +43,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
 def methods(
     model: Model = None,
     *,
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json_: Json = False,
     prompts: Annotated[int, typer.Option(min=1, help="Held-out prompts of the package.")] = 6,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 64,
     chosen: Annotated[
@@ -69,9 +67,7 @@ def methods(
     All of them share the target, and take turns prompt by prompt with plain decoding. Exits with 1
     if any changes a single token of plain decoding's greedy texts.
     """
-    texts = [prompt.text for prompt in assets.prompts()]
-    if prompts >= len(texts):
-        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    *texts, warm_up = [prompt.text for prompt in held_out(prompts)]
     selected = select(available(model, speculative_config or ()), chosen)
     engine = EngineOptions(
         dtype=dtype, device=device, max_model_len=max_model_len, speculative_config="null"
@@ -86,9 +82,7 @@ def methods(
     configs = {name: _alone(base, values) for name, values in ({PLAIN: None} | selected).items()}
     count = len(TEMPERATURES) * len(configs) * (1 + prompts)
     with tqdm(total=count, desc="requests", unit="req", leave=False, disable=None) as bar:
-        result = measure_methods(
-            configs, texts[prompts], texts[:prompts], max_tokens, lambda: bar.update()
-        )
+        result = measure_methods(configs, warm_up, texts, max_tokens, lambda: bar.update())
     for name, values in selected.items():
         result["methods"][name] = {"speculative_config": values} | result["methods"][name]
     if json_:

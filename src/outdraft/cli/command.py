@@ -1,4 +1,4 @@
-"""How commands show their flags, and what they say about a flag that they do not know."""
+"""What commands share: flags, how they show them, what they say about one they do not know."""
 
 from collections import defaultdict
 from typing import Annotated, Any
@@ -6,6 +6,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from outdraft import assets
+from outdraft.assets import HeldOutPrompt
 from outdraft.core.errors import ConfigError
 
 # Underscores in names of flags are hyphens. Help uses the whole terminal, up to this width.
@@ -18,9 +20,22 @@ Model = Annotated[
     str | None,
     typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
 ]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show what takes how much memory, too.")
 ]
+
+
+def held_out(count: int) -> list[HeldOutPrompt]:
+    """So many of the package's prompts, and one more to warm up with.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    prompts = assets.prompts()
+    if count >= len(prompts):
+        raise ConfigError(f"--prompts must be below {len(prompts)}: one more is for warming up")
+    return prompts[: count + 1]
 
 
 class Command(TyperCommand):

@@ -11,7 +11,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from outdraft.bench.side_by_side import PLAIN, Sample, acceptance_length, complete_in_turn
+from outdraft.bench.side_by_side import (
+    PLAIN,
+    Sample,
+    acceptance_length,
+    acceptance_rate,
+    complete_in_turn,
+)
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.outputs import RequestOutput, TokenOrigin
@@ -51,9 +57,7 @@ class Tally:
     @property
     def acceptance_rate(self) -> float:
         """Accepted per drafted token."""
-        num_drafted = sum(sample.stats.num_draft_tokens for sample in self.samples)
-        num_accepted = sum(sample.stats.num_accepted_tokens for sample in self.samples)
-        return num_accepted / max(1, num_drafted)
+        return acceptance_rate(self.samples)
 
     @property
     def acceptance_length(self) -> float:

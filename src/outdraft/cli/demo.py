@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 
 from outdraft import assets
+from outdraft.cli.command import Json, held_out
 from outdraft.cli.threads import use_physical_cores
-from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from outdraft.config.engine import EngineConfig
@@ -23,9 +23,7 @@ TEMPERATURE = 0.8
 
 
 def demo(
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json_: Json = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens to complete a prompt by.")] = 96,
     prompts: Annotated[int, typer.Option(min=1, help="How many prompts.")] = 4,
     temperature: Annotated[
@@ -38,9 +36,7 @@ def demo(
 
     Exits with 1 if any method changes a single token of what plain decoding gives.
     """
-    texts = assets.prompts()
-    if prompts >= len(texts):
-        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    *texts, warm_up = held_out(prompts)
     use_physical_cores(os.environ)
     from outdraft.cli.comparison import all_identical, as_json, compare, method_configs
     from outdraft.cli.demo_view import DemoView
@@ -48,13 +44,13 @@ def demo(
     started_s = time.monotonic()
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
     llms = load(method_configs(assets.target_path(), assets.drafter_path(), heads, dtype))
-    view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts[:prompts])
+    view = None if json_ else DemoView(Console(highlight=False), llms[SHOWN], texts)
     if view is not None:
         view.header()
     tallies = compare(
         {name: llm.engine for name, llm in llms.items()},
-        texts[prompts].text,
-        [text.text for text in texts[:prompts]],
+        warm_up.text,
+        [text.text for text in texts],
         max_tokens,
         temperature,
         lambda name, output: view.show(output) if view and name == SHOWN else None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outdraft.cli.bench_options import numbers
+from outdraft.cli.command import Json
 from outdraft.cli.options import takes_options
 from outdraft.config.flags import flag
 
@@ -65,9 +66,7 @@ def plan(
     hardware: Annotated[
         str, typer.Option(help="Such as 2xh100, rtx-4090, epyc-9554, or a JSON file of a card.")
     ],
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json_: Json = False,
     plot: Annotated[
         Path | None, typer.Option(help="Draw TPOT by concurrency into this file, PNG or SVG.")
     ] = None,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outdraft.cli.bench_options import numbers
+from outdraft.cli.command import Json
 from outdraft.cli.options import json_object, takes_options, with_embedded_network
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError
@@ -52,9 +53,7 @@ def replay(
         Path, typer.Argument(help="File that `outdraft serve --record-trace` has written.")
     ],
     *,
-    json_: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object and nothing else.")
-    ] = False,
+    json_: Json = False,
     ways: ReplayOptions,
     prices: CostOptions,
 ) -> None:

@@ -9,8 +9,7 @@ import typer
 from rich.console import Console
 from tqdm import tqdm
 
-from outdraft import assets
-from outdraft.cli.command import Model
+from outdraft.cli.command import Model, held_out
 from outdraft.cli.options import EngineOptions, engine_config, takes_options
 from outdraft.cli.threads import use_physical_cores
 from outdraft.config.checks import check_whole
@@ -52,9 +51,7 @@ def selftest(model: Model = None, *, options: SelfTestOptions, engine: EngineOpt
         raise ConfigError(
             "rejection_sample_method 'lossy_typical' does not promise the target's distribution"
         )
-    texts = [prompt.text for prompt in assets.prompts()[: options.prompts + 1]]
-    if len(texts) <= options.prompts:
-        raise ConfigError(f"--prompts must be below {len(texts)}: one more is for warming up")
+    texts = [prompt.text for prompt in held_out(options.prompts)]
     use_physical_cores(os.environ)
     from outdraft.bench.selftest import ALWAYS, SPECULATIVE, self_test
     from outdraft.bench.side_by_side import PLAIN, build_together, share_target

@@ -12,7 +12,7 @@ from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceC
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.drafting.device.draft_network import EagleDraftNetwork, LanguageModelNetwork
+from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
@@ -205,14 +205,11 @@ def _layered_drafter(
     if isinstance(loaded, EagleNetwork):
         size, dtype = drafter.feature_size, drafter.network.dtype
         window = StateWindow(scheduler.max_num_seqs, size, dtype, device, drafter.state_window)
-        reading = EagleDraftNetwork(loaded)
         if config.parallel_drafting and mask is not None:
             mask_state_D = loaded.mask_state()
-    else:
-        assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
-        reading = LanguageModelNetwork(loaded)
+    assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
     cache = kv_cache(layers, memory, drafter.network.dtype, device)
-    place = reading, cache, scheduler.max_num_batched_tokens, config.source
+    place = DraftNetwork(loaded), cache, scheduler.max_num_batched_tokens, config.source
     if not config.parallel_drafting:
         return NetworkDrafter(*place, window)
     if mask is None:

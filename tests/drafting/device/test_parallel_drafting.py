@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
-from outdraft.drafting.device.draft_network import LanguageModelNetwork
+from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer
@@ -36,7 +36,7 @@ STATE_ROWS = [4, 0, 2, 5]
 TEXTS_SL = texts(VOCAB)
 
 
-class RecordingNetwork(LanguageModelNetwork):
+class RecordingNetwork(DraftNetwork):
     """Counts the rows of every pass."""
 
     def __init__(self, model: CausalLM) -> None:

@@ -1,4 +1,4 @@
-"""The networks that draft by reading tokens, and what they have in common.
+"""The networks that draft by reading tokens: small models and EAGLE.
 
 A language model reads a token; its cache has everything else that it needs. EAGLE (arXiv 2401.15077
 and 2503.01840) reads a token together with a state of the text before it. That state is the
@@ -7,20 +7,17 @@ target's where the target has read the text, else EAGLE's own.
 Dimension key: T rows, R rows whose logits are needed, D state, V the target's vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.translated_model import LanguageModel
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import Kernels
 from outdraft.models.eagle import EagleNetwork
 
 
-class DraftNetwork(Protocol):
+class DraftNetwork:
     """Reads tokens, and says what may follow.
 
     Attributes:
@@ -29,16 +26,22 @@ class DraftNetwork(Protocol):
             be kept for the newest token of a text before the next token is known.
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads.
+        logits: from states [R, D] to [R, V] of float32 at least; -inf for tokens that the network
+            does not know.
+        draft: as `DecoderPass.draft`.
     """
 
-    lag: int
-    feature_size: int
-    taps: tuple[int, ...]
-    kernels: Kernels
+    def __init__(self, network: LanguageModel | EagleNetwork) -> None:
+        self.lag, self.feature_size, self.taps = 0, 0, ()
+        if isinstance(network, EagleNetwork):
+            self.lag, self.feature_size, self.taps = 1, network.feature_size, network.taps
+        self.network, self.kernels = network, network.kernels
+        self.logits, self.draft = network.logits, network.draft
 
     def features(self, states: TargetStates) -> Tensor:
         """[T, F]: what it reads of the target's pass; only with a lag."""
-        ...
+        assert isinstance(self.network, EagleNetwork), "a language model reads no states"
+        return self.network.features(states.hidden_TD, states.tapped_TKD)
 
     def read(
         self,
@@ -54,66 +57,7 @@ class DraftNetwork(Protocol):
             states_TD: with a lag, of tokens of a text their features, of drafts what `read`
                 returned for the rows that they continue.
         """
-        ...
-
-    def logits(self, states_RD: Tensor, /) -> Tensor:
-        """[R, V] of float32 at least; -inf for tokens that the network does not know."""
-        ...
-
-    def draft(
-        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
-    ) -> ModelDrafts:
-        """As `DecoderPass.draft`."""
-        ...
-
-
-class LanguageModelNetwork:
-    """A small language model."""
-
-    lag = 0
-    feature_size = 0
-    taps = ()
-
-    def __init__(self, model: LanguageModel) -> None:
-        self._model = model
-        self.kernels = model.kernels
-        self.logits, self.draft = model.logits, model.draft
-
-    def features(self, states: TargetStates) -> Tensor:
-        """As `DraftNetwork`."""
-        raise AssertionError("a language model reads no states")
-
-    def read(
-        self,
-        token_ids_T: Tensor,
-        states_TD: Tensor | None,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        return self._model(token_ids_T, caches, metadata)
-
-
-class EagleDraftNetwork:
-    """EAGLE-1, EAGLE-3 and its variants."""
-
-    lag = 1
-
-    def __init__(self, network: EagleNetwork) -> None:
-        self._network = network
-        self.kernels = network.kernels
-        self.taps, self.feature_size = network.taps, network.feature_size
-        self.logits, self.draft = network.logits, network.draft
-
-    def features(self, states: TargetStates) -> Tensor:
-        """As `DraftNetwork`."""
-        return self._network.features(states.hidden_TD, states.tapped_TKD)
-
-    def read(
-        self,
-        token_ids_T: Tensor,
-        states_TD: Tensor | None,
-        caches: Sequence[LayerCache],
-        metadata: AttentionMetadata,
-    ) -> Tensor:
-        assert states_TD is not None
-        return self._network(token_ids_T, states_TD, caches, metadata)
+        if isinstance(self.network, EagleNetwork):
+            assert states_TD is not None
+            return self.network(token_ids_T, states_TD, caches, metadata)
+        return self.network(token_ids_T, caches, metadata)
