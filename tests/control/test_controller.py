@@ -1,5 +1,8 @@
 """What the controller grants, and why, in single steps."""
 
+import statistics
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,6 +17,7 @@ from outdraft.control.facts import (
     StepFacts,
     StepOutcome,
 )
+from outdraft.control.lessons import DOUBLING, LONGEST
 from outdraft.control.standing import MAX_STEPS
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -207,12 +211,94 @@ def test_plain_steps_are_held_while_nothing_changes(network):
     assert plain_steps(controller, facts, 1000) >= 900
 
 
-def test_a_step_that_drafts_is_never_held():
+def test_where_deciding_takes_no_time_a_step_that_drafts_is_never_held():
     controller = Controller(table(0.001, 0.001), 5)
     facts = StepFacts((request(network="eagle3"),))
     taught(controller, facts, lambda g: g.levels)
     assert plain_steps(controller, facts, 200) <= 5 * MAX_STEPS // 2  # behind measured plain steps
     assert controller.decide(facts).grants
+
+
+def dear(facts, decision, deciding_s, accepted=lambda grant: grant.levels):
+    return replace(outcome(facts, decision, accepted), deciding_s=deciding_s)
+
+
+def lessons_of(controller, facts, deciding_s, num_steps):
+    """Numbers of the steps that drafted and were learned from; the others were held."""
+    lessons = []
+    for step in range(num_steps):
+        if controller.holds(len(facts.requests)):
+            decision = controller.standing
+            if decision.grants:
+                told = outcome(facts, decision, lambda grant: grant.levels)
+                controller.pass_by(told.num_tokens, told.host_s, decision.step_s)
+            elif controller.wants_plain_time:
+                controller.observe_plain(len(facts.requests), 0, decision.target_s, decision.host_s)
+        else:
+            decision = controller.decide(facts)
+            lessons += [step] * bool(decision.grants)
+            controller.observe(dear(facts, decision, deciding_s))
+    return lessons
+
+
+@pytest.mark.parametrize(("deciding_s", "apart"), [(0.005, 1), (0.06, 5), (1.0, LONGEST)])
+def test_lessons_take_a_hundredth_of_the_time_once_enough_of_them_went_by(deciding_s, apart):
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    lessons = lessons_of(controller, facts, deciding_s, 2000)
+    assert lessons[:DOUBLING] == list(range(DOUBLING))
+    assert statistics.median(np.diff(lessons[-20:])) == apart
+
+
+def drafting_dear(controller, facts):
+    """Let the controller begin to hold a decision to draft for these facts."""
+    lessons_of(controller, facts, 1.0, 1000)
+    decision = None
+    while decision is None or not decision.grants:
+        while controller.holds(len(facts.requests)):
+            pass
+        decision = controller.decide(facts)
+        controller.observe(dear(facts, decision, 1.0))
+    return decision
+
+
+def test_a_decision_to_draft_holds_for_the_same_batch_without_prompts():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts(tuple(request(f"r{i}", network="eagle3") for i in range(16)))
+    drafting_dear(controller, facts)
+    assert not controller.holds(15)
+    assert not controller.holds(16, prompt_rows=1)
+    assert controller.holds(16)
+    controller.forget("r3")
+    assert not controller.holds(16)
+
+
+def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    drafting_dear(controller, facts)
+    for _ in range(500):  # each takes twice its time, and brings nothing
+        if controller.holds(1):
+            decision = controller.standing
+            if decision.grants:
+                controller.pass_by(1, decision.host_s, 2 * decision.step_s)
+        else:
+            decision = controller.decide(facts)
+            controller.observe(dear(facts, decision, 1.0))  # lessons look as good as ever
+        if decision.reason is Reason.PATIENCE:
+            return
+    raise AssertionError("nobody noticed")
+
+
+def test_what_the_host_takes_in_held_steps_is_learned():
+    controller = Controller(table(0.001, 0.001, host_s=0.1), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    for _ in range(4):
+        held = drafting_dear(controller, facts)
+        while controller.holds(1):
+            controller.pass_by(4, 0.4, held.step_s)
+    # Lessons between them say 0.1 or so.
+    assert controller.costs.drafting_s(1) > 0.05
 
 
 def test_another_number_of_requests_or_prompt_rows_is_decided_anew():

@@ -144,6 +144,7 @@ class Scripted:
         self.network_due_in = 0
         self.wants_plain_time = False
         self.plain_times: list[tuple[int, int, float, float]] = []
+        self.passed: list[tuple[int, float, float]] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -156,6 +157,9 @@ class Scripted:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
+
+    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+        self.passed.append((num_tokens, host_s, step_s))
 
     def observe_plain(
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
@@ -256,7 +260,9 @@ def test_what_came_of_a_step_is_told_with_its_times():
     assert outcome.drafts == (DraftOutcome("a", 3, 1), DraftOutcome("b", 4, 4))
     assert (outcome.num_tokens, outcome.num_rows) == (2 + 5 + 1, 3 + 3 + 4 + 8)
     assert outcome.facts.prompt_rows == 8
-    assert (outcome.draft_s, outcome.target_s, outcome.host_s) == (0.25, 0.625, 2.0)
+    assert (outcome.draft_s, outcome.target_s) == (0.25, 0.625)
+    assert 0 < outcome.deciding_s < 1
+    assert outcome.host_s + outcome.deciding_s == pytest.approx(2.0)
 
 
 def test_sending_drafts_of_the_host_is_time_of_the_host():
@@ -266,10 +272,11 @@ def test_sending_drafts_of_the_host_is_time_of_the_host():
     choices = ours.choose([one], 1, ROOM)
     ours.observe([booking(one, choices["a"])], stats(4, PhaseTimes(0.25, 0.5, 0.125)))
     [outcome] = control.outcomes
-    assert (outcome.draft_s, outcome.host_s) == (0.0, 2.25)
+    assert outcome.draft_s == 0
+    assert outcome.host_s + outcome.deciding_s == pytest.approx(2.25)
 
 
-def test_learning_from_drafts_is_time_of_steps_that_draft_and_deciding_is_none_of_plain_ones():
+def test_deciding_and_learning_is_told_apart_from_the_time_of_the_host():
     control = Scripted(lambda facts: [Grant(facts.requests[0].request_id, "ngram", 3, 3, 1.5)])
     ours = policy(ngram(a=draft(3), b=draft(3)), control=control)
     one, other = request("a"), request("b")
@@ -279,10 +286,10 @@ def test_learning_from_drafts_is_time_of_steps_that_draft_and_deciding_is_none_o
     control.grants = lambda facts: ()
     ours.choose([one], 1, ROOM)
     ours.observe([booking(one, None)], stats(1))
-    first, second, plain = (outcome.host_s for outcome in control.outcomes)
-    assert first == 2.0  # nothing was learned before
-    assert second > 2.0
-    assert plain < 2.0
+    first, second, plain = control.outcomes
+    assert first.host_s + first.deciding_s == pytest.approx(2.0)  # nothing was learned before
+    assert second.host_s + second.deciding_s > 2.0
+    assert plain.host_s < 2.0
 
 
 def test_nothing_is_told_of_a_step_that_lost_a_request():
@@ -342,8 +349,41 @@ def test_a_step_that_is_held_needs_no_facts_and_has_no_outcome():
     assert control.plain_times == []
 
 
+def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_sum():
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    choices = ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, choices["a"], accepted=1)], stats(5))
+    control.is_held, control.standing = True, ours.decision
+    assert ours.choose([one], 1, ROOM) is choices
+    assert ours.granted is choices
+    step = stats(5, PhaseTimes(0.25, 0.5, 0.125))
+    ours.observe([booking(one, choices["a"], accepted=4)], step)
+    assert len(control.facts) == len(control.outcomes) == 1
+    assert control.passed == [(step.num_emitted, 2.0, 2.875)]
+    assert control.plain_times == []
+
+
+def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_network():
+    ids = "a", "b"
+    control = Scripted(lambda _: [Grant(one, "draft_model", 4, 4, 2) for one in ids])
+    ours = policy(drafter_max_len=12, control=control)
+    short, long = request("a", num_prompt=4), request("b", num_prompt=7)
+    assert set(ours.choose([short, long], 2, ROOM)) == {"a", "b"}
+    ours.observe([booking(short, None), booking(long, None)], stats(2))
+    control.is_held, control.standing = True, ours.decision
+    long.append(4)
+    assert long.num_tokens + 4 <= 12
+    assert set(ours.choose([short, long], 2, ROOM)) == {"a", "b"}
+    long.append(4)
+    assert long.num_tokens + 4 > 12
+    assert set(ours.choose([short, long], 2, ROOM)) == {"a"}
+
+
 def test_a_held_step_without_prompts_tells_its_time_if_it_is_asked_to():
     control = Scripted()
+    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
     control.is_held = control.wants_plain_time = True
     ours = policy(drafter_max_len=100, control=control)
     one = request("a")

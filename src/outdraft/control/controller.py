@@ -16,7 +16,7 @@ from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.outlook import Outlook, Regime
 from outdraft.control.probes import FIRST_INTERVAL, PLAIN_BURST, NetworkProbe, plain_interval
-from outdraft.control.standing import MAX_STEPS, StandingDecisions
+from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
@@ -41,7 +41,9 @@ class Controller:
     A step is either held, or decided and observed:
 
         if not any_offers and controller.holds(num_requests, prompt_rows):
-            ...  # plain decoding; `controller.standing` says why
+            decision = controller.standing
+            ...
+            controller.pass_by(...)  # if it drafted
         else:
             decision = controller.decide(facts)
             ...
@@ -63,13 +65,19 @@ class Controller:
         self._since_plain = 0
         self._refused = 0  # steps in a row whose offers were all refused
         self._sleep = 1
-        self._deciding_s = 0.0  # on average
+        self._num_lessons = 0
+        self._deciding_s = 0.0  # on average, and to learn
         self._known: tuple[tuple[object, ...], Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._num_plain = 0  # steps in a row without drafts
         self._standing = StandingDecisions()
-        self.standing: Decision | None = None
+        self._held: Standing | None = None  # the last one that a step was held by
+
+    @property
+    def standing(self) -> Decision | None:
+        """What decided the step if `holds` was just true."""
+        return self._held.decision if self._held is not None else None
 
     @property
     def wants_offers(self) -> bool:
@@ -84,32 +92,46 @@ class Controller:
         return 0 if self.probe.idle_steps < LINGERING else self.probe.due_in
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Whether the step that begins now is plain, as one like it was decided lately.
+        """Whether a decision made lately, `standing`, is good for the step that begins now.
 
-        It takes a microsecond and needs no facts. If it is true, the step must not draft, is
-        counted as a plain one, and neither `decide` nor `observe` is called for it; `standing` is
-        its decision. A plain decision holds for 32 steps at most, for fewer when requests end (tell
-        `forget`), and no longer than until the network's next probe or the end of the patience.
+        It takes a microsecond and needs no facts. If it is true, neither `decide` nor `observe` is
+        called for the step. A plain decision holds for 32 steps at most, for fewer when requests
+        end (tell `forget`), and no longer than until the network's next probe or the end of the
+        patience. One to draft holds while the batch stays as it is, and so long that deciding and
+        learning take a hundredth of the time: not at all where a step takes long beside them.
 
         Ask once a step at most, and only if no source of the host has an offer for it: there is no
         such source, `wants_offers` is false, or all of them looked in vain.
 
         num_requests: those that sample in this step. prompt_rows: as in StepFacts.
         """
-        decision = None
+        held = None
         if not self.probe.request_ids:
-            decision = self._standing.find(num_requests, prompt_rows)
-        if decision is None:
+            held = self._standing.find(num_requests, prompt_rows)
+        if held is None:
             return False
-        self.standing = decision
+        self._held, decision = held, held.decision
         self._num_steps += 1
         self._reused += 1
+        if decision.grants:
+            self._since_plain += 1
+            return True
         self._since_plain = 0
         self._num_plain += 1
         self.probe.pass_by()
         if decision.reason is Reason.PATIENCE:
             self._regime(num_requests).guard.pass_by()
         return True
+
+    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+        """A held step that drafted brought so many tokens and took so long."""
+        assert self._held is not None
+        decision, count = self._held.decision, self._held.num_requests
+        if self._num_steps % ROUTINE == 0:
+            self.costs.observe_host(count, host_s, drafts=True)
+        if not self._held.has_prompts:
+            plain_tokens = count * min(step_s, 2 * decision.step_s) / decision.plain_s
+            self._guard(self._regime(count), decision, num_tokens, plain_tokens)
 
     @property
     def wants_plain_time(self) -> bool:
@@ -160,7 +182,8 @@ class Controller:
             self._reused = 0
         if decision.reason is Reason.GAIN:
             self._num_poor = 0
-            self._standing.clear()
+            self._standing.clear(drafts=False)
+            self._go_on(facts, decision)
         elif decision.reason not in EXPERIMENTS:
             self._stand(facts, decision)
         return decision
@@ -170,28 +193,38 @@ class Controller:
         facts, decision = outcome.facts, outcome.decision
         if not facts.requests:
             return
+        self._num_lessons += 1
         self._deciding_s += (outcome.deciding_s - self._deciding_s) / 16
         self._count(facts, decision)
         if decision.reason is Reason.PATIENCE:
             self._regime(len(facts.requests)).guard.pass_by()
-        excess = self.estimates.observe(outcome, self._num_steps)
+        excess = self.estimates.observe(outcome, self._num_lessons)
         outlook = Outlook.of(facts, self.costs)
         self._observe_costs(outcome, outlook)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
             self._known = None
         if decision.reason is Reason.GAIN:
+            regime = self._regime(outlook.num_requests)
+            regime.lessons.observe(outcome.deciding_s)
             # A step that took very long met something else: it counts as twice the prediction.
             actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
+            if any(request.offers for request in facts.requests):
+                actual_s += outcome.deciding_s
             plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
-            guard = self._regime(outlook.num_requests).guard
-            if guard.watch(outcome.num_tokens - plain_tokens, plain_tokens, decision.gain):
-                self._is_drafting, self._known = False, None
+            self._guard(regime, decision, outcome.num_tokens, plain_tokens)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
         self.estimates.forget(request_id)
         self._standing.leave()
+
+    def _guard(self, regime: Regime, decision: Decision, tokens: int, plain_tokens: float) -> None:
+        """Compare a step that drafted with plain decoding."""
+        if regime.guard.watch(tokens - plain_tokens, plain_tokens, decision.gain):
+            self._is_drafting, self._known = False, None
+            self._standing.clear(drafts=True)
+            regime.lessons.renew()
 
     def _reusable(self, facts: StepFacts, key: tuple[object, ...]) -> Decision | None:
         """The last decision, if nothing has changed since and it is not old."""
@@ -214,6 +247,14 @@ class Controller:
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
             self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
 
+    def _go_on(self, facts: StepFacts, decision: Decision) -> None:
+        """Let a decision to draft hold until the next lesson."""
+        if any(r.offers or r.lag_tokens for r in facts.requests):
+            return
+        count = len(facts.requests)
+        steps = self._regime(count).lessons.steps(decision.step_s)
+        self._standing.put(decision, count, facts.prompt_rows, steps - 1)
+
     def _most_plain(self, facts: StepFacts, decision: Decision) -> int:
         """Steps that a decision without drafts may be kept for."""
         most = MAX_STEPS
@@ -226,11 +267,11 @@ class Controller:
 
     def _decide(self, facts: StepFacts) -> Decision:
         has_source = any(r.max_drafts > 0 and (r.offers or r.network) for r in facts.requests)
-        outlook = Outlook.of(facts, self.costs)
+        regime = self._regime(len(facts.requests))
+        outlook = Outlook.of(facts, self.costs, regime.lessons)
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, outlook, reason)
-        regime = self._regime(outlook.num_requests)
         network = next((r.network for r in facts.requests if r.network is not None), None)
         prices = outlook.prices(facts, network, self.costs)
         options = self.estimates.options(facts.requests, self.costs)

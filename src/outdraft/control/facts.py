@@ -224,8 +224,8 @@ class StepOutcome:
         num_rows: rows that the target read, prompts included.
         num_tokens: tokens that were emitted.
         draft_s, target_s, host_s: what each phase took; catching up is part of drafting.
-        deciding_s: what it took to look for offers and to decide; of a plain step it is no part of
-            `host_s`.
+        deciding_s: what it took to look for offers, to decide, and to learn from the step before;
+            no part of `host_s`.
     """
 
     facts: StepFacts

@@ -1,7 +1,7 @@
 """Lengths that never change: to compare the controller with, and for tests."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from outdraft.control.facts import (
     Decision,
@@ -14,9 +14,10 @@ from outdraft.control.facts import (
 )
 
 NEVER = 1 << 30  # steps
+STANDING_STEPS = 31  # that a decision holds for beside its own
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FixedLength:
     """Every request drafts the same number of levels in every step; 0 is plain decoding.
 
@@ -26,18 +27,20 @@ class FixedLength:
 
     num_drafts: int
     prefers_host: bool = True
+    standing: Decision | None = field(default=None, init=False)
+    _left: int = field(default=0, init=False)  # steps that it stands for
+    _num_requests: int = field(default=0, init=False)
 
     @property
     def wants_offers(self) -> bool:
         return self.num_drafts > 0
 
-    @property
-    def standing(self) -> None:
-        """It decides every step."""
-
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Never: a fixed policy decides every step."""
-        return False
+        """Whether the step drafts as the last one did."""
+        if self._left == 0 or prompt_rows or num_requests != self._num_requests:
+            return False
+        self._left -= 1
+        return True
 
     @property
     def network_due_in(self) -> int:
@@ -50,6 +53,9 @@ class FixedLength:
     def observe_plain(
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
     ) -> None:
+        """A fixed policy learns nothing."""
+
+    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
         """A fixed policy learns nothing."""
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
@@ -69,13 +75,18 @@ class FixedLength:
         )
         rows = sum(grant.rows for grant in grants)
         reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
-        return Decision(grants, 0.0, rows, reason, 0, 0, 0, 0, 0, 0)
+        self.standing = Decision(grants, 0.0, rows, reason, 0, 0, 0, 0, 0, 0)
+        is_lasting = not facts.prompt_rows and not any(r.offers for r in facts.requests)
+        self._left = STANDING_STEPS if is_lasting else 0
+        self._num_requests = len(facts.requests)
+        return self.standing
 
     def observe(self, outcome: StepOutcome) -> None:
         """A fixed policy learns nothing."""
 
     def forget(self, request_id: str) -> None:
-        """A fixed policy knows no request."""
+        """Another batch comes."""
+        self._left = 0
 
     def _grant(self, request: RequestFacts) -> Grant | None:
         if request.max_drafts == 0:

@@ -8,6 +8,7 @@ from outdraft.control.decision import Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.facts import StepFacts
 from outdraft.control.guard import Guard
+from outdraft.control.lessons import Lessons
 
 SPEEDUP_RATE = 1 / 32  # of the latest step in the long run's averages
 
@@ -21,7 +22,7 @@ class Outlook:
         context: tokens of all requests' contexts.
         alone_s: what it would take without its prompts,
         plain_s: and with them.
-        drafting_s: what the host would take beyond that if anybody drafted.
+        drafting_s: what the host would take beyond that if anybody drafted, to decide included.
     """
 
     num_requests: int
@@ -33,7 +34,8 @@ class Outlook:
     drafting_s: float
 
     @classmethod
-    def of(cls, facts: StepFacts, costs: Costs) -> "Outlook":
+    def of(cls, facts: StepFacts, costs: Costs, lessons: Lessons | None = None) -> "Outlook":
+        """`lessons`: None: to decide and to learn takes no time."""
         count = len(facts.requests)
         context = sum(request.context_tokens for request in facts.requests)
         first = count + facts.prompt_rows
@@ -43,6 +45,9 @@ class Outlook:
         if facts.prompt_rows:
             plain_s = host_s + costs.target_s(first, context, count)
         drafting_s = costs.drafting_s(count)
+        if lessons is not None:
+            has_offers = any(request.offers for request in facts.requests)
+            drafting_s += lessons.seconds_a_step(alone_s, has_offers=has_offers)
         return cls(count, first, context, host_s, alone_s, plain_s, drafting_s)
 
     def plain_tokens(self, step_s: float) -> float:
@@ -90,6 +95,7 @@ class Regime:
     """
 
     guard: Guard = field(default_factory=Guard)
+    lessons: Lessons = field(default_factory=Lessons)
     tokens: float = 0.0
     plain_tokens: float = 0.0
     num_steps: int = 0

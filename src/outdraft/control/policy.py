@@ -20,7 +20,11 @@ class LengthPolicy(Protocol):
         ...
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        """Whether the step is plain, for which nobody needs to decide: see the controller's."""
+        """Whether `standing` is good for the step, so that nobody needs to decide."""
+        ...
+
+    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+        """A step that was held and drafted is over. Not each is followed by this."""
         ...
 
     @property

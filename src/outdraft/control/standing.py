@@ -1,7 +1,8 @@
-"""A plain decision that stands: the steps that follow need no facts while it does.
+"""A decision that stands: the steps that follow need no facts while it does.
 
 Plain decoding must cost what an engine without a drafter costs. So a decision for it is not made
-again in every step, and the engine need not even gather what it would be made from.
+again in every step, and the engine need not even gather what it would be made from. The same holds
+for steps that draft, where they take so little time that deciding would be felt.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ SPREAD = 8  # it stands for batches that differ by less than one request in so m
 
 @dataclass(slots=True)
 class Standing:
-    """One plain decision.
+    """One decision.
 
     Attributes:
         left: steps that it still stands for.
@@ -22,15 +23,17 @@ class Standing:
 
     decision: Decision
     num_requests: int
+    has_prompts: bool
     left: int
 
     def fits(self, num_requests: int) -> bool:
-        return self.left > 0 and abs(num_requests - self.num_requests) * SPREAD <= self.num_requests
+        spread = 0 if self.decision.grants else self.num_requests // SPREAD
+        return self.left > 0 and abs(num_requests - self.num_requests) <= spread
 
 
 @dataclass(slots=True)
 class StandingDecisions:
-    """At most one plain decision for about as many prompt rows."""
+    """At most one decision for about as many prompt rows."""
 
     _known: dict[int, Standing] = field(default_factory=dict[int, Standing])
 
@@ -42,22 +45,29 @@ class StandingDecisions:
             for one in self._known.values()
         )
 
-    def find(self, num_requests: int, prompt_rows: int) -> Decision | None:
+    def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided."""
         standing = self._known.get(prompt_rows.bit_length())
         if standing is None or not standing.fits(num_requests):
             return None
         standing.left -= 1
-        return standing.decision
+        return standing
 
     def put(self, decision: Decision, num_requests: int, prompt_rows: int, left: int) -> None:
-        """A decision without drafts; `left`: steps that it may stand for."""
-        self._known[prompt_rows.bit_length()] = Standing(decision, num_requests, left)
+        """`left`: steps that it may stand for."""
+        self._known[prompt_rows.bit_length()] = Standing(
+            decision, num_requests, prompt_rows > 0, left
+        )
 
-    def clear(self) -> None:
-        self._known.clear()
+    def clear(self, *, drafts: bool) -> None:
+        """Forget the decisions that draft, or those that do not."""
+        self._known = {
+            rows: one for rows, one in self._known.items() if bool(one.decision.grants) != drafts
+        }
 
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
         for standing in self._known.values():
-            standing.left -= MAX_STEPS // max(1, standing.num_requests)
+            gone = MAX_STEPS // max(1, standing.num_requests)
+            # Whoever comes should draft at once if drafts pay.
+            standing.left = 0 if standing.decision.grants else standing.left - gone

@@ -132,7 +132,8 @@ class DraftPolicy:
         self._standing: dict[str, _Standing] = {}
         self._step: _Step | None = None
         self._decision: Decision | None = None
-        self._is_timed = False  # the step that runs, which is held
+        self._is_timed = False  # the step that runs, which is held and plain
+        self._is_passing = False  # the step that runs, which is held and drafts
         self._deciding_s = 0.0  # of the step that runs
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
@@ -174,7 +175,8 @@ class DraftPolicy:
         num_running: how many requests run, or may begin to run in this step.
         """
         self._step = self._decision = self.decided = None
-        self.granted, self._is_timed = {}, False
+        self.granted = {}
+        self._is_timed = self._is_passing = False
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
@@ -182,7 +184,7 @@ class DraftPolicy:
             return {}
         looks = self.control.wants_offers and self._host.may_find(requests)
         if not looks and self._is_held(requests, room):
-            return {}
+            return self.granted
         wanting = [request for request in requests if self._may_draft(request)]
         if not wanting:
             self.decided = NOT_WANTED
@@ -192,7 +194,7 @@ class DraftPolicy:
         if looks:
             drafts = self._host.drafts(wanting, num_running)
             if not drafts and self._is_held(requests, room):
-                return {}
+                return self.granted
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
@@ -208,13 +210,34 @@ class DraftPolicy:
         return self.granted
 
     def _is_held(self, requests: Sequence[Request], room: StepRoom) -> bool:
-        """Whether a plain decision stands for the step, which nobody has an offer for."""
+        """Whether a decision stands for the step, which nobody has an offer for."""
         if not self.control.holds(len(requests), room.prompt_rows):
             return False
-        self._is_timed = self.control.wants_plain_time and not room.prompt_rows
-        self._decision = self.control.standing
-        self.decided = standing(self._decision)
+        decision = self._decision = self.control.standing
+        assert decision is not None
+        if decision.grants:
+            self.decided, choices = self._translated(decision, {})
+            self.granted = self._fitting(requests, choices)
+            self._is_passing = True
+        else:
+            self.decided = standing(decision)
+            self._is_timed = self.control.wants_plain_time and not room.prompt_rows
         return True
+
+    def _fitting(
+        self, requests: Sequence[Request], choices: dict[str, DraftChoice]
+    ) -> dict[str, DraftChoice]:
+        """A network's choices without those for texts that have become too long for it."""
+        assert self._drafter is not None
+        too_long = {
+            request.id
+            for request in requests
+            if request.id in choices
+            and request.num_tokens + choices[request.id].num_model_drafts > self._drafter.max_len
+        }
+        if not too_long:
+            return choices
+        return {id_: choice for id_, choice in choices.items() if id_ not in too_long}
 
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
@@ -240,6 +263,8 @@ class DraftPolicy:
             drafts = self._learn(step, booked, stats)
         if self._is_timed:
             self._observe_plain(booked, stats)
+        elif self._is_passing:
+            self.control.pass_by(stats.num_emitted, stats.host_s, stats.step_s)
         if self.decided in (None, DISABLED, NOT_WANTED):
             return ()
         return self._watch(step, drafts)
@@ -405,10 +430,10 @@ class DraftPolicy:
         if prompt_rows != facts.prompt_rows:
             facts = replace(facts, prompt_rows=prompt_rows)
         times = stats.times
-        # Drafts of the host are sent to the device in the phase of drafting. To decide and to learn
-        # belongs to steps that draft: most plain steps are held, so that they do neither.
+        # Drafts of the host are sent to the device in the phase of drafting. To decide is no part
+        # of the host's time: most steps are held.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
-        more_s = self._learning_s if outcomes else -min(self._deciding_s, stats.host_s)
+        host_s = stats.host_s - min(self._deciding_s, stats.host_s) + sending_s
         return StepOutcome(
             facts,
             step.decision,
@@ -417,9 +442,9 @@ class DraftPolicy:
             num_tokens,
             draft_s,
             times.verify_s + times.sample_s,
-            stats.host_s + sending_s + more_s,
+            host_s,
             shadows,
-            self._deciding_s,
+            self._deciding_s + self._learning_s,
         )
 
 

@@ -92,11 +92,15 @@ class _Times:
 
 
 class Simulator:
-    """Runs a policy through a scenario, step by step."""
+    """Runs a policy through a scenario, step by step.
 
-    def __init__(self, scenario: Scenario, policy: LengthPolicy) -> None:
+    deciding_s: what it takes to decide and to learn, in each step that is not held.
+    """
+
+    def __init__(self, scenario: Scenario, policy: LengthPolicy, deciding_s: float = 0.0) -> None:
         self.scenario = scenario
         self.policy = policy
+        self.deciding_s = deciding_s
         self.steps = Steps()
         self._num_started = 0
         self._rng = np.random.default_rng([scenario.seed, 1 << 20])
@@ -197,18 +201,22 @@ class Simulator:
         target_s = times.target[num_rows] + table.context_s * context
         target_s += table.request_s * max(0, len(decoding) - 1)
         target_s *= world.target_factor * self._jitter()
-        if facts is None:
-            self.policy.observe_shadows(shadows)
-            if self.policy.wants_plain_time and not prompt_rows:
-                self.policy.observe_plain(len(decoding), context, target_s, host_s)
-        else:
+        step_s, deciding_s = draft_s + target_s + host_s, 0.0
+        if facts is not None:
+            deciding_s = self.deciding_s
             self.policy.observe(
                 StepOutcome(
                     facts, decision, tuple(outcomes), num_rows, num_tokens,
-                    draft_s, target_s, host_s, tuple(shadows),
+                    draft_s, target_s, host_s, tuple(shadows), deciding_s,
                 )
             )  # fmt: skip
-        self.steps.seconds.append(draft_s + target_s + host_s)
+        else:
+            self.policy.observe_shadows(shadows)
+            if decision.grants:
+                self.policy.pass_by(num_tokens, host_s, step_s)
+            elif self.policy.wants_plain_time and not prompt_rows:
+                self.policy.observe_plain(len(decoding), context, target_s, host_s)
+        self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
         self.steps.drafted.append(drafts.num_rows)
@@ -233,7 +241,11 @@ class Simulator:
 
 
 class _Drafts:
-    """A step's drafts as the engine makes them: pass by pass, in batch order within a pass."""
+    """A step's drafts as the engine makes them: pass by pass, in batch order within a pass.
+
+    A decision may be some steps old, so that a request ended, or has fewer tokens left than it
+    was granted.
+    """
 
     def __init__(
         self,
@@ -245,15 +257,20 @@ class _Drafts:
     ) -> None:
         self._world, self._times, self._scenario = world, times, scenario
         self.requests = {request.id: request for request in decoding}
-        self.grants: dict[str, Grant] = {grant.request_id: grant for grant in decision.grants}
-        self.levels = {
-            grant.request_id: 0 if grant.source == NETWORK else grant.levels
+        self.most = {
+            grant.request_id: min(grant.levels, self.requests[grant.request_id].left - 1)
             for grant in decision.grants
+            if grant.request_id in self.requests
+        }
+        grants = [grant for grant in decision.grants if self.most.get(grant.request_id)]
+        self.grants: dict[str, Grant] = {grant.request_id: grant for grant in grants}
+        self.levels = {
+            grant.request_id: 0 if grant.source == NETWORK else grant.levels for grant in grants
         }
         self.num_rows = sum(self.levels.values())
         self.seconds = 0.0
         self._margins: dict[str, list[float]] = {}
-        live = [grant for grant in decision.grants if grant.source == NETWORK]
+        live = [grant for grant in grants if grant.source == NETWORK]
         lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
         if live:
             self.seconds = times.start_s + times.catch_up[min(lag, MAX_ROWS - 1)]
@@ -278,7 +295,7 @@ class _Drafts:
                         continue
                 self.levels[request.id] += 1
                 self.num_rows += 1
-                if self.levels[request.id] < grant.levels:
+                if self.levels[request.id] < self.most[request.id]:
                     going_on.append(grant)
             live, level = going_on, level + 1
 

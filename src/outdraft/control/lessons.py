@@ -1,0 +1,44 @@
+"""How often steps that draft are decided and learned from, where that takes long beside a step.
+
+Deciding, and learning from what came of it, takes a tenth of a millisecond for one request. Beside
+a step of a large model that is nothing; a small one needs little more for a whole step. So there a
+decision to draft holds for several steps, of which only the last is looked at closely. Which step
+that is follows from how many went by, never from what was drawn in them.
+"""
+
+SHARE = 0.01  # of the time that deciding and learning may take
+LONGEST = 16  # steps from one lesson to the next
+DOUBLING = 16  # lessons after which the steps between two may double
+RATE = 1 / 16  # of the latest lesson in the average
+
+
+class Lessons:
+    """Counts steps from one lesson to the next, for one size of the batch."""
+
+    def __init__(self) -> None:
+        self._num = 0  # since all went as expected
+        self._seconds = 0.0  # that one takes, on average
+
+    def observe(self, seconds: float) -> None:
+        """A step was decided, and is learned from."""
+        self._num += 1
+        self._seconds += (seconds - self._seconds) * max(RATE, 1 / self._num)
+
+    def renew(self) -> None:
+        """Something has changed: each step counts for a while."""
+        self._num = 0
+
+    def steps(self, step_s: float) -> int:
+        """Steps of this length from one lesson to the next, itself included; 1: all are lessons."""
+        return min(self._most_steps(step_s), 1 << min(self._num // DOUBLING, 30))
+
+    def seconds_a_step(self, plain_s: float, *, has_offers: bool) -> float:
+        """What lessons add to a step that drafts, beyond `plain_s`, in the long run.
+
+        has_offers: by the host; each step with one is decided.
+        """
+        return self._seconds / (1 if has_offers else self._most_steps(plain_s))
+
+    def _most_steps(self, step_s: float) -> int:
+        dear = int(self._seconds / (SHARE * step_s)) if step_s > 0 else 1
+        return max(1, min(dear, LONGEST))
