@@ -18,6 +18,8 @@ from outdraft.control.outlook import Outlook, Regime
 from outdraft.control.probes import FIRST_INTERVAL, PLAIN_BURST, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
+PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
+LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a step
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
@@ -126,12 +128,9 @@ class Controller:
     def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
         """A held step that drafted brought so many tokens and took so long."""
         assert self._held is not None
-        decision, count = self._held.decision, self._held.num_requests
+        self._held.pass_by(num_tokens, step_s)
         if self._num_steps % ROUTINE == 0:
-            self.costs.observe_host(count, host_s, drafts=True)
-        if not self._held.has_prompts:
-            plain_tokens = count * min(step_s, 2 * decision.step_s) / decision.plain_s
-            self._guard(self._regime(count), decision, num_tokens, plain_tokens)
+            self.costs.observe_host(self._held.num_requests, host_s, drafts=True)
 
     @property
     def wants_plain_time(self) -> bool:
@@ -172,6 +171,8 @@ class Controller:
             KeyError: a request names a network that the table of costs does not know.
         """
         self._num_steps += 1
+        if self._held is not None and self._held.decision.grants:
+            self._watch(self._held)
         key = _key(facts)
         decision = self._reusable(facts, key)
         if decision is None:
@@ -212,19 +213,32 @@ class Controller:
             if any(request.offers for request in facts.requests):
                 actual_s += outcome.deciding_s
             plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
-            self._guard(regime, decision, outcome.num_tokens, plain_tokens)
+            gained = outcome.num_tokens - plain_tokens
+            if regime.guard.watch(gained, plain_tokens, decision.gain):
+                self._lost(regime)
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
         self.estimates.forget(request_id)
         self._standing.leave()
 
-    def _guard(self, regime: Regime, decision: Decision, tokens: int, plain_tokens: float) -> None:
-        """Compare a step that drafted with plain decoding."""
-        if regime.guard.watch(tokens - plain_tokens, plain_tokens, decision.gain):
-            self._is_drafting, self._known = False, None
-            self._standing.clear(drafts=True)
-            regime.lessons.renew()
+    def _lost(self, regime: Regime) -> None:
+        """The guard says that drafts lose time."""
+        self._is_drafting, self._known = False, None
+        self._standing.clear(drafts=True)
+        regime.lessons.renew()
+
+    def _watch(self, held: Standing) -> None:
+        """Compare the held steps that drafted with plain decoding."""
+        passed, decision = held.take_passed(), held.decision
+        if passed.num_steps and not held.has_prompts:
+            regime = self._regime(held.num_requests)
+            plain_tokens = held.num_requests * passed.seconds / decision.plain_s
+            gained = passed.tokens - plain_tokens
+            if regime.guard.watch(
+                gained, plain_tokens, decision.gain, passed.num_steps, passed.squares
+            ):
+                self._lost(regime)
 
     def _reusable(self, facts: StepFacts, key: tuple[object, ...]) -> Decision | None:
         """The last decision, if nothing has changed since and it is not old."""
@@ -257,7 +271,8 @@ class Controller:
 
     def _most_plain(self, facts: StepFacts, decision: Decision) -> int:
         """Steps that a decision without drafts may be kept for."""
-        most = MAX_STEPS
+        dear = self._deciding_s / (PLAIN_SHARE * decision.plain_s)
+        most = max(MAX_STEPS, min(LONGEST_PLAIN, int(dear)))
         if any(request.network is not None for request in facts.requests):
             # If a probe is due, this step had no room for it.
             most = min(most, self.probe.due_in or FIRST_INTERVAL)

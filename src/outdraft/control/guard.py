@@ -27,17 +27,27 @@ class Guard:
         self._trial_gain = 0.0  # what they brought
         self._variance = 1.0  # of a step's gain, in tokens squared
 
-    def watch(self, gain: float, plain_tokens: float, predicted_gain: float) -> bool:
-        """Add a step that drafted; true if that is an alarm.
+    def watch(
+        self,
+        gain: float,
+        plain_tokens: float,
+        predicted_gain: float,
+        num_steps: int = 1,
+        squares: float | None = None,
+    ) -> bool:
+        """Add steps that drafted; true if that is an alarm.
 
-        gain: tokens more than plain decoding would have brought in the step's time.
+        gain: tokens more than plain decoding would have brought in the steps' time.
         plain_tokens: what it would have brought.
         predicted_gain: as Decision.gain.
+        squares: of each step's tokens beyond those predicted, in sum; None: it is one step.
         """
-        excess = gain - predicted_gain * plain_tokens
-        self._variance = FORGETTING * self._variance + (1 - FORGETTING) * excess * excess
+        if squares is None:
+            squares = (gain - predicted_gain * plain_tokens) ** 2
+        keep = FORGETTING**num_steps
+        self._variance = keep * self._variance + (1 - keep) * squares / num_steps
         self._loss = max(0.0, self._loss - gain - SLACK * plain_tokens)
-        self._trial += 1
+        self._trial += num_steps
         self._trial_gain += gain
         if self._trial >= WINDOW:
             if self._trial_gain > 0:

@@ -81,6 +81,8 @@ class NetworkProbe:
                 self._token_s = token_s
             return plan
         self._is_first = not any(estimates.has_drafted(request) for request in facts.requests)
+        if not self._is_first and self._idle < MIN_INTERVAL:
+            return None
         plans = [
             plan
             for most, depth in self._ways(len(facts.requests))

@@ -5,6 +5,7 @@ again in every step, and the engine need not even gather what it would be made f
 for steps that draft, where they take so little time that deciding would be felt.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from outdraft.control.facts import Decision, Reason
@@ -14,21 +15,56 @@ SPREAD = 8  # it stands for batches that differ by less than one request in so m
 
 
 @dataclass(slots=True)
+class Passed:
+    """Steps in sum.
+
+    Attributes:
+        squares: of each step's tokens beyond those predicted for its time.
+    """
+
+    num_steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    squares: float = 0.0
+
+
+@dataclass(slots=True)
 class Standing:
     """One decision.
 
     Attributes:
-        left: steps that it still stands for.
+        most: steps that it was to stand for,
+        left: and that it still stands for.
+        passed: steps that it stood for, if it drafts.
     """
 
     decision: Decision
     num_requests: int
     has_prompts: bool
+    most: int
     left: int
+    passed: Passed = field(default_factory=Passed)
 
     def fits(self, num_requests: int) -> bool:
         spread = 0 if self.decision.grants else self.num_requests // SPREAD
         return self.left > 0 and abs(num_requests - self.num_requests) <= spread
+
+    def pass_by(self, num_tokens: int, step_s: float) -> None:
+        """It stood for a step that drafted."""
+        decision, passed = self.decision, self.passed
+        # A step that took very long met something else: it counts as twice the prediction.
+        step_s = min(step_s, 2 * decision.step_s)
+        plain_tokens = self.num_requests * step_s / decision.plain_s
+        excess = num_tokens - (1 + decision.gain) * plain_tokens
+        passed.num_steps += 1
+        passed.tokens += num_tokens
+        passed.seconds += step_s
+        passed.squares += excess * excess
+
+    def take_passed(self) -> Passed:
+        """What passed since it was last asked."""
+        passed, self.passed = self.passed, Passed()
+        return passed
 
 
 @dataclass(slots=True)
@@ -56,7 +92,7 @@ class StandingDecisions:
     def put(self, decision: Decision, num_requests: int, prompt_rows: int, left: int) -> None:
         """`left`: steps that it may stand for."""
         self._known[prompt_rows.bit_length()] = Standing(
-            decision, num_requests, prompt_rows > 0, left
+            decision, num_requests, prompt_rows > 0, left, left
         )
 
     def clear(self, *, drafts: bool) -> None:
@@ -68,6 +104,6 @@ class StandingDecisions:
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
         for standing in self._known.values():
-            gone = MAX_STEPS // max(1, standing.num_requests)
+            gone = math.ceil(standing.most / max(1, standing.num_requests))
             # Whoever comes should draft at once if drafts pay.
             standing.left = 0 if standing.decision.grants else standing.left - gone

@@ -182,7 +182,7 @@ class DraftPolicy:
         if self._is_disabled(num_running):
             self.decided = DISABLED
             return {}
-        looks = self.control.wants_offers and self._host.may_find(requests)
+        looks = self._host.may_find(requests) and self.control.wants_offers
         if not looks and self._is_held(requests, room):
             return self.granted
         wanting = [request for request in requests if self._may_draft(request)]
@@ -265,7 +265,7 @@ class DraftPolicy:
             self._observe_plain(booked, stats)
         elif self._is_passing:
             self.control.pass_by(stats.num_emitted, stats.host_s, stats.step_s)
-        if self.decided in (None, DISABLED, NOT_WANTED):
+        if self._decision is None:
             return ()
         return self._watch(step, drafts)
 
