@@ -228,16 +228,17 @@ def lessons_of(controller, facts, deciding_s, num_steps):
     lessons = []
     for step in range(num_steps):
         if controller.holds(len(facts.requests)):
-            decision = controller.standing
-            if decision.grants:
-                told = outcome(facts, decision, lambda grant: grant.levels)
-                controller.pass_by(told.num_tokens, told.host_s, decision.step_s)
-            elif controller.wants_plain_time:
+            decision, is_held = controller.standing, True
+            if not decision.grants and controller.wants_plain_time:
                 controller.observe_plain(len(facts.requests), 0, decision.target_s, decision.host_s)
         else:
-            decision = controller.decide(facts)
+            decision, is_held = controller.decide(facts), False
+        told = dear(facts, decision, deciding_s)
+        if controller.wants_outcome:
             lessons += [step] * bool(decision.grants)
-            controller.observe(dear(facts, decision, deciding_s))
+            controller.observe(replace(told, is_held=is_held))
+        if controller.is_passing:
+            controller.pass_by(told.num_tokens, told.host_s, decision.step_s)
     return lessons
 
 
@@ -258,7 +259,8 @@ def drafting_dear(controller, facts):
         while controller.holds(len(facts.requests)):
             pass
         decision = controller.decide(facts)
-        controller.observe(dear(facts, decision, 1.0))
+        if controller.wants_outcome:
+            controller.observe(dear(facts, decision, 1.0))
     return decision
 
 
@@ -278,13 +280,12 @@ def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
     facts = StepFacts((request(network="eagle3"),))
     drafting_dear(controller, facts)
     for _ in range(500):  # each takes twice its time, and brings nothing
-        if controller.holds(1):
-            decision = controller.standing
-            if decision.grants:
-                controller.pass_by(1, decision.host_s, 2 * decision.step_s)
-        else:
-            decision = controller.decide(facts)
-            controller.observe(dear(facts, decision, 1.0))  # lessons look as good as ever
+        is_held = controller.holds(1)
+        decision = controller.standing if is_held else controller.decide(facts)
+        if controller.wants_outcome:  # lessons look as good as ever
+            controller.observe(replace(dear(facts, decision, 1.0), is_held=is_held))
+        if controller.is_passing:
+            controller.pass_by(1, decision.host_s, 2 * decision.step_s)
         if decision.reason is Reason.PATIENCE:
             return
     raise AssertionError("nobody noticed")

@@ -137,7 +137,8 @@ class Scripted:
         self.facts: list[StepFacts] = []
         self.outcomes: list[StepOutcome] = []
         self.forgotten: list[str] = []
-        self.wants_margins = self.is_held = self.has_wrong_costs = False
+        self.wants_margins = self.is_held = self.is_passing = self.has_wrong_costs = False
+        self.wants_outcome = True
         self.standing: Decision | None = None
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
@@ -356,12 +357,22 @@ def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_s
     choices = ours.choose([one], 1, ROOM)
     ours.observe([booking(one, choices["a"], accepted=1)], stats(5))
     control.is_held, control.standing = True, ours.decision
+    control.wants_outcome, control.is_passing = False, True
     assert ours.choose([one], 1, ROOM) is choices
     assert ours.granted is choices
     step = stats(5, PhaseTimes(0.25, 0.5, 0.125))
     ours.observe([booking(one, choices["a"], accepted=4)], step)
     assert len(control.facts) == len(control.outcomes) == 1
     assert control.passed == [(step.num_emitted, 2.0, 2.875)]
+    control.wants_outcome = True
+    ours.choose([one], 1, ROOM)
+    ours.observe([booking(one, choices["a"], accepted=4)], step)
+    assert len(control.facts) == 1
+    first, second = control.outcomes
+    assert (first.is_held, second.is_held) == (False, True)
+    assert second.facts.requests is first.facts.requests
+    assert second.drafts == (DraftOutcome("a", 4, 4),)
+    assert second.host_s == 2.0  # nothing was decided in it
     assert control.plain_times == []
 
 

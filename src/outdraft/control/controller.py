@@ -6,6 +6,7 @@ a coin that was tossed in the same step (docs/design/0012-lengths-from-the-past.
 is drafted, the engine itself compares its live survival with the decision's price.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -14,8 +15,9 @@ from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, pla
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
+from outdraft.control.lessons import FIRST_STEPS
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.probes import FIRST_INTERVAL, PLAIN_BURST, NetworkProbe, plain_interval
+from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
 PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
@@ -32,7 +34,9 @@ AWAKE = 8  # steps that a taken offer keeps looks going for
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time
-WARM_PLAIN = 2  # plain steps in a row, the last of which is as all that follow
+WARM_PLAIN = 2, 12  # plain steps in a row behind which all are alike, at least and at most,
+WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
+TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
 ROUTINE = 8  # plain steps of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 
@@ -44,12 +48,13 @@ class Controller:
 
         if not any_offers and controller.holds(num_requests, prompt_rows):
             decision = controller.standing
-            ...
-            controller.pass_by(...)  # if it drafted
         else:
             decision = controller.decide(facts)
-            ...
+        ...
+        if controller.wants_outcome:
             controller.observe(outcome)
+        if controller.is_passing:
+            controller.pass_by(...)
 
     table: what passes take. max_levels: most levels of any draft. priors: chance of acceptance of
     the first level by source, before anything was seen.
@@ -73,8 +78,11 @@ class Controller:
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._num_plain = 0  # steps in a row without drafts
+        self._warm = WARM_PLAIN[0]  # of them, until they are as all that follow
         self._standing = StandingDecisions()
         self._held: Standing | None = None  # the last one that a step was held by
+        self.wants_outcome = True
+        self.is_passing = False
 
     @property
     def standing(self) -> Decision | None:
@@ -113,6 +121,8 @@ class Controller:
         if held is None:
             return False
         self._held, decision = held, held.decision
+        self.is_passing = bool(decision.grants)
+        self.wants_outcome = held.left == held.lesson_at
         self._num_steps += 1
         self._reused += 1
         if decision.grants:
@@ -126,7 +136,7 @@ class Controller:
         return True
 
     def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
-        """A held step that drafted brought so many tokens and took so long."""
+        """A step of a decision that holds for several brought so many tokens and took so long."""
         assert self._held is not None
         self._held.pass_by(num_tokens, step_s)
         if self._num_steps % ROUTINE == 0:
@@ -136,7 +146,9 @@ class Controller:
     def wants_plain_time(self) -> bool:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
         number = self._num_plain
-        return number >= WARM_PLAIN and (number <= PLAIN_BURST or number % ROUTINE == 0)
+        return number >= self._warm and (
+            number <= self._warm + TIMED_PLAIN or number % ROUTINE == 0
+        )
 
     def observe_plain(
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
@@ -171,6 +183,7 @@ class Controller:
             KeyError: a request names a network that the table of costs does not know.
         """
         self._num_steps += 1
+        self.wants_outcome, self.is_passing = True, False
         if self._held is not None and self._held.decision.grants:
             self._watch(self._held)
         key = _key(facts)
@@ -196,20 +209,23 @@ class Controller:
             return
         self._num_lessons += 1
         self._deciding_s += (outcome.deciding_s - self._deciding_s) / 16
-        self._count(facts, decision)
+        if not outcome.is_held:
+            self._count(facts, decision)
         if decision.reason is Reason.PATIENCE:
             self._regime(len(facts.requests)).guard.pass_by()
         excess = self.estimates.observe(outcome, self._num_lessons)
         outlook = Outlook.of(facts, self.costs)
-        self._observe_costs(outcome, outlook)
+        actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
+        regime = self._regime(outlook.num_requests)
+        if outcome.is_held or not regime.lessons.disturb(actual_s):
+            self._observe_costs(outcome, outlook)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
             self._known = None
         if decision.reason is Reason.GAIN:
-            regime = self._regime(outlook.num_requests)
             regime.lessons.observe(outcome.deciding_s)
+        if decision.reason is Reason.GAIN and not outcome.is_held:
             # A step that took very long met something else: it counts as twice the prediction.
-            actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
             if any(request.offers for request in facts.requests):
                 actual_s += outcome.deciding_s
             plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
@@ -267,7 +283,13 @@ class Controller:
             return
         count = len(facts.requests)
         steps = self._regime(count).lessons.steps(decision.step_s)
-        self._standing.put(decision, count, facts.prompt_rows, steps - 1)
+        if steps > 1:
+            lesson_at = max(0, steps - 1 - FIRST_STEPS)
+            self._held = self._standing.put(
+                decision, count, facts.prompt_rows, steps - 1, lesson_at
+            )
+            self.wants_outcome, self.is_passing = False, True
+            self._count(facts, decision)
 
     def _most_plain(self, facts: StepFacts, decision: Decision) -> int:
         """Steps that a decision without drafts may be kept for."""
@@ -287,6 +309,8 @@ class Controller:
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, outlook, reason)
+        least, most = WARM_PLAIN
+        self._warm = max(least, min(most, math.ceil(WARM_S / outlook.alone_s)))
         network = next((r.network for r in facts.requests if r.network is not None), None)
         prices = outlook.prices(facts, network, self.costs)
         options = self.estimates.options(facts.requests, self.costs)
@@ -307,11 +331,12 @@ class Controller:
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
-        interval = plain_interval(gain) if regime.has_timed_plain else FIRST_PLAIN
+        burst = self._warm + TIMED_PLAIN
+        interval = plain_interval(gain, burst) if regime.has_timed_plain else FIRST_PLAIN
         if self._since_plain >= interval:
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
             count = len(facts.requests)
-            self._standing.put(decision, count, facts.prompt_rows, PLAIN_BURST - 1)
+            self._standing.put(decision, count, facts.prompt_rows, burst - 1)
             return decision
         return self._decision(facts, outlook, Reason.GAIN, plan)
 
@@ -340,7 +365,9 @@ class Controller:
         reason: Reason,
     ) -> Decision:
         """No drafts, except those of a probe."""
-        plan = self.probe.plan(facts, options, outlook, prices, self.estimates, self.costs)
+        plan = self.probe.plan(
+            facts, options, outlook, prices, self.estimates, self.costs, self._deciding_s
+        )
         if plan is not None:
             return self._decision(facts, outlook, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, outlook, reason)

@@ -226,6 +226,7 @@ class StepOutcome:
         draft_s, target_s, host_s: what each phase took; catching up is part of drafting.
         deciding_s: what it took to look for offers, to decide, and to learn from the step before;
             no part of `host_s`.
+        is_held: the decision was made some steps earlier, and so were the facts.
     """
 
     facts: StepFacts
@@ -238,3 +239,4 @@ class StepOutcome:
     host_s: float
     shadows: tuple[ShadowOutcome, ...] = ()
     deciding_s: float = 0.0
+    is_held: bool = False

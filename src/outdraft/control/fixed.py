@@ -28,6 +28,7 @@ class FixedLength:
     num_drafts: int
     prefers_host: bool = True
     standing: Decision | None = field(default=None, init=False)
+    wants_outcome: bool = field(default=True, init=False)
     _left: int = field(default=0, init=False)  # steps that it stands for
     _num_requests: int = field(default=0, init=False)
 
@@ -40,6 +41,7 @@ class FixedLength:
         if self._left == 0 or prompt_rows or num_requests != self._num_requests:
             return False
         self._left -= 1
+        self.wants_outcome = False
         return True
 
     @property
@@ -54,6 +56,10 @@ class FixedLength:
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
     ) -> None:
         """A fixed policy learns nothing."""
+
+    @property
+    def is_passing(self) -> bool:
+        return False
 
     def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
         """A fixed policy learns nothing."""
@@ -79,6 +85,7 @@ class FixedLength:
         is_lasting = not facts.prompt_rows and not any(r.offers for r in facts.requests)
         self._left = STANDING_STEPS if is_lasting else 0
         self._num_requests = len(facts.requests)
+        self.wants_outcome = True
         return self.standing
 
     def observe(self, outcome: StepOutcome) -> None:

@@ -6,8 +6,10 @@ decision to draft holds for several steps, of which only the last is looked at c
 that is follows from how many went by, never from what was drawn in them.
 """
 
+DISTURBED = 0.05  # of a step, if deciding takes longer, its passes find other things in the caches
+FIRST_STEPS = 2  # behind a decision that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
-LONGEST = 16  # steps from one lesson to the next
+LONGEST = 32  # steps from one lesson to the next
 DOUBLING = 16  # lessons after which the steps between two may double
 RATE = 1 / 16  # of the latest lesson in the average
 
@@ -31,6 +33,10 @@ class Lessons:
     def steps(self, step_s: float) -> int:
         """Steps of this length from one lesson to the next, itself included; 1: all are lessons."""
         return min(self._most_steps(step_s), 1 << min(self._num // DOUBLING, 30))
+
+    def disturb(self, step_s: float) -> bool:
+        """Whether a step of this length takes longer because it was decided."""
+        return self._seconds > DISTURBED * step_s
 
     def seconds_a_step(self, plain_s: float, *, has_offers: bool) -> float:
         """What lessons add to a step that drafts, beyond `plain_s`, in the long run.

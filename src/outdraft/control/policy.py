@@ -23,8 +23,18 @@ class LengthPolicy(Protocol):
         """Whether `standing` is good for the step, so that nobody needs to decide."""
         ...
 
+    @property
+    def wants_outcome(self) -> bool:
+        """Whether the step that was decided, or held, just now should be told to `observe`."""
+        ...
+
+    @property
+    def is_passing(self) -> bool:
+        """Whether it should be told to `pass_by`."""
+        ...
+
     def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
-        """A step that was held and drafted is over. Not each is followed by this."""
+        """A step of a decision that holds for several is over. Steps may fail."""
         ...
 
     @property

@@ -29,7 +29,6 @@ FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
 PROBE_INFORMATION = 2.0  # what counts of labels that are OLD: about 10; more of younger ones
 OLD = 512  # steps
 PLAIN_INTERVALS = 48, 1024
-PLAIN_BURST = 6  # steps: the first ones find caches as drafting left them
 
 
 class NetworkProbe:
@@ -65,10 +64,11 @@ class NetworkProbe:
         prices: Prices,
         estimates: Estimates,
         costs: Costs,
+        deciding_s: float,
     ) -> Plan | None:
         """Drafts of a probe, if one goes on or is due; None: the step is plain.
 
-        options: of each request.
+        options: of each request. deciding_s: what it takes to decide and to learn.
         """
         token_s = outlook.alone_s / max(1, outlook.num_requests)
         if self.request_ids:
@@ -77,7 +77,7 @@ class NetworkProbe:
             if plan is None:
                 self.end()
             else:
-                self._lost_s += _lost_s(plan, prices, token_s)
+                self._lost_s += _lost_s(plan, prices, token_s) + deciding_s
                 self._token_s = token_s
             return plan
         self._is_first = not any(estimates.has_drafted(request) for request in facts.requests)
@@ -94,7 +94,7 @@ class NetworkProbe:
         lag = sum(facts.requests[pick.request].lag_tokens for pick in plan.picks)
         catch_up_s = costs.catch_up_s(plan.picks[0].option.source, lag)
         first = facts.requests[plan.picks[0].request]
-        lost_s = _lost_s(plan, prices, token_s)
+        lost_s = _lost_s(plan, prices, token_s) + deciding_s
         probe_s = max(self._lost_s, BURST * lost_s + catch_up_s)
         self.interval = network_interval(probe_s, outlook.plain_s, is_new=self._is_first)
         if self._idle < self.interval:
@@ -203,8 +203,8 @@ def network_interval(lost_s: float, plain_s: float, *, is_new: bool) -> int:
     return max(MIN_INTERVAL, math.ceil(lost_s / (SHARE * plain_s)))
 
 
-def plain_interval(gain: float) -> int:
-    """Steps from one burst of plain steps to the next while drafts gain so much."""
+def plain_interval(gain: float, burst: int) -> int:
+    """Steps from one burst of so many plain steps to the next while drafts gain so much."""
     low, high = PLAIN_INTERVALS
     lost = max(0.0, 1 - 1 / (1 + max(0.0, gain)))
-    return max(low, min(high, math.ceil(PLAIN_BURST * lost / PLAIN_SHARE)))
+    return max(low, min(high, math.ceil(burst * lost / PLAIN_SHARE)))

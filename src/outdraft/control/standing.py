@@ -35,6 +35,7 @@ class Standing:
     Attributes:
         most: steps that it was to stand for,
         left: and that it still stands for.
+        lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts.
     """
 
@@ -43,6 +44,7 @@ class Standing:
     has_prompts: bool
     most: int
     left: int
+    lesson_at: int = -1
     passed: Passed = field(default_factory=Passed)
 
     def fits(self, num_requests: int) -> bool:
@@ -89,11 +91,18 @@ class StandingDecisions:
         standing.left -= 1
         return standing
 
-    def put(self, decision: Decision, num_requests: int, prompt_rows: int, left: int) -> None:
-        """`left`: steps that it may stand for."""
-        self._known[prompt_rows.bit_length()] = Standing(
-            decision, num_requests, prompt_rows > 0, left, left
-        )
+    def put(
+        self,
+        decision: Decision,
+        num_requests: int,
+        prompt_rows: int,
+        left: int,
+        lesson_at: int = -1,
+    ) -> Standing:
+        """`left`: steps that it may stand for. The others: as in Standing."""
+        standing = Standing(decision, num_requests, prompt_rows > 0, left, left, lesson_at)
+        self._known[prompt_rows.bit_length()] = standing
+        return standing
 
     def clear(self, *, drafts: bool) -> None:
         """Forget the decisions that draft, or those that do not."""

@@ -133,7 +133,8 @@ class DraftPolicy:
         self._step: _Step | None = None
         self._decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
-        self._is_passing = False  # the step that runs, which is held and drafts
+        self._is_held = False  # the step that runs
+        self._newest_step: _Step | None = None  # that was decided
         self._deciding_s = 0.0  # of the step that runs
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
@@ -176,14 +177,14 @@ class DraftPolicy:
         """
         self._step = self._decision = self.decided = None
         self.granted = {}
-        self._is_timed = self._is_passing = False
+        self._is_timed = self._is_held = False
         if not requests or not self.config.sources:
             return {}
         if self._is_disabled(num_running):
             self.decided = DISABLED
             return {}
         looks = self._host.may_find(requests) and self.control.wants_offers
-        if not looks and self._is_held(requests, room):
+        if not looks and self._hold(requests, room):
             return self.granted
         wanting = [request for request in requests if self._may_draft(request)]
         if not wanting:
@@ -193,7 +194,7 @@ class DraftPolicy:
         drafts: dict[str, Drafts] = {}
         if looks:
             drafts = self._host.drafts(wanting, num_running)
-            if not drafts and self._is_held(requests, room):
+            if not drafts and self._hold(requests, room):
                 return self.granted
         facts = StepFacts(
             tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
@@ -202,23 +203,28 @@ class DraftPolicy:
             room.free_slots,
         )
         decision = self.control.decide(facts)
-        self._step, self._decision = _Step(facts, decision), decision
+        self._newest_step, self._decision = _Step(facts, decision), decision
+        if self.control.wants_outcome:
+            self._step = self._newest_step
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
         self.decided, self.granted = self._translated(decision, drafts)
         self._deciding_s = perf_counter() - started_s
         return self.granted
 
-    def _is_held(self, requests: Sequence[Request], room: StepRoom) -> bool:
+    def _hold(self, requests: Sequence[Request], room: StepRoom) -> bool:
         """Whether a decision stands for the step, which nobody has an offer for."""
         if not self.control.holds(len(requests), room.prompt_rows):
             return False
         decision = self._decision = self.control.standing
         assert decision is not None
+        self._is_held = True
         if decision.grants:
             self.decided, choices = self._translated(decision, {})
             self.granted = self._fitting(requests, choices)
-            self._is_passing = True
+            newest = self._newest_step
+            if self.control.wants_outcome and newest is not None and newest.decision is decision:
+                self._step = newest
         else:
             self.decided = standing(decision)
             self._is_timed = self.control.wants_plain_time and not room.prompt_rows
@@ -263,7 +269,7 @@ class DraftPolicy:
             drafts = self._learn(step, booked, stats)
         if self._is_timed:
             self._observe_plain(booked, stats)
-        elif self._is_passing:
+        elif self._decision is not None and self.control.is_passing:
             self.control.pass_by(stats.num_emitted, stats.host_s, stats.step_s)
         if self._decision is None:
             return ()
@@ -433,7 +439,7 @@ class DraftPolicy:
         # Drafts of the host are sent to the device in the phase of drafting. To decide is no part
         # of the host's time: most steps are held.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
-        host_s = stats.host_s - min(self._deciding_s, stats.host_s) + sending_s
+        deciding_s = 0.0 if self._is_held else min(self._deciding_s, stats.host_s)
         return StepOutcome(
             facts,
             step.decision,
@@ -442,9 +448,10 @@ class DraftPolicy:
             num_tokens,
             draft_s,
             times.verify_s + times.sample_s,
-            host_s,
+            stats.host_s - deciding_s + sending_s,
             shadows,
             self._deciding_s + self._learning_s,
+            self._is_held,
         )
 
 

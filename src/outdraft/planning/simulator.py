@@ -103,6 +103,7 @@ class Simulator:
         self.deciding_s = deciding_s
         self.steps = Steps()
         self._num_started = 0
+        self._decided: StepFacts | None = None  # that were decided on last
         self._rng = np.random.default_rng([scenario.seed, 1 << 20])
         self._times: list[tuple[CostTable, _Times]] = []
         self._running = [self._start() for _ in range(scenario.load.concurrency)]
@@ -203,19 +204,20 @@ class Simulator:
         target_s *= world.target_factor * self._jitter()
         step_s, deciding_s = draft_s + target_s + host_s, 0.0
         if facts is not None:
-            deciding_s = self.deciding_s
+            deciding_s, self._decided = self.deciding_s, facts
+        if self.policy.wants_outcome and self._decided is not None:
             self.policy.observe(
                 StepOutcome(
-                    facts, decision, tuple(outcomes), num_rows, num_tokens,
-                    draft_s, target_s, host_s, tuple(shadows), deciding_s,
+                    self._decided, decision, tuple(outcomes), num_rows, num_tokens,
+                    draft_s, target_s, host_s, tuple(shadows), self.deciding_s, facts is None,
                 )
             )  # fmt: skip
         else:
             self.policy.observe_shadows(shadows)
-            if decision.grants:
-                self.policy.pass_by(num_tokens, host_s, step_s)
-            elif self.policy.wants_plain_time and not prompt_rows:
+            if facts is None and self.policy.wants_plain_time and not prompt_rows:
                 self.policy.observe_plain(len(decoding), context, target_s, host_s)
+        if self.policy.is_passing:
+            self.policy.pass_by(num_tokens, host_s, step_s)
         self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
