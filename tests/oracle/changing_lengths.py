@@ -17,16 +17,23 @@ from outdraft.control.facts import (
 from outdraft.core.draft import DraftSource
 
 
+PLAIN = Decision((), 0.0, 0, Reason.NO_GAIN, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
+
+
 class ChangingLengths:
     """Random sources and levels for each request in each step, some without drafts."""
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
         self._decided: Decision | None = None
+        self._may_hold = False  # the decision names no draft of the host, which is used up
+        self.standing: Decision | None = None
+        self.wants_outcome = True
+        self.is_passing = False
         self.lengths: set[tuple[str, int]] = set()  # that were verified, by source
         self.num_stopped = 0  # chains that a live rule ended
         self.num_mixed = 0  # steps in which requests drafted different levels
-        self.num_observed = 0
+        self.num_observed = self.num_passed = 0
         self.num_shadows = 0
 
     @property
@@ -36,10 +43,6 @@ class ChangingLengths:
     @property
     def wants_margins(self) -> bool:
         return self._rng.random() < 0.5
-
-    @property
-    def standing(self) -> Decision | None:
-        return self._decided
 
     @property
     def network_due_in(self) -> int:
@@ -55,7 +58,19 @@ class ChangingLengths:
         """It times nothing."""
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
-        return bool(self._rng.random() < 0.1)
+        """Now and then the step is plain, or drafts as the last one did."""
+        coin = self._rng.random()
+        if coin < 0.1:
+            return self.hold(PLAIN)
+        return coin < 0.3 and self._may_hold and self.hold(self._decided)
+
+    def hold(self, decision: Decision | None) -> bool:
+        self.standing, self.is_passing = decision, bool(decision and decision.grants)
+        self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)
+        return True
+
+    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+        self.num_passed += 1
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         self.num_shadows += len(shadows)
@@ -68,6 +83,10 @@ class ChangingLengths:
         price = float(self._rng.random())
         times = (0.0,) * 6
         self._decided = Decision(tuple(grants), price, rows, Reason.GAIN, *times, shadows)
+        networks = {one.request_id: one.network for one in facts.requests}
+        self._may_hold = all(grant.source == networks[grant.request_id] for grant in grants)
+        self.is_passing = False
+        self.wants_outcome = bool(self._rng.random() < 0.8)
         return self._decided
 
     def observe(self, outcome: StepOutcome) -> None:

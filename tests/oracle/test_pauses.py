@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from outdraft.control.facts import Decision, StepFacts
 from outdraft.core.sampling import SamplingParams
-from tests.oracle.changing_lengths import ChangingLengths
+from tests.oracle.changing_lengths import PLAIN, ChangingLengths
 from tests.oracle.engines import COMBINED, NETWORKS, engine, ids, prompts_of, run
 
 FAMILY, NUM_TOKENS = "llama-llama3-rope", 24
@@ -44,7 +44,7 @@ class Pausing(ChangingLengths):
         if self._left < 0:
             self._is_off, self._left = not self._is_off, int(self._steps.integers(1, 8))
             self.num_pauses += self._is_off
-        return self._is_off
+        return self._is_off and self.hold(PLAIN)
 
     def decide(self, facts: StepFacts) -> Decision:
         self._is_off &= not any(request.offers for request in facts.requests)
