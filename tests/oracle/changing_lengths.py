@@ -16,7 +16,6 @@ from outdraft.control.facts import (
 )
 from outdraft.core.draft import DraftSource
 
-
 PLAIN = Decision((), 0.0, 0, Reason.NO_GAIN, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 
 
