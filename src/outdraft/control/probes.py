@@ -38,6 +38,7 @@ class NetworkProbe:
         self.request_ids: tuple[str, ...] = ()  # for whom it drafts just now
         self.interval: int | None = None  # steps from one probe to the next, as things stand
         self._idle = 0  # steps without drafts of the network
+        self._known_until = 0  # steps without drafts until `interval` is looked at again
         self._burst = 0
         self._num_drafts = 0  # of the last probe,
         self._excess = 0.0  # what they brought beyond what was expected,
@@ -81,7 +82,7 @@ class NetworkProbe:
                 self._token_s = token_s
             return plan
         self._is_first = not any(estimates.has_drafted(request) for request in facts.requests)
-        if not self._is_first and self._idle < MIN_INTERVAL:
+        if self._idle < min(self._known_until, MIN_INTERVAL) and not self._is_first:
             return None
         plans = [
             plan
@@ -98,6 +99,7 @@ class NetworkProbe:
         probe_s = max(self._lost_s, BURST * lost_s + catch_up_s)
         self.interval = network_interval(probe_s, outlook.plain_s, is_new=self._is_first)
         if self._idle < self.interval:
+            self._known_until = self.interval
             return None
         self.request_ids = tuple(facts.requests[pick.request].request_id for pick in plan.picks)
         self._depth = plan.depth
@@ -128,7 +130,7 @@ class NetworkProbe:
             self.end()
 
     def end(self) -> None:
-        self.request_ids, self._idle = (), 0
+        self.request_ids, self._idle, self._known_until = (), 0, 0
 
 
 def _candidates(facts: StepFacts, prices: Prices, costs: Costs, most: int) -> list[int]:
