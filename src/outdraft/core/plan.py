@@ -6,6 +6,7 @@ Dimension key: B requests of the step, N the most drafts of one of them, K logpr
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -151,8 +152,7 @@ class StepRoom:
     free_slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One request's part of a step.
 
     Blocks are told as news: how many of those that the slot has stay, and which follow. With them

@@ -44,5 +44,8 @@ class BlockTable:
 
     def news(self) -> tuple[int, tuple[int, ...]]:
         """How many blocks of the runner's copy stay, and the ids that follow; it has them then."""
-        num_kept, self._num_told = self._num_told, len(self.ids)
+        num_kept = self._num_told
+        if num_kept == len(self.ids):
+            return num_kept, ()
+        self._num_told = len(self.ids)
         return num_kept, tuple(self.ids[num_kept:])

@@ -54,7 +54,7 @@ def as_drafted(plan: StepPlan, drafts: DraftBatch) -> StepPlan:
     for work in plan.works:
         count = next(counts) if work.samples else 0
         if work.drafts is not None and count < work.num_drafts:
-            works.append(replace(work, drafts=work.drafts.truncated(count)))
+            works.append(work._replace(drafts=work.drafts.truncated(count)))
         else:
             works.append(work)
     return replace(plan, works=tuple(works))

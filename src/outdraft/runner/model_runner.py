@@ -128,7 +128,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
         """Issue a whole step and the copy of its results; it waits for nothing.
 
-        If some token that is chosen keeps to a grammar, the step ends behind the target's pass:
+        If a token that is chosen must keep to a grammar, it stops behind the target's pass, and
         `verify` issues the rest.
         """
         clock = PhaseClock(self.device)

@@ -7,7 +7,6 @@ prefill phase and no decode phase, and no plain or speculative mode.
 
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.admission import Admission
@@ -272,7 +271,7 @@ class Scheduler:
                 keeps_states, work = True, works[place]
                 if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
                     gap = self._books.gap_news(request) or work.gap
-                    works[place] = replace(work, num_drafter_reads=num_reads, gap=gap)
+                    works[place] = work._replace(num_drafter_reads=num_reads, gap=gap)
         return keeps_states
 
     def _reserve_rows(self) -> list[int]:
@@ -310,7 +309,7 @@ class Scheduler:
             choice = self._books.readable(request, choice, table.ids)
         if choice is not None:
             table.reserve(request.num_tokens + len(choice))
-        return self._told(request, num_new, choice)
+        return self._told(request, num_new, samples, choice)
 
     def _admit(self, request: Request, budget: int) -> Work | None:
         """Start a waiting request, with the blocks that the prefix cache has for it."""
@@ -330,19 +329,21 @@ class Scheduler:
         self._books.admit(request, known)
         if request.num_preemptions == 0:
             request.num_cached = cached
-        return self._told(request, num_new)
+        return self._told(request, num_new, num_new == request.num_uncomputed)
 
-    def _told(self, request: Request, num_new: int, choice: DraftChoice | None = None) -> Work:
+    def _told(
+        self, request: Request, num_new: int, samples: bool, choice: DraftChoice | None = None
+    ) -> Work:
         """The work of a running request, with the news that the runner lacks."""
         assert request.slot is not None
         return Work(
             request.slot,
             request.num_computed,
             num_new,
-            num_new == request.num_uncomputed,
+            samples,
             choice,
             *self.table(request).news(),
-            request.num_drafter_computed,
+            num_drafter_computed=request.num_drafter_computed,
             gap=self._books.gap_news(request),
         )
 
