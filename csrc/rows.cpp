@@ -113,10 +113,9 @@ OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64
 OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
                                const int64_t* places, const char* from, const int64_t* rows) {
   for (int64_t r = 0; r < num_rows; ++r) {
-    if (places[r] < 0) continue;
-    const int64_t row = rows == nullptr ? r : rows[r];
-    std::memcpy(to + places[r] * row_bytes, from + row * row_bytes,
-                static_cast<size_t>(row_bytes));
+    const int64_t place = places == nullptr ? r : places[r], row = rows == nullptr ? r : rows[r];
+    if (place < 0 || row < 0) continue;
+    std::memcpy(to + place * row_bytes, from + row * row_bytes, static_cast<size_t>(row_bytes));
   }
 }
 

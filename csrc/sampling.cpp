@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -254,6 +255,17 @@ int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key) 
 }
 
 }  // namespace outdraft
+
+// As `FiniteRows` of sampling_ops.py: logits [R, V].
+OUTDRAFT_EXPORT void finite_rows(int64_t num_rows, int64_t size, const float* logits,
+                                 bool* are_finite) {
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float* row = logits + r * size;
+    bool has_nan = false;
+    for (int64_t at = 0; at < size; ++at) has_nan |= row[at] != row[at];
+    are_finite[r] = !has_nan && std::isfinite(outdraft::maximum(row, size));
+  }
+}
 
 // masked = logits [num_rows, size] where the bit of a token is 1, -inf elsewhere; the masks
 // [num_rows, num_words] have one bit per token.

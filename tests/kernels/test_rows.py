@@ -86,6 +86,11 @@ def compare_copy_rows(case: Case) -> None:
     case.kernels.copy_rows(got, places_R, from_TD, *rows)
     case.reference.copy_rows(want, places_R, from_TD, *rows)
     assert torch.equal(got[:-1], want[:-1])  # the last place is anybody's
+    gathered = [torch.zeros(num_rows, 5, dtype=case.dtype) for _ in range(2)]
+    for one, to_RD in zip((case.kernels, case.reference), gathered, strict=True):
+        one.copy_rows(to_RD, None, want, places_R)
+    is_row_R = places_R >= 0
+    assert torch.equal(gathered[0][is_row_R], gathered[1][is_row_R])
 
 
 def compare_read_token_ids(case: Case) -> None:

@@ -46,6 +46,18 @@ def compare_mask_forbidden(case: Case) -> None:
     assert torch.equal(got_RV, want_RV)
 
 
+def compare_finite_rows(case: Case) -> None:
+    rng, size = case.rng(), case.data.draw(st.integers(1, 100))
+    logits_RV = torch.from_numpy(rng.normal(size=(5, size))).float()
+    logits_RV[1, rng.integers(size)] = torch.nan
+    logits_RV[2, rng.integers(size)] = -torch.inf
+    logits_RV[3] = -torch.inf
+    logits_RV[4, rng.integers(size)] = torch.inf
+    got_R, want_R = (one.finite_rows(logits_RV) for one in (case.kernels, case.reference))
+    assert torch.equal(got_R, want_R)
+    assert want_R.tolist() == [True, False, size > 1, False, False]
+
+
 def batch(params, vocab_size):
     return batch_of_params(params, seeds=[0] * len(params), vocab_size=vocab_size, device="cpu")
 
@@ -110,6 +122,7 @@ def choose(kernels: Kernels, logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Te
 
 COMPARISONS = {
     "mask_forbidden": compare_mask_forbidden,
+    "finite_rows": compare_finite_rows,
     "scale_and_cut": compare_scale_and_cut,
 }
 

@@ -223,6 +223,44 @@ class DrawnLevel:
     weight_BF: Tensor
 
 
+class AddSilu(Protocol):
+    """x + silu(y): a residual block of a draft head."""
+
+    def __call__(self, x_RD: Tensor, y_RD: Tensor) -> Tensor:
+        """[R, D], of x's dtype, which is y's."""
+        ...
+
+
+class ScaleToRms(Protocol):
+    """Rows of one root mean square: x / sqrt(mean(x ** 2) + eps) * rms."""
+
+    def __call__(self, x_RS: Tensor, rms: float, eps: float) -> Tensor:
+        """[R, S], of x's dtype; statistics are float32 at least."""
+        ...
+
+
+class MixTokens(Protocol):
+    """The state of an MLP speculator behind tokens: gelu(n(z + share * embedding) * w + b), where n
+    scales a row to a root mean square of 1."""
+
+    def __call__(
+        self,
+        z_RS: Tensor,
+        ids_R: Tensor,
+        embedding_VS: Tensor,
+        share: float,
+        norm_2S: Tensor,
+        eps: float,
+    ) -> Tensor:
+        """[R, S], of z's dtype, which is that of all numbers.
+
+        Args:
+            ids_R: int64.
+            norm_2S: w, then b; contiguous, as the embedding.
+        """
+        ...
+
+
 def side_shares(num_ranks: int) -> list[float]:
     """What each rank from 1 to `num_ranks` - 1 covers, as a share of what rank 0 has left."""
     further = [SIDE[-1] * SIDE_DECAY ** (at + 1) for at in range(num_ranks - 1 - len(SIDE))]

@@ -18,15 +18,19 @@ from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.draft_ops import (
+    AddSilu,
     DraftStart,
     DrawnLevel,
     Growth,
     LevelTask,
+    MixTokens,
     ModelDrafts,
+    ScaleToRms,
     TreeLevels,
     UnreadTexts,
 )
 from outdraft.kernels.sampling_ops import (
+    FiniteRows,
     Gumbel,
     MaskForbidden,
     Match,
@@ -139,14 +143,20 @@ class CopyRows(Protocol):
     """Copy rows of numbers to their places."""
 
     def __call__(
-        self, to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+        self,
+        to_ND: Tensor,
+        places_R: Tensor | None,
+        from_TD: Tensor,
+        rows_R: Tensor | None = None,
     ) -> None:
-        """to_ND[places_R[r]] = from_TD[rows_R[r]]. A row of place -1 goes to the last place, or
-        nowhere.
+        """to_ND[places_R[r]] = from_TD[rows_R[r]].
+
+        What has place -1 goes to the last place, or nowhere. What has row -1 gives any numbers.
 
         Args:
-            to_ND, from_TD: of one dtype, contiguous.
-            places_R, rows_R: int64; no place but -1 occurs twice. None: all rows in order.
+            to_ND, from_TD: of one dtype; to_ND is contiguous.
+            places_R, rows_R: int64; no place but -1 occurs twice. One of them may be None: all in
+                order.
         """
         ...
 
@@ -422,8 +432,12 @@ class Kernels:
     place_level: PlaceLevel
     draw_level: DrawLevel
     grow: Grow
+    add_silu: AddSilu
+    scale_to_rms: ScaleToRms
+    mix_tokens: MixTokens
     gumbel: Gumbel
     mask_forbidden: MaskForbidden
+    finite_rows: FiniteRows
     scale_and_cut: ScaleAndCut
     requests_of_rows: RequestsOfRows
     match: Match

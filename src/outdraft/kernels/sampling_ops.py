@@ -30,6 +30,14 @@ class MaskForbidden(Protocol):
         ...
 
 
+class FiniteRows(Protocol):
+    """Which rows of logits have a best one: no NaN or inf among them, not all -inf."""
+
+    def __call__(self, logits_RV: Tensor) -> Tensor:
+        """bool [R]."""
+        ...
+
+
 class ScaleAndCut(Protocol):
     """The stages of processing that look at a row's logits alone, each row by itself.
 

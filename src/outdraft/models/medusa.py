@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
@@ -96,8 +95,9 @@ class MedusaHeads(nn.Module):
 
     token_map_E: Tensor
 
-    def __init__(self, config: MedusaConfig, target: CausalLM) -> None:
+    def __init__(self, config: MedusaConfig, target: CausalLM, kernels: Kernels) -> None:
         super().__init__()
+        self._kernels = kernels
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = target.dtype, target.device
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -136,7 +136,7 @@ class MedusaHeads(nn.Module):
 
     def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
         for layer in self._blocks[head]:
-            hidden_BD = hidden_BD + F.silu(layer(hidden_BD))
+            hidden_BD = self._kernels.add_silu(hidden_BD, layer(hidden_BD))
         return hidden_BD
 
     def _logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
@@ -201,7 +201,7 @@ def load_medusa(
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
     config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
-    heads = MedusaHeads(config, target)
+    heads = MedusaHeads(config, target, kernels)
     _load(heads, places)
     pack_linears(heads, kernels, quantization)
     return heads.eval()

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
@@ -111,24 +110,23 @@ class MLPSpeculatorConfig:
 
 
 class ScaleAndShift(nn.Module):
-    """x / rms(x) * weight + bias, which IBM's code calls a layer norm; not initialised."""
+    """What x / rms(x) is multiplied by, and what is added, which IBM's code calls a layer norm; not
+    initialised."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        weight_S, bias_S = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self.norm_2S = torch.empty(2, size, dtype=dtype, device=device)
+        weight_S, bias_S = self.norm_2S
         self.weight = nn.Parameter(weight_S, requires_grad=False)
         self.bias = nn.Parameter(bias_S, requires_grad=False)
-
-    def forward(self, x_RS: Tensor) -> Tensor:
-        """[R, S]."""
-        return unit_rms(x_RS) * self.weight + self.bias
 
 
 class MLPSpeculator(nn.Module):
     """All heads of a target. Weights are not initialised."""
 
-    def __init__(self, config: MLPSpeculatorConfig, kind: Kind) -> None:
+    def __init__(self, config: MLPSpeculatorConfig, kind: Kind, kernels: Kernels) -> None:
         super().__init__()
+        self._kernels = kernels
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = kind["dtype"], kind["device"]
         inner, vocabulary = config.inner_dim, config.vocab_size
@@ -149,13 +147,16 @@ class MLPSpeculator(nn.Module):
 
     def first_state(self, hidden_BD: Tensor) -> Tensor:
         """[B, D]: what head 0 continues, from the target's last hidden states."""
-        return unit_rms(hidden_BD) / math.sqrt(2) if self.config.scale_input else hidden_BD
+        if not self.config.scale_input:
+            return hidden_BD
+        return self._kernels.scale_to_rms(hidden_BD, math.sqrt(0.5), _NORM_EPS)
 
     def step(self, head: int, state_RS: Tensor, token_ids_R: Tensor) -> Tensor:
         """[R, S]: the state of a head, from the state before it and the token before its own."""
         z_RS = _of(self._proj, head)(state_RS)
-        z_RS = torch.add(z_RS, _of(self._emb, head)(token_ids_R), alpha=self.config.token_share)
-        return F.gelu(_of(self._ln, head)(z_RS))
+        table_VS, norm_2S = _of(self._emb, head).weight.data, _of(self._ln, head).norm_2S
+        share = self.config.token_share
+        return self._kernels.mix_tokens(z_RS, token_ids_R, table_VS, share, norm_2S, _NORM_EPS)
 
     def logits(self, head: int, state_RS: Tensor) -> Tensor:
         """[R, V] of a head, from its own state; of float32, or float64 as the target's."""
@@ -198,17 +199,10 @@ def load_mlp_speculator(
     places = tensor_places(weight_files(path), lambda name: name.removeprefix(_PREFIX))
     if config.tie_weights:
         _leave_out_copies(places, config)
-    speculator = MLPSpeculator(config, Kind(dtype=target.dtype, device=target.device))
+    speculator = MLPSpeculator(config, Kind(dtype=target.dtype, device=target.device), kernels)
     fill_slots(speculator.slots(), places)
     pack_linears(speculator, kernels, quantization)
     return speculator.eval()
-
-
-def unit_rms(x_RS: Tensor) -> Tensor:
-    """[R, S] of x's dtype: x / rms(x), with statistics of float32 at least."""
-    wide_RS = x_RS.to(torch.promote_types(x_RS.dtype, torch.float32))
-    scale_R1 = torch.rsqrt(wide_RS.square().mean(-1, keepdim=True) + _NORM_EPS)
-    return (wide_RS * scale_R1).to(x_RS.dtype)
 
 
 def _of(parts: list[Part], head: int) -> Part:

@@ -253,7 +253,7 @@ class ModelRunner:
             best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
             return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
-        is_finite_R = logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
+        is_finite_R = self.model.kernels.finite_rows(logits_RV)
         grammar_RW = masks.masks_RW if masks is not None else None
         paths = self._paths(step.works, target.rows, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)

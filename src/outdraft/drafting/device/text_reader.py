@@ -195,7 +195,10 @@ class TextReader:
             unread.token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
         )
         features_NF = unread.features_NF
-        states_TD = None if features_NF is None else features_NF[places_T]
-        if states_TD is not None and self._mask_state_D is not None:
-            states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
+        states_TD = None
+        if features_NF is not None:
+            states_TD = features_NF.new_empty(len(places_T), features_NF.shape[1])
+            network.kernels.copy_rows(states_TD, None, features_NF, places_T)
+            if self._mask_state_D is not None:
+                states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
         return network.read(ids_T, states_TD, unread.caches, metadata), metadata, sent_extra

@@ -1,10 +1,15 @@
 """Addresses of tensors and arrays."""
 
 import ctypes
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from outdraft.sampling.batch import SamplingBatch
 
 
 def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
@@ -28,5 +33,25 @@ class Addresses:
 
     def __call__(self, tensor: Tensor, dtype: torch.dtype) -> int:
         """As `address_of`."""
-        self._tensors.append(tensor.contiguous())
-        return address_of(self._tensors[-1], dtype)
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        self._tensors.append(tensor)
+        return address_of(tensor, dtype)
+
+
+class BatchColumns:
+    """Addresses of a batch's columns: the newest batch is the next one too, as a rule."""
+
+    def __init__(
+        self, columns: Callable[["SamplingBatch"], Sequence[tuple[Tensor, torch.dtype]]]
+    ) -> None:
+        self._columns = columns
+        self._newest: tuple[SamplingBatch, Addresses, list[int]] | None = None
+
+    def of(self, sampling: "SamplingBatch") -> list[int]:
+        """In order."""
+        if self._newest is None or self._newest[0] is not sampling:
+            at = Addresses()
+            addresses = [at(column, dtype) for column, dtype in self._columns(sampling)]
+            self._newest = sampling, at, addresses
+        return self._newest[2]

@@ -130,16 +130,22 @@ class NativeRows:
         return places_T, last_rows_W, texts_W
 
     def copy_rows(
-        self, to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+        self,
+        to_ND: Tensor,
+        places_R: Tensor | None,
+        from_TD: Tensor,
+        rows_R: Tensor | None = None,
     ) -> None:
         assert to_ND.dtype is from_TD.dtype, "rows of two dtypes"
         assert to_ND.is_contiguous()
         from_TD = from_TD.contiguous()
+        listed_R = places_R if places_R is not None else rows_R
+        assert listed_R is not None
         self._copy_rows(
-            places_R.shape[0],
+            listed_R.shape[0],
             to_ND.shape[1] * to_ND.element_size(),
             to_ND.data_ptr(),
-            places_R.data_ptr(),
+            None if places_R is None else places_R.data_ptr(),
             from_TD.data_ptr(),
             None if rows_R is None else rows_R.data_ptr(),
         )

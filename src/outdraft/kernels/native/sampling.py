@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.native.arrays import Addresses
+from outdraft.kernels.native.arrays import Addresses, BatchColumns
 from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ class NativeSampling:
         self._gumbel = function("fill_gumbel", 2, 5)
         self._mask = function("mask_forbidden", 3, 3)
         self._process = function("process_rows", 2, 7)
+        self._finite = function("finite_rows", 2, 2)
+        self._columns = BatchColumns(
+            lambda sampling: (
+                (sampling.temperature_B, torch.float32),
+                (sampling.log_min_p_B, torch.float32),
+                (sampling.top_k_B, torch.int64),
+                (sampling.top_p_B, torch.float32),
+            )
+        )
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
         noise_RV = torch.empty(len(keys.seeds_R), vocab_size)
@@ -50,6 +59,13 @@ class NativeSampling:
         )
         return masked_RV
 
+    def finite_rows(self, logits_RV: Tensor) -> Tensor:
+        are_finite_R = torch.empty(logits_RV.shape[0], dtype=torch.bool)
+        at = Addresses()
+        logits = at(logits_RV, torch.float32)
+        self._finite(*logits_RV.shape, logits, are_finite_R.data_ptr())
+        return are_finite_R
+
     def scale_and_cut(
         self, logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch"
     ) -> Tensor:
@@ -59,10 +75,7 @@ class NativeSampling:
             *logits_RV.shape,
             at(logits_RV, torch.float32),
             at(request_R, torch.int64),
-            at(sampling.temperature_B, torch.float32),
-            at(sampling.log_min_p_B, torch.float32),
-            at(sampling.top_k_B, torch.int64),
-            at(sampling.top_p_B, torch.float32),
+            *self._columns.of(sampling),
             processed_RV.data_ptr(),
         )
         return processed_RV

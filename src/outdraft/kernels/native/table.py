@@ -8,6 +8,7 @@ import torch
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.decoder import NativeDecoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
+from outdraft.kernels.native.heads import NativeHeads
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.rows import NativeRows
@@ -52,12 +53,13 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
     sampling, verification = NativeSampling(library), NativeVerification(library)
-    drafting = NativeDrafting(library)
+    drafting, heads = NativeDrafting(library), NativeHeads(library)
     return replace(
         kernels,
         name=library.name,
         gumbel=sampling.gumbel,
         mask_forbidden=sampling.mask_forbidden,
+        finite_rows=sampling.finite_rows,
         scale_and_cut=sampling.scale_and_cut,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,
@@ -67,4 +69,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         compile_decoder=partial(NativeDecoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,
+        add_silu=heads.add_silu,
+        scale_to_rms=heads.scale_to_rms,
+        mix_tokens=heads.mix_tokens,
     )

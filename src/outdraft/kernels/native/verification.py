@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
-from outdraft.kernels.native.arrays import Addresses
+from outdraft.kernels.native.arrays import Addresses, BatchColumns
 from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ class NativeVerification:
         rule, results = [c_int64, c_bool], arrays * 3
         self._verify = library.function(
             "verify", [*[c_int64] * 3, *arrays * 10, *rule, *results], releases_gil=True
+        )
+        self._columns = BatchColumns(
+            lambda sampling: (
+                (sampling.is_greedy_B, torch.bool),
+                (sampling.draws_B, torch.bool),
+                (sampling.seeds_B, torch.int64),
+            )
         )
         self._match = library.function("match_choices", [c_int64, c_int64, *arrays * 4, *results])
         self._requests = library.function(
@@ -48,9 +55,7 @@ class NativeVerification:
             *_tree_addresses(drafts, at),
             None if probs_BNV is None else at(probs_BNV, torch.float32),
             at(drafts.is_sampled_BN, torch.bool),
-            at(sampling.is_greedy_B, torch.bool),
-            at(sampling.draws_B, torch.bool),
-            at(sampling.seeds_B, torch.int64),
+            *self._columns.of(sampling),
             at(num_tokens_B, torch.int64),
             int(rule),
             drafts.sampled_trees,

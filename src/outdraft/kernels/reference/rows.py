@@ -108,10 +108,11 @@ def place_states(
 
 
 def copy_rows(
-    to_ND: Tensor, places_R: Tensor, from_TD: Tensor, rows_R: Tensor | None = None
+    to_ND: Tensor, places_R: Tensor | None, from_TD: Tensor, rows_R: Tensor | None = None
 ) -> None:
-    # Place -1 is the last one.
-    to_ND[places_R] = from_TD if rows_R is None else from_TD[rows_R]
+    from_RD = from_TD if rows_R is None else from_TD[rows_R]
+    # Place -1 is the last one, and so is row -1.
+    to_ND[slice(None) if places_R is None else places_R] = from_RD
 
 
 def read_token_ids(

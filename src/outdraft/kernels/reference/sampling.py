@@ -27,6 +27,10 @@ def mask_forbidden(logits_RV: Tensor, grammar_RW: Tensor) -> Tensor:
     return logits_RV.masked_fill(~is_allowed_RV[:, : logits_RV.shape[1]], _MASKED)
 
 
+def finite_rows(logits_RV: Tensor) -> Tensor:
+    return logits_RV.amax(1).abs() < torch.inf  # the largest is NaN where any is
+
+
 def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch") -> Tensor:
     logits_RV = apply_temperature(logits_RV, sampling.temperature_B[request_R])
     if sampling.needs_min_p:

@@ -1,7 +1,7 @@
 """The table whose entries are all readable."""
 
 from outdraft.kernels.ops import Kernels
-from outdraft.kernels.reference import noise, rows, sampling, verification
+from outdraft.kernels.reference import heads, noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.drawn_level import draw_level, grow
@@ -23,6 +23,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         place_level=rows.place_level,
         draw_level=draw_level,
         grow=grow,
+        add_silu=heads.add_silu,
+        scale_to_rms=heads.scale_to_rms,
+        mix_tokens=heads.mix_tokens,
         shape_rows=rows.shape_rows,
         place_states=rows.place_states,
         copy_rows=rows.copy_rows,
@@ -33,6 +36,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         suffix_texts=ReferenceSuffixTexts,
         gumbel=noise.gumbel,
         mask_forbidden=sampling.mask_forbidden,
+        finite_rows=sampling.finite_rows,
         scale_and_cut=sampling.scale_and_cut,
         requests_of_rows=verification.requests_of_rows,
         match=verification.match,

@@ -1,0 +1,114 @@
+// What draft heads compute between their products, each row by itself. Statistics and all numbers on
+// the way are float32; what is stored is rounded once. The readable twin is
+// src/outdraft/kernels/reference/heads.py.
+
+#include <cmath>
+#include <type_traits>
+#include <vector>
+
+#include "export.h"
+#include "linear.h"
+#include "vector_math.h"
+
+namespace outdraft {
+namespace {
+
+// to = compute(read), where read(from) gives the numbers of `from` that belong to a vector of `to`. What
+// is left behind the vectors is computed as the first number of one: it is the same wherever it
+// stands.
+template <class Number, class Compute>
+void for_row(int64_t size, Number* to, const Compute& compute) {
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) {
+    put(to + i, compute([i](const auto* from) { return numbers(from + i); }));
+  }
+  for (; i < size; ++i) {
+    put(to + i, compute([i](const auto* from) { return broadcast(number(from + i)); })[0]);
+  }
+}
+
+Floats magnitude(Floats x) { return x < 0.0f ? -x : x; }
+
+// erf within 2e-7 (Abramowitz and Stegun 1964, 7.1.26).
+Floats erf_of(Floats x) {
+  const Floats size = magnitude(x), t = 1.0f / (size * 0.3275911f + 1.0f);
+  Floats series = broadcast(1.061405429f);
+  for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f, 0.0f}) {
+    series = fused(series, t, broadcast(factor));
+  }
+  const Floats positive = 1.0f - series * exp_of(-size * size);
+  return x < 0.0f ? -positive : positive;
+}
+
+// x times the normal distribution's share below x (Hendrycks, Gimpel 2016).
+Floats gelu_of(Floats x) { return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f); }
+
+// 1 / rms(x).
+template <class Number>
+float inverse_rms(const Number* x, int64_t size, float eps) {
+  Floats sums = {};
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) {
+    const Floats part = numbers(x + i);
+    sums = fused(part, part, sums);
+  }
+  float sum = sum_of(sums);
+  for (; i < size; ++i) sum += number(x + i) * number(x + i);
+  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+}
+
+}  // namespace
+}  // namespace outdraft
+
+using outdraft::Floats;
+
+// As `AddSilu` of draft_ops.py: numbers of any shape.
+OUTDRAFT_EXPORT void add_silu(int64_t size, bool is_bf16, const void* x, const void* y, void* to) {
+  using namespace outdraft;
+  with_numbers(to, is_bf16, [&](auto* out) {
+    using Number = std::remove_pointer_t<decltype(out)>;
+    const auto *base = static_cast<const Number*>(x), *gate = static_cast<const Number*>(y);
+    for_row(size, out, [&](const auto& read) -> Floats {
+      const Floats g = read(gate);
+      return read(base) + g / (exp_of(-g) + 1.0f);
+    });
+  });
+}
+
+// As `ScaleToRms` of draft_ops.py: rows [R, S].
+OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, float rms, float eps,
+                                  const void* x, void* to) {
+  using namespace outdraft;
+  with_numbers(to, is_bf16, [&](auto* out) {
+    using Number = std::remove_pointer_t<decltype(out)>;
+    const auto* from = static_cast<const Number*>(x);
+    for (int64_t at = 0; at < num_rows * size; at += size) {
+      const Floats scale = broadcast(rms * inverse_rms(from + at, size, eps));
+      for_row(size, out + at, [&](const auto& read) -> Floats { return read(from + at) * scale; });
+    }
+  });
+}
+
+// As `MixTokens` of draft_ops.py: rows [R, S].
+OUTDRAFT_EXPORT void mix_tokens(int64_t num_rows, int64_t size, bool is_bf16, float share, float eps,
+                                const void* z, const void* embedding, const int64_t* ids,
+                                const void* weight, const void* bias, void* to) {
+  using namespace outdraft;
+  std::vector<float> mixed(static_cast<size_t>(size));
+  with_numbers(to, is_bf16, [&](auto* out) {
+    using Number = std::remove_pointer_t<decltype(out)>;
+    const auto *rows = static_cast<const Number*>(z), *table = static_cast<const Number*>(embedding);
+    const auto *scales = static_cast<const Number*>(weight), *shifts = static_cast<const Number*>(bias);
+    for (int64_t r = 0; r < num_rows; ++r) {
+      const Number *row = rows + r * size, *token = table + ids[r] * size;
+      for_row(size, mixed.data(), [&](const auto& read) -> Floats {
+        return fused(read(token), broadcast(share), read(row));
+      });
+      const Floats scale = broadcast(inverse_rms(mixed.data(), size, eps));
+      const float* x = mixed.data();
+      for_row(size, out + r * size, [&](const auto& read) -> Floats {
+        return gelu_of(fused(read(x) * scale, read(scales), read(shifts)));
+      });
+    }
+  });
+}
