@@ -95,6 +95,7 @@ def test_grants_keep_to_what_is_allowed(seed: int):
         assert sum(grant.rows for grant in decision.grants) <= facts.max_rows
         assert decision.row_cap <= facts.max_rows
         known = {one.request_id: one for one in requests}
+        assert len({g.shape for g in decision.grants if g.source == "eagle3"}) <= 1
         for grant in decision.grants:
             one = known[grant.request_id]
             is_network = grant.source == one.network

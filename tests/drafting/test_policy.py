@@ -451,6 +451,25 @@ def test_near_its_end_a_request_gets_the_first_levels_of_a_tree():
     assert numbers == {1: 0, 2: 3, 3: 5, 4: 6, 5: 6, 6: 6, 7: 6, 8: 6}
 
 
+def test_a_network_with_a_tree_is_offered_with_chains_beside_it():
+    tree = ModelDrafting(levels=(3, 2, 1), max_kept=0)
+    granted = [Grant("a", "draft_model", 2, 5, 0, shape=tree.levels)]
+    control = Scripted(lambda facts: granted)
+    config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=6)
+    limits = DrafterLimits(100, tree, chain=MODEL_CHAIN, max_chain=4)
+    ours = DraftPolicy(config, [], limits, control, max_num_seqs=8)
+    choice = ours.choose([request("a")], 1, ROOM)["a"]
+    assert (choice.num_model_drafts, choice.model, choice.stop) == (5, tree, None)
+    granted[:] = [Grant("a", "draft_model", 4, 4, 0)]
+    control.wants_margins = True
+    choice = ours.choose([request("a")], 1, ROOM)["a"]
+    assert (choice.num_model_drafts, choice.model) == (4, MODEL_CHAIN)
+    assert choice.stop is not None
+    one = control.facts[0].requests[0]
+    assert one.shapes == (tree.levels, ())
+    assert (one.most_levels(tree.levels), one.most_levels(()), one.can_stop) == (3, 4, True)
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
 def test_a_request_that_names_a_source_gets_no_other(method):
     everyone = {"a": draft(4)}

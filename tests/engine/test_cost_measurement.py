@@ -56,24 +56,23 @@ def test_rows_that_nobody_measured_follow_the_prior():
     assert stretched(prior, {}) == prior
 
 
-@pytest.mark.parametrize("levels", [(1,) * 5, (3, 4, 2)])
-def test_a_networks_costs_without_noise_are_what_was_true(levels):
-    width = sum(levels[:-1]) / (len(levels) - 1)
-
+@pytest.mark.parametrize("tree", [(), (3, 5, 2)])
+def test_a_networks_costs_without_noise_are_what_was_true(tree):
     def truth(step):
         draft_s = 5e-5  # of the host
         if step.is_network:
             context_s = 1e-7 * (tokens(step) - SHORT * step.num_requests)
-            num_passes = len(levels) if step.num_drafts(0) > 1 else 1
-            further = (num_passes - 1) * 1e-4 * step.num_requests * width
-            first = 1e-4 * step.num_requests * width
-            draft_s += 8e-4 + first + further + context_s * num_passes + 1e-5 * step.lag
+            further = [0] * (step.num_drafts(0) - 1)  # rows beyond one for each request
+            if step.is_tree:
+                further = [rows - 1 for rows in tree[:-1]]
+            passes = [1e-4 * step.num_requests * (1 + more) for more in (0, *further)]
+            draft_s += 8e-4 + sum(passes) + context_s * len(passes) + 1e-5 * step.lag
         return draft_s, 1.0, 1.0
 
-    steps = DrafterSteps(COUNTS, NUM_LONG, levels=levels, max_passes=63, reads_texts=True)
+    steps = DrafterSteps(COUNTS, NUM_LONG, depth=4, tree=tree, max_passes=63, reads_texts=True)
     cost = steps.fitted(measured_as(steps.wanted, truth), PRIOR.drafters["eagle3"])
-    rows = [max(1, round(count * width)) for count in COUNTS]
-    assert cost.passes.at(np.array(rows)) == pytest.approx([1e-4 * n * width for n in COUNTS])
+    rows = np.array([*COUNTS, *(4 * count for count in COUNTS if tree)])  # 4: the mean of 3 and 5
+    assert cost.passes.at(rows) == pytest.approx(1e-4 * rows)
     assert cost.start_s == pytest.approx(8e-4)
     assert cost.catch_up.at(np.array([0, 1, *LAGS])) == pytest.approx(
         [0, 1e-5, *(1e-5 * lag for lag in LAGS)]
@@ -82,7 +81,7 @@ def test_a_networks_costs_without_noise_are_what_was_true(levels):
 
 
 def test_heads_take_one_pass_and_have_nothing_to_catch_up_with():
-    steps = DrafterSteps(COUNTS, NUM_LONG, levels=(1, 1, 1), max_passes=1, reads_texts=False)
+    steps = DrafterSteps(COUNTS, NUM_LONG, depth=3, tree=(2, 1), max_passes=1, reads_texts=False)
 
     def truth(step):
         return (1e-3 if step.is_network else 1e-4), 1.0, 1.0
@@ -99,10 +98,13 @@ def test_any_noise_gives_a_table(data):
     """Curves refuse times that fall or are negative, so that building one is the claim."""
     counts = COUNTS[: data.draw(st.integers(1, len(COUNTS)))]
     target = TargetSteps(counts, NUM_LONG)
-    levels = data.draw(st.sampled_from([(1,), (1,) * 5, (2, 3, 1)]))
-    max_passes = data.draw(st.sampled_from([1, 63]))
     network = DrafterSteps(
-        counts, NUM_LONG, levels=levels, max_passes=max_passes, reads_texts=data.draw(st.booleans())
+        counts,
+        NUM_LONG,
+        depth=data.draw(st.sampled_from([1, 4])),
+        tree=data.draw(st.sampled_from([(), (3,), (2, 3, 1)])),
+        max_passes=data.draw(st.sampled_from([1, 63])),
+        reads_texts=data.draw(st.booleans()),
     )
     samples: dict[Step, Samples] = {}
     for step in {*target.wanted, *network.wanted}:

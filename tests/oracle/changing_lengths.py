@@ -4,12 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.control.facts import (
     Decision,
     Grant,
     Reason,
     RequestFacts,
     ShadowOutcome,
+    Shape,
     StepFacts,
     StepOutcome,
     StopRule,
@@ -34,6 +36,7 @@ class ChangingLengths:
         self.num_mixed = 0  # steps in which requests drafted different levels
         self.num_observed = self.num_passed = 0
         self.num_shadows = 0
+        self.shapes: set[Shape] = set()  # of the network's drafts
 
     @property
     def wants_offers(self) -> bool:
@@ -49,6 +52,10 @@ class ChangingLengths:
 
     @property
     def wants_plain_time(self) -> bool:
+        return False
+
+    @property
+    def has_wrong_costs(self) -> bool:
         return False
 
     def observe_plain(
@@ -75,7 +82,10 @@ class ChangingLengths:
         self.num_shadows += len(shadows)
 
     def decide(self, facts: StepFacts) -> Decision:
-        grants = [grant for one in facts.requests if (grant := self._grant(one)) is not None]
+        shapes = [shape for one in facts.requests if one.network for shape in one.shapes]
+        shape = shapes[self._rng.integers(len(shapes))] if shapes else None  # one in a step
+        found = [self._grant(one, shape) for one in facts.requests]
+        grants = [grant for grant in found if grant is not None]
         offered = [one.request_id for one in facts.requests if one.offers]
         shadows = tuple(one for one in offered if self._rng.random() < 0.5)
         rows = int(sum(grant.rows for grant in grants) * self._rng.uniform(0.5, 1.5))
@@ -100,6 +110,8 @@ class ChangingLengths:
             # A small tree may be as deep as the largest one of its step.
             most = deepest if grant.shape else grant.levels
             assert 0 <= draft.accepted <= draft.drafted <= most
+            if grant.source in NETWORK_SOURCES:
+                self.shapes.add(grant.shape)
             self.num_stopped += 0 < len(draft.margins) > draft.drafted
             self.lengths.add((str(grants[draft.request_id].source), draft.drafted))
         self.num_mixed += len({draft.drafted for draft in outcome.drafts}) > 1
@@ -109,10 +121,10 @@ class ChangingLengths:
     def forget(self, request_id: str) -> None:
         """It knows no request."""
 
-    def _grant(self, one: RequestFacts) -> Grant | None:
+    def _grant(self, one: RequestFacts, network_shape: Shape | None) -> Grant | None:
         ways = [(offer.source, offer.length, offer.shape) for offer in one.offers]
-        if one.network is not None:
-            ways += [(one.network, one.most_levels(shape), shape) for shape in one.shapes]
+        if one.network is not None and network_shape is not None:
+            ways.append((one.network, one.most_levels(network_shape), network_shape))
         if not ways or not one.max_drafts or self._rng.random() < 0.2:
             return None
         source, most, shape = ways[self._rng.integers(len(ways))]
@@ -121,7 +133,8 @@ class ChangingLengths:
             return None
         rows = sum(shape[:levels]) if shape else levels
         stop = None
-        if source == one.network and one.can_stop and self._rng.random() < 0.5:
+        is_chain = source == one.network and not shape
+        if is_chain and one.can_stop and self._rng.random() < 0.5:
             stop = StopRule(*self._rng.normal(0.5, 0.5, (2, levels)).tolist())
         source = DraftSource(source)
         return Grant(one.request_id, source, levels, rows, 0.0, 0, one.rule, shape, stop)

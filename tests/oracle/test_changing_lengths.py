@@ -13,6 +13,8 @@ from outdraft.engine.build import warm_up
 from tests.oracle.changing_lengths import ChangingLengths
 from tests.oracle.engines import (
     METHODS,
+    NETWORKS,
+    TREE,
     engine,
     greedy,
     greedy_oracle,
@@ -95,6 +97,15 @@ def test_the_policy_here_really_changes_sources_and_lengths(method: str):
     assert control.num_mixed > 5
     assert control.num_stopped > 5
     assert control.num_shadows > 5
+
+
+@pytest.mark.parametrize("method", [name for name in NETWORKS if name.endswith("-tree")])
+def test_chains_and_trees_take_turns_and_change_no_greedy_text(method: str):
+    llm = engine(FAMILY, method, num_drafts=4)
+    control = llm.engine.drafting.control = ChangingLengths(2)
+    assert ids(run(llm, prompts_of(LENGTHS), greedy(50))) == greedy_oracle(FAMILY, LENGTHS, 50)
+    assert control.shapes == {(), tuple(TREE["tree_levels"])}
+    assert control.num_stopped > 0
 
 
 @pytest.mark.parametrize("method", ["combined", "eagle3", "medusa-tree", "suffix-tree"])

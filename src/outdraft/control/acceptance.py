@@ -26,6 +26,7 @@ LEANING = 2.0  # information of the level above; about 10 labels
 MAX_INFORMATION = 100.0  # about 500 labels, of a request that drafts alone
 NEWS_INFORMATION = 3.0  # what is left of it when chances turn out wrong
 UNSEEN = 0.998  # of a level's information, per draft that did not reach it
+OTHER_SHAPE = 0.9995  # of all, per draft of the same network in another shape
 OFFSET_INFORMATION = 8.0  # of "no offset"; about 40 labels
 MAX_OFFSET_INFORMATION = 50.0
 MAX_OFFSET = 4.0
@@ -135,6 +136,16 @@ class NetworkCurve:
         self._surprise = Surprise()
 
     @property
+    def information(self) -> float:
+        """About the first level."""
+        return self._levels[0].information if self._levels else 0.0
+
+    @property
+    def logits(self) -> list[float]:
+        """By level, for a request of which nothing is known."""
+        return [level.logit for level in self._levels]
+
+    @property
     def chances(self) -> list[float]:
         """By level, for a request of which nothing is known."""
         return [sigmoid(level.logit) for level in self._levels]
@@ -147,13 +158,15 @@ class NetworkCurve:
         return self.all_survivals([request_id], optimism=optimism)[0][:num_levels]
 
     def all_survivals(
-        self, request_ids: Sequence[str], *, optimism: bool = False
+        self, request_ids: Sequence[str], *, optimism: bool = False, most_known: float = 0.0
     ) -> list[list[float]]:
-        """`survivals` of all levels, by request."""
-        hope = 0.0
-        if optimism and self._levels:
-            known = self._levels[0].information + LEANING
-            hope = max(0.0, known**-0.5 - FIRM_INFORMATION**-0.5)
+        """`survivals` of all levels, by request.
+
+        most_known: information about another shape. A shape that is known less is hoped for.
+        """
+        firm = FIRM_INFORMATION if optimism else min(FIRM_INFORMATION, most_known + LEANING)
+        known = self.information + LEANING
+        hope = max(0.0, known**-0.5 - firm**-0.5)
         offsets = [hope + self._offset(request_id) for request_id in request_ids]
         if len(offsets) < FEW:
             return [self._survivals(offset) for offset in offsets]
@@ -225,6 +238,14 @@ class NetworkCurve:
         self.num_labels += num_tokens
         self._spread(before, len(before))
         offset.observe(sum(error for error, _ in errors), sum(spread for _, spread in errors))
+
+    def follow(self, moved: Sequence[float]) -> None:
+        """Drafts of another shape moved its levels by so much. It is long ago that this shape was
+        seen."""
+        self._stop_parts = None
+        for level, by in zip(self._levels, moved, strict=False):
+            level.follow(by)
+            level.information *= OTHER_SHAPE
 
     def doubt(self, information: float) -> None:
         """Let what was learned count for little, so that the next labels decide."""

@@ -145,12 +145,14 @@ def best_plan(options: Sequence[Sequence[Option]], prices: Prices) -> Plan:
             if (one := _most_valuable([o for o in own if not o.is_network], slope, 0.0)) is not None
         ]
         plans = [_best_pooled(host, prices)] if host else []
-        if any(one.is_network for _, own in drafting for one in own):
-            share = _pass_share(prices, len(drafting))
+        share = prices.rate * _pass_share(prices, len(drafting))
+        # A network drafts one shape in a step: whoever chooses it shares its passes.
+        for shape in dict.fromkeys(o.shape for _, own in drafting for o in own if o.is_network):
             mixed = [
                 (index, one)
                 for index, own in drafting
-                if (one := _most_valuable(own, slope, prices.rate * share, prices.rate)) is not None
+                if (fitting := [o for o in own if not o.is_network or o.shape == shape])
+                and (one := _most_valuable(fitting, slope, share, prices.rate)) is not None
             ]
             if mixed:
                 plans.append(_best_pooled(mixed, prices))
@@ -273,7 +275,8 @@ class _Levels:
             at = np.flatnonzero((self.depth_I == depth) & (pass_rows_I > 0))
             if len(at) == 0:
                 continue
-            times = prices.pass_N[pass_rows_I[at].cumsum()]
+            rows = pass_rows_I[at].cumsum()  # what is beyond the prices has too many rows anyway
+            times = prices.pass_N[np.minimum(rows, len(prices.pass_N) - 1)]
             added = times.copy()
             added[1:] -= times[:-1]
             added[0] += prices.start_s if depth == 1 else 0.0

@@ -87,12 +87,23 @@ class Estimates:
             if grant.source == networks[draft.request_id]:
                 curve = self.network(grant.source, grant.rule, grant.shape)
                 curve.memory = MAX_INFORMATION * max(1.0, min(count, LEARNED) / 2)
+                before = curve.logits if len(self.networks) > 1 else []
                 curve.teach(draft.request_id, draft.taught, draft.taught_accepted)
                 excess += curve.observe(draft)
+                if before:
+                    self._tell_others(grant, before)
             else:
                 self.host(grant.source).observe(grant.match_length, draft.drafted, draft.accepted)
         self.observe_shadows(outcome.shadows)
         return excess
+
+    def _tell_others(self, grant: Grant, before: list[float]) -> None:
+        """Curves of other shapes learn from a draft of this one; `before`: its logits by level."""
+        after = self.network(grant.source, grant.rule, grant.shape).logits
+        moved = [new - old for new, old in zip(after, before, strict=True)]
+        for (source, rule, shape), curve in self.networks.items():
+            if (source, rule) == (grant.source, grant.rule) and shape != grant.shape:
+                curve.follow(moved)
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:
         for shadow in shadows:
@@ -164,8 +175,14 @@ class _Survivals:
                     key = request.network, request.rule, shape
                     ids.setdefault(key, []).append(request.request_id)
         self._known: dict[CurveKey, dict[str, list[float]]] = {}
+        most: dict[tuple[str, str], float] = {}
+        for network, rule, shape in ids:
+            known = estimates.network(network, rule, shape).information
+            most[network, rule] = max(known, most.get((network, rule), 0.0))
         for key, own in ids.items():
-            rows = estimates.network(*key).all_survivals(own, optimism=optimism)
+            rows = estimates.network(*key).all_survivals(
+                own, optimism=optimism, most_known=most[key[:2]]
+            )
             self._known[key] = dict(zip(own, rows, strict=True))
 
     def find(self, request: RequestFacts, shape: Shape) -> list[float]:

@@ -53,7 +53,8 @@ class RequestFacts:
         offers: what sources of the host have for it.
         network: the network that may draft for it.
         rule: how its drafts are verified; acceptance is learned for each rule apart.
-        shapes: what the network can draft.
+        shapes: what the network can draft, the configured one first; one for all drafts of a step.
+        max_chain: most levels of its chains.
         lag_tokens: settled tokens that the network has not read, beyond those of a usual step.
         can_stop: whether the network ends a chain by its own confidence.
     """
@@ -68,6 +69,7 @@ class RequestFacts:
     shapes: tuple[Shape, ...] = (CHAIN,)
     lag_tokens: int = 0
     can_stop: bool = True
+    max_chain: int = 1 << 30
 
     @property
     def most_rows(self) -> int:
@@ -80,7 +82,7 @@ class RequestFacts:
         """Levels of a network's draft that there are rows and tokens left for."""
         most = min(self.max_drafts, self.max_tokens - 1)
         if not shape:
-            return max(0, most)
+            return max(0, min(most, self.max_chain))
         levels = rows = 0
         for count in shape[: max(0, self.max_tokens - 1)]:
             rows += count

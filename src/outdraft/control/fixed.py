@@ -104,7 +104,7 @@ class FixedLength:
             source, rows, shape = offer.source, offer.num_rows(levels), offer.shape
             match_length = offer.match_length
         elif request.network is not None:
-            [shape] = request.shapes
+            shape = request.shapes[0]
             levels = min(self.num_drafts, request.most_levels(shape))
             source, rows = request.network, sum(shape[:levels]) if shape else levels
         else:

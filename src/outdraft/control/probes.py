@@ -165,7 +165,7 @@ def _picks(options: Sequence[Sequence[Option]], chosen: Sequence[int], depth: in
     picks = list[Pick]()
     for index in chosen:
         network = next((option for option in options[index] if option.is_network), None)
-        if network is not None:
+        if network is not None and (not picks or network.shape == picks[0].option.shape):
             picks.append(Pick(index, network, min(depth, len(network.survivals))))
     return picks
 

@@ -69,7 +69,11 @@ class DrafterLimits:
 
     Attributes:
         max_len: most tokens of a text, the drafts included.
-        max_drafts: most drafts in one step.
+        drafting: of trees, if the configuration has one.
+        chain: of chains, which it may draft instead in a whole step; None: it only drafts these, or
+            no chains at all.
+        max_drafts: most drafts in one step, and
+        max_chain: of a chain.
         lag_tokens: tokens that it would have to read now beyond those of a usual step.
     """
 
@@ -77,10 +81,17 @@ class DrafterLimits:
     drafting: ModelDrafting = MODEL_CHAIN
     max_drafts: int = MAX_DRAFTS
     lag_tokens: Callable[[Request], int] = lambda request: 0
+    chain: ModelDrafting | None = None
+    max_chain: int = MAX_DRAFTS
 
     @property
-    def shape(self) -> Shape:
-        return self.drafting.levels or CHAIN
+    def shapes(self) -> tuple[Shape, ...]:
+        """The configured one first."""
+        return (
+            (self.drafting.levels or CHAIN,)
+            if self.chain is None
+            else (self.drafting.levels, CHAIN)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,9 +386,10 @@ class DraftPolicy:
             tuple(offer(source, draft) for source, draft in drafts.items()),
             network,
             known.rule,
-            (drafter.shape,) if drafter is not None else (CHAIN,),
+            drafter.shapes if drafter is not None else (CHAIN,),
             lag,
-            can_stop=drafter is not None and not drafter.shape,
+            can_stop=drafter is not None and CHAIN in drafter.shapes,
+            max_chain=drafter.max_chain if drafter is not None else 0,
         )
 
     def _cast_shadows(
@@ -411,6 +423,8 @@ class DraftPolicy:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
         assert self._drafter is not None
         drafting, stop = self._drafter.drafting, None
+        if grant.shape == CHAIN and self._drafter.chain is not None:
+            drafting = self._drafter.chain
         if grant.stop is not None:
             stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
         elif self.control.wants_margins and not drafting.is_tree:

@@ -126,6 +126,8 @@ def _drafter_limits(
         proposer.drafting,
         max_drafts=proposer.max_drafts,
         lag_tokens=lag_tokens,
+        chain=proposer.chain,
+        max_chain=proposer.max_chain,
     )
 
 

@@ -159,32 +159,45 @@ class DrafterSteps:
         counts: Sequence[int],
         num_long: int,
         *,
-        levels: Sequence[int],
+        depth: int,
+        tree: Sequence[int],
         max_passes: int,
         reads_texts: bool,
     ) -> None:
         """
         Args:
             counts, num_long: as TargetSteps.
-            levels: rows of each level that the network is to draft.
+            depth: levels of the chains that the network is to draft.
+            tree: rows of each level of its trees; (): it has none.
             max_passes: of a draft, however deep it is.
             reads_texts: the network has to read what it drafts behind.
         """
         self._counts, self._num_long = counts, num_long
-        self._num_passes = min(len(levels), max_passes)
-        # Rows of a further pass for each request: those of the level above.
-        self._width = sum(levels[:-1]) / max(1, len(levels) - 1)
-        rows = 1 + sum(levels)
+        self._num_passes = min(depth, max_passes)
+        # Rows of a tree's further passes for each request: those of the levels above.
+        self._further = tree[: max(0, min(len(tree), max_passes) - 1)]
+        rows = 1 + depth
         self._plain = {count: Step(count, count) for count in counts}
         self._first = {count: Step(count, 2 * count, is_network=True) for count in counts}
         self._whole = {count: Step(count, count * rows, is_network=True) for count in counts}
+        size = 1 + sum(tree)
+        self._trees = {
+            count: Step(count, count * size, is_network=True, is_tree=True)
+            for count in (counts if self._further else ())
+        }
         self._long = Step(1, rows, is_network=True, is_long=True)
         self._lags = {
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
             for lag in ((0, *LAGS) if reads_texts else ())
         }
         alone, *others = (
-            [self._plain[count], self._whole[count], self._first[count]] for count in counts
+            [
+                self._plain[count],
+                self._whole[count],
+                self._first[count],
+                *([self._trees[count]] if self._trees else []),
+            ]
+            for count in counts
         )
         long = [*([self._long] if reads_texts else []), *self._lags.values()]
         self.wanted = list(dict.fromkeys(chain(alone, long, *others)))
@@ -207,8 +220,12 @@ class DrafterSteps:
                 passes[count] = whole_s
                 continue
             pass_s = max(0.0, whole_s - first_s) / (self._num_passes - 1)
-            passes[max(1, round(count * self._width))] = pass_s
+            passes[count] = pass_s
             starts.append(first_s - pass_s)
+            if self._trees and (tree_s := own_s(self._trees[count])) is not None:
+                number = len(self._further)
+                rows = round(count * sum(self._further) / number)
+                passes.setdefault(rows, max(0.0, tree_s - first_s) / number)
         if not passes:
             return prior
         context_s = 0.0

@@ -28,12 +28,14 @@ class Step:
         num_rows: newest tokens and drafts.
         is_network: the network drafts; else the drafts are the host's.
         is_long: one request with a long text; else the texts are short.
+        is_tree: the network drafts a tree, else a chain.
         lag: tokens that the network has not read, beyond those of a usual step.
     """
 
     num_requests: int
     num_rows: int
     is_network: bool = False
+    is_tree: bool = False
     is_long: bool = False
     lag: int = 0
 
@@ -139,7 +141,8 @@ class ScratchSteps:
         if not step.is_network:
             return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count)))
         assert self._runner.proposer is not None
-        drafting = self._runner.proposer.drafting
+        proposer = self._runner.proposer
+        drafting = proposer.drafting if step.is_tree else proposer.chain or proposer.drafting
         return DraftChoice(drafting.source, num_model_drafts=count, model=drafting)
 
     def _ids(self, count: int) -> list[int]:

@@ -164,7 +164,8 @@ class _Measuring:
         drafter = DrafterSteps(
             request_counts(steps),
             steps.num_long,
-            levels=proposer.drafting.levels or (1,) * min(DEPTH, proposer.max_drafts),
+            depth=min(DEPTH, proposer.max_chain),
+            tree=proposer.drafting.levels,
             max_passes=proposer.max_passes,
             reads_texts=loaded.layers is not None,
         )

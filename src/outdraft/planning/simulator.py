@@ -14,6 +14,7 @@ import numpy as np
 
 from outdraft.control.costs import CostTable
 from outdraft.control.facts import (
+    CHAIN,
     Decision,
     DraftOutcome,
     Grant,
@@ -24,7 +25,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
-from outdraft.planning.worlds import NETWORK, HostTruth, Scenario, World
+from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
 MAX_ROWS = 16384  # of a pass
@@ -154,6 +155,7 @@ class Simulator:
             self._context(request),
             offers,
             NETWORK if world.network is not None else None,
+            shapes=(self.scenario.tree, CHAIN) if self.scenario.tree else (CHAIN,),
             lag_tokens=min(request.lag, self.scenario.window),
         )
 
@@ -273,6 +275,7 @@ class _Drafts:
         self.seconds = 0.0
         self._margins: dict[str, list[float]] = {}
         live = [grant for grant in grants if grant.source == NETWORK]
+        assert len({grant.shape for grant in live}) <= 1, "a network drafts one shape in a step"
         lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
         if live:
             self.seconds = times.start_s + times.catch_up[min(lag, MAX_ROWS - 1)]
@@ -284,19 +287,21 @@ class _Drafts:
         level = 0
         while live:
             if level < self._times.max_passes:
-                self.seconds += self._times.passes[len(live)]
+                rows = sum(_rows_at(grant, level - 1) if level else 1 for grant in live)
+                self.seconds += self._times.passes[rows]
             going_on = list[Grant]()
             for grant in live:
                 request = self.requests[grant.request_id]
                 margin = request.noise(request.num_tokens + level)[2]
-                self._margins.setdefault(request.id, []).append(margin)
+                if not grant.shape:
+                    self._margins.setdefault(request.id, []).append(margin)
                 if grant.stop is not None:
                     score = grant.stop.weights[level] * margin + grant.stop.biases[level]
                     survival[request.id] /= 1 + math.exp(-score)
                     if survival[request.id] < decision.price or self.num_rows >= decision.row_cap:
                         continue
                 self.levels[request.id] += 1
-                self.num_rows += 1
+                self.num_rows += _rows_at(grant, level)
                 if self.levels[request.id] < self.most[request.id]:
                     going_on.append(grant)
             live, level = going_on, level + 1
@@ -305,10 +310,11 @@ class _Drafts:
         """How the draft fares, and how many tokens were to be expected of it."""
         drafted, accepted, survival, expected = self.levels[request.id], 0, 1.0, 0.0
         is_network = grant.source == NETWORK
+        truth = self._world.tree if grant.shape else self._world.network
         for level in range(drafted):
             noise = request.noise(request.num_tokens + level)
             if is_network:
-                chance = _network_chance(self._world, request, level, noise[2])
+                chance = _network_chance(truth, request, level, noise[2])
             else:
                 assert self._world.host is not None
                 chance = self._world.host.chance(grant.match_length)
@@ -316,22 +322,28 @@ class _Drafts:
             expected += survival
             if accepted == level and noise[0 if is_network else 1] < chance:
                 accepted += 1
-        taught, right = self._taught(request) if is_network else (0, 0.0)
+        taught, right = self._taught(request, truth) if is_network else (0, 0.0)
         margins = tuple(self._margins.get(request.id, ()))
         return DraftOutcome(request.id, drafted, accepted, margins, taught, right), expected
 
-    def _taught(self, request: _Request) -> tuple[int, float]:
+    def _taught(self, request: _Request, truth: Acceptance | None) -> tuple[int, float]:
         count = min(request.lag, self._scenario.window, 128) if self._scenario.teaches else 0
         places = [request.noise(request.num_tokens - 1 - back) for back in range(count)]
-        chances = [_network_chance(self._world, request, 0, noise[2]) for noise in places]
+        chances = [_network_chance(truth, request, 0, noise[2]) for noise in places]
         right = sum(noise[0] < chance for noise, chance in zip(places, chances, strict=True))
         return count, float(right)
 
 
-def _network_chance(world: World, request: _Request, level: int, margin: float) -> float:
-    assert world.network is not None
-    score = world.network.logit(level, request.index)
-    score += world.network.margin_weight * (margin - 2.0)
+def _rows_at(grant: Grant, level: int) -> int:
+    return grant.shape[level] if grant.shape else 1
+
+
+def _network_chance(
+    truth: Acceptance | None, request: _Request, level: int, margin: float
+) -> float:
+    assert truth is not None
+    score = truth.logit(level, request.index)
+    score += truth.margin_weight * (margin - 2.0)
     return 1 / (1 + math.exp(-score))
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from outdraft.control.costs import CostTable
+from outdraft.control.facts import Shape
 
 NETWORK = "network"  # the source of a simulated network's drafts
 
@@ -70,11 +71,13 @@ class World:
     Attributes:
         table: what steps take.
         target_factor, draft_factor: on the table's times, as machines slow down and speed up.
-        network: None: there is none.
+        network: of its chains; None: there is no network.
+        tree: of its trees.
     """
 
     table: CostTable
     network: Acceptance | None = None
+    tree: Acceptance | None = None
     host: HostTruth | None = None
     target_factor: float = 1.0
     draft_factor: float = 1.0
@@ -88,6 +91,7 @@ class Scenario:
         noise: standard deviation of the logarithm of a pass's time.
         teaches: catching up tells how likely the network would have drafted the text.
         window: most tokens that the network ever has to catch up with.
+        tree: rows of each level of the network's trees; (): it drafts chains only.
     """
 
     load: Load
@@ -97,3 +101,4 @@ class Scenario:
     noise: float = 0.02
     teaches: bool = True
     window: int = 1 << 30
+    tree: Shape = ()

@@ -23,6 +23,7 @@ class DraftModelAsk:
         stop: where its chain may end before it has num_drafts; None: nowhere.
         num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
             cache is by so much smaller than in the text.
+        levels: rows of each level of its tree; (): a chain.
     """
 
     state_row: int
@@ -33,3 +34,4 @@ class DraftModelAsk:
     masks: tuple[int, ...] = ()
     stop: LiveStop | None = None
     num_missing: int = 0
+    levels: tuple[int, ...] = ()

@@ -61,11 +61,16 @@ class Drafter(Protocol):
 
 
 class DeviceProposer:
-    """Makes drafts of one shape with a drafter.
+    """Makes drafts with a drafter: chains, or trees of one shape; never both in one step.
+
+    All requests of a step grow level by level, in the same passes, and a chain takes passes for
+    levels that a tree with as many rows has not.
 
     Attributes:
-        drafting: as the drafter's, of this shape.
+        drafting: as the drafter's, of trees if there is a shape.
+        chain: of chains instead; None: all drafts are chains.
         max_drafts: most drafts of one request in one step.
+        max_chain: most of a chain.
         max_passes: most passes of the network in one step.
     """
 
@@ -80,20 +85,24 @@ class DeviceProposer:
         """
         self.drafter = drafter
         self._kernels = kernels
-        whole = tree or TreeShape.chain(drafter.max_drafts)
-        self._shapes = [whole.with_room_for(number) for number in range(whole.num_rows + 1)]
         self._samples = samples
         self._rules = KeptRules()
-        self.max_drafts = whole.num_rows
-        self.max_passes = min(drafter.max_passes, whole.depth)
-        self.drafting = drafter.drafting
-        if not whole.is_chain:
+        self.drafting, self.chain = drafter.drafting, None
+        self.max_drafts = self.max_chain = drafter.max_drafts
+        if tree is not None:
+            self.max_drafts = tree.num_rows
+            self.max_chain = min(drafter.max_drafts, tree.num_rows)
+        chains = _first_levels(TreeShape.chain(self.max_chain))
+        self._shapes: dict[tuple[int, ...], list[TreeShape]] = {(): chains}
+        if tree is not None and not tree.is_chain:
             # A network reads the accepted branch again, as it reads any token that it has not
             # seen: in the pass that it makes for the newest one anyway.
-            kept = self.drafting.max_kept
+            kept, self.chain = drafter.drafting.max_kept, drafter.drafting
             self.drafting = replace(
-                self.drafting, levels=whole.levels, max_kept=0 if kept is None else kept
+                self.chain, levels=tree.levels, max_kept=0 if kept is None else kept
             )
+            self._shapes[tree.levels] = _first_levels(tree)
+        self.max_passes = min(drafter.max_passes, self.max_chain)
 
     def propose(
         self,
@@ -102,7 +111,9 @@ class DeviceProposer:
         sampling: SamplingBatch,
         num_host_rows: int = 0,
     ) -> ModelDrafts:
-        """A chain or tree of `ask.num_drafts` tokens each; fewer where a live rule ends a chain.
+        """Chains or trees of `ask.num_drafts` tokens each; fewer where a live rule ends a chain.
+
+        All asks are for the same levels.
 
         Args:
             token_ids_SL: int64, the texts; [S state rows, L tokens].
@@ -111,7 +122,8 @@ class DeviceProposer:
         """
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
-        shape = self._shapes[max(wanted)]
+        (levels,) = {ask.levels for ask in asks}
+        shape = self._shapes[levels][max(wanted)]
         stops = self._rules.find(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
         counts_2B = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
@@ -127,3 +139,8 @@ class DeviceProposer:
             stops=stops,
         )
         return self.drafter.draft(asks, token_ids_SL, growth)
+
+
+def _first_levels(whole: TreeShape) -> list[TreeShape]:
+    """The shape for each number of rows."""
+    return [whole.with_room_for(number) for number in range(whole.num_rows + 1)]
