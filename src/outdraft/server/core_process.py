@@ -23,6 +23,7 @@ from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 
 def main() -> int:
     """Until the engine is told to stop; 0 if nothing went wrong."""
+    gc.disable()  # while it starts, next to nothing becomes garbage
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     assignment: Assignment = pickle.load(sys.stdin.buffer)
@@ -50,6 +51,7 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
         return 1
     gc.collect()
     gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
+    gc.enable()
     send_reports(reports, [info])
     return 0 if loop.run() else 1
 
