@@ -60,20 +60,6 @@ void rotate(const float* x, const float* cos_sin, int64_t size, To* to) {
   });
 }
 
-Floats silu_mul(Floats gate, Floats up) { return gate / (exp_of(-gate) + 1.0f) * up; }
-
-// to = silu(gate) * up: the first half of the numbers is the gate (Shazeer 2020).
-template <class To>
-void gate(const float* gate_up, int64_t size, To* to) {
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) {
-    put(to + i, silu_mul(numbers(gate_up + i), numbers(gate_up + size + i)));
-  }
-  for (; i < size; ++i) {  // as the first number of a vector: it is the same wherever it stands
-    put(to + i, silu_mul(broadcast(gate_up[i]), broadcast(gate_up[size + i]))[0]);
-  }
-}
-
 // What happens to rows between two products. `Step` has compute(row, scratch), store(row, scratch),
 // and row_bytes() of scratch memory. A unit is some rows.
 template <class Step>
@@ -137,21 +123,6 @@ struct AddAndNormalize {
   void store(int64_t row, const char* scratch) const {
     if (y != nullptr) std::memcpy(residual + row * size, scratch, sizeof(From) * size);
     std::memcpy(to + row * size, scratch + sizeof(From) * size, sizeof(To) * size);
-  }
-};
-
-template <class To>
-struct Gate {
-  const float* gate_up;
-  int64_t size;
-  To* to;
-
-  int64_t row_bytes() const { return sizeof(To) * size; }
-  void compute(int64_t row, char* scratch) const {
-    gate(gate_up + row * stride_of(2 * size), size, reinterpret_cast<To*>(scratch));
-  }
-  void store(int64_t row, const char* scratch) const {
-    std::memcpy(to + row * size, scratch, sizeof(To) * size);
   }
 };
 
@@ -297,8 +268,10 @@ class DecoderOf final : public Decoder {
 
   template <class Call>
   void for_blocks(int64_t num_rows, const Call& call) const {
-    for (int64_t first = 0; first < num_rows; first += kBlockRows) {
-      call(first, std::min(kBlockRows, num_rows - first));
+    const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
+    for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size: each reads weights
+      const int64_t first = num_rows * block / num_blocks;
+      call(first, num_rows * (block + 1) / num_blocks - first);
     }
   }
 
@@ -340,7 +313,6 @@ class DecoderOf final : public Decoder {
     gated_ = parts.take<Number>(block * spec_.intermediate);
     qkv_ = parts.take<float>(block * stride_of(heads_size_ + 2 * kv_size_));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
-    gate_up_ = parts.take<float>(block * stride_of(2 * spec_.intermediate));
   }
 
   const Number* embedded(int64_t token) const {
@@ -435,9 +407,8 @@ class DecoderOf final : public Decoder {
     float* residual = residual_ + first * spec_.hidden;
     multiply(*layer.o, attended_ + first * heads_size_, y_, count);
     add_and_normalize(residual, y_, layer.post_norm, count, x_);
-    multiply(*layer.gate_up, x_, gate_up_, count);
-    run_rows(spec_.team, Gate<Number>{gate_up_, spec_.intermediate, gated_}, count,
-             2 * spec_.intermediate);
+    linear_gated(spec_.team, *layer.gate_up, {x_, kDtype, spec_.hidden},
+                 {gated_, kDtype, spec_.intermediate}, count);
     multiply(*layer.down, gated_, y_, count);
     add_and_normalize(residual, y_, next_norm, count, next);
   }
@@ -463,7 +434,7 @@ class DecoderOf final : public Decoder {
   float* residual_;                 // of all rows: [T, D]
   Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]
-  float *qkv_, *y_, *gate_up_;      // of a block: [rows, E], [rows, D], [rows, 2 I]
+  float *qkv_, *y_;                 // of a block: [rows, E], [rows, D]
 };
 
 }  // namespace

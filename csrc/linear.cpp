@@ -299,31 +299,66 @@ MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
   }
 }
 
-// One block of rows against all tiles; a unit is some tiles.
+Floats silu_mul(Floats gate, Floats up) { return gate / (exp_of(-gate) + 1.0f) * up; }
+// As the first number of a vector: it is the same wherever it stands.
+float silu_mul(float gate, float up) { return silu_mul(broadcast(gate), broadcast(up))[0]; }
+
+// One block of rows against all tiles; a unit is some tiles of results.
 struct Product {
   MultiplyTile multiply;
   LinearWeights weights;
   Inputs x;
   Rows y;
-  int64_t num_rows, unit_tiles;
+  int64_t num_rows;
+  bool is_gated;
 
-  int64_t num_tiles() const { return (weights.num_outputs + kTile - 1) / kTile; }
-  int64_t num_units() const { return (num_tiles() + unit_tiles - 1) / unit_tiles; }
-  size_t scratch_bytes() const { return sizeof(float) * unit_tiles * num_rows * kTile; }
+  int64_t num_results() const { return is_gated ? weights.num_outputs / 2 : weights.num_outputs; }
+  int64_t num_tiles() const { return (num_results() + kTile - 1) / kTile; }
+  int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
+  int64_t num_units() const { return (num_tiles() + unit_tiles() - 1) / unit_tiles(); }
+  int64_t tile_sums() const { return num_rows * kTile; }
+  size_t scratch_bytes() const {
+    return sizeof(float) * (unit_tiles() + (is_gated ? 2 : 0)) * tile_sums();
+  }
 
   void compute(int64_t unit, void* scratch) const {
-    float* sums = static_cast<float*>(scratch);
-    const int64_t first = unit * unit_tiles, end = std::min(first + unit_tiles, num_tiles());
-    for (int64_t tile = first; tile < end; ++tile) {
-      multiply(weights, x, num_rows, tile, sums + (tile - first) * num_rows * kTile);
+    float *sums = static_cast<float*>(scratch), *up = sums + unit_tiles() * tile_sums();
+    const int64_t first = unit * unit_tiles(), end = std::min(first + unit_tiles(), num_tiles());
+    for (int64_t tile = first; tile < end; ++tile, sums += tile_sums()) {
+      multiply(weights, x, num_rows, tile, sums);
+      if (is_gated) gate(tile * kTile, sums, up);
+    }
+  }
+
+  // From the gates of outputs [first, first + kTile) to the results; what they meet may lie in two
+  // tiles, for which there is memory behind `up`.
+  void gate(int64_t first, float* gates, float* up) const {
+    const int64_t count = std::min(kTile, num_results() - first), second = num_results() + first;
+    const int64_t shift = second % kTile;
+    multiply(weights, x, num_rows, second / kTile, up);
+    const bool is_cut = shift + count > kTile;
+    if (is_cut) multiply(weights, x, num_rows, second / kTile + 1, up + tile_sums());
+    for (int64_t r = 0; r < num_rows; ++r, gates += kTile, up += kTile) {
+      float both[2 * kTile];
+      std::memcpy(both, up, sizeof(float) * kTile);
+      if (is_cut) std::memcpy(both + kTile, up + tile_sums(), sizeof(float) * kTile);
+      for_numbers(count, [&](int64_t e, auto kind) {
+        using Kind = decltype(kind);
+        Kind a = read<Kind>(gates + e), b = read<Kind>(both + shift + e);
+        if (weights.bias != nullptr) {
+          a += read<Kind>(weights.bias + first + e);
+          b += read<Kind>(weights.bias + second + e);
+        }
+        put(gates + e, silu_mul(a, b));
+      });
     }
   }
 
   void store(int64_t unit, const void* scratch) const {
     const float* sums = static_cast<const float*>(scratch);
-    for (int64_t i = 0; i < unit_tiles && unit * unit_tiles + i < num_tiles(); ++i) {
-      const int64_t first = (unit * unit_tiles + i) * kTile;
-      const int64_t count = std::min(kTile, weights.num_outputs - first);
+    for (int64_t i = 0; i < unit_tiles() && unit * unit_tiles() + i < num_tiles(); ++i) {
+      const int64_t first = (unit * unit_tiles() + i) * kTile;
+      const int64_t count = std::min(kTile, num_results() - first);
       for (int64_t r = 0; r < num_rows; ++r) {
         store_outputs(sums + (i * num_rows + r) * kTile, r * y.stride + first, first, count);
       }
@@ -335,7 +370,7 @@ struct Product {
       for_numbers(count, [&](int64_t e, auto sum) {
         using Kind = decltype(sum);
         sum = read<Kind>(sums + e);
-        if (weights.bias != nullptr) sum += read<Kind>(weights.bias + first + e);
+        if (weights.bias != nullptr && !is_gated) sum += read<Kind>(weights.bias + first + e);
         put(to + at + e, sum);
       });
     });
@@ -389,9 +424,8 @@ struct Copy {
   }
 };
 
-}  // namespace
-
-void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {
+void multiply(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows,
+              bool is_gated) {
   const int64_t num_inputs = weights.num_inputs;
   const int64_t num_products = num_rows * num_inputs * weights.num_outputs;
   const Turn turn(num_products < kMinShared ? nullptr : team);
@@ -400,8 +434,6 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
   // Lines, which whole steps fill; an odd number, as rows at even distances share parts of a cache.
   const int64_t num_lines = ((keeps_bf16 ? 2 : 4) * num_inputs + kLine - 1) / kLine | 1;
   const int64_t stride = num_lines * kLine / 4;
-  const int64_t num_tiles = (weights.num_outputs + kTile - 1) / kTile;
-  const int64_t unit_tiles = (num_tiles + kMaxUnits - 1) / kMaxUnits;
   const int64_t most_rows = std::min(num_rows, kBlockRows);
   auto* block = static_cast<char*>(
       input_block(turn.team(), most_rows * 4 * (stride + weights.num_groups)));
@@ -414,8 +446,18 @@ void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64
     auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
     run_in_turn(turn.team(),
                 Product{kernel_of(weights, keeps_bf16), weights, Inputs{block, stride, sums},
-                        Rows{to, y.dtype, y.stride}, block_rows, unit_tiles});
+                        Rows{to, y.dtype, y.stride}, block_rows, is_gated});
   }
+}
+
+}  // namespace
+
+void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {
+  multiply(team, weights, x, y, num_rows, false);
+}
+
+void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows) {
+  multiply(team, weights, x, y, num_rows, true);
 }
 
 }  // namespace outdraft

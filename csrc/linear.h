@@ -56,4 +56,8 @@ struct Rows {
 // own, and one of few numbers none.
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
 
+// The same, then y = silu(gate) * up, where the gate is the first half of the products and `up` the
+// second (Shazeer 2020).
+void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
+
 }  // namespace outdraft
