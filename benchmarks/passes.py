@@ -134,7 +134,7 @@ class Network:
             states_TD, _ = self._decoder(token_ids_T, self._cache.layers, metadata)
             # Like the engine, which copies no states where the logits of all rows are wanted.
             are_all = case.num_logits == len(states_TD)
-            wanted_RD = states_TD if are_all else states_TD[wanted_R]
+            wanted_RD = states_TD if are_all else states_TD.index_select(0, wanted_R)
             best_R: Tensor = self._decoder.best_tokens(wanted_RD)[0]
             return len(best_R)
 

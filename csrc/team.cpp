@@ -15,6 +15,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <new>
@@ -219,21 +220,22 @@ void run_shared(Team* shared, const Calls& calls, const void* work, size_t work_
                 int64_t num_units, size_t scratch_bytes) {
   Team& team = *shared;
   const uint64_t job = ++team.last_job;
-  const auto start = Clock::now();
   publish(team, job, calls, work, work_bytes, num_units, scratch_bytes);
   team.num_shared.fetch_add(1, std::memory_order_relaxed);
   void* scratch = own_scratch(scratch_bytes);
-  int64_t num_own = 0;
+  auto before = Clock::now();
+  auto longest = Clock::duration();
   for (int64_t unit = 0; unit < num_units; ++unit) {
     if (!claim(team, unit, job)) continue;
     calls.compute(work, unit, scratch);
     calls.store(work, unit, scratch);
     team.units[unit].store(word_of(job, kDone), std::memory_order_release);
-    ++num_own;
+    const auto after = Clock::now();
+    longest = std::max(longest, after - before);
+    before = after;
   }
-  // A helper's unit takes about as long as one of ours.
-  const auto end = Clock::now();
-  const auto until = end + kPatience + 2 * (end - start) / (num_own + 1);
+  // Units may be uneven, but a helper's takes hardly longer than the longest of ours.
+  const auto until = Clock::now() + kPatience + 2 * longest;
   for (int64_t unit = 0; unit < num_units; ++unit) {
     if (is_done_in_time(team, unit, job, until)) continue;
     team.turns_alone = kBackOff;

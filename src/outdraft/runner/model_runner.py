@@ -238,7 +238,8 @@ class ModelRunner:
             ids_T, self.cache.layers, metadata, self._taps if plan.keeps_states else ()
         )
         are_all = rows.logit_rows_R.shape[0] == hidden_TD.shape[0]
-        logit_hidden_RD = hidden_TD if are_all else hidden_TD[rows.logit_rows_R]
+        # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
+        logit_hidden_RD = hidden_TD if are_all else hidden_TD.index_select(0, rows.logit_rows_R)
         return TargetPass(rows, hidden_TD, tapped_TKD, logit_hidden_RD)
 
     def _verified(

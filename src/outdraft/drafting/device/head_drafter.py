@@ -66,7 +66,9 @@ class MedusaDrafter(LevelDrafter):
     ) -> KnownLevels:
         """What may follow the texts, so many levels deep."""
         (rows_B,) = to_device([np.array([ask.state_row for ask in asks])], token_ids_SL.device)
-        return KnownLevels(self._heads.logits(self._last.hidden_SD[rows_B], range(depth)))
+        return KnownLevels(
+            self._heads.logits(self._last.hidden_SD.index_select(0, rows_B), range(depth))
+        )
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
@@ -96,7 +98,9 @@ class MLPSpeculatorDrafter(LevelDrafter):
             token_ids_SL.device,
         )
         newest_B = token_ids_SL[rows_B, num_tokens_B - 1]
-        return MLPSpeculatorLevels(self._speculator, self._last.hidden_SD[rows_B], newest_B)
+        return MLPSpeculatorLevels(
+            self._speculator, self._last.hidden_SD.index_select(0, rows_B), newest_B
+        )
 
 
 class MLPSpeculatorLevels:

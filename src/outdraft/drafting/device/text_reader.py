@@ -76,7 +76,7 @@ class TextReader:
         ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
         states_TD, metadata, rows_B = self._pass(unread, extra=[end - 1 for end in ends])
         are_all = len(ends) == ends[-1]
-        return states_TD if are_all else states_TD[rows_B], metadata
+        return states_TD if are_all else states_TD.index_select(0, rows_B), metadata
 
     def read_masked(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
@@ -98,7 +98,7 @@ class TextReader:
         unread = self._unread(asks, spans, token_ids_SL)
         states_TD, _, rows_R = self._pass(unread, [ask.masks for ask in asks], rows)
         if rows != list(range(num_rows)):
-            states_TD = states_TD[rows_R]
+            states_TD = states_TD.index_select(0, rows_R)
         return states_TD.view(len(asks), most, -1)
 
     def _num_unread(self, ask: DraftModelAsk) -> int:
