@@ -72,15 +72,15 @@ class World:
         table: what steps take.
         target_factor, draft_factor: on the table's times, as machines slow down and speed up.
         network: of its chains; None: there is no network.
-        tree: of its trees.
+        tree: of the network's trees.
     """
 
     table: CostTable
     network: Acceptance | None = None
-    tree: Acceptance | None = None
     host: HostTruth | None = None
     target_factor: float = 1.0
     draft_factor: float = 1.0
+    tree: Acceptance | None = None
 
 
 @dataclass(frozen=True, slots=True)
