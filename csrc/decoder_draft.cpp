@@ -26,6 +26,7 @@ struct UnreadTexts {
   const int64_t* texts;        // [S, L]
   const char* features;        // [N, D]; null: the network reads none
   const int32_t* block_table;  // [B, P]
+  char* states;                // [T, D]: behind all rows, written; null: nobody wants them
   int64_t table_width, block_size;
 };
 
@@ -105,6 +106,9 @@ class Drafting {
     }
     const void* states = features == nullptr ? nullptr : gathered_;
     if (!decoder_.forward(rows, states, nullptr, 0, nullptr, states_)) return false;
+    if (unread_.states != nullptr) {
+      std::memcpy(unread_.states, states_, static_cast<size_t>(num_unread_ * state_bytes_));
+    }
     for (int64_t b = 0; b < task_.num_requests; ++b) {  // each request has a row at least
       if (starts_[b + 1] - 1 != b) copy_state(states_, starts_[b + 1] - 1, states_, b);
     }

@@ -85,27 +85,28 @@ OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64
                                   const int32_t* context_lens, const int32_t* num_causal,
                                   const int64_t* state_index, const int64_t* root_rows,
                                   const int64_t* kept_rows, int64_t* places, int64_t* last_rows,
-                                  int64_t* texts) {
+                                  int64_t* last_places) {
   int64_t num_seen = 0;  // of the works that sample
   for (int64_t w = 0; w < num_works; ++w) {
     const int64_t first = query_start[w], end = query_start[w + 1];
-    const int64_t text = state_index[first] / row_len, start = text * window;
-    texts[w] = text;
+    const int64_t start = state_index[first] / row_len * window;
     for (int64_t row = first; row < end; ++row) {
       const int64_t left = first + num_causal[w] - row;  // causal rows from this one on
       const bool is_kept = left > 0 && left <= window;
       places[row] = is_kept ? start + (context_lens[w] + row - first) % window : -1;
     }
     last_rows[w] = end - 1;
-    if (num_seen == num_sampling || root_rows[num_seen] >= end) continue;
-    const int64_t root = last_rows[w] = root_rows[num_seen];
-    const int64_t num_tokens = context_lens[w] + num_causal[w];
-    const int64_t* kept = kept_rows + num_seen++ * width;
-    for (int64_t at = 0; at < width; ++at) {
-      if (kept[at] < 0) continue;
-      last_rows[w] = root + 1 + kept[at];
-      places[last_rows[w]] = start + (num_tokens + at) % window;
+    if (num_seen < num_sampling && root_rows[num_seen] < end) {
+      const int64_t root = last_rows[w] = root_rows[num_seen];
+      const int64_t num_tokens = context_lens[w] + num_causal[w];
+      const int64_t* kept = kept_rows + num_seen++ * width;
+      for (int64_t at = 0; at < width; ++at) {
+        if (kept[at] < 0) continue;
+        last_rows[w] = root + 1 + kept[at];
+        places[last_rows[w]] = start + (num_tokens + at) % window;
+      }
     }
+    last_places[w] = places[last_rows[w]];
   }
 }
 

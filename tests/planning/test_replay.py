@@ -16,7 +16,14 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device import state_window
 from outdraft.engine.drafters import host_proposers
 from outdraft.engine.llm import LLM
-from outdraft.planning.replay import STATE_WINDOW, Replayed, Traffic, replay, with_length
+from outdraft.planning.replay import (
+    HEAD_WINDOW,
+    STATE_WINDOW,
+    Replayed,
+    Traffic,
+    replay,
+    with_length,
+)
 from outdraft.planning.replay_scores import plain_run, recorded_score, score
 from tests.oracle.engines import engine, greedy, greedy_oracle, prompts_of
 from tests.planning.recording import drafted_by_network, made_up, record
@@ -223,6 +230,7 @@ def test_heads_have_no_more_lengths_than_the_trace_has_levels():
 
 def test_networks_find_as_many_states_as_in_the_engine():
     assert STATE_WINDOW == state_window.STATE_WINDOW
+    assert HEAD_WINDOW == state_window.HEAD_WINDOW
 
 
 def test_two_replays_say_the_same():

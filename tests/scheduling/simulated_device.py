@@ -42,7 +42,9 @@ class SimulatedDevice:
         self.drafting = drafting
         self.state_window = state_window
         self.states: dict[tuple[int | None, int], Text] = {}  # by state row and place in the window
-        self.num_gaps = 0
+        self.num_gaps = self.num_taught = 0
+        # Tokens of the text behind the network's last step; by request, and its preemptions.
+        self._drafted_to: dict[tuple[str, int], int] = {}
         self.lag = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
@@ -75,6 +77,10 @@ class SimulatedDevice:
         results = tuple(map(self._verify, plan.works, drafted))
         for work, result in zip(plan.works, results, strict=True):
             self._read_chunk(work)
+            if work.drafts is not None and work.drafts.num_model_drafts:
+                owner = self._owners[work.slot]
+                key = owner.id, owner.num_preemptions
+                self._drafted_to[key] = owner.num_tokens + len(result.token_ids)
             if plan.keeps_states:
                 self._keep_states(work, result)
         return StepResult(results, plan.num_rows)
@@ -141,8 +147,10 @@ class SimulatedDevice:
         num_read = request.num_tokens - self.lag
         self.check_drafter(request, slot.block_ids, request.num_drafter_computed)
         assert request.num_drafter_computed < num_read, "nothing to draft behind"
+        self._check_taught(work, num_read)
         if self.state_window and not self.lag:
-            self._check_state(request, request.num_computed - 1)
+            for back in range(1 + work.max_taught):
+                self._check_state(request, request.num_computed - 1 - back)
         self._read(work.slot, range(request.num_drafter_computed, num_read))
         if self.lag:
             for place in range(request.num_drafter_computed, num_read):
@@ -153,6 +161,16 @@ class SimulatedDevice:
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
             self.drafter[self._slot(table, num_read - missing + row)] = kept
         return draft
+
+    def _check_taught(self, work: Work, num_read: int) -> None:
+        """The network is compared with tokens of the output that came since it drafted last, or was
+        preempted, and it reads those before them now."""
+        request, count = self._owners[work.slot], work.max_taught
+        if count:
+            assert count < num_read - request.num_drafter_computed
+            first = self._drafted_to.get((request.id, request.num_preemptions), request.num_prompt)
+            assert count <= request.num_tokens - first
+            self.num_taught += count
 
     def _read(self, row: int, places: range) -> None:
         """The drafter reads tokens of the text in a row."""
@@ -178,7 +196,8 @@ class SimulatedDevice:
     def _keep_states(self, work: Work, result: WorkResult) -> None:
         text = (*self._owners[work.slot].token_ids.tolist(), *result.token_ids)
         end = work.start + work.num_new + len(result.accepted_rows)
-        for place in range(max(work.start, end - self.state_window), end):
+        first = max(work.start, end - self.state_window) if self.lag else end - 1
+        for place in range(first, end):
             self.states[work.slot, place % self.state_window] = text[: place + 1]
 
     def _parents(self, number: int) -> tuple[int, ...]:

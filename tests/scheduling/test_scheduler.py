@@ -145,7 +145,7 @@ def windows_of(drafting: ModelDrafting) -> st.SearchStrategy[int]:
     """How many states drafters of this kind keep; a step settles 11 tokens of a text at most."""
     if drafting.max_kept == -1:
         return st.integers(11, 20)
-    return st.just(1 if drafting.source is DraftSource.MEDUSA else 0)
+    return st.integers(1, 9) if drafting.source is DraftSource.MEDUSA else st.just(0)
 
 
 class Simulation:
@@ -240,7 +240,10 @@ class Simulation:
             if kind == "model":
                 number = min(len(ids), sum(drafting.levels) or len(ids))
                 choices[one.id] = DraftChoice(
-                    drafting.source, num_model_drafts=number, model=drafting
+                    drafting.source,
+                    num_model_drafts=number,
+                    model=drafting,
+                    teaches=not drafting.is_tree,
                 )
             elif kind == "chain":
                 choices[one.id] = host_drafts(*ids)

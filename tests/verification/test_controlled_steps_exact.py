@@ -3,7 +3,8 @@
 In the first step a network drafts one token for each of two requests. Each pair of outcomes, of
 drafts and of coins, is told to a controller of its own; it decides how both draft in the second
 step: whether, how deep, by the network or the host, and where their chains end by live margins. So
-it may follow accepted lengths, margins, shadows of unused offers, and probes that go on or end.
+it may follow accepted lengths, margins, shadows of unused offers, what a network tells of settled
+tokens, and probes that go on or end.
 What both requests emit in two steps must have the joint law of plain decoding.
 """
 
@@ -94,18 +95,28 @@ def offered(which: int, text: Text) -> Text:
     return ((text[-1] if text else which) + 1) % V, 0
 
 
+def compared(which: int, text: Text) -> tuple[int, int]:
+    """Tokens of a text, and how many of them the network holds for the likeliest ones; each counts
+    often, so that the decision hangs on it."""
+    best = [int(np.argmax(MODELS[which][1](text[:place]))) for place in range(len(text))]
+    right = sum(int(token == own) for token, own in zip(text, best, strict=True))
+    return 40 * len(text), 40 * right
+
+
 @dataclass(frozen=True)
 class Case:
     """A controller that is about to begin the first step.
 
     Attributes:
         sources: by request, of the second step: "network", "host", or both.
+        compares: the networks are told how well they would have drafted the first step's tokens.
     """
 
     controller: Controller
     decision: Decision
     facts: StepFacts
     sources: tuple[str, str]
+    compares: bool = False
 
 
 def first_facts() -> StepFacts:
@@ -126,7 +137,13 @@ def second_facts(case: Case, texts: tuple[Text, Text]) -> StepFacts:
 def outcome(case: Case, texts: tuple[Text, Text]) -> StepOutcome:
     """The first step, if it ended with these texts; unused offers of its hosts were compared."""
     drafts = tuple(
-        DraftOutcome(IDS[which], 1, len(text) - 1, (margin(which, ()),))
+        DraftOutcome(
+            IDS[which],
+            1,
+            len(text) - 1,
+            (margin(which, ()),),
+            *(compared(which, text) if case.compares else ()),
+        )
         for which, text in enumerate(texts)
     )
     shadows = tuple(
@@ -253,13 +270,13 @@ def probing() -> Controller:
     raise AssertionError("no probe")
 
 
-def case(controller: Controller, sources: tuple[str, str]) -> Case:
+def case(controller: Controller, sources: tuple[str, str], *, compares: bool = False) -> Case:
     facts = first_facts()
     decision = controller.decide(facts)
     if len(decision.grants) < 2:
         grants = tuple(Grant(name, "net", 1, 1, 0.5) for name in IDS)
         decision = replace(decision, grants=grants, reason=Reason.GAIN, row_cap=2)
-    return Case(controller, decision, facts, sources)
+    return Case(controller, decision, facts, sources, compares)
 
 
 CASES = {
@@ -267,6 +284,9 @@ CASES = {
     "dear rows": lambda: case(taught(0.45, 0.02, (0, 2, 1)), ("network", "network")),
     "a host and a network": lambda: case(taught(0.4, 0.05, (0, 1, 2), 40), ("host", "network")),
     "hosts beside networks": lambda: case(taught(0.5, 0.03, (0, 1, 2), 40), ("both", "both")),
+    "settled tokens": lambda: case(
+        taught(0.4, 0.1, (0, 2, 1)), ("network", "network"), compares=True
+    ),
     "probes": lambda: case(probing(), ("network", "network")),
 }
 
@@ -295,3 +315,14 @@ def test_two_controlled_steps_leave_the_joint_law_alone(name: str, method: str):
     plain = np.outer(*(as_vector((), {(): 1.0}, which) for which in (0, 1)))
     assert np.abs(law - plain).sum() / 2 < 1e-12
     assert len(seen) >= 2, seen  # else nothing was decided
+
+
+def test_what_settled_tokens_tell_decides():
+    of = CASES["settled tokens"]()
+    told, untold = (
+        [decision for _, _, decision in decisions(one, "block")]
+        for one in (of, replace(of, compares=False))
+    )
+    assert any(own != other for own, other in zip(told, untold, strict=True))
+    lengths = {tuple(grant.levels for grant in decision.grants) for decision in told}
+    assert len(lengths) >= 2

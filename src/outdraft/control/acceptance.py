@@ -224,10 +224,8 @@ class NetworkCurve:
             self.doubt(NEWS_INFORMATION)
         return excess
 
-    def teach(self, request_id: str, num_tokens: int, num_right: float) -> None:
-        """Learn about the first level from settled tokens that the network read."""
-        if num_tokens == 0:
-            return
+    def teach(self, request_id: str, num_tokens: int, num_right: int) -> None:
+        """Learn about the first level from settled tokens: how many it would have drafted."""
         self._stop_parts = None
         offset = self._offset_of(request_id)
         before = [level.logit for level in self._levels]

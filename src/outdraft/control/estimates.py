@@ -88,7 +88,8 @@ class Estimates:
                 curve = self.network(grant.source, grant.rule, grant.shape)
                 curve.memory = MAX_INFORMATION * max(1.0, min(count, LEARNED) / 2)
                 before = curve.logits if len(self.networks) > 1 else []
-                curve.teach(draft.request_id, draft.taught, draft.taught_accepted)
+                if draft.taught:
+                    curve.teach(draft.request_id, draft.taught, draft.taught_accepted)
                 excess += curve.observe(draft)
                 if before:
                     self._tell_others(grant, before)

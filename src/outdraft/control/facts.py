@@ -189,8 +189,8 @@ class DraftOutcome:
         accepted: levels that were accepted.
         margins: a network's, level by level; one more than `drafted` if the live rule ended it, or
             its cap on rows.
-        taught: tokens of the text that the network read to catch up and had an opinion on.
-        taught_accepted: how many of them it would have drafted rightly; a sum of chances is fine.
+        taught: settled tokens that the network was compared with as it caught up with them.
+        taught_accepted: how many of them it would have drafted.
     """
 
     request_id: str
@@ -198,7 +198,7 @@ class DraftOutcome:
     accepted: int
     margins: tuple[float, ...] = ()
     taught: int = 0
-    taught_accepted: float = 0.0
+    taught_accepted: int = 0
 
     @property
     def num_passes(self) -> int:

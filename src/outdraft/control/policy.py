@@ -59,7 +59,8 @@ class LengthPolicy(Protocol):
 
     @property
     def wants_margins(self) -> bool:
-        """Whether networks should tell the margins of their chains."""
+        """Whether networks should tell the margins of their chains, and what they would have
+        drafted where they catch up."""
         ...
 
     @property

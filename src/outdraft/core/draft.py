@@ -13,6 +13,12 @@ import numpy as np
 MAX_DRAFTS = 63  # rows of a draft fit in the bits of one int64 ancestor mask
 MAX_MARGIN = 10.0  # between two logits; wider ones count as so much
 
+# A network that drafts again is compared with the newest tokens that it has to catch up with. EAGLE
+# may have the states of 16 tokens: with fewer than the first 8 of them it drafts worse than later.
+MAX_TAUGHT = 8  # of a text
+MAX_TAUGHT_ROWS = 32  # of all texts of a step
+FEWEST_TAUGHT = 4  # fewer of a text are not worth a product of their own
+
 
 class DraftSource(StrEnum):
     """Who guessed a token."""
@@ -25,6 +31,11 @@ class DraftSource(StrEnum):
     EAGLE3 = "eagle3"
     MEDUSA = "medusa"
     MLP = "mlp_speculator"
+
+
+def num_taught(num_settled: int) -> int:
+    """With how many of so many settled tokens of a text a network is compared that reads them."""
+    return min(num_settled, MAX_TAUGHT) if num_settled >= FEWEST_TAUGHT else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ from outdraft.drafting.host_sources import (
     max_drafts,
     may_use,
     offer,
+    settled_tokens_teach,
     verification_rule,
     wished_drafts,
 )
@@ -101,11 +102,13 @@ class _Standing:
     Attributes:
         max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
         network: whether the network may draft for it.
+        teaches: whether settled tokens tell how likely the network's drafts are accepted.
     """
 
     max_drafts: int
     network: bool
     rule: str
+    teaches: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,6 +369,7 @@ class DraftPolicy:
                 max_drafts(self.config, request) if self.most_drafts(request) else 0,
                 drafter is not None and may_use(request, drafter.drafting.source),
                 verification_rule(self.config, request.params),
+                settled_tokens_teach(self.config, request.params),
             )
         return standing
 
@@ -425,11 +429,15 @@ class DraftPolicy:
         drafting, stop = self._drafter.drafting, None
         if grant.shape == CHAIN and self._drafter.chain is not None:
             drafting = self._drafter.chain
+        teaches = self.control.wants_margins and not drafting.is_tree
         if grant.stop is not None:
             stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
-        elif self.control.wants_margins and not drafting.is_tree:
+        elif teaches:
             stop = LiveStop((0.0,) * grant.levels, (0.0,) * grant.levels, price=0.0)
-        return DraftChoice(source, num_model_drafts=grant.rows, model=drafting, stop=stop)
+        teaches = teaches and self._standing[grant.request_id].teaches
+        return DraftChoice(
+            source, num_model_drafts=grant.rows, model=drafting, stop=stop, teaches=teaches
+        )
 
     def _outcome(
         self,
@@ -472,4 +480,4 @@ class DraftPolicy:
 def _draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:
     drafted = drafted_levels(choice, result)
     margins = () if result.margins is None else tuple(result.margins.tolist())
-    return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins)
+    return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins, *result.taught)

@@ -14,6 +14,7 @@ import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS
+from outdraft.core.draft import MAX_TAUGHT
 from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
 
 TURNS = 5
@@ -22,7 +23,6 @@ MOST_OF_FEW = 32  # rows, where it has not
 REQUESTS = (1, 2, 4, 8, 16, 32)
 LAGS = (16, 64, 256)  # tokens
 DEPTH = 4  # levels of a measured chain
-NOTHING = CostCurve((1,), (0.0,))
 
 
 class Measured:
@@ -170,7 +170,8 @@ class DrafterSteps:
             depth: levels of the chains that the network is to draft.
             tree: rows of each level of its trees; (): it has none.
             max_passes: of a draft, however deep it is.
-            reads_texts: the network has to read what it drafts behind.
+            reads_texts: the network has to read what it drafts behind. Else all that catching up
+                takes is to compare it with settled tokens.
         """
         self._counts, self._num_long = counts, num_long
         self._num_passes = min(depth, max_passes)
@@ -188,7 +189,7 @@ class DrafterSteps:
         self._long = Step(1, rows, is_network=True, is_long=True)
         self._lags = {
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
-            for lag in ((0, *LAGS) if reads_texts else ())
+            for lag in (0, *(LAGS if reads_texts else (MAX_TAUGHT,)))
         }
         alone, *others = (
             [
@@ -279,9 +280,8 @@ def _owners(rows: int, counts: Sequence[int]) -> int:
 
 
 def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
-    """What a backlog adds to the pass that reads it. `lags`: 0 stands for a usual step."""
-    if not lags:
-        return NOTHING
+    """What a backlog adds to the pass that reads it, comparing the network with its last tokens
+    included. `lags`: 0 stands for a usual step."""
     usual_s = lags[0]
     found = {
         lag: max(0.0, seconds - usual_s)

@@ -12,7 +12,7 @@ import numpy as np
 
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
-from outdraft.core.draft import Draft, DraftSource
+from outdraft.core.draft import Draft, DraftSource, num_taught
 from outdraft.core.plan import DraftChoice, StepPlan, Work
 from outdraft.runner.model_runner import ModelRunner, PendingStep
 
@@ -29,7 +29,8 @@ class Step:
         is_network: the network drafts; else the drafts are the host's.
         is_long: one request with a long text; else the texts are short.
         is_tree: the network drafts a tree, else a chain.
-        lag: tokens that the network has not read, beyond those of a usual step.
+        lag: tokens that the network has not read, beyond those of a usual step; it is compared with
+            the last of them.
     """
 
     num_requests: int
@@ -129,7 +130,11 @@ class ScratchSteps:
             choice = self._choice(step, step.num_drafts(index))
             # After a usual step a network reads the newest token and at most the one before.
             num_read = text.num_tokens - 2 - step.lag
-            works.append(Work(slot, text.num_tokens - 1, 1, True, choice, *blocks, num_read))
+            teaches = choice is not None and not choice.model.is_tree
+            taught = num_taught(step.lag) if teaches else 0
+            start = text.num_tokens - 1
+            work = Work(slot, start, 1, True, choice, *blocks, num_read, max_taught=taught)
+            works.append(work)
         proposer = self._runner.proposer
         reads_states = proposer is not None and proposer.drafter.state_window > 0
         keeps_states = step.is_network and reads_states

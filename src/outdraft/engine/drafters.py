@@ -17,7 +17,7 @@ from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDr
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
-from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
+from outdraft.drafting.device.state_window import HEAD_WINDOW, STATE_WINDOW, StateWindow
 from outdraft.drafting.device.translated_model import LanguageModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
@@ -62,9 +62,9 @@ class LoadedDrafter:
 
     @property
     def state_window(self) -> int:
-        """Tokens of each text whose states of the target it keeps: heads need the last one."""
+        """Tokens of each text whose states of the target it keeps."""
         if self.layers is None:
-            return 1
+            return HEAD_WINDOW
         return STATE_WINDOW if self.feature_size else 0
 
     @property

@@ -121,6 +121,7 @@ class UnreadTexts:
         token_ids_SL: int64, contiguous; the texts in which the spans begin.
         features_NF: the target's states, for a network that reads them.
         places: in features_NF, of each row's state; () for other networks.
+        wants_states: `ModelDrafts.states_TD` is wanted.
     """
 
     spans: Sequence["Span"]
@@ -129,6 +130,7 @@ class UnreadTexts:
     block_size: int
     features_NF: Tensor | None
     places: Sequence[int]
+    wants_states: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,9 @@ class ModelDrafts:
             rule. A rule looks at one level more than it lets a request draft, if it ends it.
             Here and in the tensors of drafts the last levels may be left out if no request has
             them.
+        taught_B2: int64; settled tokens that the network was compared with as it caught up with
+            them, and how many of them it would have drafted. None: no request had any.
+        states_TD: the network's, behind all rows of `UnreadTexts`; None: nobody wanted them.
     """
 
     token_ids_BK: Tensor
@@ -177,6 +182,8 @@ class ModelDrafts:
     is_chain: bool = False
     all_sampled: bool = False
     margins_BL: Tensor | None = None
+    taught_B2: Tensor | None = None
+    states_TD: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class PlaceStates(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """int64 [T]: the place of each row's state, -1 for drafts that were refused and for tokens
         before the newest `window` of those that the pass read; int64 [W]: the last row that each
-        text keeps; int64 [W]: which text that is. All are new.
+        text keeps; int64 [W]: that row's place. All are new.
 
         Token i of text s has place s * window + i % window.
 

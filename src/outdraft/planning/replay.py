@@ -15,7 +15,7 @@ from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import MAX_DRAFTS, MAX_TAUGHT, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.recorded import RecordedRequest
@@ -33,7 +33,8 @@ from outdraft.scheduling.scheduler import Scheduler
 
 NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
 MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
-STATE_WINDOW = 2 * (MAX_DRAFTS + 1)  # tokens, as the engine's, which imports torch
+# Tokens, as the engine's, which imports torch.
+STATE_WINDOW, HEAD_WINDOW = 2 * (MAX_DRAFTS + 1), 1 + MAX_TAUGHT
 HEADS = (DraftSource.MEDUSA, DraftSource.MLP)
 EAGLES = (DraftSource.EAGLE, DraftSource.EAGLE3)
 
@@ -312,4 +313,4 @@ def _state_window(network: RecordedAcceptance | None) -> int:
     """Tokens of each text whose states a network reads: see DrafterBooks."""
     if network is None or network.source is DraftSource.MODEL:
         return 0
-    return 1 if network.source in HEADS else STATE_WINDOW
+    return HEAD_WINDOW if network.source in HEADS else STATE_WINDOW

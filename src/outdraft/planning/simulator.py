@@ -25,6 +25,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
+from outdraft.core.draft import MAX_TAUGHT_ROWS, num_taught
 from outdraft.planning.worlds import NETWORK, Acceptance, HostTruth, Scenario, World
 
 MAX_MARGIN = 10.0
@@ -274,6 +275,7 @@ class _Drafts:
         self.num_rows = sum(self.levels.values())
         self.seconds = 0.0
         self._margins: dict[str, list[float]] = {}
+        self._taught_left = MAX_TAUGHT_ROWS
         live = [grant for grant in grants if grant.source == NETWORK]
         assert len({grant.shape for grant in live}) <= 1, "a network drafts one shape in a step"
         lag = sum(min(self.requests[g.request_id].lag, scenario.window) for g in live)
@@ -322,16 +324,18 @@ class _Drafts:
             expected += survival
             if accepted == level and noise[0 if is_network else 1] < chance:
                 accepted += 1
-        taught, right = self._taught(request, truth) if is_network else (0, 0.0)
+        taught, right = self._taught(request, truth) if is_network and not grant.shape else (0, 0)
         margins = tuple(self._margins.get(request.id, ()))
         return DraftOutcome(request.id, drafted, accepted, margins, taught, right), expected
 
-    def _taught(self, request: _Request, truth: Acceptance | None) -> tuple[int, float]:
-        count = min(request.lag, self._scenario.window, 128) if self._scenario.teaches else 0
+    def _taught(self, request: _Request, truth: Acceptance | None) -> tuple[int, int]:
+        lag = min(request.lag, self._scenario.window)
+        count = min(num_taught(lag), self._taught_left) if self._scenario.teaches else 0
+        self._taught_left -= count
         places = [request.noise(request.num_tokens - 1 - back) for back in range(count)]
         chances = [_network_chance(truth, request, 0, noise[2]) for noise in places]
         right = sum(noise[0] < chance for noise, chance in zip(places, chances, strict=True))
-        return count, float(right)
+        return count, right
 
 
 def _rows_at(grant: Grant, level: int) -> int:

@@ -89,7 +89,8 @@ class Scenario:
 
     Attributes:
         noise: standard deviation of the logarithm of a pass's time.
-        teaches: catching up tells how likely the network would have drafted the text.
+        teaches: a network that catches up is compared with settled tokens, as the engine does it
+            where drafts are not drawn.
         window: most tokens that the network ever has to catch up with.
         tree: rows of each level of the network's trees; (): it drafts chains only.
     """

@@ -37,12 +37,14 @@ class StepCopies:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
         shapes: of the tensors in order.
         has_margins: live rules' margins are among them.
+        has_taught: counts of settled tokens are among them.
         arrived: set on a GPU when the copy is complete.
     """
 
     packed: list[Tensor]
     shapes: tuple[torch.Size, ...]
     has_margins: bool
+    has_taught: bool
     emitted: LogprobRows | None
     prompt: LogprobRows | None
     arrived: torch.cuda.Event | None
@@ -56,7 +58,7 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
-    margins_BL = None
+    margins_BL = taught_B2 = None
     if verified is not None:
         tensors += [
             verified.is_finite_R,
@@ -65,22 +67,22 @@ def to_host(
             verified.drafts.token_ids_BN,
             verified.drafts.parents_BN,
         ]
-        margins_BL = verified.drafts.margins_BL
-        if margins_BL is not None:
-            tensors.append(margins_BL)
+        margins_BL, taught_B2 = verified.drafts.margins_BL, verified.drafts.taught_B2
+        tensors += [one for one in (margins_BL, taught_B2) if one is not None]
     for rows in (emitted, prompt):
         if rows is not None:
             tensors += _log_tensors(rows)
     shapes = tuple(tensor.shape for tensor in tensors)
+    rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
     if device.type == "cpu":
-        return StepCopies(tensors, shapes, margins_BL is not None, emitted, prompt, None)
+        return StepCopies(tensors, shapes, *rest, None)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read behind it
     arrived.record()
-    return StepCopies([host], shapes, margins_BL is not None, emitted, prompt, arrived)
+    return StepCopies([host], shapes, *rest, arrived)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
@@ -101,6 +103,9 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     margins: Sequence[np.ndarray | None] = [None] * num_sampling
     if copies.has_margins:
         margins, logs = _margins(logs[0]), logs[1:]
+    taught: list[tuple[int, int]] = [(0, 0)] * num_sampling
+    if copies.has_taught:
+        taught, logs = [(row[0], row[1]) for row in logs[0].tolist()], logs[1:]
     are_finite = all(is_finite_R)
     emitted_logs: list[list[TokenLogprobs]] = [[] for _ in range(num_sampling)]
     if copies.emitted is not None:
@@ -136,6 +141,7 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
                 tuple(row.logprob for row in of_drafts),
                 num_valid > 0,
                 margins[place],
+                taught[place],
             )
         )
         place += 1

@@ -34,7 +34,7 @@ def target_states(
         window: tokens of each text whose states the drafter keeps.
     """
     kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
-    places_T, last_rows_W, state_rows_W = kernels.place_states(
+    places_T, last_rows_W, last_places_W = kernels.place_states(
         rows.metadata, rows.state_index_T, rows.root_rows_B, kept_rows_BN, state.row_len, window
     )
     return TargetStates(
@@ -42,7 +42,7 @@ def target_states(
         tapped_TKD,
         places_T,
         last_rows_W,
-        state_rows_W,
+        last_places_W,
         state.token_ids_SL,
         _reads(works, slots),
     )

@@ -83,6 +83,22 @@ def process_logits(
     return kernels.scale_and_cut(logits_RV, request_R, sampling)
 
 
+def process_drafts(
+    kernels: Kernels, logits_RV: Tensor, request_R: Tensor, sampling: SamplingBatch
+) -> Tensor:
+    """[R, V]: a drafter's logits, as the drafts of each row's request are chosen.
+
+    Args:
+        request_R: int64, the request of each row.
+        sampling: `of_drafts`: nothing in it looks back at the text.
+    """
+    if sampling.is_plain_greedy:
+        return logits_RV
+    nothing_B = torch.zeros_like(sampling.seeds_B)
+    paths = Paths(None, nothing_B, nothing_B, None)
+    return process_logits(kernels, logits_RV, request_R, paths, sampling)
+
+
 def apply_allowed(logits_RV: Tensor, request_R: Tensor, allowed: TokenSets) -> Tensor:
     """Mask what is not in the set of a request that has one."""
     is_allowed_RV = torch.zeros_like(logits_RV, dtype=torch.bool)

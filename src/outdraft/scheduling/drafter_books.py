@@ -7,6 +7,7 @@ in the step of the target, as their states pass by, and goes on behind a gap if 
 
 from collections.abc import Sequence
 
+from outdraft.core.draft import num_taught
 from outdraft.core.drafter_gap import NO_GAP, DrafterGap
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.core.request import Request
@@ -33,11 +34,25 @@ class DrafterBooks:
         self._lag = 1 if reads_ahead else 0
 
     def lag_tokens(self, request: Request) -> int:
-        """Tokens that the drafter would read now beyond those of a usual step."""
+        """Tokens that the drafter would read now beyond those of a usual step.
+
+        Of heads: those whose states they have beside the newest one. They read them for what these
+        say of the heads, see `max_taught`.
+        """
         unread = request.num_tokens - self._lag - request.num_drafter_computed
-        if self.state_window:
-            unread = min(unread, request.num_states) if self._lag else 0
-        return max(0, unread - request.num_drafter_usual)
+        if self._lag:
+            unread = min(unread, request.num_states)
+        lag = unread - request.num_drafter_usual
+        if self.state_window and not self._lag:
+            lag = min(lag, request.num_states - 1)  # with the newest state it drafts
+        return max(0, lag)
+
+    def max_taught(self, request: Request) -> int:
+        """Settled tokens that the drafter can be compared with as it catches up with them.
+
+        They are of the output, and came since it drafted last. Prompts say nothing of the target.
+        """
+        return num_taught(min(self.lag_tokens(request), request.num_output))
 
     def admit(self, request: Request, known: Sequence[int]) -> None:
         """The request starts with these blocks of the prefix cache, whose states are gone."""
@@ -101,7 +116,10 @@ class DrafterBooks:
             request.num_drafter_usual = num_accepted + 1 - self._lag - kept
         elif work.num_drafter_reads:
             request.num_drafter_computed = work.start + work.num_drafter_reads
-        num_states = request.num_states + work.num_new + num_accepted
+        num_kept = work.num_new + num_accepted
+        num_states = request.num_states + num_kept
+        if not self._lag and num_kept > 1:
+            num_states = 1  # of each step heads keep the last state
         request.num_states = min(num_states, self.state_window) if keeps_states else 0
 
     def spoil(self, request: Request) -> None:

@@ -336,6 +336,7 @@ class Scheduler:
     ) -> Work:
         """The work of a running request, with the news that the runner lacks."""
         assert request.slot is not None
+        teaches = choice is not None and choice.teaches
         return Work(
             request.slot,
             request.num_computed,
@@ -344,6 +345,7 @@ class Scheduler:
             choice,
             *self.table(request).news(),
             num_drafter_computed=request.num_drafter_computed,
+            max_taught=self._books.max_taught(request) if teaches else 0,
             gap=self._books.gap_news(request),
         )
 

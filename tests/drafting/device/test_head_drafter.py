@@ -12,6 +12,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.state_window import HEAD_WINDOW
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier, ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
@@ -99,12 +100,17 @@ def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def states(hidden_TD: Tensor, last_rows: Sequence[int], state_rows: Sequence[int]) -> TargetStates:
+    """A step whose last rows computed the second newest token of each text."""
+    places = list[int]()
+    for state_row in state_rows:
+        length = LENGTHS[STATE_ROWS.index(state_row)] if state_row in STATE_ROWS else 9
+        places.append(state_row * HEAD_WINDOW + (length - 2) % HEAD_WINDOW)
     return TargetStates(
         hidden_TD,
         hidden_TD.new_empty(len(hidden_TD), 0, hidden_TD.shape[1]),
         torch.full((len(hidden_TD),), -1),
         torch.tensor(list(last_rows), dtype=torch.int64),
-        torch.tensor(list(state_rows), dtype=torch.int64),
+        torch.tensor(places, dtype=torch.int64),
         TEXTS_SL,
     )
 
@@ -228,7 +234,7 @@ def test_more_drafts_than_heads_are_not_asked_for(drafter: Drafter):
 def test_levels_give_the_logits_behind_every_node_of_a_tree(drafter: Drafter):
     asks = asks_for([2, 0], [NUM_HEADS, NUM_HEADS])
     generator = torch.Generator().manual_seed(4)
-    levels = drafter.proposer().drafter.levels(asks, TEXTS_SL, NUM_HEADS)
+    levels, _ = drafter.proposer().drafter.levels(asks, TEXTS_SL, NUM_HEADS)
 
     first_BV = levels.first_logits()
 

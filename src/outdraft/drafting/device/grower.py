@@ -26,11 +26,12 @@ from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
+from outdraft.drafting.device.settled import SettledRows, with_settled
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.processors import Paths, process_logits
+from outdraft.sampling.processors import process_drafts
 
 
 class KnownLevels:
@@ -54,15 +55,22 @@ class LevelDrafter(ABC):
     """A drafter that knows its levels, or reads them one by one."""
 
     @abstractmethod
-    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
-        """What may follow the texts, so many levels deep."""
+    def levels(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+    ) -> tuple[TreeLevels, SettledRows | None]:
+        """What may follow the texts, so many levels deep; what it can be compared with."""
+
+    @abstractmethod
+    def first_logits(self, states_RD: Tensor) -> Tensor:
+        """[R, V]: of the first level, from states that `levels` returned for comparison."""
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        levels = self.levels(asks, token_ids_SL, growth.shape.depth)
-        return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+        levels, settled = self.levels(asks, token_ids_SL, growth.shape.depth)
+        drafts = growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+        return with_settled(drafts, settled, self.first_logits, growth)
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
@@ -103,10 +111,8 @@ def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) ->
         return logits_BFV
     num_requests, width = logits_BFV.shape[:2]
     request_R = torch.arange(num_requests, device=logits_BFV.device).repeat_interleave(width)
-    nothing_B = torch.zeros_like(sampling.seeds_B)  # no stage that is left looks at the text
-    paths = Paths(None, nothing_B, nothing_B, None)
-    processed_RV = process_logits(kernels, logits_BFV.flatten(0, 1), request_R, paths, sampling)
-    return processed_RV.view(logits_BFV.shape)
+    rows_RV = process_drafts(kernels, logits_BFV.flatten(0, 1), request_R, sampling)
+    return rows_RV.view(logits_BFV.shape)
 
 
 def _with_shared_noise(logits_BEV: Tensor, growth: Growth, depth: int) -> Tensor:

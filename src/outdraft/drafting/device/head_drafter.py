@@ -1,15 +1,18 @@
 """Drafts with heads on the target's last hidden state: Medusa and MLP speculators.
 
 Heads have no cache and read no text. For each request they get the state of the last row that the
-target computed, and the newest token, which the target chose behind that row.
+target computed, and the newest token, which the target chose behind that row. The last rows of the
+steps before are kept as well, for what they say of the heads when these draft again.
 
 Head j drafts the token at position (length of the text) + j.
 
-Dimension key: B requests that draft, K levels, V vocabulary, S state rows (of a speculator's state
-too), L tokens of a text, D hidden of the target, E and F nodes of a level and of the next one.
+Dimension key: B requests that draft, R settled rows, W works of a step, K levels, V vocabulary, S
+state rows (of a speculator's state too), L tokens of a text, D hidden of the target, E and F nodes
+of a level and of the next one.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,6 +23,8 @@ from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.settled import SettledRows, settled_tokens
+from outdraft.drafting.device.state_window import HEAD_WINDOW, StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import Frontier
 from outdraft.kernels.ops import Kernels
@@ -28,7 +33,7 @@ from outdraft.models.mlp_speculator import MLPSpeculator
 
 
 class LastHidden:
-    """The target's state of the last row that it computed for each request."""
+    """The target's states of the last rows that the newest steps computed for each request."""
 
     def __init__(
         self,
@@ -38,18 +43,37 @@ class LastHidden:
         device: torch.device,
         kernels: Kernels,
     ) -> None:
-        self.hidden_SD = torch.zeros(num_state_rows, hidden_size, dtype=dtype, device=device)
+        self._window = StateWindow(num_state_rows, hidden_size, dtype, device, HEAD_WINDOW)
         self._copy_rows = kernels.copy_rows
 
     def keep(self, states: TargetStates) -> None:
         """As `Drafter.keep`."""
-        self._copy_rows(self.hidden_SD, states.state_rows_W, states.hidden_TD, states.last_rows_W)
+        to_ND, hidden_TD = self._window.features_NF, states.hidden_TD
+        self._copy_rows(to_ND, states.last_places_W, hidden_TD, states.last_rows_W)
+
+    def find(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor
+    ) -> tuple[Tensor, SettledRows | None]:
+        """[B, D]: the newest state of each text; what those before can be compared with."""
+        places = np.array([self._place(ask, 0) for ask in asks])
+        (places_B,) = to_device([places], token_ids_SL.device)
+        kept_ND = self._window.features_NF
+        tokens = settled_tokens(asks, [HEAD_WINDOW - 1] * len(asks))
+        if not tokens:
+            return kept_ND.index_select(0, places_B), None
+        before = [self._place(asks[token.owner], token.distance) for token in tokens]
+        settled = SettledRows.of(asks, tokens, before, kept_ND, token_ids_SL)
+        return kept_ND.index_select(0, places_B), settled
+
+    def _place(self, ask: DraftModelAsk, age: int) -> int:
+        """Where the state is that was the newest one so many tokens ago."""
+        return self._window.places(ask.state_row, ask.num_tokens - 2 - age, 1)[0]
 
 
 class MedusaDrafter(LevelDrafter):
     """No head looks at what the others have drafted."""
 
-    state_window = 1
+    state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
     max_passes = 1
 
@@ -63,18 +87,20 @@ class MedusaDrafter(LevelDrafter):
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-    ) -> KnownLevels:
-        """What may follow the texts, so many levels deep."""
-        (rows_B,) = to_device([np.array([ask.state_row for ask in asks])], token_ids_SL.device)
-        return KnownLevels(
-            self._heads.logits(self._last.hidden_SD.index_select(0, rows_B), range(depth))
-        )
+    ) -> tuple[KnownLevels, SettledRows | None]:
+        """As `LevelDrafter`."""
+        hidden_BD, settled = self._last.find(asks, token_ids_SL)
+        return KnownLevels(self._heads.logits(hidden_BD, range(depth))), settled
+
+    def first_logits(self, states_RD: Tensor) -> Tensor:
+        """As `LevelDrafter`."""
+        return self._heads.logits(states_RD, range(1))[:, 0]
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
     """Each head reads the draft of the head before it."""
 
-    state_window = 1
+    state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
     max_passes = 1
 
@@ -88,8 +114,8 @@ class MLPSpeculatorDrafter(LevelDrafter):
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-    ) -> "MLPSpeculatorLevels":
-        """What may follow the texts, so many levels deep."""
+    ) -> tuple["MLPSpeculatorLevels", SettledRows | None]:
+        """As `LevelDrafter`."""
         rows_B, num_tokens_B = to_device(
             [
                 np.array([ask.state_row for ask in asks]),
@@ -98,9 +124,20 @@ class MLPSpeculatorDrafter(LevelDrafter):
             token_ids_SL.device,
         )
         newest_B = token_ids_SL[rows_B, num_tokens_B - 1]
-        return MLPSpeculatorLevels(
-            self._speculator, self._last.hidden_SD.index_select(0, rows_B), newest_B
-        )
+        hidden_BD, settled = self._last.find(asks, token_ids_SL)
+        if settled is not None:
+            states_RS = first_states(self._speculator, settled.states_RD, settled.ids_R)
+            settled = replace(settled, states_RD=states_RS)
+        return MLPSpeculatorLevels(self._speculator, hidden_BD, newest_B), settled
+
+    def first_logits(self, states_RD: Tensor) -> Tensor:
+        """As `LevelDrafter`."""
+        return self._speculator.logits(0, states_RD)
+
+
+def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
+    """[R, S]: behind tokens, and the target's states before them."""
+    return speculator.step(0, speculator.first_state(hidden_RD), ids_R)
 
 
 class MLPSpeculatorLevels:
@@ -109,8 +146,7 @@ class MLPSpeculatorLevels:
     def __init__(self, speculator: MLPSpeculator, hidden_BD: Tensor, newest_B: Tensor) -> None:
         """`newest_B`: the texts' newest tokens."""
         self._speculator = speculator
-        state_BS = speculator.step(0, speculator.first_state(hidden_BD), newest_B)
-        self._states_BES = state_BS[:, None]
+        self._states_BES = first_states(speculator, hidden_BD, newest_B)[:, None]
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the last token before the drafts."""

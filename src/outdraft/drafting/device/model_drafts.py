@@ -24,6 +24,8 @@ class DraftModelAsk:
         num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
             cache is by so much smaller than in the text.
         levels: rows of each level of its tree; (): a chain.
+        max_taught: most settled tokens that the drafter is compared with, the newest ones; it must
+            have the rows behind which they stand.
     """
 
     state_row: int
@@ -35,3 +37,4 @@ class DraftModelAsk:
     stop: LiveStop | None = None
     num_missing: int = 0
     levels: tuple[int, ...] = ()
+    max_taught: int = 0

@@ -5,6 +5,7 @@ S state rows, L tokens of a text, D the network's state.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
@@ -54,18 +56,25 @@ class NetworkDrafter:
         unread = self.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
-            start = self.start(asks, unread)
-            return grow(NetworkLevels(self.network, start, growth.num_drafts_B), growth)
+            start, states_TD = self.start(asks, unread)
+            drafts = grow(NetworkLevels(self.network, start, growth.num_drafts_B), growth)
+            return replace(drafts, states_TD=states_TD) if unread.wants_states else drafts
 
-        return self.network.draft(unread, growth, by_levels)
+        drafts = self.network.draft(unread, growth, by_levels)
+        if drafts.states_TD is None:
+            return drafts
+        settled = settled_rows(asks, unread.spans, drafts.states_TD, token_ids_SL)
+        return with_settled(drafts, settled, self.network.logits, growth)
 
-    def start(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> DraftStart:
-        """Read what is left of the texts."""
-        states_BD, metadata = self._reader.read(unread)
+    def start(
+        self, asks: Sequence[DraftModelAsk], unread: UnreadTexts
+    ) -> tuple[DraftStart, Tensor]:
+        """Read what is left of the texts; also the states of all rows, [T, D]."""
+        states_BD, states_TD, metadata = self._reader.read(unread)
         lag = self.network.lag
         contexts = [ask.num_tokens - ask.num_missing - lag for ask in asks]
         (contexts_B,) = to_device([np.array(contexts)], states_BD.device)
-        return DraftStart(
+        start = DraftStart(
             states_BD=states_BD,
             caches=self._reader.cache.layers,
             contexts_B=contexts_B,
@@ -76,6 +85,7 @@ class NetworkDrafter:
                 context + ask.num_drafts for context, ask in zip(contexts, asks, strict=True)
             ),
         )
+        return start, states_TD
 
 
 class NetworkLevels:

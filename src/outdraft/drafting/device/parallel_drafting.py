@@ -25,6 +25,7 @@ from outdraft.core.plan import ModelDrafting
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.settled import SettledRows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kv.cache import KVCache
@@ -78,13 +79,17 @@ class ParallelDrafter(LevelDrafter):
 
     def levels(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-    ) -> KnownLevels:
-        """What may follow the texts, so many levels deep."""
+    ) -> tuple[KnownLevels, SettledRows | None]:
+        """As `LevelDrafter`."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
         masked = [
             replace(ask, masks=(self._mask,) * (number - 1))
             for ask, number in zip(asks, num_levels, strict=True)
         ]
-        states_BKD = self._reader.read_masked(masked, token_ids_SL, num_levels)
+        states_BKD, settled = self._reader.read_masked(masked, token_ids_SL, num_levels)
         logits_RV = self.network.logits(states_BKD.flatten(0, 1))
-        return KnownLevels(logits_RV.view(*states_BKD.shape[:2], -1))
+        return KnownLevels(logits_RV.view(*states_BKD.shape[:2], -1)), settled
+
+    def first_logits(self, states_RD: Tensor) -> Tensor:
+        """As `LevelDrafter`."""
+        return self.network.logits(states_RD)

@@ -34,11 +34,10 @@ class TargetStates:
         hidden_TD: behind the final norm.
         tapped_TKD: residual streams behind the layers that the drafter asked for.
         places_T: int64; where a StateWindow keeps the state of each row, -1 if it is that of a
-            refused draft, or of a token that is older than the window. Drafters with a window of
-            one token have no use for it.
+            refused draft, or of a token that is older than the window.
         last_rows_W: int64; the row of each text's last computed token. It has all requests of the
             step, those included that have more of their prompt to read.
-        state_rows_W: int64; the rows of the same requests in the device's state.
+        last_places_W: int64; the places of these rows.
         token_ids_SL: int64; the texts, with the tokens that the step emitted.
         reads: what the drafter reads now.
     """
@@ -47,6 +46,6 @@ class TargetStates:
     tapped_TKD: Tensor
     places_T: Tensor
     last_rows_W: Tensor
-    state_rows_W: Tensor
+    last_places_W: Tensor
     token_ids_SL: Tensor
     reads: Sequence[ChunkRead] = ()

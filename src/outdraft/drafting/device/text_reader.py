@@ -20,6 +20,7 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span, lay_out
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.settled import SettledRows, settled_rows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
@@ -69,22 +70,28 @@ class TextReader:
         asks = self._caught_up(asks, token_ids_SL)
         row_len = token_ids_SL.shape[1]
         spans = [self._span(ask, row_len, self._num_unread(ask)) for ask in asks]
-        return self._unread(asks, spans, token_ids_SL)
+        unread = self._unread(asks, spans, token_ids_SL)
+        if any(ask.max_taught for ask in asks):
+            return replace(unread, wants_states=True)
+        return unread
 
-    def read(self, unread: UnreadTexts) -> tuple[Tensor, AttentionMetadata]:
-        """The states behind the texts, [B, D], and the batch of the pass that read their rest."""
+    def read(self, unread: UnreadTexts) -> tuple[Tensor, Tensor, AttentionMetadata]:
+        """The states behind the texts, [B, D]; those of all rows of the pass that read their rest,
+        [T, D], and its batch."""
         ends = list(itertools.accumulate([span.num_rows for span in unread.spans]))
         states_TD, metadata, rows_B = self._pass(unread, extra=[end - 1 for end in ends])
         are_all = len(ends) == ends[-1]
-        return states_TD if are_all else states_TD.index_select(0, rows_B), metadata
+        ends_BD = states_TD if are_all else states_TD.index_select(0, rows_B)
+        return ends_BD, states_TD, metadata
 
     def read_masked(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, num_last: Sequence[int]
-    ) -> Tensor:
+    ) -> tuple[Tensor, SettledRows | None]:
         """Read all that the network has not seen, and the mask tokens behind it.
 
-        Returns the states behind the last rows of each request, [B, C, D]. C is the largest of
-        `num_last`. Who wants fewer rows than C has the last one repeated.
+        Returns the states behind the last rows of each request, [B, C, D], and what the network can
+        be compared with. C is the largest of `num_last`. Who wants fewer rows than C has the last
+        one repeated.
         """
         asks = self._caught_up(asks, token_ids_SL)
         row_len = token_ids_SL.shape[1]
@@ -97,9 +104,10 @@ class TextReader:
             rows += [num_rows - count + min(place, count - 1) for place in range(most)]
         unread = self._unread(asks, spans, token_ids_SL)
         states_TD, _, rows_R = self._pass(unread, [ask.masks for ask in asks], rows)
+        settled = settled_rows(asks, spans, states_TD, token_ids_SL)
         if rows != list(range(num_rows)):
             states_TD = states_TD.index_select(0, rows_R)
-        return states_TD.view(len(asks), most, -1)
+        return states_TD.view(len(asks), most, -1), settled
 
     def _num_unread(self, ask: DraftModelAsk) -> int:
         """Tokens of the text to read."""

@@ -52,6 +52,7 @@ class DraftBatch:
             its drafts. None: as many.
         margins_BL: float32, of the levels of the network that a live rule looked at, then NaN.
             None: there was no rule.
+        taught_B2: as in ModelDrafts.
     """
 
     token_ids_BN: Tensor
@@ -65,6 +66,7 @@ class DraftBatch:
     sampled_trees: bool = False
     num_laid_out_B: Tensor | None = None
     margins_BL: Tensor | None = None
+    taught_B2: Tensor | None = None
 
     @classmethod
     def empty(cls, num_requests: int, device: torch.device | str) -> "DraftBatch":

@@ -151,7 +151,8 @@ class NativeDecoder:
         """As `ops.DecoderPass`, in one call."""
         reads_as_many = self._spec.draft_ids_N is not None
         assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
-        return self._growth.draft(self.handle(unread.caches), unread, growth, self._dtype)
+        size = self._spec.embedding_VD.shape[1]
+        return self._growth.draft(self.handle(unread.caches), unread, growth, size, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""

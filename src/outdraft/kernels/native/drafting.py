@@ -8,6 +8,7 @@ import functools
 from array import array
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -130,11 +131,14 @@ class _Stops(ctypes.Structure):
     )
 
 
+_UNREAD = ("spans", "places", "texts", "features", "block_table", "states")
+
+
 class _Unread(ctypes.Structure):
     """As `UnreadTexts` of csrc/decoder_draft.cpp."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("spans", "places", "texts", "features", "block_table")),
+        *((name, c_void_p) for name in _UNREAD),
         *((name, c_int64) for name in ("table_width", "block_size")),
     )
 
@@ -188,13 +192,13 @@ class NativeGrowth:
         self._newest: _KeptColumns | None = None
 
     def draft(
-        self, decoder: int, unread: UnreadTexts, growth: Growth, dtype: torch.dtype
+        self, decoder: int, unread: UnreadTexts, growth: Growth, size: int, dtype: torch.dtype
     ) -> ModelDrafts:
         """As `ops.DecoderPass.draft`.
 
         Args:
             decoder: address of the `Decoder`.
-            dtype: of its states.
+            size, dtype: D of its states, and their type.
         """
         task = self._task(growth)
         table_width = max([len(span.block_ids) for span in unread.spans])
@@ -206,19 +210,24 @@ class NativeGrowth:
         num_numbers = len(numbers)
         numbers.extend(unread.places)
         spans = numbers.buffer_info()[0]
-        features_NF = unread.features_NF
+        features_NF, states_TD = unread.features_NF, None
+        if unread.wants_states:
+            num_rows = sum([span.num_causal for span in unread.spans])
+            states_TD = torch.empty((num_rows, size), dtype=dtype)
         native = _Unread(
             spans,
             spans + num_numbers * numbers.itemsize,
             address_of(unread.token_ids_SL, torch.int64),
             None if features_NF is None else address_of(features_NF, dtype),
             blocks.buffer_info()[0],
+            None if states_TD is None else states_TD.data_ptr(),
             table_width,
             unread.block_size,
         )
         is_valid = self._draft(decoder, ctypes.byref(task.native), ctypes.byref(native))
         assert is_valid, "a token or a position is out of its table"
-        return task.drafts()
+        drafts = task.drafts()
+        return drafts if states_TD is None else replace(drafts, states_TD=states_TD)
 
     def grow(
         self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]

@@ -109,7 +109,7 @@ class NativeRows:
         num_works, num_rows = rows.context_lens_B.shape[0], state_index_T.shape[0]
         kept_rows_BN = kept_rows_BN.contiguous()
         placed = torch.empty(num_rows + 2 * num_works, dtype=torch.int64)
-        places_T, last_rows_W, texts_W = torch.split_with_sizes(
+        places_T, last_rows_W, last_places_W = torch.split_with_sizes(
             placed, [num_rows, num_works, num_works]
         )
         self._place_states(
@@ -125,9 +125,9 @@ class NativeRows:
             kept_rows_BN.data_ptr(),
             places_T.data_ptr(),
             last_rows_W.data_ptr(),
-            texts_W.data_ptr(),
+            last_places_W.data_ptr(),
         )
-        return places_T, last_rows_W, texts_W
+        return places_T, last_rows_W, last_places_W
 
     def copy_rows(
         self,

@@ -94,7 +94,7 @@ def place_states(
     places_T = torch.where(is_kept_T, texts_W[work_T] * window + in_window_T, -1)
     last_rows_W = starts_W1[1:] - 1
     if not len(root_rows_B):
-        return places_T, last_rows_W, texts_W
+        return places_T, last_rows_W, places_T[last_rows_W]
     work_B = work_T[root_rows_B]
     rows_BN1 = root_rows_B[:, None] + 1 + pad(kept_rows_BN, (1, 0), value=-1)
     last_rows_W = last_rows_W.index_copy(0, work_B, rows_BN1.amax(1))  # a path goes down
@@ -104,7 +104,7 @@ def place_states(
     positions_BN = (contexts_W + causal_W)[work_B][:, None] + behind_N
     drafts_BN = texts_W[work_B][:, None] * window + positions_BN % window
     places_T = pad(places_T, (0, 1)).scatter(0, rows_BN.flatten(), drafts_BN.flatten())
-    return places_T[:num_rows], last_rows_W, texts_W
+    return places_T[:num_rows], last_rows_W, places_T[last_rows_W]
 
 
 def copy_rows(
