@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from outdraft.control.answers import Answers, question
 from outdraft.control.costs import CostTable
 from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
@@ -33,7 +34,8 @@ LONGEST_DEAR_SLEEP = 32  # where to decide takes long beside a step
 AWAKE = 8  # steps that a taken offer keeps looks going for
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
-FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time
+FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
+RARER = 3  # and how many times as many until the next: an engine that just began is slow
 WARM_PLAIN = 2, 12  # plain steps in a row behind which all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
@@ -73,6 +75,9 @@ class Controller:
         self._refused = 0  # steps in a row whose offers were all refused
         self._sleep = 1
         self._num_lessons = 0
+        self._last_lesson = 0  # the number of its step
+        self._answers = Answers()
+        self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
         self._known: tuple[tuple[object, ...], Decision] | None = None
         self._reused = 0
@@ -158,7 +163,6 @@ class Controller:
         A lone plain step among others that draft takes longer, as it finds the caches full of the
         network, and somebody has to decide on it.
         """
-        self._regime(num_requests).has_timed_plain = True
         self.costs.observe_target(num_requests, context_tokens, target_s, num_requests)
         self.costs.observe_host(num_requests, host_s, drafts=False)
 
@@ -186,7 +190,12 @@ class Controller:
         self.wants_outcome, self.is_passing = True, False
         if self._held is not None and self._held.decision.grants:
             self._watch(self._held)
-        key = _key(facts)
+        key = question(facts)
+        answer = self._answers.find(key, self._num_steps)
+        self._is_answered = answer is not None
+        if answer is not None:
+            self._held = answer
+            return self._settle(facts, answer.decision)
         decision = self._reusable(facts, key)
         if decision is None:
             decision = self._decide(facts)
@@ -194,6 +203,14 @@ class Controller:
             has_offers = any(request.offers for request in facts.requests)
             self._known = (key, decision) if is_lasting and not has_offers else None
             self._reused = 0
+            is_common = has_offers or decision.reason is Reason.NOTHING_OFFERED
+            if is_lasting and is_common and self._is_dear(facts, decision):
+                self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
+                self._answers.put(key, self._held, self._num_steps)
+        return self._settle(facts, decision)
+
+    def _settle(self, facts: StepFacts, decision: Decision) -> Decision:
+        """What a decision means for the steps to come, and whether this one is a lesson."""
         if decision.reason is Reason.GAIN:
             self._num_poor = 0
             self._standing.clear(drafts=False)
@@ -217,13 +234,15 @@ class Controller:
         outlook = Outlook.of(facts, self.costs)
         actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
         regime = self._regime(outlook.num_requests)
-        if outcome.is_held or not regime.lessons.disturb(actual_s):
+        is_known = outcome.is_held or self._is_answered
+        if is_known or not regime.lessons.disturb(actual_s):
             self._observe_costs(outcome, outlook)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
             self._known = None
         if decision.reason is Reason.GAIN:
             regime.lessons.observe(outcome.deciding_s)
+            self._last_lesson = self._num_steps
         if decision.reason is Reason.GAIN and not outcome.is_held:
             # A step that took very long met something else: it counts as twice the prediction.
             if any(request.offers for request in facts.requests):
@@ -242,6 +261,7 @@ class Controller:
         """The guard says that drafts lose time."""
         self._is_drafting, self._known = False, None
         self._standing.clear(drafts=True)
+        self._answers.clear()
         regime.lessons.renew()
 
     def _watch(self, held: Standing) -> None:
@@ -277,13 +297,19 @@ class Controller:
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
             self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
 
+    def _is_dear(self, facts: StepFacts, decision: Decision) -> bool:
+        """Whether to decide takes long beside a step."""
+        return self._regime(len(facts.requests)).lessons.disturb(decision.plain_s)
+
     def _go_on(self, facts: StepFacts, decision: Decision) -> None:
         """Let a decision to draft hold until the next lesson."""
-        if any(r.offers or r.lag_tokens for r in facts.requests):
-            return
         count = len(facts.requests)
         steps = self._regime(count).lessons.steps(decision.step_s)
-        if steps > 1:
+        if any(request.offers for request in facts.requests):
+            if self._num_steps - self._last_lesson < steps:
+                self.wants_outcome, self.is_passing = False, True
+                self._count(facts, decision)
+        elif steps > 1 and not any(request.lag_tokens for request in facts.requests):
             lesson_at = max(0, steps - 1 - FIRST_STEPS)
             self._held = self._standing.put(
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
@@ -305,7 +331,7 @@ class Controller:
     def _decide(self, facts: StepFacts) -> Decision:
         has_source = any(r.max_drafts > 0 and (r.offers or r.network) for r in facts.requests)
         regime = self._regime(len(facts.requests))
-        outlook = Outlook.of(facts, self.costs, regime.lessons)
+        outlook = Outlook.of(facts, self.costs, regime.lessons, self._answers.new_share)
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, outlook, reason)
@@ -332,8 +358,11 @@ class Controller:
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
         burst = self._warm + TIMED_PLAIN
-        interval = plain_interval(gain, burst) if regime.has_timed_plain else FIRST_PLAIN
+        interval = min(
+            plain_interval(gain, burst), FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8)
+        )
         if self._since_plain >= interval:
+            regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
             count = len(facts.requests)
             self._standing.put(decision, count, facts.prompt_rows, burst - 1)
@@ -471,18 +500,6 @@ class Controller:
 
     def _regime(self, num_requests: int) -> Regime:
         return self._regimes.setdefault(num_requests.bit_length(), Regime())
-
-
-def _key(facts: StepFacts) -> tuple[object, ...]:
-    """What a decision hangs on, apart from what it learned; contexts grow slowly."""
-    return (
-        facts.prompt_rows,
-        min(facts.max_rows, sum(request.max_drafts for request in facts.requests)),
-        tuple(
-            (r.request_id, r.max_drafts, r.network, r.rule, r.lag_tokens > 0, r.offers)
-            for r in facts.requests
-        ),
-    )
 
 
 def _lag(facts: StepFacts, picks: Sequence[Pick]) -> tuple[int, str]:

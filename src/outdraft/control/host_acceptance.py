@@ -49,15 +49,15 @@ class HostCurve:
 
     def survivals(self, match_length: int, num_levels: int) -> list[float]:
         """By level: the chance that an offer is accepted so far."""
-        bucket = _bucket(match_length)
-        known = self._known.get(bucket)
+        group = bucket(match_length)
+        known = self._known.get(group)
         if known is None or len(known) < num_levels:
             self._grow(num_levels)
             survival, known = 1.0, list[float]()
-            for chance in self._chances(bucket):
+            for chance in self._chances(group):
                 survival *= chance
                 known.append(survival)
-            self._known[bucket] = known
+            self._known[group] = known
         return known[:num_levels]
 
     def observe(self, match_length: int, drafted: int, accepted: int) -> None:
@@ -65,8 +65,8 @@ class HostCurve:
         if drafted == 0:
             return
         self._grow(drafted)
-        bucket = _bucket(match_length)
-        chances, cells = self._chances(bucket), self._cells[bucket]
+        group = bucket(match_length)
+        chances, cells = self._chances(group), self._cells[group]
         excess = variance = 0.0
         for level in range(min(accepted + 1, drafted)):
             is_right = level < accepted
@@ -80,9 +80,9 @@ class HostCurve:
             for cell in (*self._levels, *(one for row in self._cells for one in row)):
                 cell.doubt()
 
-    def _chances(self, bucket: int) -> list[float]:
+    def _chances(self, group: int) -> list[float]:
         above, chances = self.prior, list[float]()
-        for level, cell in zip(self._levels, self._cells[bucket], strict=True):
+        for level, cell in zip(self._levels, self._cells[group], strict=True):
             above = level.chance(above)
             chances.append(cell.chance(above))
         return chances
@@ -92,5 +92,6 @@ class HostCurve:
             row.extend(Cell() for _ in range(num_levels - len(row)))
 
 
-def _bucket(match_length: int) -> int:
+def bucket(match_length: int) -> int:
+    """Matches of about one length."""
     return min(max(1, match_length).bit_length() - 1, NUM_BUCKETS - 1)

@@ -38,12 +38,12 @@ class Lessons:
         """Whether a step of this length takes longer because it was decided."""
         return self._seconds > DISTURBED * step_s
 
-    def seconds_a_step(self, plain_s: float, *, has_offers: bool) -> float:
+    def seconds_a_step(self, plain_s: float, decided_share: float) -> float:
         """What lessons add to a step that drafts, beyond `plain_s`, in the long run.
 
-        has_offers: by the host; each step with one is decided.
+        decided_share: of the steps that are decided in any case.
         """
-        return self._seconds / (1 if has_offers else self._most_steps(plain_s))
+        return self._seconds * max(decided_share, 1 / self._most_steps(plain_s))
 
     def _most_steps(self, step_s: float) -> int:
         dear = int(self._seconds / (SHARE * step_s)) if step_s > 0 else 1

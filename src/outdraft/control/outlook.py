@@ -34,8 +34,18 @@ class Outlook:
     drafting_s: float
 
     @classmethod
-    def of(cls, facts: StepFacts, costs: Costs, lessons: Lessons | None = None) -> "Outlook":
-        """`lessons`: None: to decide and to learn takes no time."""
+    def of(
+        cls,
+        facts: StepFacts,
+        costs: Costs,
+        lessons: Lessons | None = None,
+        new_share: float = 1.0,
+    ) -> "Outlook":
+        """The outlook of a step.
+
+        lessons: None: to decide and to learn takes no time. new_share: of the steps with offers
+        that have to be decided anew.
+        """
         count = len(facts.requests)
         context = sum(request.context_tokens for request in facts.requests)
         first = count + facts.prompt_rows
@@ -47,7 +57,7 @@ class Outlook:
         drafting_s = costs.drafting_s(count)
         if lessons is not None:
             has_offers = any(request.offers for request in facts.requests)
-            drafting_s += lessons.seconds_a_step(alone_s, has_offers=has_offers)
+            drafting_s += lessons.seconds_a_step(alone_s, new_share if has_offers else 0.0)
         return cls(count, first, context, host_s, alone_s, plain_s, drafting_s)
 
     def plain_tokens(self, step_s: float) -> float:
@@ -91,7 +101,7 @@ class Regime:
     Attributes:
         tokens: per step, fading.
         plain_tokens: what plain decoding would have brought in the same time.
-        has_timed_plain: steps without drafts were timed, when plain decoding went on a while.
+        num_plain_bursts: how often plain decoding was timed while drafts paid.
     """
 
     guard: Guard = field(default_factory=Guard)
@@ -99,7 +109,7 @@ class Regime:
     tokens: float = 0.0
     plain_tokens: float = 0.0
     num_steps: int = 0
-    has_timed_plain: bool = False
+    num_plain_bursts: int = 0
 
     @property
     def speedup(self) -> float:

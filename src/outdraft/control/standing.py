@@ -42,8 +42,8 @@ class Standing:
     decision: Decision
     num_requests: int
     has_prompts: bool
-    most: int
-    left: int
+    most: int = 0
+    left: int = 0
     lesson_at: int = -1
     passed: Passed = field(default_factory=Passed)
 
