@@ -2,10 +2,12 @@
 
 import statistics
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from outdraft.control.answers import AGE
 from outdraft.control.controller import SETTLED, SLEEPY, Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
@@ -351,3 +353,55 @@ def test_shadows_of_held_steps_teach():
     before = controller.estimates.host("suffix").survivals(4, 3)
     controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 0),) * 20)
     assert controller.estimates.host("suffix").survivals(4, 3) < before
+
+
+def offered(length=3, match_length=4, name="a"):
+    return StepFacts((request(name, offers=(HostOffer("suffix", length, match_length),)),))
+
+
+def asked(controller, facts, deciding_s, num_steps):
+    """Decisions, and which of them were learned from; measured plain steps are held."""
+    decisions, lessons = [], []
+    for _ in range(num_steps):
+        if not controller.wants_offers and controller.holds(1):
+            continue
+        decisions.append(controller.decide(facts))
+        lessons.append(controller.wants_outcome)
+        told = dear(facts, decisions[-1], deciding_s)
+        if controller.wants_outcome:
+            controller.observe(told)
+        if controller.is_passing:
+            controller.pass_by(told.num_tokens, told.host_s, decisions[-1].step_s)
+    return decisions, lessons
+
+
+def test_an_offer_like_an_earlier_one_is_answered_alike_where_deciding_is_dear():
+    controller = Controller(table(0.001), 5)
+    _, lessons = asked(controller, offered(), 0.2, 300)
+    assert sum(lessons) < 150
+    decision = controller.decide(offered())
+    assert controller.decide(offered(match_length=5)) is decision  # of one bucket
+    assert controller.decide(offered(match_length=9)) is not decision
+    assert controller.decide(offered(length=2)) is not decision
+    assert controller.decide(offered(name="b")) is not decision
+
+
+def test_an_answer_is_given_for_so_many_steps_and_then_thought_over():
+    controller = Controller(table(0.001), 5)
+    asked(controller, offered(), 0.2, 300)
+    decisions = [controller.decide(offered()) for _ in range(4 * AGE)]
+    kept = [one.reason is Reason.GAIN for one in decisions]
+    changes = [
+        step
+        for step in range(1, 4 * AGE)
+        if decisions[step] is not decisions[step - 1] and kept[step] and kept[step - 1]
+    ]
+    assert len(changes) >= 2
+    assert all(later - step == AGE for step, later in pairwise(changes))
+
+
+def test_where_deciding_takes_no_time_each_offer_is_decided_and_learned_from():
+    controller = Controller(table(0.001), 5)
+    decisions, lessons = asked(controller, offered(), 0.0, 100)
+    assert all(lessons)
+    assert len({id(one) for one in decisions}) == len(decisions) > 50
