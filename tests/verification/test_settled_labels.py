@@ -1,7 +1,7 @@
 """What a settled token says of the draft that a network would have made of it: by enumeration.
 
 The token was chosen by the target. Whether it is the network's best token has, over all such
-tokens, the chance with which that best token is accepted as a draft. Of a draft that is drawn no
+tokens, the chance with which that best token is accepted as a draft. If drafts are drawn, no
 function of the network's distribution and the token has this chance: it hangs on the target's.
 """
 

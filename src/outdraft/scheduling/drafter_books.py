@@ -36,8 +36,7 @@ class DrafterBooks:
     def lag_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step.
 
-        Of heads: those whose states they have beside the newest one. They read them for what these
-        say of the heads, see `max_taught`.
+        Heads lag by the tokens whose states they have beside the newest one: see `max_taught`.
         """
         unread = request.num_tokens - self._lag - request.num_drafter_computed
         if self._lag:
