@@ -126,11 +126,12 @@ class MedusaHeads(nn.Module):
         The dtype is float32, or float64 as the target's.
         """
         heads = range(self.num_heads) if heads is None else heads
-        states_BKD = torch.stack([self._state(head, hidden_BD) for head in heads], dim=1)
+        states = [self._state(head, hidden_BD) for head in heads]
+        states_BKD = torch.stack(states, dim=1) if len(states) > 1 else states[0][:, None]
         lm_heads = [self._lm_heads[head] for head in heads]
         if all(lm_head is lm_heads[0] for lm_head in lm_heads):  # one read of its weights for all
             logits_RV = self._logits(lm_heads[0], states_BKD.flatten(0, 1))
-            return logits_RV.unflatten(0, states_BKD.shape[:2])
+            return logits_RV.view(*states_BKD.shape[:2], -1)
         each = [self._logits(lm_head, states_BKD[:, k]) for k, lm_head in enumerate(lm_heads)]
         return torch.stack(each, dim=1)
 

@@ -8,6 +8,7 @@ Dimension key: B requests that sample, M of them that the model drafts for, N dr
 vocabulary.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -132,7 +133,13 @@ def _is_sampled(is_sampled_BK: Tensor | None, token_ids_BK: Tensor) -> Tensor:
     """bool [B, K]."""
     if is_sampled_BK is not None:
         return is_sampled_BK
-    return torch.zeros_like(token_ids_BK, dtype=torch.bool)
+    return _none_sampled(token_ids_BK.shape, token_ids_BK.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _none_sampled(shape: torch.Size, device: torch.device) -> Tensor:
+    """bool [B, K]; nobody writes to it."""
+    return torch.zeros(shape, dtype=torch.bool, device=device)
 
 
 def _laid_out_B(made: ModelDrafts, works: Sequence[Work], device: torch.device) -> Tensor | None:

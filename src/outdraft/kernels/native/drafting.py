@@ -269,18 +269,19 @@ class _Drafting:
         shape_BK = num_requests, shape.num_rows
         self._growth, self._kept = growth, kept
         self._draws = growth.samples and sampling.any_draws
-        self._ids_2BK = torch.empty(2, *shape_BK, dtype=torch.int64)
+        self._token_ids_BK = torch.empty(shape_BK, dtype=torch.int64)
+        self._parents_BK = torch.empty(shape_BK, dtype=torch.int64)
         self._is_drawn_BK = torch.empty(shape_BK, dtype=torch.bool)
         self._probs_BKV = torch.empty(*shape_BK, sampling.vocab_size) if self._draws else None
         self._margins_BL: Tensor | None = None
         self._num_drafts_B = growth.num_drafts_B
-        ids = self._ids_2BK.data_ptr()
         self.native = task
         task.num_levels, task.num_rows = shape.depth, shape.num_rows
         self._levels_L, task.levels = _levels(shape.levels, sampling.vocab_size)
         task.num_tokens = address_of(growth.num_tokens_B, torch.int64)
         task.num_drafts = address_of(growth.num_drafts_B, torch.int64)
-        task.token_ids, task.parents = ids, ids + 8 * num_requests * shape.num_rows
+        task.token_ids = self._token_ids_BK.data_ptr()
+        task.parents = self._parents_BK.data_ptr()
         task.is_drawn = self._is_drawn_BK.data_ptr()
         task.probs = None if self._probs_BKV is None else self._probs_BKV.data_ptr()
         task.stops = _NO_STOPS
@@ -297,7 +298,8 @@ class _Drafting:
         """The results, once the call is over."""
         growth, draws = self._growth, self._draws
         return ModelDrafts(
-            *self._ids_2BK.unbind(),
+            self._token_ids_BK,
+            self._parents_BK,
             num_drafts_B=self._num_drafts_B,
             probs_BKV=self._probs_BKV,
             is_sampled_BK=self._is_drawn_BK if draws else None,
