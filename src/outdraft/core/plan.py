@@ -170,9 +170,9 @@ class Work(NamedTuple):
         samples: the newest token is among them, so the step yields at least one token more.
         drafts: what is verified behind them; None unless the work samples.
         num_drafter_computed: tokens of the text that the drafter has read, if it drafts now.
-        num_drafter_reads: of the new tokens, from the first one on, right behind the step.
-        max_taught: of the newest settled tokens, that the network is compared with.
         gap: of the drafter; None: as it was told before.
+        max_taught: of the newest settled tokens, that the network is compared with.
+        num_drafter_reads: of the new tokens, from the first one on, right behind the step.
     """
 
     slot: int
@@ -183,9 +183,9 @@ class Work(NamedTuple):
     num_kept_blocks: int = 0
     new_block_ids: tuple[int, ...] = ()
     num_drafter_computed: int = 0
-    num_drafter_reads: int = 0
-    max_taught: int = 0
     gap: DrafterGap | None = None
+    max_taught: int = 0
+    num_drafter_reads: int = 0
 
     @property
     def num_drafts(self) -> int:

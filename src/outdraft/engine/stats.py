@@ -52,7 +52,7 @@ def step_stats(
         num_requests=len(plan.works),
         num_waiting=num_waiting,
         num_rows=num_rows,
-        num_emitted=sum([len(one.added) for one in booked]),
+        num_emitted=sum([len(added) for _, _, _, added in booked]),
         num_drafts=len(verified),
         num_draft_tokens=sum(drafted.values()),
         num_accepted_tokens=sum(accepted.values()),
@@ -65,9 +65,11 @@ def step_stats(
         kv_usage=kv_usage,
         times=times,
         host_s=max(0.0, step_s - times.draft_s - times.verify_s - times.sample_s),
-        draft_lengths=tuple([len(one.outcome.drafted_ids) for one in booked if one.work.samples]),
+        draft_lengths=tuple(
+            [len(outcome.drafted_ids) for _, work, outcome, _ in booked if work.samples]
+        ),
         granted_lengths=tuple(
-            [len(granted.get(one.request.id, ())) for one in booked if one.work.samples]
+            [len(granted.get(request.id, ())) for request, work, _, _ in booked if work.samples]
         ),
         draft_levels=tuple(
             [(source, levels, num_accepted) for source, _, num_accepted, levels in verified]

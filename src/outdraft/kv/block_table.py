@@ -21,7 +21,10 @@ class BlockTable:
 
     def reserve(self, num_tokens: int) -> bool:
         """Make room for `num_tokens` slots in all; False and unchanged if the pool is too full."""
-        blocks = self._pool.allocate(self.blocks_missing(num_tokens))
+        missing = self.blocks_missing(num_tokens)
+        if not missing:
+            return True
+        blocks = self._pool.allocate(missing)
         if blocks is None:
             return False
         self.ids.extend(blocks)
@@ -38,6 +41,8 @@ class BlockTable:
     def truncate(self, num_tokens: int) -> None:
         """Give back the blocks past the first `num_tokens` slots."""
         keep = -(-num_tokens // self.block_size)
+        if keep >= len(self.ids):
+            return
         self._pool.release(self.ids[keep:])
         del self.ids[keep:]
         self._num_told = min(self._num_told, keep)

@@ -148,7 +148,8 @@ class Scheduler:
         rows = self._reserve_rows()
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
-        requests, admissions = self.running.copy(), list[Admission]()
+        requests = self.running.copy()
+        admissions: list[Admission] = []
         for request, num_new in zip(requests, rows, strict=True):
             work = self._work(request, num_new, choices.get(request.id), budget)
             works.append(work)
@@ -309,7 +310,18 @@ class Scheduler:
             choice = self._books.readable(request, choice, table.ids)
         if choice is not None:
             table.reserve(request.num_tokens + len(choice))
-        return self._told(request, num_new, samples, choice)
+        assert request.slot is not None
+        return Work(
+            request.slot,
+            request.num_computed,
+            num_new,
+            samples,
+            choice,
+            *table.news(),
+            request.num_drafter_computed,
+            self._books.gap_news(request),
+            self._books.max_taught(request) if choice is not None and choice.teaches else 0,
+        )
 
     def _admit(self, request: Request, budget: int) -> Work | None:
         """Start a waiting request, with the blocks that the prefix cache has for it."""
@@ -329,25 +341,7 @@ class Scheduler:
         self._books.admit(request, known)
         if request.num_preemptions == 0:
             request.num_cached = cached
-        return self._told(request, num_new, num_new == request.num_uncomputed)
-
-    def _told(
-        self, request: Request, num_new: int, samples: bool, choice: DraftChoice | None = None
-    ) -> Work:
-        """The work of a running request, with the news that the runner lacks."""
-        assert request.slot is not None
-        teaches = choice is not None and choice.teaches
-        return Work(
-            request.slot,
-            request.num_computed,
-            num_new,
-            samples,
-            choice,
-            *self.table(request).news(),
-            num_drafter_computed=request.num_drafter_computed,
-            max_taught=self._books.max_taught(request) if teaches else 0,
-            gap=self._books.gap_news(request),
-        )
+        return self._work(request, num_new, None, 0)
 
     def _gains_by_waiting(self, request: Request) -> bool:
         """Whether a running request that comes first computes a block that this one lacks.
