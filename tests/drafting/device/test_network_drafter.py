@@ -47,10 +47,12 @@ class Case:
     def asks(self) -> list[DraftModelAsk]:
         generator = torch.Generator().manual_seed(self.seed)
         blocks = torch.randperm(MOST_REQUESTS * BLOCKS_EACH, generator=generator).tolist()
-        return [
-            DraftModelAsk(i, length, 0, rows, blocks[BLOCKS_EACH * i : BLOCKS_EACH * (i + 1)])
-            for i, (length, rows) in enumerate(zip(self.num_tokens, self.num_rows, strict=True))
-        ]
+        levels = () if self.shape.is_chain else self.shape.levels
+        asks: list[DraftModelAsk] = []
+        for i, (length, rows) in enumerate(zip(self.num_tokens, self.num_rows, strict=True)):
+            own = blocks[BLOCKS_EACH * i : BLOCKS_EACH * (i + 1)]
+            asks.append(DraftModelAsk(i, length, 0, rows, own, levels=levels))
+        return asks
 
 
 @pytest.fixture(scope="module", params=KINDS)
