@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from outdraft.control.answers import AGE
-from outdraft.control.controller import SETTLED, SLEEPY, Controller
+from outdraft.control.controller import SETTLED, Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
     DraftOutcome,
@@ -20,6 +20,7 @@ from outdraft.control.facts import (
     StepOutcome,
 )
 from outdraft.control.lessons import DOUBLING, LONGEST
+from outdraft.control.looks import SLEEPY
 from outdraft.control.standing import MAX_STEPS
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)

@@ -10,13 +10,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from outdraft.control.answers import Answers, question
+from outdraft.control.answers import Answers, Question, question
 from outdraft.control.costs import CostTable
 from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.lessons import FIRST_STEPS
+from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
@@ -27,11 +28,6 @@ MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions against drafts before one stands for steps to come
-SLEEPY = 64  # steps in a row whose offers were all refused
-OFFER_SHARE = 0.01  # most of the time that looking for refused offers may take
-LONGEST_SLEEP = 8  # steps between two looks, and
-LONGEST_DEAR_SLEEP = 32  # where to decide takes long beside a step
-AWAKE = 8  # steps that a taken offer keeps looks going for
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
@@ -72,14 +68,13 @@ class Controller:
         self._is_drafting = False
         self._num_steps = 0
         self._since_plain = 0
-        self._refused = 0  # steps in a row whose offers were all refused
-        self._sleep = 1
+        self._looks = Looks()
         self._num_lessons = 0
         self._last_lesson = 0  # the number of its step
         self._answers = Answers()
         self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
-        self._known: tuple[tuple[object, ...], Decision] | None = None
+        self._known: tuple[Question, Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
         self._num_plain = 0  # steps in a row without drafts
@@ -99,7 +94,7 @@ class Controller:
         """Whether the sources of the host should look for drafts before the next decision."""
         if self._standing.is_experiment:
             return False
-        return self._refused < SLEEPY or self._num_steps % self._sleep == 0
+        return self._looks.are_due(self._num_steps)
 
     @property
     def network_due_in(self) -> int:
@@ -109,11 +104,12 @@ class Controller:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Whether a decision made lately, `standing`, is good for the step that begins now.
 
-        It takes a microsecond and needs no facts. If it is true, neither `decide` nor `observe` is
-        called for the step. A plain decision holds for 32 steps at most, for fewer when requests
-        end (tell `forget`), and no longer than until the network's next probe or the end of the
-        patience. One to draft holds while the batch stays as it is, and so long that deciding and
-        learning take a hundredth of the time: not at all where a step takes long beside them.
+        It takes microseconds and needs no facts. If it is true, `decide` is not called for the
+        step. A plain decision holds for 32 steps at most, or as many as make deciding take half a
+        hundredth of the time, for fewer when requests end (tell `forget`), and no longer than until
+        the network's next probe or the end of the patience. One to draft holds while the batch
+        stays as it is, and so long that deciding and learning take a hundredth of the time: not at
+        all where a step takes long beside them.
 
         Ask once a step at most, and only if no source of the host has an offer for it: there is no
         such source, `wants_offers` is false, or all of them looked in vain.
@@ -236,7 +232,7 @@ class Controller:
         regime = self._regime(outlook.num_requests)
         is_known = outcome.is_held or self._is_answered
         if is_known or not regime.lessons.disturb(actual_s):
-            self._observe_costs(outcome, outlook)
+            self.costs.observe(outcome)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
             self._known = None
@@ -276,7 +272,7 @@ class Controller:
             ):
                 self._lost(regime)
 
-    def _reusable(self, facts: StepFacts, key: tuple[object, ...]) -> Decision | None:
+    def _reusable(self, facts: StepFacts, key: Question) -> Decision | None:
         """The last decision, if nothing has changed since and it is not old."""
         if self._known is None or self._known[0] != key:
             return None
@@ -452,27 +448,6 @@ class Controller:
         start = self._num_steps * SHADOWS % len(unused) if len(unused) > SHADOWS else 0
         return tuple((unused + unused)[start : start + min(SHADOWS, len(unused))])
 
-    def _observe_costs(self, outcome: StepOutcome, outlook: Outlook) -> None:
-        self.costs.observe_target(
-            outcome.num_rows, outlook.context, outcome.target_s, outlook.num_requests
-        )
-        drafts = bool(outcome.drafts)
-        self.costs.observe_host(outlook.num_requests, outcome.host_s, drafts=drafts)
-        requests = {request.request_id: request for request in outcome.facts.requests}
-        grants = {g.request_id: g for g in outcome.decision.grants}
-        network, pass_rows, lag = "", list[int](), 0
-        for draft in outcome.drafts:
-            grant, request = grants[draft.request_id], requests[draft.request_id]
-            if grant.source != request.network:
-                continue
-            network, lag = grant.source, lag + request.lag_tokens
-            passes = min(self.costs.drafter(network).max_passes, draft.num_passes)
-            pass_rows += [0] * (passes - len(pass_rows))
-            for level in range(passes):
-                pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
-        if network:
-            self.costs.observe_drafter(network, pass_rows, lag, outlook.context, outcome.draft_s)
-
     def _count(self, facts: StepFacts, decision: Decision) -> None:
         """Steps since plain ones, since offers were taken, since the network drafted."""
         if not decision.grants:
@@ -480,18 +455,14 @@ class Controller:
             self._num_plain += 1
             self.probe.pass_by()
             if any(request.offers for request in facts.requests):
-                self._refused += 1
-                looking = len(facts.requests) * self.costs.table.offer_s / decision.plain_s
-                deciding = self._deciding_s / decision.plain_s
-                self._sleep = max(
-                    1,
-                    min(LONGEST_SLEEP, int(looking / OFFER_SHARE)),
-                    min(LONGEST_DEAR_SLEEP, int(deciding / OFFER_SHARE)),
+                looking_s = len(facts.requests) * self.costs.table.offer_s
+                self._looks.refuse(
+                    looking_s / decision.plain_s, self._deciding_s / decision.plain_s
                 )
             return
         self._since_plain += 1
         self._num_plain = 0
-        self._refused = max(0, min(self._refused, SLEEPY) - AWAKE)
+        self._looks.take()
         networks = {r.request_id: r.network for r in facts.requests}
         if all(grant.source != networks[grant.request_id] for grant in decision.grants):
             self.probe.pass_by()

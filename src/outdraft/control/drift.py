@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from outdraft.control.costs import CostTable, DrafterCost
+from outdraft.control.facts import StepOutcome
 
 NOISE = 0.05**2  # variances of logarithms: of one measured time,
 SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
@@ -144,6 +145,28 @@ class Costs:
 
     def drafter(self, network: str) -> DrafterCost:
         return self.table.drafters[network]
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Learn from a step what its parts take."""
+        facts = outcome.facts
+        count = len(facts.requests)
+        context = sum(request.context_tokens for request in facts.requests)
+        self.observe_target(outcome.num_rows, context, outcome.target_s, count)
+        self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
+        requests = {request.request_id: request for request in facts.requests}
+        grants = {grant.request_id: grant for grant in outcome.decision.grants}
+        network, pass_rows, lag = "", list[int](), 0
+        for draft in outcome.drafts:
+            grant, request = grants[draft.request_id], requests[draft.request_id]
+            if grant.source != request.network:
+                continue
+            network, lag = grant.source, lag + request.lag_tokens
+            passes = min(self.drafter(network).max_passes, draft.num_passes)
+            pass_rows += [0] * (passes - len(pass_rows))
+            for level in range(passes):
+                pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
+        if network:
+            self.observe_drafter(network, pass_rows, lag, context, outcome.draft_s)
 
     def observe_target(
         self, num_rows: int, context_tokens: int, actual_s: float, num_requests: int = 1
