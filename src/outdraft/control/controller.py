@@ -31,7 +31,8 @@ SETTLED = 4  # decisions against drafts before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
-RARER = 3  # and how many times as many until the next: an engine that just began is slow
+RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
+# began is slow for a second or so
 WARM_PLAIN = 2, 12  # plain steps in a row behind which all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
@@ -159,6 +160,8 @@ class Controller:
         A lone plain step among others that draft takes longer, as it finds the caches full of the
         network, and somebody has to decide on it.
         """
+        regime = self._regime(num_requests)
+        regime.num_plain_bursts = max(1, regime.num_plain_bursts)
         self.costs.observe_target(num_requests, context_tokens, target_s, num_requests)
         self.costs.observe_host(num_requests, host_s, drafts=False)
 
@@ -354,9 +357,9 @@ class Controller:
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
         burst = self._warm + TIMED_PLAIN
-        interval = min(
-            plain_interval(gain, burst), FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8)
-        )
+        interval = plain_interval(gain, burst)
+        if regime.num_plain_bursts == 0 or self._warm > least:
+            interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
         if self._since_plain >= interval:
             regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)

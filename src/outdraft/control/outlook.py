@@ -101,7 +101,8 @@ class Regime:
     Attributes:
         tokens: per step, fading.
         plain_tokens: what plain decoding would have brought in the same time.
-        num_plain_bursts: how often plain decoding was timed while drafts paid.
+        num_plain_bursts: how often plain decoding was timed while drafts paid; at least 1 once it
+            was timed at all.
     """
 
     guard: Guard = field(default_factory=Guard)
