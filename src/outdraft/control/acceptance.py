@@ -225,17 +225,17 @@ class NetworkCurve:
         return excess
 
     def teach(self, request_id: str, num_tokens: int, num_right: int) -> None:
-        """Learn about the first level from settled tokens: how many it would have drafted."""
+        """Learn about the first level from settled tokens: how many it would have drafted.
+
+        The request's own offset is left alone: they are neighbours, which are alike.
+        """
         self._stop_parts = None
-        offset = self._offset_of(request_id)
+        offset = self._offset(request_id)
         before = [level.logit for level in self._levels]
-        errors = [
-            self._levels[0].observe(num_right / num_tokens, offset.value, self.memory)
-            for _ in range(num_tokens)
-        ]
+        for _ in range(num_tokens):
+            self._levels[0].observe(num_right / num_tokens, offset, self.memory)
         self.num_labels += num_tokens
         self._spread(before, len(before))
-        offset.observe(sum(error for error, _ in errors), sum(spread for _, spread in errors))
 
     def follow(self, moved: Sequence[float]) -> None:
         """Drafts of another shape moved its levels by so much. It is long ago that this shape was
