@@ -77,7 +77,7 @@ def test_catching_up_teaches_the_first_level():
     curve, rng = NetworkCurve(3), np.random.default_rng(0)
     learn(curve, rng, (0.2, 0.2, 0.2), 500)
     curve.doubt(2.0)
-    curve.teach("b", 100, 85)
+    curve.teach("b", 400, 340)
     assert curve.survivals("b", 1)[0] == pytest.approx(0.85, abs=0.07)
     assert curve.survivals("b", 1) == curve.survivals("new", 1)  # "b" itself has drafted nothing
 
