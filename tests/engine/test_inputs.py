@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outdraft.core.errors import RequestError
-from outdraft.core.sampling import MAX_SEED, SamplingParams
+from outdraft.core.sampling import MAX_INT64, SamplingParams
 from outdraft.engine.inputs import InputProcessor
 from tests.engine.byte_level import tokenizer, with_start_token
 
@@ -187,7 +187,7 @@ def test_without_a_seed_every_sequence_has_its_own_key():
         for index in range(3)
     }
     assert len(keys) == 180
-    assert all(0 <= key <= MAX_SEED for key in keys)
+    assert all(0 <= key <= MAX_INT64 for key in keys)
     assert inputs(seed=1).seed(params, 4, 2) == inputs(seed=1).seed(params, 4, 2)
 
 

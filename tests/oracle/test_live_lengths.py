@@ -3,9 +3,12 @@
 Rules are random, of some requests, and change with every step; the policy knows nothing of them.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from outdraft.core.plan import DraftChoice, LiveStop
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device import live_stop
 from tests.oracle import forms
@@ -97,6 +100,29 @@ def test_rows_stay_in_place_where_the_host_would_have_to_wait(method: str, monke
     assert waits.seen == []
     assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
     assert stops.num_short > 0
+
+
+class Stopping(RandomRules):
+    """All chains end before their first draft."""
+
+    def _with_rule(self, choice: DraftChoice, cap: int) -> DraftChoice:
+        number = choice.num_model_drafts
+        stop = LiveStop((0.0,) * number, (-5.0,) * number, price=0.5, row_cap=cap)
+        return replace(choice, stop=stop) if number else choice
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_grammar_holds_where_the_rule_leaves_no_draft(in_place: bool, monkeypatch):
+    if in_place:
+        monkeypatch.setattr(live_stop, "host_sees", lambda device: False)
+    form = forms.regex(forms.REGEXES[0])
+    prompt = forms.PROMPTS[:1]
+    plain = forms.engine("plain").generate(prompt, forms.asking(form), use_tqdm=False)
+    llm = forms.engine("perfect", kernels="reference" if in_place else "auto")
+    stops = Stopping(llm, 0)
+    outputs = llm.generate(prompt, forms.asking(form), use_tqdm=False)
+    assert ids(outputs) == ids(plain)
+    assert stops.num_short > 5
 
 
 @pytest.mark.parametrize("in_place", [False, True])

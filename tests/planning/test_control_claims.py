@@ -70,6 +70,18 @@ def test_neither_beside_prompts(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + 4), prompts=True))
 
 
+@pytest.mark.parametrize("first", range(0, 12, 3))
+def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
+    shares = {}
+    for seed in range(first, first + 3):
+        case = random_case(seed)
+        controller = Controller(case.table, case.scenario.max_drafts)
+        # Steps between two lessons double, so it takes longer until they are seldom.
+        steps = Simulator(case.scenario, controller, deciding_s=0.1).run(2000)
+        shares[seed] = steps.rate(1000) / max(fixed_rates(case.scenario, 60))
+    assert_close_to_the_best(shares)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(96, 300, BLOCK))
 def test_neither_in_many_more_engines(first: int):
@@ -203,11 +215,13 @@ def test_good_evidence_ends_the_patience():
     table = line(0.01, 0.05)
     before = World(table, Acceptance((0.8,)), draft_factor=20.0)
     after = World(table, Acceptance((0.95,)))
-    controller = Controller(table, 5)
-    simulator = Simulator(changing(Load(4, (300,)), before, after, at=1200), controller)
-    decisions = simulator.run(2400).decisions
-    assert sum(d.reason is Reason.PATIENCE for d in decisions[600:1200]) > 300
-    assert sum(d.reason is Reason.GAIN for d in decisions[1500:]) > 800
+    waiting = 0
+    for seed in range(4):
+        scenario = changing(Load(4, (300,)), before, after, seed=seed, at=1200)
+        decisions = Simulator(scenario, Controller(table, 5)).run(2400).decisions
+        waiting += sum(d.reason is Reason.PATIENCE for d in decisions[600:1200])
+        assert sum(d.reason is Reason.GAIN for d in decisions[1500:]) > 800
+    assert waiting > 4 * 300
 
 
 @pytest.mark.parametrize("period", [100, 250])

@@ -10,7 +10,9 @@ from outdraft.control.fall import FallWatch
 from outdraft.core.decided import Alarm, AlarmKind
 
 IDLE_STEPS = 10_000  # without a draft, probes aside, before a source is said never to draft
-FRUITLESS_STEPS = 500  # in a row with drafts of a source, none of which brought a token
+# In a row with drafts of a source, none of which brought a token; only steps that are looked at
+# count, which are few where steps are short (lessons.py).
+FRUITLESS_STEPS = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class SourceAlarms:
         if has_accepted:
             self._tell(name, AlarmKind.NONE_ACCEPTED, "a draft was accepted", is_on=False)
         elif source.fruitless >= FRUITLESS_STEPS:
-            evidence = f"it drafted in {FRUITLESS_STEPS} steps, and no draft was accepted"
+            evidence = f"it drafted in {FRUITLESS_STEPS} steps looked at, and none was accepted"
             self._tell(name, AlarmKind.NONE_ACCEPTED, evidence, is_on=True)
 
     def _look_for_idle(self) -> None:

@@ -19,18 +19,20 @@ class Answers:
     """Answers by question.
 
     Attributes:
-        new_share: share of the questions lately that had no answer.
+        new_share: share of the questions about offers that had no answer lately; at first it is
+            hoped that all will have one.
     """
 
     def __init__(self) -> None:
         self._known: dict[Question, tuple[int, Standing]] = {}
-        self.new_share = 1.0
+        self.new_share = 0.0
 
-    def find(self, question: Question, step: int) -> Standing | None:
-        """`step`: a number of steps that grows."""
+    def find(self, question: Question, step: int, *, has_offers: bool) -> Standing | None:
+        """`step`: a number of steps that grows. `has_offers`: the question is about some."""
         known = self._known.get(question)
         is_good = known is not None and step - known[0] < AGE
-        self.new_share += RATE * ((not is_good) - self.new_share)
+        if has_offers:
+            self.new_share += RATE * ((not is_good) - self.new_share)
         return known[1] if known is not None and is_good else None
 
     def put(self, question: Question, answer: Standing, step: int) -> None:

@@ -33,7 +33,7 @@ SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
 RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
 # began is slow for a second or so
-WARM_PLAIN = 2, 12  # plain steps in a row behind which all are alike, at least and at most,
+WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
 ROUTINE = 8  # plain steps of which one is timed
@@ -190,21 +190,23 @@ class Controller:
         if self._held is not None and self._held.decision.grants:
             self._watch(self._held)
         key = question(facts)
-        answer = self._answers.find(key, self._num_steps)
+        has_offers = any(request.offers for request in facts.requests)
+        answer = self._answers.find(key, self._num_steps, has_offers=has_offers)
         self._is_answered = answer is not None
         if answer is not None:
             self._held = answer
+            self._reused += 1
             return self._settle(facts, answer.decision)
         decision = self._reusable(facts, key)
         if decision is None:
             decision = self._decide(facts)
             is_lasting = decision.reason not in EXPERIMENTS
-            has_offers = any(request.offers for request in facts.requests)
             self._known = (key, decision) if is_lasting and not has_offers else None
             self._reused = 0
-            is_common = has_offers or decision.reason is Reason.NOTHING_OFFERED
-            if is_lasting and is_common and self._is_dear(facts, decision):
-                self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
+            self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
+            is_common = has_offers and decision.reason is Reason.GAIN
+            is_common |= decision.reason is Reason.NOTHING_OFFERED
+            if is_common and self._is_dear(facts, decision):
                 self._answers.put(key, self._held, self._num_steps)
         return self._settle(facts, decision)
 
@@ -233,8 +235,8 @@ class Controller:
         outlook = Outlook.of(facts, self.costs)
         actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
         regime = self._regime(outlook.num_requests)
-        is_known = outcome.is_held or self._is_answered
-        if is_known or not regime.lessons.disturb(actual_s):
+        is_usual = self._is_usual(outcome) or not regime.lessons.disturb(actual_s)
+        if is_usual or actual_s < decision.step_s:  # else it may be slow because it was decided
             self.costs.observe(outcome)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
@@ -296,12 +298,18 @@ class Controller:
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
             self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
 
+    def _is_usual(self, outcome: StepOutcome) -> bool:
+        """Whether the step was neither decided nor the first one behind a decision."""
+        if outcome.is_held:
+            return self._held is not None and self._held.most >= FIRST_STEPS
+        return self._is_answered
+
     def _is_dear(self, facts: StepFacts, decision: Decision) -> bool:
         """Whether to decide takes long beside a step."""
         return self._regime(len(facts.requests)).lessons.disturb(decision.plain_s)
 
     def _go_on(self, facts: StepFacts, decision: Decision) -> None:
-        """Let a decision to draft hold until the next lesson."""
+        """Let a decision to draft hold, or leave out the lesson of one about offers."""
         count = len(facts.requests)
         steps = self._regime(count).lessons.steps(decision.step_s)
         if any(request.offers for request in facts.requests):

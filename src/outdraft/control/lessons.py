@@ -2,7 +2,7 @@
 
 Deciding, and learning from what came of it, takes a tenth of a millisecond for one request. Beside
 a step of a large model that is nothing; a small one needs little more for a whole step. So there a
-decision to draft holds for several steps, of which only the last is looked at closely. Which step
+decision to draft holds for several steps, of which only one is looked at closely. Which step
 that is follows from how many went by, never from what was drawn in them.
 """
 

@@ -4,7 +4,7 @@ SLEEPY = 64  # steps in a row whose offers were all refused
 SHARE = 0.01  # most of the time that looking for refused offers may take
 LONGEST = 8  # steps between two looks, and
 LONGEST_DEAR = 32  # where to decide takes long beside a step
-AWAKE = 8  # steps that a taken offer keeps looks going for
+AWAKE = 8  # steps that a draft keeps looks going for
 
 
 class Looks:
@@ -28,5 +28,5 @@ class Looks:
         )
 
     def take(self) -> None:
-        """A step took an offer."""
+        """A step drafted."""
         self._refused = max(0, min(self._refused, SLEEPY) - AWAKE)

@@ -19,7 +19,7 @@ class Drafted:
     Attributes:
         num_drafts: rows of each request that samples; a live rule may have left out some.
         drafts_2BN: int64, ids and parents; a draft that a live rule ended is padded with the id -1.
-            None: no grammar needs them, as the network drafts for no request with one.
+            None: no grammar needs them, as the network drafted for no request with one.
     """
 
     num_drafts: tuple[int, ...]

@@ -8,7 +8,7 @@ from typing import Any
 from outdraft.core.errors import RequestError, from_mapping
 from outdraft.core.structured_outputs import StructuredOutput, StructuredOutputsParams
 
-MAX_SEED = 2**63 - 1
+MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,11 +132,6 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    @property
-    def has_penalties(self) -> bool:
-        added = self.presence_penalty, self.frequency_penalty
-        return any(added) or self.repetition_penalty != 1.0
-
     def _check_types(self) -> None:
         for name, low, high in _RANGES:
             if getattr(self, name) is not None or name not in _OPTIONAL:
@@ -173,11 +168,11 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("repetition_penalty", 0.0, 100.0),
-    ("min_tokens", 0, math.inf),
+    ("min_tokens", 0, MAX_INT64),
     ("max_tokens", 1, math.inf),
     ("logprobs", 0, 100),
     ("prompt_logprobs", 0, 100),
-    ("seed", 0, MAX_SEED),
+    ("seed", 0, MAX_INT64),
 )
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 _WHOLE = ("n", "top_k", "min_tokens", *_OPTIONAL)

@@ -148,8 +148,8 @@ class DraftPolicy:
         self._decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
         self._is_held = False  # the step that runs
-        self._newest_step: _Step | None = None  # that was decided
-        self._deciding_s = 0.0  # of the step that runs
+        self._newest_step: _Step | None = None  # that was decided without offers
+        self._deciding_s = 0.0  # of the step that was decided last
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
@@ -217,9 +217,11 @@ class DraftPolicy:
             room.free_slots,
         )
         decision = self.control.decide(facts)
-        self._newest_step, self._decision = _Step(facts, decision), decision
+        step, self._decision = _Step(facts, decision), decision
+        if not drafts:  # it may be held
+            self._newest_step = step
         if self.control.wants_outcome:
-            self._step = self._newest_step
+            self._step = step
         if decision.shadows:
             self._cast_shadows(requests, decision, drafts)
         self.decided, self.granted = self._translated(decision, drafts)
@@ -284,7 +286,8 @@ class DraftPolicy:
         if self._is_timed:
             self._observe_plain(booked, stats)
         elif self._decision is not None and self.control.is_passing:
-            self.control.pass_by(stats.num_emitted, stats.host_s, stats.step_s)
+            host_s = stats.host_s - self._decided_s(stats)
+            self.control.pass_by(stats.num_emitted, host_s, stats.step_s)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)
@@ -439,6 +442,10 @@ class DraftPolicy:
             source, num_model_drafts=grant.rows, model=drafting, stop=stop, teaches=teaches
         )
 
+    def _decided_s(self, stats: StepStats) -> float:
+        """What it took to decide, of the host's time in this step."""
+        return 0.0 if self._is_held else min(self._deciding_s, stats.host_s)
+
     def _outcome(
         self,
         step: _Step,
@@ -461,7 +468,6 @@ class DraftPolicy:
         # Drafts of the host are sent to the device in the phase of drafting. To decide is no part
         # of the host's time: most steps are held.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
-        deciding_s = 0.0 if self._is_held else min(self._deciding_s, stats.host_s)
         return StepOutcome(
             facts,
             step.decision,
@@ -470,7 +476,7 @@ class DraftPolicy:
             num_tokens,
             draft_s,
             times.verify_s + times.sample_s,
-            stats.host_s - deciding_s + sending_s,
+            stats.host_s - self._decided_s(stats) + sending_s,
             shadows,
             self._deciding_s + self._learning_s,
             self._is_held,

@@ -67,8 +67,8 @@ class CostFile:
     def forget(self) -> None:
         """What was measured has long been wrong: the next engine measures again."""
         _logger.warning(
-            "passes have long taken more than 1.5 times as long as was measured, or as little: the "
-            "next start measures again (%s)",
+            "passes have long taken more than 1.5 times as long as was measured, or less than two "
+            "thirds of it: the next start measures again (%s)",
             self.path,
         )
         with contextlib.suppress(OSError):

@@ -14,7 +14,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import RequestError, did_you_mean
-from outdraft.core.sampling import MAX_SEED, SamplingParams
+from outdraft.core.sampling import MAX_INT64, SamplingParams
 
 if TYPE_CHECKING:
     from outdraft.structured.compiler import GrammarCompiler
@@ -272,7 +272,7 @@ class InputProcessor:
             (params.seed, index) if params.seed is not None else (self._seed, request_number, index)
         )
         digest = blake2b(repr(parts).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") & MAX_SEED
+        return int.from_bytes(digest, "little") & MAX_INT64
 
     def _check_ids(self, ids: Iterable[int], field: str) -> None:
         for token_id in ids:

@@ -42,6 +42,8 @@ def _draft(work: Work, place: int, drafted: Drafted) -> tuple[Sequence[int], Seq
         return (), ()
     if not work.drafts.num_model_drafts:
         return work.drafts.draft.token_ids, work.drafts.draft.parents
+    if not drafted.num_drafts[place]:  # a live rule ended it before its first draft
+        return (), ()
     assert drafted.drafts_2BN is not None
     token_ids, parents = drafted.drafts_2BN[:, place, : drafted.num_drafts[place]]
     num_drafts = int((token_ids >= 0).sum())
