@@ -406,3 +406,29 @@ def test_where_deciding_takes_no_time_each_offer_is_decided_and_learned_from():
     decisions, lessons = asked(controller, offered(), 0.0, 100)
     assert all(lessons)
     assert len({id(one) for one in decisions}) == len(decisions) > 50
+
+
+def drafter_factor(controller):
+    return controller.costs.pass_N("eagle3", 2, 0)[1] / 0.05
+
+
+@pytest.mark.parametrize("deciding_s", [0.0, 0.2])
+def test_a_network_that_is_off_gets_its_costs_from_probes_without_what_deciding_adds(deciding_s):
+    slower = 1.4 if deciding_s else 1.0
+    controller = Controller(table(slope=0.1), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    for _ in range(4000):
+        if controller.holds(1):
+            if controller.wants_plain_time:
+                controller.observe_plain(1, 0, 1.0, 0.0)
+            continue
+        decision = controller.decide(facts)
+        told = dear(facts, decision, deciding_s, lambda grant: 0)
+        controller.observe(
+            replace(
+                told,
+                draft_s=0.05 * sum(grant.levels for grant in decision.grants) * slower,
+                target_s=(1 + 0.1 * (told.num_rows - 1)) * slower,
+            )
+        )
+    assert drafter_factor(controller) == pytest.approx(1.0, rel=0.12)

@@ -16,7 +16,7 @@ from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, pla
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
-from outdraft.control.lessons import FIRST_STEPS
+from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
@@ -75,6 +75,7 @@ class Controller:
         self._answers = Answers()
         self._is_answered = False  # the step that was decided last, by one of them
         self._deciding_s = 0.0  # on average, and to learn
+        self._disturbance = Disturbance()
         self._known: tuple[Question, Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
@@ -226,7 +227,7 @@ class Controller:
         if not facts.requests:
             return
         self._num_lessons += 1
-        self._deciding_s += (outcome.deciding_s - self._deciding_s) / 16
+        self._deciding_s += (outcome.deciding_s - self._deciding_s) / min(self._num_lessons, 16)
         if not outcome.is_held:
             self._count(facts, decision)
         if decision.reason is Reason.PATIENCE:
@@ -235,9 +236,12 @@ class Controller:
         outlook = Outlook.of(facts, self.costs)
         actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
         regime = self._regime(outlook.num_requests)
-        is_usual = self._is_usual(outcome) or not regime.lessons.disturb(actual_s)
-        if is_usual or actual_s < decision.step_s:  # else it may be slow because it was decided
+        if self._is_usual(outcome) or self._deciding_s < DISTURBED * actual_s:
             self.costs.observe(outcome)
+        elif outcome.drafts or facts.prompt_rows:
+            self.costs.observe(self._disturbance.removed(outcome))
+        else:
+            self._disturbance.observe(outcome.target_s, decision.target_s)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
             self._known = None

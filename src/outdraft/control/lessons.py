@@ -6,7 +6,12 @@ decision to draft holds for several steps, of which only one is looked at closel
 that is follows from how many went by, never from what was drawn in them.
 """
 
+from dataclasses import replace
+
+from outdraft.control.facts import StepOutcome
+
 DISTURBED = 0.05  # of a step, if deciding takes longer, its passes find other things in the caches
+MOST_DISTURBED = 2.0  # times as long
 FIRST_STEPS = 2  # behind a decision that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
 LONGEST = 32  # steps from one lesson to the next
@@ -48,3 +53,28 @@ class Lessons:
     def _most_steps(self, step_s: float) -> int:
         dear = int(self._seconds / (SHARE * step_s)) if step_s > 0 else 1
         return max(1, min(dear, LONGEST))
+
+
+class Disturbance:
+    """How many times as long a step takes because it was decided, as plain steps show it.
+
+    A network that is off drafts in decided steps only. If their times were taken as they are, it
+    would look too slow to be tried in earnest.
+    """
+
+    def __init__(self) -> None:
+        self._factor = 1.0
+
+    def observe(self, actual_s: float, undisturbed_s: float) -> None:
+        """A plain step that was decided, and what such a step takes if it is not."""
+        factor = max(1.0, min(MOST_DISTURBED, actual_s / undisturbed_s))
+        self._factor += (factor - self._factor) / 8
+
+    def removed(self, outcome: StepOutcome) -> StepOutcome:
+        """The step as it would have been."""
+        return replace(
+            outcome,
+            draft_s=outcome.draft_s / self._factor,
+            target_s=outcome.target_s / self._factor,
+            host_s=outcome.host_s / self._factor,
+        )
