@@ -31,15 +31,7 @@ constexpr int64_t stride_of(int64_t num_outputs) { return num_outputs + 16; }
 template <class From, class To>
 void normalize(const From* x, const float* weight, int64_t size, float eps, To* to) {
   if (weight == nullptr) return convert(x, size, to);
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) {
-    const Floats part = numbers(x + i);
-    sums = fused(part, part, sums);
-  }
-  float sum = sum_of(sums);
-  for (; i < size; ++i) sum += number(x + i) * number(x + i);
-  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
+  const float scale = inverse_rms(x, size, eps);
   for_numbers(size, [&](int64_t i, auto kind) {
     using Kind = decltype(kind);
     put(to + i, read<Kind>(x + i) * scale * read<Kind>(weight + i));

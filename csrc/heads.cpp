@@ -43,20 +43,6 @@ Floats erf_of(Floats x) {
 // x times the normal distribution's share below x (Hendrycks, Gimpel 2016).
 Floats gelu_of(Floats x) { return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f); }
 
-// 1 / rms(x).
-template <class Number>
-float inverse_rms(const Number* x, int64_t size, float eps) {
-  Floats sums = {};
-  int64_t i = 0;
-  for (; i + kWidth <= size; i += kWidth) {
-    const Floats part = numbers(x + i);
-    sums = fused(part, part, sums);
-  }
-  float sum = sum_of(sums);
-  for (; i < size; ++i) sum += number(x + i) * number(x + i);
-  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
-}
-
 }  // namespace
 }  // namespace outdraft
 

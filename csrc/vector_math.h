@@ -1,6 +1,7 @@
 // Functions and sums of whole vectors, in one order for each width.
 #pragma once
 
+#include <cmath>
 #include <utility>
 
 #include "simd.h"
@@ -141,6 +142,20 @@ inline float sum_of(Floats vector) {
 // The highest number; of a NaN and a number one of them.
 inline float max_of(Floats vector) {
   return joined(vector, [](Floats a, Floats b) { return a > b ? a : b; });
+}
+
+// 1 / rms(x) (Zhang, Sennrich 2019).
+template <class Number>
+inline float inverse_rms(const Number* x, int64_t size, float eps) {
+  Floats sums = {};
+  int64_t i = 0;
+  for (; i + kWidth <= size; i += kWidth) {
+    const Floats part = numbers(x + i);
+    sums = fused(part, part, sums);
+  }
+  float sum = sum_of(sums);
+  for (; i < size; ++i) sum += number(x + i) * number(x + i);
+  return 1.0f / std::sqrt(sum / static_cast<float>(size) + eps);
 }
 
 }  // namespace outdraft
