@@ -57,6 +57,10 @@ class EngineDeadError(OutdraftError):
         self.ended_by = ended_by
 
 
+class RanksError(OutdraftError):
+    """A rank died, hangs, or has parted from the others: their engine cannot go on."""
+
+
 def from_mapping(kind: type[Parsed], values: Mapping[str, Any], where: str) -> Parsed:
     """A dataclass made of JSON-like values.
 

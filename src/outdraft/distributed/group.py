@@ -1,0 +1,157 @@
+"""Ranks that compute one network together, and what they tell each other.
+
+Every rank of a group calls the same operations in the same order with tensors of matching shapes.
+What one rank sends is counted, so that tests can say what a step costs.
+
+Dimension key: R rows, S columns that one rank has, t ranks.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What a rank has sent.
+
+    Attributes:
+        calls: of each operation.
+        sent_bytes: that left this rank, by operation.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter[str])
+    sent_bytes: Counter[str] = field(default_factory=Counter[str])
+
+    def add(self, operation: str, num_bytes: int) -> None:
+        self.calls[operation] += 1
+        self.sent_bytes[operation] += num_bytes
+
+
+class Transport(Protocol):
+    """Moves bytes between the ranks of a group; every rank calls the same."""
+
+    def gather(self, data: Tensor) -> list[Tensor]:
+        """The uint8 tensors of all ranks, which are of one size, in rank order."""
+        ...
+
+    def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Of each rank the part of its uint8 tensor that is for this one, in rank order.
+
+        Args:
+            sent: bytes of `data` for each rank.
+            received: bytes that come from each rank.
+        """
+        ...
+
+
+class RankGroup:
+    """One rank's view of a group.
+
+    Attributes:
+        rank: among the ranks of the group, from 0.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, transport: Transport | None = None) -> None:
+        """`transport`: of a group of several ranks."""
+        assert 0 <= rank < size
+        assert (transport is None) == (size == 1), "one rank sends nothing"
+        self.rank, self.size, self.traffic = rank, size, Traffic()
+        self._transport = transport
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum of all ranks' tensors, in rank order, so that each number has the same bits
+        on all ranks and in tensors of any shape. Sums of 16-bit numbers are rounded once."""
+        if self.size == 1:
+            return part
+        first, *further = self._gathered("sum", part)
+        total = first.to(torch.promote_types(part.dtype, torch.float32))
+        for other in further:
+            total = total + other
+        return total.to(part.dtype)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """[t, *shape]: the tensors of all ranks, which are of one shape."""
+        return torch.stack(self._gathered("gather", part)) if self.size > 1 else part[None]
+
+    def join_columns(self, part_RS: Tensor) -> Tensor:
+        """[R, t * S]: the columns of all ranks, in rank order."""
+        if self.size == 1:
+            return part_RS
+        return torch.cat(self._gathered("join_columns", part_RS), dim=-1)
+
+    def join_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
+        """[sum(counts), ...]: the rows of all ranks, in rank order.
+
+        Args:
+            part: [counts[rank], ...]; all but the number of rows is the same on all ranks.
+        """
+        assert part.shape[0] == counts[self.rank]
+        if self.size == 1:
+            return part
+        padded = part.new_zeros(max(counts), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = self._gathered("join_rows", padded)
+        return torch.cat([one[:count] for one, count in zip(parts, counts, strict=True)])
+
+    def turn(self, part_RS: Tensor, counts: Sequence[int]) -> Tensor:
+        """[counts[rank], t * S]: of all columns the rows that belong to this rank.
+
+        Args:
+            part_RS: this rank's columns of all rows: the first counts[0] rows belong to rank 0, the
+                next counts[1] to rank 1, and so on.
+        """
+        assert part_RS.shape[0] == sum(counts)
+        if self.size == 1:
+            return part_RS
+        assert self._transport is not None
+        width = part_RS.shape[1]
+        row_bytes, own = width * part_RS.element_size(), counts[self.rank]
+        sent = [count * row_bytes for count in counts]
+        received = [own * row_bytes] * self.size
+        self.traffic.add("turn", sum(sent) - sent[self.rank])
+        data = self._transport.exchange(_as_bytes(part_RS), sent, received)
+        parts_tRS = data.view(part_RS.dtype).view(self.size, own, width)
+        return parts_tRS.transpose(0, 1).reshape(own, self.size * width)
+
+    def _gathered(self, operation: str, part: Tensor) -> list[Tensor]:
+        assert self._transport is not None
+        self.traffic.add(operation, (self.size - 1) * part.nbytes)
+        parts = self._transport.gather(_as_bytes(part))
+        return [one.view(part.dtype).view(part.shape) for one in parts]
+
+
+ALONE = RankGroup()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The groups of one rank of a target of t ranks, whose drafters have d ranks each.
+
+    Attributes:
+        target: all t ranks.
+        draft: the d ranks that draft for the same requests, with one drafter.
+        peers: the ranks of the same place in each of the t / d draft groups, in their order.
+    """
+
+    target: RankGroup = ALONE
+    draft: RankGroup = ALONE
+    peers: RankGroup = ALONE
+
+    @property
+    def num_draft_groups(self) -> int:
+        return self.peers.size
+
+    @property
+    def draft_group(self) -> int:
+        """Which draft group this rank belongs to."""
+        return self.peers.rank
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    """uint8 [bytes]."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,128 @@
+"""Ranks of a group against the same operations on whole tensors."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from outdraft.core.errors import RanksError
+from outdraft.distributed.group import Ranks
+from outdraft.distributed.process_groups import join_ranks
+
+Result = TypeVar("Result")
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def on_ranks(size: int, draft_size: int, work: Callable[[Ranks], Result]) -> list[Result]:
+    """What each rank returns; the ranks are threads, connected as processes are."""
+    store = dist.HashStore()
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            ranks = join_ranks(store, rank, size, draft_size, torch.device("cpu"), 20.0)
+            results[rank] = work(ranks)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+def parts_of(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(size)
+    parts = torch.randn(size, *shape, generator=generator, dtype=torch.float64) * 100
+    return list(parts.to(dtype))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_of_a_sum_has_the_same_bits_in_calls_of_any_number_of_rows(
+    size: int, dtype: torch.dtype
+) -> None:
+    parts = parts_of(size, dtype, (64, 33))
+
+    def work(ranks: Ranks) -> list[torch.Tensor]:
+        own = parts[ranks.target.rank]
+        whole = ranks.target.sum(own)
+        for rows in (1, 2, 5):
+            assert torch.equal(torch.cat([ranks.target.sum(o) for o in own.split(rows)]), whole)
+        return [whole]
+
+    sums = [result[0] for result in on_ranks(size, 1, work)]
+    assert all(torch.equal(one, sums[0]) for one in sums)
+    expected = torch.stack(parts).double().sum(0)
+    scale = torch.stack(parts).double().abs().sum(0)
+    eps = 0.0 if dtype == torch.int64 else torch.finfo(dtype).eps
+    assert ((sums[0].double() - expected).abs() <= size * eps * scale).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_ranks_gather_join_and_turn_what_they_have(size: int, dtype: torch.dtype) -> None:
+    counts = [3, 0, 1, 2][:size]
+    whole_RV = parts_of(1, dtype, (sum(counts), 5 * size))[0]
+    rows = list(whole_RV.split(counts))
+    columns = whole_RV.split(5, dim=1)
+
+    def work(ranks: Ranks) -> list[torch.Tensor]:
+        group = ranks.target
+        own = columns[group.rank]
+        return [
+            group.gather(own),
+            group.join_columns(own),
+            group.join_rows(rows[group.rank], counts),
+            group.turn(own, counts),
+        ]
+
+    for rank, (gathered, joined, stacked, turned) in enumerate(on_ranks(size, 1, work)):
+        assert torch.equal(gathered, torch.stack(columns))
+        assert torch.equal(joined, whole_RV)
+        assert torch.equal(stacked, whole_RV)
+        assert torch.equal(turned, rows[rank])
+
+
+def test_what_a_rank_sends_is_counted() -> None:
+    def work(ranks: Ranks) -> dict[str, int]:
+        group = ranks.target
+        group.sum(torch.zeros(3, 8))
+        group.turn(torch.zeros(6, 2), [1, 2, 0, 3])
+        return dict(group.traffic.sent_bytes)
+
+    for rank, sent in enumerate(on_ranks(4, 1, work)):
+        own = [1, 2, 0, 3][rank]
+        assert sent == {"sum": 3 * 3 * 8 * 4, "turn": (6 - own) * 2 * 4}
+
+
+@pytest.mark.parametrize(("size", "draft_size"), [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2)])
+def test_each_rank_knows_its_draft_group_and_its_peers(size: int, draft_size: int) -> None:
+    def work(ranks: Ranks) -> tuple[list[int], list[int]]:
+        own = torch.tensor([ranks.target.rank])
+        return ranks.draft.gather(own).flatten().tolist(), ranks.peers.gather(
+            own
+        ).flatten().tolist()
+
+    for rank, (draft, peers) in enumerate(on_ranks(size, draft_size, work)):
+        assert draft == [
+            other for other in range(size) if other // draft_size == rank // draft_size
+        ]
+        assert peers == [other for other in range(size) if other % draft_size == rank % draft_size]
+
+
+def test_a_rank_that_is_left_alone_says_so() -> None:
+    def work(ranks: Ranks) -> None:
+        if ranks.target.rank == 0:
+            ranks.target.sum(torch.zeros(1))
+
+    with pytest.raises(RanksError, match="another rank does not answer"):
+        on_ranks(2, 1, work)
