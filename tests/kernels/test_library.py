@@ -38,6 +38,10 @@ def assert_computes(library: Library) -> None:
         assert torch.equal(getattr(got, name), getattr(want, name))
 
 
+def other_digest(digest: str) -> str:
+    return digest[:-1] + ("0" if digest[-1] != "0" else "1")
+
+
 def run(*command: str, **environ: str) -> None:
     done = subprocess.run(
         command, cwd=build_kernels.ROOT, env=environ, capture_output=True, text=True
@@ -62,12 +66,25 @@ def test_there_is_a_target_for_each_instruction_set():
 def test_a_library_is_stale_as_soon_as_one_byte_of_it_is_from_other_sources(tmp_path):
     library = tmp_path / "outdraft-cpu.so"
     assert build_kernels.is_stale(library, "cpu")
-    digest = build_kernels.source_digest("cpu")
-    library.write_bytes(b"before" + digest.encode() + b"behind")
+    digests = [build_kernels.source_digest("cpu"), build_kernels.caller_digest()]
+    library.write_bytes("before{}between{}behind".format(*digests).encode())
     assert not build_kernels.is_stale(library, "cpu")
-    other = digest[:-1] + ("0" if digest[-1] != "0" else "1")
-    library.write_bytes(b"before" + other.encode() + b"behind")
-    assert build_kernels.is_stale(library, "cpu")
+    for digest in digests:
+        made = "before{}between{}behind".format(*digests).replace(digest, other_digest(digest))
+        library.write_bytes(made.encode())
+        assert build_kernels.is_stale(library, "cpu")
+
+
+@pytest.mark.parametrize("name", usable_instruction_sets())
+@pytest.mark.parametrize("is_older", [False, True], ids=["other files", "no digest at all"])
+def test_a_library_made_for_other_callers_is_refused(tmp_path, name, is_older):
+    made = (build_kernels.LIBRARIES / f"outdraft-{name}.so").read_bytes()
+    digest = build_kernels.caller_digest()
+    has, gets = ("caller_digest", "former_digest") if is_older else (digest, other_digest(digest))
+    assert has.encode() in made
+    (tmp_path / f"outdraft-{name}.so").write_bytes(made.replace(has.encode(), gets.encode()))
+    with pytest.raises(ConfigError, match=r"belongs to another version of the code.*`make lib`"):
+        Library(name, tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")

@@ -1,11 +1,13 @@
 """Finds and opens the compiled library for this processor.
 
 There is one for each instruction set, with the same functions; `make lib` compiles them. A small
-one for any processor of its kind says which of the others runs.
+one for any processor of its kind says which of the others runs. A library carries a digest of the
+files in this folder, which say what it is called with: one of another version is refused.
 """
 
 import ctypes
 import functools
+import hashlib
 import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +30,10 @@ class Library:
 
     Attributes:
         name: its instruction set.
+
+    Raises:
+        ConfigError: it was made for another version of the code, which may call it with other
+            arguments.
     """
 
     def __init__(self, name: str, folder: Path = FOLDER) -> None:
@@ -36,6 +42,11 @@ class Library:
         # Python waits for its own lock after a call that gave it away, perhaps for milliseconds:
         # calls of microseconds keep it.
         self._keeps_gil, self._releases_gil = ctypes.PyDLL(path), ctypes.CDLL(path)
+        if self._caller_digest() != _digest_of_callers():
+            raise ConfigError(
+                f"the compiled library {path} belongs to another version of the code: in a "
+                "checkout run `make lib`, else install outdraft anew"
+            )
 
     def function(
         self,
@@ -52,6 +63,13 @@ class Library:
         function = (self._releases_gil if releases_gil else self._keeps_gil)[name]
         function.argtypes, function.restype = list(arguments), result
         return function
+
+    def _caller_digest(self) -> str | None:
+        """Of the Python files that it was made for; None: it is older than this question."""
+        try:
+            return self.function("caller_digest", [], ctypes.c_char_p)().decode()
+        except AttributeError:
+            return None
 
 
 def usable_instruction_sets() -> tuple[str, ...]:
@@ -79,6 +97,13 @@ def open_library(name: str | None = None) -> Library | None:
 
 
 _opened = functools.cache(Library)
+
+
+@functools.cache
+def _digest_of_callers() -> str:
+    """As `caller_digest` of build_kernels.py."""
+    texts = [(path.name, path.read_bytes()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(repr(texts).encode()).hexdigest()
 
 
 def _path(name: str) -> Path:
