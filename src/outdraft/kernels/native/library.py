@@ -65,7 +65,7 @@ class Library:
         return function
 
     def _caller_digest(self) -> str | None:
-        """Of the Python files that it was made for; None: it is older than this question."""
+        """That of the Python files it was made for; None: it is older than this question."""
         try:
             return self.function("caller_digest", [], ctypes.c_char_p)().decode()
         except AttributeError:
