@@ -7,6 +7,7 @@ import pytest
 
 from outdraft.config.checks import parse_bytes
 from outdraft.config.engine import CacheConfig, EngineConfig, SchedulerConfig
+from outdraft.config.parallel import ParallelConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError
 
@@ -19,6 +20,7 @@ def test_options_go_to_the_part_that_owns_them():
         enable_prefix_caching=False,
         max_num_seqs=3,
         policy="priority",
+        tensor_parallel_size=4,
         speculative_config={"method": "ngram"},
     )
     assert config == EngineConfig(
@@ -26,6 +28,7 @@ def test_options_go_to_the_part_that_owns_them():
         seed=5,
         cache=CacheConfig(block_size=8, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=3, policy="priority"),
+        parallel=ParallelConfig(tensor_parallel_size=4),
         speculation=parse_speculative_config({"method": "ngram"}),
     )
 
@@ -42,7 +45,7 @@ def test_an_unknown_option_gets_a_hint(name, hint):
         EngineConfig.from_options(model="m", **{name: 1})
 
 
-@pytest.mark.parametrize("part", ["cache", "scheduler", "speculation"])
+@pytest.mark.parametrize("part", ["cache", "scheduler", "speculation", "parallel"])
 def test_parts_are_no_flat_options(part):
     with pytest.raises(ConfigError, match=part):
         EngineConfig.from_options(model="m", **{part: None})
@@ -69,6 +72,10 @@ def test_parts_are_no_flat_options(part):
         ("policy", "random"),
         ("dtype", "int8"),
         ("max_model_len", 1),
+        ("tensor_parallel_size", 0),
+        ("tensor_parallel_size", "2"),
+        ("rank_timeout_s", 0),
+        ("check_ranks", 1),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_option(name, value):
@@ -113,3 +120,28 @@ def test_a_size_may_be_a_text_in_python_too():
     assert config.cache.kv_cache_memory_bytes == 8 * 2**20
     with pytest.raises(ConfigError, match="no number of bytes"):
         EngineConfig.from_options(model="m", kv_cache_memory_bytes="much")
+
+
+def drafting(draft_size):
+    return {"model": "d", "draft_tensor_parallel_size": draft_size}
+
+
+@pytest.mark.parametrize("draft_size", [1, 2, 3, 6])
+def test_a_drafter_may_be_shared_by_any_divisor_of_the_ranks(draft_size):
+    config = EngineConfig.from_options(
+        model="m", tensor_parallel_size=6, speculative_config=drafting(draft_size)
+    )
+    assert config.draft_tensor_parallel_size == draft_size
+
+
+@pytest.mark.parametrize(("size", "draft_size", "allowed"), [(6, 4, "1, 2, 3, 6"), (1, 2, "1")])
+def test_draft_groups_of_other_sizes_are_refused_with_what_is_allowed(size, draft_size, allowed):
+    with pytest.raises(ConfigError, match=rf"draft_tensor_parallel_size.* one of {allowed}, got"):
+        EngineConfig.from_options(
+            model="m", tensor_parallel_size=size, speculative_config=drafting(draft_size)
+        )
+
+
+def test_each_rank_has_a_gpu_of_its_own():
+    with pytest.raises(ConfigError, match=r"device must be.*'cuda:1'"):
+        EngineConfig.from_options(model="m", tensor_parallel_size=2, device="cuda:1")

@@ -67,6 +67,18 @@ class EngineOptions:
     enforce_eager: bool | None = flag(
         "Accepted: steps are never captured as graphs.", "--enforce-eager"
     )
+    tensor_parallel_size: int | None = flag(
+        "Processes (ranks) that compute the target together, each with a part of its weights.",
+        "--tensor-parallel-size",
+        "-tp",
+    )
+    rank_timeout_s: float | None = flag(
+        "Seconds that ranks wait for each other in a step, until one of them counts as hung.",
+        "--rank-timeout",
+    )
+    check_ranks: bool | None = flag(
+        "Compare in each step what the ranks were told and what they chose.", "--check-ranks"
+    )
     seed: int | None = flag("For everything random.")
     speculative_config: str | None = flag(
         "JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from outdraft.config.checks import check_choice, check_number, check_truth, check_whole, parse_bytes
+from outdraft.config.parallel import ParallelConfig
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -106,6 +107,7 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
@@ -113,6 +115,13 @@ class EngineConfig:
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
         check_truth("enforce_eager", self.enforce_eager)
         check_whole("max_model_len", self.max_model_len, 2, optional=True)
+        self._check_ranks()
+
+    @property
+    def draft_tensor_parallel_size(self) -> int:
+        """Ranks of each draft group: those that share one drafter, and the requests it is for."""
+        network = self.speculation.network
+        return network.draft_tensor_parallel_size if network is not None else 1
 
     @classmethod
     def from_options(
@@ -125,7 +134,7 @@ class EngineConfig:
         Raises:
             ConfigError: an unknown option (with the closest known one) or a wrong value.
         """
-        kinds = {"cache": CacheConfig, "scheduler": SchedulerConfig}
+        kinds = {"cache": CacheConfig, "scheduler": SchedulerConfig, "parallel": ParallelConfig}
         owner = {f.name: part for part, kind in kinds.items() for f in fields(kind)}
         own = {f.name for f in fields(cls)} - {*kinds, "speculation"}
         chosen: dict[str, Any] = {}
@@ -142,5 +151,20 @@ class EngineConfig:
             **chosen,
             cache=CacheConfig(**parts["cache"]),
             scheduler=SchedulerConfig(**parts["scheduler"]),
+            parallel=ParallelConfig(**parts["parallel"]),
             speculation=parse_speculative_config(speculative_config),
         )
+
+    def _check_ranks(self) -> None:
+        size, draft_size = self.parallel.tensor_parallel_size, self.draft_tensor_parallel_size
+        if size % draft_size:
+            allowed = ", ".join(str(one) for one in range(1, size + 1) if size % one == 0)
+            raise ConfigError(
+                f"draft_tensor_parallel_size must divide tensor_parallel_size ({size}), so it must "
+                f"be one of {allowed}, got {draft_size}"
+            )
+        if self.parallel.has_ranks and ":" in self.device:
+            raise ConfigError(
+                f"device must be auto, cpu or cuda with tensor_parallel_size={size}, as each rank "
+                f"has a GPU of its own; got {self.device!r}"
+            )

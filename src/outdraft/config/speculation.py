@@ -88,6 +88,9 @@ class DraftNetworkConfig:
             small vocabulary before a large one may know an eighth of it; one that has little but
             single bytes knows a hundredth.
         quantization: of its weights, as EngineConfig's for the target; it changes no output.
+        draft_tensor_parallel_size: ranks that share one such network: a divisor of
+            tensor_parallel_size. 1: every rank has a whole one for requests of its own, and drafts
+            without a message to another rank.
         tree: None: chains.
     """
 
@@ -98,10 +101,12 @@ class DraftNetworkConfig:
     parallel_drafting: bool = False
     min_vocabulary_overlap: float = 0.1
     quantization: str | None = None
+    draft_tensor_parallel_size: int = 1
     tree: TreeShape | None = None
 
     def __post_init__(self) -> None:
         check_choice("method", self.source, NETWORK_SOURCES)
+        check_whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be a directory or a name, got {self.model!r}")
         check_truth("parallel_drafting", self.parallel_drafting)

@@ -29,7 +29,14 @@ def _options(kind: type) -> tuple[str, ...]:
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
 _NGRAM_KEYS = _options(NgramConfig)
 _SUFFIX_KEYS = _options(SuffixConfig)
-_NETWORK_KEYS = ("model", "max_model_len", "draft_sample_method", "quantization", "tree_levels")
+_NETWORK_KEYS = (
+    "model",
+    "max_model_len",
+    "draft_sample_method",
+    "quantization",
+    "draft_tensor_parallel_size",
+    "tree_levels",
+)
 _MODEL_KEYS = (*_options(DraftNetworkConfig), "tree_levels")
 _COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = {

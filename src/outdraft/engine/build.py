@@ -8,6 +8,7 @@ from outdraft.control.controller import Controller
 from outdraft.control.fixed import FixedLength
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
@@ -47,6 +48,8 @@ def build_engine(
     Raises:
         ConfigError: no such engine can be built, or its memory is not there.
     """
+    if config.parallel.has_ranks:
+        raise ConfigError("tensor_parallel_size above 1 is not supported yet")
     models = models or load_models(config)
     speculation, target = config.speculation, models.target
     memory = memory or plan_memory(config, models)
