@@ -1,42 +1,13 @@
 """Ranks of a group against the same operations on whole tensors."""
 
-import threading
-from collections.abc import Callable
-from typing import TypeVar
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import Ranks
-from outdraft.distributed.process_groups import join_ranks
+from tests.ranks import on_ranks
 
-Result = TypeVar("Result")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
-
-
-def on_ranks(size: int, draft_size: int, work: Callable[[Ranks], Result]) -> list[Result]:
-    """What each rank returns; the ranks are threads, connected as processes are."""
-    store = dist.HashStore()
-    results: dict[int, Result] = {}
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            ranks = join_ranks(store, rank, size, draft_size, torch.device("cpu"), 20.0)
-            results[rank] = work(ranks)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[rank] for rank in range(size)]
 
 
 def parts_of(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:

@@ -173,6 +173,7 @@ class Work(NamedTuple):
         gap: of the drafter; None: as it was told before.
         max_taught: of the newest settled tokens, that the network is compared with.
         num_drafter_reads: of the new tokens, from the first one on, right behind the step.
+        owner: the draft group that drafts for the request, and whose ranks verify it.
     """
 
     slot: int
@@ -186,6 +187,7 @@ class Work(NamedTuple):
     gap: DrafterGap | None = None
     max_taught: int = 0
     num_drafter_reads: int = 0
+    owner: int = 0
 
     @property
     def num_drafts(self) -> int:

@@ -38,6 +38,7 @@ class Request:
         num_drafter_usual: tokens that the drafter has to read if it drafts in every step.
         num_states: of the newest computed tokens the drafter can find the target's states.
         slot: row of the device-resident state while running, else None.
+        owner: the draft group that drafts for it while it runs.
         seed: the noise key of every choice of this request.
         prediction_ids: int32 [num_tokens], what the client expects the output to be; may be empty.
         block_salt: is part of the blocks' names, so only texts of the same salt share blocks.
@@ -85,6 +86,7 @@ class Request:
         self.num_preemptions = 0
         self.status = RequestStatus.WAITING
         self.slot: int | None = None
+        self.owner = 0
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.may_draft = True

@@ -152,6 +152,9 @@ class Ranks:
         return self.peers.rank
 
 
+ONE_RANK = Ranks()
+
+
 def _as_bytes(tensor: Tensor) -> Tensor:
     """uint8 [bytes]."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -30,6 +30,7 @@ from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.verification.typical import TypicalAcceptance
 from outdraft.verification.verifier import Verifier
@@ -52,7 +53,7 @@ def build_engine(
         raise ConfigError("tensor_parallel_size above 1 is not supported yet")
     models = models or load_models(config)
     speculation, target = config.speculation, models.target
-    memory = memory or plan_memory(config, models)
+    memory, ranks = memory or plan_memory(config, models), models.ranks
     drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device, models.kernels)
     proposer = None
@@ -61,10 +62,11 @@ def build_engine(
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
-        BlockPool(memory.num_blocks),
+        BlockPool(memory.num_blocks, ranks.num_draft_groups),
         max_model_len,
         state_window=drafter.state_window if drafter is not None else 0,
         drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
+        num_draft_groups=ranks.num_draft_groups,
     )
     inputs = InputProcessor(
         models.tokenizer,
@@ -76,6 +78,8 @@ def build_engine(
     cache = kv_cache(target.config, memory, target.dtype, target.device)
     verifier = _verifier(models.kernels, speculation)
     runner = ModelRunner(target, cache, state, verifier, proposer)
+    if ranks.target.size > 1:
+        runner = ShardedRunner(target, cache, state, verifier, proposer, ranks=ranks)
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),

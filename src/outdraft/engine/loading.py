@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
@@ -24,7 +25,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModels:
-    """Weights and tokenizer; engines whose configurations name the same models can share them."""
+    """Weights and tokenizer; engines whose configurations name the same models can share them.
+
+    Attributes:
+        ranks: over which target and drafter are spread.
+    """
 
     config: EngineConfig
     target: CausalLM
@@ -33,10 +38,11 @@ class LoadedModels:
     path: Path
     device: torch.device
     kernels: Kernels
+    ranks: Ranks
 
 
-def load_models(config: EngineConfig) -> LoadedModels:
-    """Load what the configuration names.
+def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
+    """Load what the configuration names; of each network the part of this rank.
 
     Raises:
         ConfigError: a model is missing, unknown or damaged, or the drafter shares too few tokens.
@@ -61,7 +67,7 @@ def load_models(config: EngineConfig) -> LoadedModels:
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
-    return LoadedModels(config, target, drafter, tokenizer, path, device, kernels)
+    return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
 
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:

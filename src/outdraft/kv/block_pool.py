@@ -4,8 +4,9 @@ A block serves the layers of target and drafter at once. A full block whose toke
 found again by the hash of its whole prefix (prefix_cache.py). It keeps its contents after its last
 owner has released it, until the block is needed for another text; the oldest goes first.
 
-Whether the drafter's layers of a block are filled is told apart. They may depend on the token
-behind the block, too: then they are of use before that token only.
+Whether the drafter's layers of a block are filled is told apart, for each draft group: each has
+layers of its own. They may depend on the token behind the block, too: then they are of use before
+that token only.
 """
 
 from collections import OrderedDict
@@ -21,7 +22,7 @@ class BlockPool:
     hash points to the block that carries it.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, num_draft_groups: int = 1) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
         self.num_blocks = num_blocks
@@ -29,7 +30,9 @@ class BlockPool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._blocks: dict[bytes, int] = {}
-        self._drafter_filled: list[int | None] = [None] * num_blocks
+        self._drafter_filled: list[list[int | None]] = [
+            [None] * num_blocks for _ in range(num_draft_groups)
+        ]
 
     @property
     def num_free(self) -> int:
@@ -77,13 +80,13 @@ class BlockPool:
             self._hashes[block] = prefix_hash
             self._blocks[prefix_hash] = block
 
-    def is_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN) -> bool:
-        """Whether the drafter's layers of a full block are valid too, before this next token."""
-        return self._drafter_filled[block] == read_ahead
+    def is_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN, group: int = 0) -> bool:
+        """Whether a draft group's layers of a full block are valid too, before this next token."""
+        return self._drafter_filled[group][block] == read_ahead
 
-    def mark_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN) -> None:
+    def mark_drafter_filled(self, block: int, read_ahead: int = NO_TOKEN, group: int = 0) -> None:
         """`read_ahead`: the token behind the block, if what the drafter keeps depends on it."""
-        self._drafter_filled[block] = read_ahead
+        self._drafter_filled[group][block] = read_ahead
 
     def check_invariants(self) -> None:
         """Raise AssertionError if the books do not balance."""
@@ -97,4 +100,5 @@ class BlockPool:
         if prefix_hash is not None:
             del self._blocks[prefix_hash]
             self._hashes[block] = None
-        self._drafter_filled[block] = None
+        for filled in self._drafter_filled:
+            filled[block] = None

@@ -4,7 +4,7 @@ Dimension key: J rows with log-probabilities, K the most that any request asked 
 B requests that sample, N1 places for emitted tokens, T rows, D hidden, V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,13 +14,15 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
-from outdraft.models.llama import CausalLM
 from outdraft.runner.slots import RequestSlot, Slots
 from outdraft.sampling.logprobs import gather_logprobs
 
 PROMPT_ROWS = (
     256  # rows whose logits exist at the same time: a long prompt must not take all memory
 )
+
+# logprob_R, rank_R, top_ids_RK, top_logprobs_RK, as gather_logprobs gives them
+Scores = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +79,15 @@ def emitted_logprobs(
 
 
 def prompt_logprobs(
-    works: Sequence[Work], slots: Slots, hidden_TD: Tensor, model: CausalLM
+    works: Sequence[Work],
+    slots: Slots,
+    hidden_TD: Tensor,
+    scored: Callable[[Tensor, Tensor, int], Scores],
 ) -> LogprobRows | None:
-    """One row for each prompt position computed now whose next token is in the prompt."""
+    """One row for each prompt position computed now whose next token is in the prompt.
+
+    `scored`: as `gather_logprobs`, from hidden states [R, D].
+    """
     counts = [_num_prompt_rows(work, slots[work.slot]) for work in works]
     if not any(counts):
         return None
@@ -95,7 +103,7 @@ def prompt_logprobs(
     asking = [slots[work.slot] for work, count in zip(works, counts, strict=True) if count]
     most = max(slot.rules.prompt_logprobs or 0 for slot in asking)
     slices = [
-        gather_logprobs(model.logits(hidden_TD[some_J]), chosen_J, most)
+        scored(hidden_TD[some_J], chosen_J, most)
         for some_J, chosen_J in zip(
             rows_J.split(PROMPT_ROWS), next_J.split(PROMPT_ROWS), strict=True
         )

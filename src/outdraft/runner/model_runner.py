@@ -19,6 +19,7 @@ from torch import Tensor
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
@@ -38,6 +39,7 @@ from outdraft.runner.grammar_masks import (
 )
 from outdraft.runner.logprobs import (
     LogprobRows,
+    Scores,
     emitted_logprobs,
     prompt_logprobs,
     wants_logprobs,
@@ -48,6 +50,7 @@ from outdraft.runner.states import target_states
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
+from outdraft.sampling.logprobs import gather_logprobs
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -75,6 +78,7 @@ class LaunchedStep(NamedTuple):
         plan: with the rows that the target reads.
         works, slots: those that sample, and their slots in the same order.
         drafts, sampling: of the works that sample; None: there are none.
+        own_drafts: of those that are verified here, with what they were drawn from.
         drafted: the network's drafts, if a grammar must know them.
         prompt: log-probabilities of prompts.
     """
@@ -84,6 +88,7 @@ class LaunchedStep(NamedTuple):
     slots: Sequence[RequestSlot]
     target: TargetPass
     drafts: DraftBatch | None
+    own_drafts: DraftBatch | None
     sampling: SamplingBatch | None
     drafted: DraftedCopy | None
     prompt: LogprobRows | None
@@ -137,16 +142,18 @@ class ModelRunner:
         works = [work for work in plan.works if work.samples]
         slots = [self._slots[work.slot] for work in works]
         sampling = self._sampling_batch(slots) if works else None
-        drafts = self._drafts(works, slots, sampling) if sampling else None
+        drafts, own = self._drafts(works, slots, sampling) if sampling else (None, None)
         if drafts is not None and drafts.margins_BL is not None:
             plan = as_drafted(plan, drafts)
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
         target = self._forward(plan, drafts)
-        prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self.model)
+        prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
         clock.mark()
-        step = LaunchedStep(plan, works, slots, target, drafts, sampling, drafted, prompt, clock)
+        step = LaunchedStep(
+            plan, works, slots, target, drafts, own, sampling, drafted, prompt, clock
+        )
         if sampling is not None and sampling.has_grammar:
             return step
         return self._verify(step, None)
@@ -199,24 +206,28 @@ class ModelRunner:
                 device=self.device,
                 shares_noise=self.verifier.method == "drafter_invariant",
             )
-            # The whole batch, and the part of it that the network drafts for.
-            self._sampling = dict([*self._sampling.items(), (key, batch)][-2:])
+            # The whole batch, and the parts of it that the network drafts for, and that are
+            # verified here.
+            self._sampling = dict([*self._sampling.items(), (key, batch)][-3:])
         return batch
 
     def _drafts(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
-    ) -> DraftBatch:
-        """The host's drafts, and those that the draft model makes now."""
+    ) -> tuple[DraftBatch, DraftBatch]:
+        """The host's drafts, and those that the draft model makes now: of all requests, and of
+        those that are verified here."""
         asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
         if not asked:
-            return host_drafts(works, self.device)
+            drafts = host_drafts(works, self.device)
+            return drafts, drafts
         assert self.proposer is not None
         if len(asked) < len(works):
             sampling = self._sampling_batch([slots[i] for i in asked])
         asks = [draft_ask(works[i], slots[i]) for i in asked]
         host_rows = num_host_rows(works) if any(ask.stop for ask in asks) else 0
         made = self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
-        return joined_drafts(works, asked, made, self.device)
+        drafts = joined_drafts(works, asked, made, self.device)
+        return drafts, drafts
 
     def _forward(self, plan: StepPlan, drafts: DraftBatch | None) -> TargetPass:
         works = plan.works
@@ -293,8 +304,13 @@ class ModelRunner:
     ) -> None:
         """Give the drafter the states of what is part of a text now."""
         assert self.proposer is not None, "nobody reads the states"
-        drafter = self.proposer.drafter
-        states = target_states(
+        self.proposer.drafter.keep(self._states(works, target, verdict))
+
+    def _states(
+        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+    ) -> TargetStates:
+        assert self.proposer is not None
+        return target_states(
             works,
             self._slots,
             target.rows,
@@ -302,7 +318,10 @@ class ModelRunner:
             target.tapped_TKD,
             verdict,
             self.state,
-            drafter.state_window,
+            self.proposer.drafter.state_window,
             self.model.kernels,
         )
-        drafter.keep(states)
+
+    def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
+        """As `gather_logprobs`, behind the hidden states."""
+        return gather_logprobs(self.model.logits(hidden_RD), chosen_R, num_top)

@@ -70,6 +70,11 @@ class DrafterBooks:
         request.num_drafter_usual = 1
         request.drafter_gap = NO_GAP
 
+    def change_owner(self, request: Request, group: int) -> None:
+        """Another draft group drafts for the request from now on; it has read nothing of it."""
+        request.owner = group
+        self.drop(request)
+
     def gap_news(self, request: Request) -> DrafterGap | None:
         """The gap, if the runner does not know it; it does then."""
         if request.drafter_gap is request.told_gap:
@@ -138,7 +143,7 @@ class DrafterBooks:
         valid = min(request.num_drafter_computed, valid, request.num_tokens - self._lag)
         for block in range(computed // size, valid // size):
             ahead = self._token_behind(request, block)
-            self._pool.mark_drafter_filled(block_ids[block], ahead)
+            self._pool.mark_drafter_filled(block_ids[block], ahead, request.owner)
 
     def _go_on_at(self, request: Request, start: int, block_ids: Sequence[int]) -> None:
         """The drafter reads on at `start` at the earliest."""
@@ -158,7 +163,8 @@ class DrafterBooks:
         request.num_drafter_computed = max(request.num_drafter_computed, filled)
 
     def _is_filled(self, request: Request, place: int, block: int) -> bool:
-        return self._pool.is_drafter_filled(block, self._token_behind(request, place))
+        ahead = self._token_behind(request, place)
+        return self._pool.is_drafter_filled(block, ahead, request.owner)
 
     def _token_behind(self, request: Request, block: int) -> int:
         """What the drafter's layers of a block depend on beside the text up to its end."""

@@ -18,6 +18,7 @@ from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
 from outdraft.scheduling.drafter_books import DrafterBooks
+from outdraft.scheduling.owners import freest_group, overdue_move
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.
 _ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
@@ -43,8 +44,13 @@ class Scheduler:
         *,
         state_window: int = 0,
         drafter_reads_ahead: bool = False,
+        num_draft_groups: int = 1,
     ) -> None:
-        """`state_window`, `drafter_reads_ahead`: as in DrafterBooks."""
+        """
+        Args:
+            state_window, drafter_reads_ahead: as in DrafterBooks.
+            num_draft_groups: each drafts for the requests that it owns.
+        """
         self.config = config
         self.pool = pool
         self.max_model_len = max_model_len
@@ -55,6 +61,7 @@ class Scheduler:
         self._books = DrafterBooks(
             pool, cache.block_size, state_window, reads_ahead=drafter_reads_ahead
         )
+        self._num_draft_groups = num_draft_groups
         self._order = _ORDERS[config.policy]
         self._tables: dict[str, BlockTable] = {}
         self._requests: dict[str, Request] = {}
@@ -146,6 +153,7 @@ class Scheduler:
         """
         num_running = len(self.running)
         rows = self._reserve_rows()
+        self._balance_owners()
         budget = self.config.max_num_batched_tokens - sum(rows)
         works: list[Work] = []
         requests = self.running.copy()
@@ -248,6 +256,7 @@ class Scheduler:
             assert 0 <= request.num_computed < request.num_tokens
             assert 0 <= request.num_drafter_computed <= request.num_tokens
             assert 0 <= request.num_states <= self._books.state_window
+            assert 0 <= request.owner < self._num_draft_groups
             held = len(self.table(request).ids)
             assert held == -(-request.num_computed // self._block_size), (request.id, held)
         for request in self.waiting:
@@ -293,6 +302,13 @@ class Scheduler:
                 self._preempt(self.running[-1])
         return rows
 
+    def _balance_owners(self) -> None:
+        """Give a request to another draft group if one has two more than another."""
+        if self._num_draft_groups > 1:
+            move = overdue_move(self.running, self._num_draft_groups)
+            if move is not None:
+                self._books.change_owner(*move)
+
     def _work(
         self, request: Request, num_new: int, choice: DraftChoice | None, budget: int
     ) -> Work:
@@ -321,6 +337,7 @@ class Scheduler:
             request.num_drafter_computed,
             self._books.gap_news(request),
             self._books.max_taught(request) if choice is not None and choice.teaches else 0,
+            owner=request.owner,
         )
 
     def _admit(self, request: Request, budget: int) -> Work | None:
@@ -334,6 +351,7 @@ class Scheduler:
             table.truncate(0)
             return None
         self.waiting.remove(request)
+        request.owner = freest_group(self.running, self._num_draft_groups)
         insort(self.running, request, key=self._order)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()

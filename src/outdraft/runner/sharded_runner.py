@@ -1,0 +1,209 @@
+"""A step on one rank of several: the target is spread over all, and they share out the rest.
+
+Every rank runs the same plan, and keeps the same texts and keys. What it does alone: its draft
+group drafts for the requests that it owns, and each rank verifies a part of them, with what their
+drafts were drawn from. Drafts and verdicts, which are integers, go to all ranks. Logits go only to
+the rank that verifies their row: each rank has computed the columns of its part of the vocabulary.
+
+Dimension key: B requests that sample, N most drafts of one of them, R rows whose logits are needed,
+D hidden, V vocabulary, J rows of log-probabilities, K best tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.plan import Work
+from outdraft.distributed.group import Ranks
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kv.cache import KVCache
+from outdraft.models.llama import CausalLM
+from outdraft.runner.device_state import DeviceState
+from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
+from outdraft.runner.grammar_masks import GrammarMasks
+from outdraft.runner.logprobs import LogprobRows, Scores, emitted_logprobs, wants_logprobs
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner, TargetPass
+from outdraft.runner.results import VerifiedRows
+from outdraft.runner.shares import (
+    DraftedColumns,
+    Shares,
+    back_in_order,
+    chosen_rows,
+    owned_states,
+    packed_verdict,
+    unpacked_verdict,
+    widened,
+    widened_verdict,
+)
+from outdraft.runner.slots import RequestSlot
+from outdraft.runner.spread_scores import joined_logprobs, joined_scores
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.verification.verifier import Verifier
+
+
+class ShardedRunner(ModelRunner):
+    """As ModelRunner, of one rank; all ranks must be given the same plans and masks."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        cache: KVCache,
+        state: DeviceState,
+        verifier: Verifier,
+        proposer: DeviceProposer | None = None,
+        *,
+        ranks: Ranks,
+    ) -> None:
+        """`ranks`: over which the model and the proposer's network are spread."""
+        super().__init__(model, cache, state, verifier, proposer)
+        self.ranks = ranks
+
+    def _drafts(
+        self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
+    ) -> tuple[DraftBatch, DraftBatch]:
+        shares = Shares.of(works, self.ranks)
+        own = shares.ranks[self.ranks.target.rank]
+        own_works = [works[place] for place in own]
+        asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
+        if not asked:
+            return host_drafts(works, self.device), host_drafts(own_works, self.device)
+        columns = DraftedColumns.of([works[place] for place in asked])
+        by_group = [[i for i in group if i in set(asked)] for group in shares.groups]
+        mine = by_group[self.ranks.draft_group]
+        made = self._made(works, slots, mine)
+        if made is None:
+            rows_MC = torch.zeros(0, columns.number, dtype=torch.int64, device=self.device)
+        else:
+            rows_MC = columns.packed(made)
+        counts = [len(group) for group in by_group]
+        rows_MC = self.ranks.peers.join_rows(rows_MC, counts)
+        owners_first = [i for group in by_group for i in group]
+        order = back_in_order(owners_first, self.device)
+        everybodys = columns.unpacked(rows_MC.index_select(0, order))
+        drafts = joined_drafts(works, asked, everybodys, self.device)
+        asked_own = [at for at, place in enumerate(own) if place in mine]
+        if made is None or not asked_own:
+            return drafts, host_drafts(own_works, self.device)
+        made = chosen_rows(made, [mine.index(own[at]) for at in asked_own])
+        return drafts, joined_drafts(own_works, asked_own, made, self.device)
+
+    def _made(
+        self, works: Sequence[Work], slots: Sequence[RequestSlot], mine: Sequence[int]
+    ) -> ModelDrafts | None:
+        """What this rank's draft group drafts; None: nothing."""
+        if not mine:
+            return None
+        assert self.proposer is not None
+        asks = [draft_ask(works[i], slots[i]) for i in mine]
+        host_rows = 0
+        if any(ask.stop for ask in asks):
+            host_rows = num_host_rows(works)
+            asks = _with_part_of_cap(asks, host_rows, works)
+        sampling = self._sampling_batch([slots[i] for i in mine])
+        return self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
+
+    def _verified(
+        self,
+        step: LaunchedStep,
+        drafts: DraftBatch,
+        sampling: SamplingBatch,
+        masks: GrammarMasks | None,
+    ) -> tuple[VerifiedRows, LogprobRows | None]:
+        has_logprobs = wants_logprobs(step.slots)
+        if sampling.is_plain_greedy and not has_logprobs:
+            return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
+        group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
+        own, order = shares.ranks[group.rank], shares.by_rank
+        hidden_RD = step.target.logit_hidden_RD
+        (rows_R,) = to_device([shares.rows_of(order)], self.device)
+        logits_RV = self.model.logits(hidden_RD.index_select(0, rows_R))
+        logits_RV = group.turn(logits_RV, shares.row_counts)[:, : self.model.config.vocab_size]
+        is_finite_R = torch.ones(0, dtype=torch.bool, device=self.device)
+        nothing = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
+        verdict = Verdict(nothing.new_zeros(0, 1), nothing[:, :0].sum(1), nothing)
+        emitted: LogprobRows | None = None
+        width = drafts.width
+        if own:
+            verdict = self._own_verdict(step, shares, own, logits_RV, masks)
+            is_finite_R = self.model.kernels.finite_rows(logits_RV)
+        verdict = widened_verdict(verdict, width)
+        if own and has_logprobs:
+            assert step.own_drafts is not None
+            own_slots, wide = [step.slots[b] for b in own], widened(step.own_drafts, width)
+            emitted = emitted_logprobs(own_slots, logits_RV, wide, verdict)
+        own_rows = [shares.num_rows[place] for place in own]
+        packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
+        packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
+        everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
+        verified = VerifiedRows(everybodys, drafts, is_finite_R)
+        if not has_logprobs:
+            return verified, None
+        return verified, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
+
+    def _own_verdict(
+        self,
+        step: LaunchedStep,
+        shares: Shares,
+        own: Sequence[int],
+        logits_RV: Tensor,
+        masks: GrammarMasks | None,
+    ) -> Verdict:
+        """On the requests that this rank verifies."""
+        assert step.own_drafts is not None
+        rows, target_rows = np.array(own, dtype=np.int64), step.target.rows
+        own_B, own_R = to_device([rows, shares.rows_of(own)], self.device)
+        target_rows = replace(
+            target_rows,
+            state_rows_B=target_rows.state_rows_B.index_select(0, own_B),
+            num_tokens_B=target_rows.num_tokens_B.index_select(0, own_B),
+            prompt_lens_B=target_rows.prompt_lens_B.index_select(0, own_B),
+        )
+        works = [step.works[place] for place in own]
+        sampling = self._sampling_batch([step.slots[place] for place in own])
+        grammar_RW = masks.masks_RW.index_select(0, own_R) if masks is not None else None
+        paths = self._paths(works, target_rows, sampling, grammar_RW)
+        verdict = self.verifier.verify(logits_RV, step.own_drafts, sampling, paths)
+        if masks is not None and masks.is_end_BN is not None:
+            is_end_BN = masks.is_end_BN.index_select(0, own_B)
+            verdict = verdict.cut_behind(is_end_BN[:, : step.own_drafts.width])
+        return verdict
+
+    def _states(
+        self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
+    ) -> TargetStates:
+        """Of the requests that this rank drafts for."""
+        states = super()._states(works, target, verdict)
+        return owned_states(states, works, self.ranks.draft_group)
+
+    def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
+        logits_RV = self.model.logits(hidden_RD)
+        vocab_size = self.model.config.vocab_size
+        return joined_scores(logits_RV, vocab_size, chosen_R, num_top, self.ranks.target)
+
+
+def _with_part_of_cap(
+    asks: Sequence[DraftModelAsk], num_host_rows: int, works: Sequence[Work]
+) -> list[DraftModelAsk]:
+    """The asks of one draft group, with the group's part of the step's cap on rows.
+
+    A rule counts the rows of its own group only, as groups draft at the same time. The part follows
+    from the plan, as all of a rule must.
+    """
+    planned = sum(work.drafts.num_model_drafts for work in works if work.drafts is not None)
+    own = sum(ask.num_drafts for ask in asks)
+    capped: list[DraftModelAsk] = []
+    for ask in asks:
+        stop = ask.stop
+        if stop is not None and stop.row_cap < num_host_rows + planned:
+            left = max(0, stop.row_cap - num_host_rows)
+            stop = replace(stop, row_cap=num_host_rows + left * own // planned)
+        capped.append(replace(ask, stop=stop))
+    return capped

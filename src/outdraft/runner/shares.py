@@ -1,0 +1,269 @@
+"""Which rank does what in a step, and how integers of all ranks become one again.
+
+A draft group drafts for the requests that it owns. Its ranks verify them, each a part: the rank has
+what the drafts were drawn from. All of it follows from the plan, so that no rank has to ask.
+
+Dimension key: B requests that sample, M of them that the network drafts for, K and N most drafts of
+one of them, C columns of integers, R rows whose logits are needed, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import to_device
+from outdraft.core.plan import Work
+from outdraft.distributed.group import Ranks
+from outdraft.drafting.device.target_states import ChunkRead, TargetStates
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.draft_ops import ModelDrafts
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The works of a step that sample, by the rank that verifies them.
+
+    Attributes:
+        groups: places of the works of each draft group.
+        ranks: places of the works of each rank.
+        num_rows: rows of each work whose logits are needed.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
+    num_rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, works: Sequence[Work], ranks: Ranks) -> "Shares":
+        """The requests of a group are cut into parts of its ranks, in batch order."""
+        groups: list[list[int]] = [[] for _ in range(ranks.num_draft_groups)]
+        for place, work in enumerate(works):
+            groups[work.owner].append(place)
+        size = ranks.draft.size
+        parts = [
+            tuple(group[len(group) * member // size : len(group) * (member + 1) // size])
+            for group in groups
+            for member in range(size)
+        ]
+        num_rows = tuple([1 + work.num_drafts for work in works])
+        return cls(tuple(map(tuple, groups)), tuple(parts), num_rows)
+
+    @property
+    def counts(self) -> list[int]:
+        """Works of each rank."""
+        return [len(part) for part in self.ranks]
+
+    @property
+    def row_counts(self) -> list[int]:
+        """Rows of each rank."""
+        return [sum([self.num_rows[place] for place in part]) for part in self.ranks]
+
+    def rows_of(self, places: Sequence[int]) -> np.ndarray:
+        """int64: flat rows of these works."""
+        starts = np.cumsum([0, *self.num_rows])
+        rows = [np.arange(starts[place], starts[place + 1]) for place in places]
+        return np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+
+    @property
+    def by_rank(self) -> list[int]:
+        """Places of all works, rank after rank."""
+        return [place for part in self.ranks for place in part]
+
+
+def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
+    """int64: what puts rows, which came in the order of `places`, back in theirs."""
+    (order,) = to_device([np.argsort(np.array(places, dtype=np.int64))], device)
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedColumns:
+    """How the drafts of a group travel: one row of integers for each request.
+
+    Attributes:
+        width: K.
+        num_levels: that live rules may have looked at; 0: there are no such rules.
+        has_taught: counts of settled tokens travel too.
+        is_chain: no tree is among them.
+    """
+
+    width: int
+    num_levels: int
+    has_taught: bool
+    is_chain: bool
+
+    @classmethod
+    def of(cls, works: Sequence[Work]) -> "DraftedColumns":
+        """Of works that a network drafts for."""
+        choices = [work.drafts for work in works if work.drafts is not None]
+        has_rules = any(choice.stop is not None for choice in choices)
+        width = max(choice.num_model_drafts for choice in choices)
+        return cls(
+            width,
+            width if has_rules else 0,
+            any(work.max_taught > 0 for work in works),
+            not any(choice.is_device_tree for choice in choices),
+        )
+
+    @property
+    def number(self) -> int:
+        """C."""
+        return 2 * self.width + 1 + self.num_levels + 2 * self.has_taught
+
+    def packed(self, made: ModelDrafts) -> Tensor:
+        """int64 [M, C]."""
+        num_requests = made.token_ids_BK.shape[0]
+        parts = [
+            _wide(made.token_ids_BK, self.width, -1),
+            _wide(made.parents_BK, self.width, 0),
+            made.num_drafts_B[:, None],
+        ]
+        if self.num_levels:
+            margins_BL = made.margins_BL
+            if margins_BL is None:
+                margins_BL = torch.empty(num_requests, 0, device=made.token_ids_BK.device)
+            bits_BL = _wide(margins_BL.double(), self.num_levels, torch.nan).view(torch.int64)
+            parts.append(bits_BL)
+        if self.has_taught:
+            no_taught_B2 = made.token_ids_BK.new_zeros(num_requests, 2)
+            parts.append(no_taught_B2 if made.taught_B2 is None else made.taught_B2)
+        return torch.cat(parts, dim=1)
+
+    def unpacked(self, rows_MC: Tensor) -> ModelDrafts:
+        """The drafts, without what they were drawn from."""
+        sizes = [self.width, self.width, 1, self.num_levels, 2 * self.has_taught]
+        ids_MK, parents_MK, numbers_M1, bits_ML, taught_M2 = rows_MC.split(sizes, dim=1)
+        margins_ML = bits_ML.contiguous().view(torch.float64).float()
+        return ModelDrafts(
+            ids_MK.contiguous(),
+            parents_MK.contiguous(),
+            numbers_M1[:, 0].contiguous(),
+            is_chain=self.is_chain,
+            margins_BL=margins_ML if self.num_levels else None,
+            taught_B2=taught_M2 if self.has_taught else None,
+        )
+
+
+def chosen_rows(made: ModelDrafts, rows: Sequence[int]) -> ModelDrafts:
+    """The drafts of some of the requests."""
+    if list(rows) == list(range(made.token_ids_BK.shape[0])):
+        return made
+    (rows_R,) = to_device([np.array(rows, dtype=np.int64)], made.token_ids_BK.device)
+
+    def some(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.index_select(0, rows_R)
+
+    return ModelDrafts(
+        made.token_ids_BK.index_select(0, rows_R),
+        made.parents_BK.index_select(0, rows_R),
+        made.num_drafts_B.index_select(0, rows_R),
+        some(made.probs_BKV),
+        some(made.is_sampled_BK),
+        made.is_chain,
+        made.all_sampled,
+        some(made.margins_BL),
+        some(made.taught_B2),
+    )
+
+
+def widened(drafts: DraftBatch, width: int) -> DraftBatch:
+    """The same drafts with so many places for each request, at least as many as they have; without
+    what they were drawn from."""
+    return replace(
+        drafts,
+        token_ids_BN=_wide(drafts.token_ids_BN, width, -1),
+        parents_BN=_wide(drafts.parents_BN, width, 0),
+        is_sampled_BN=_wide(drafts.is_sampled_BN, width, 0),
+        probs_BNV=None,
+    )
+
+
+def widened_verdict(verdict: Verdict, width: int) -> Verdict:
+    """The same verdict with so many places for the drafts of each request."""
+    return replace(
+        verdict,
+        token_ids_BN1=_wide(verdict.token_ids_BN1, width + 1, -1),
+        rows_BN=_wide(verdict.rows_BN, width, -1),
+    )
+
+
+def packed_verdict(verdict: Verdict, is_finite_R: Tensor, num_rows: Sequence[int]) -> Tensor:
+    """int64 [B, 3 * N + 3]: emitted ids, their number, accepted rows, and which rows are finite.
+
+    Args:
+        num_rows: of each request, in `is_finite_R`.
+    """
+    width = verdict.rows_BN.shape[1]
+    finite_BN1 = is_finite_R.new_ones(len(num_rows), width + 1)
+    (places_R,) = to_device([_padded_places(num_rows, width)], is_finite_R.device)
+    finite_BN1.view(-1).index_copy_(0, places_R, is_finite_R)
+    parts = [verdict.token_ids_BN1, verdict.num_emitted_B[:, None], verdict.rows_BN, finite_BN1]
+    return torch.cat([part.long() for part in parts], dim=1)
+
+
+def unpacked_verdict(
+    packed_BC: Tensor, width: int, num_rows: Sequence[int]
+) -> tuple[Verdict, Tensor]:
+    """A verdict and bool [R], of all requests in their order."""
+    sizes = [width + 1, 1, width, width + 1]
+    ids_BN1, numbers_B1, rows_BN, finite_BN1 = packed_BC.split(sizes, dim=1)
+    (places_R,) = to_device([_padded_places(num_rows, width)], packed_BC.device)
+    is_finite_R = finite_BN1.reshape(-1).index_select(0, places_R).bool()
+    verdict = Verdict(ids_BN1.contiguous(), numbers_B1[:, 0].contiguous(), rows_BN.contiguous())
+    return verdict, is_finite_R
+
+
+def owned_states(states: TargetStates, works: Sequence[Work], owner: int) -> TargetStates:
+    """The states of the works of one draft group.
+
+    Args:
+        works: of the step, in the order of its rows.
+    """
+    kept: list[int] = []
+    rows: list[np.ndarray] = []
+    shifts: list[int] = []
+    firsts: dict[int, int] = {}
+    start = own = 0
+    for place, work in enumerate(works):
+        if work.owner == owner:
+            kept.append(place)
+            rows.append(np.arange(start, start + work.num_rows))
+            shifts.append(own - start)
+            firsts[start] = own
+            own += work.num_rows
+        start += work.num_rows
+    if len(kept) == len(works):
+        return states
+    arrays = [
+        np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64),
+        np.array(kept, dtype=np.int64),
+        np.array(shifts, dtype=np.int64),
+    ]
+    rows_T, kept_W, shifts_W = to_device(arrays, states.places_T.device)
+    return TargetStates(
+        states.hidden_TD.index_select(0, rows_T),
+        states.tapped_TKD.index_select(0, rows_T),
+        states.places_T.index_select(0, rows_T),
+        states.last_rows_W.index_select(0, kept_W) + shifts_W,
+        states.last_places_W.index_select(0, kept_W),
+        states.token_ids_SL,
+        [
+            ChunkRead(read.text, firsts[read.first_row])
+            for read in states.reads
+            if read.first_row in firsts
+        ],
+    )
+
+
+def _padded_places(num_rows: Sequence[int], width: int) -> np.ndarray:
+    """int64 [R]: where flat rows stand in a table with width + 1 rows for each request."""
+    places = [b * (width + 1) + np.arange(count) for b, count in enumerate(num_rows)]
+    return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)
+
+
+def _wide(tensor_BK: Tensor, width: int, padding: float) -> Tensor:
+    missing = width - tensor_BK.shape[1]
+    return torch.nn.functional.pad(tensor_BK, (0, missing), value=padding) if missing else tensor_BK

@@ -1,0 +1,119 @@
+"""Ranks as threads of one process, connected as processes are; engines spread over them."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch._C._distributed_c10d import HashStore  # torch.distributed does not name it
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.allowed import AllowedTokens, Drafted
+from outdraft.core.plan import StepPlan, StepResult
+from outdraft.distributed.group import Ranks
+from outdraft.distributed.process_groups import join_ranks
+from outdraft.engine.build import build_engine
+from outdraft.engine.llm import LLM
+from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
+from tests.reference.plain_data import as_bytes, from_bytes
+
+TIMEOUT_S = 60.0
+Result = TypeVar("Result")
+
+
+def on_ranks(size: int, draft_size: int, work: Callable[[Ranks], Result]) -> list[Result]:
+    """What each rank returns."""
+    store = HashStore()
+    results: dict[int, Result] = {}
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            ranks = join_ranks(store, rank, size, draft_size, torch.device("cpu"), TIMEOUT_S)
+            results[rank] = work(ranks)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in range(size)]
+
+
+def spread_models(config: EngineConfig, size: int, draft_size: int) -> list[LoadedModels]:
+    """Those of each rank."""
+    return on_ranks(size, draft_size, lambda ranks: load_models(config, ranks))
+
+
+class Spread:
+    """Ranks but the first one: each runs what the first one is told, from its bytes, in a thread.
+
+    Attributes:
+        runners: of all ranks.
+    """
+
+    def __init__(self, llm: LLM, models: Sequence[LoadedModels]) -> None:
+        """`llm`: an engine with the first rank's models."""
+        own = llm.engine.runner
+        self.runners = [own]
+        self.errors: list[BaseException] = []
+        self._queues: list[queue.SimpleQueue[bytes | None]] = []
+        self._threads: list[threading.Thread] = []
+        for rank_models in models[1:]:
+            engine, _ = build_engine(llm.config, replace(rank_models, config=llm.config))
+            self.runners.append(engine.runner)
+            self._queues.append(queue.SimpleQueue())
+            args = engine.runner, self._queues[-1]
+            self._threads.append(threading.Thread(target=self._serve, args=args, daemon=True))
+            self._threads[-1].start()
+        self._launch, self._drafted = own.launch, own.drafted
+        self._verify, self._collect = own.verify, own.collect
+        own.launch, own.drafted, own.verify = self.launch, self.drafted, self.verify
+        own.collect = self.collect
+
+    def end(self) -> None:
+        """Let the threads end, behind all that they were told."""
+        for one in self._queues:
+            one.put(None)
+        for thread in self._threads:
+            thread.join()
+        assert not self.errors
+
+    def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
+        self._tell(as_bytes(plan))
+        return self._launch(plan)
+
+    def drafted(self, step: LaunchedStep) -> Drafted:
+        return self._drafted(step)
+
+    def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
+        self._tell(as_bytes(allowed))
+        return self._verify(step, allowed)
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        result = self._collect(pending)
+        if self.errors:
+            raise self.errors[0]
+        return result
+
+    def _tell(self, data: bytes) -> None:
+        for one in self._queues:
+            one.put(data)
+
+    def _serve(self, runner: ModelRunner, plans: "queue.SimpleQueue[bytes | None]") -> None:
+        try:
+            while (data := plans.get()) is not None:
+                step = runner.launch(from_bytes(StepPlan, data))
+                if isinstance(step, LaunchedStep):
+                    masks = plans.get()
+                    assert masks is not None
+                    runner.verify(step, from_bytes(AllowedTokens, masks))
+        except BaseException as error:
+            self.errors.append(error)
