@@ -116,7 +116,7 @@ def chunked_logits(
     model: CausalLM, token_ids_T: Tensor, chunk_sizes: list[int], block_size: int = 4
 ) -> Tensor:
     """[T, V]: a prompt that is fed in chunks, over blocks in no order."""
-    config, num_blocks = model.config, len(token_ids_T) // block_size + 2
+    config, num_blocks = model.shard, len(token_ids_T) // block_size + 2
     cache = KVCache(
         config.num_layers,
         num_blocks,

@@ -43,7 +43,7 @@ def random_target(
     target = CausalLM(ModelConfig.from_mapping(raw | changes), kernels, dtype, device)
     generator = torch.Generator().manual_seed(7)
     for slot in target.checkpoint_slots().values():
-        slot.copy_(torch.randn(slot.shape, generator=generator).bfloat16())
+        slot.to.copy_(torch.randn(slot.shape, generator=generator).bfloat16())
     target.pack()
     return target
 

@@ -76,7 +76,7 @@ def measure_methods(
             "weight_bytes": target.target.memory_bytes,
             "kv_bytes_per_1k_tokens": _per_1k_tokens(
                 configs[PLAIN],
-                lambda size: cache_bytes(target.target.config, size, target.target.dtype),
+                lambda size: cache_bytes(target.target.shard, size, target.target.dtype),
             ),
             **{key: plain[key] for key in map(temperature_key, TEMPERATURES)},
         },

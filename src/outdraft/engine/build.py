@@ -75,7 +75,7 @@ def build_engine(
         eos_token_ids=target.config.eos_token_ids,
         seed=config.seed,
     )
-    cache = kv_cache(target.config, memory, target.dtype, target.device)
+    cache = kv_cache(target.shard, memory, target.dtype, target.device)
     verifier = _verifier(models.kernels, speculation)
     runner = ModelRunner(target, cache, state, verifier, proposer)
     if ranks.target.size > 1:

@@ -12,6 +12,7 @@ from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceC
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
@@ -46,7 +47,8 @@ class LoadedDrafter:
     """A network that drafts.
 
     Attributes:
-        layers: the shapes of its layers, which keep keys and values; None: it has none.
+        layers: the shapes of its layers on this rank, which keep keys and values; None: it has
+            none.
         feature_size: numbers that it keeps of the target's pass for each token of its window.
         num_taps: residual streams of the target that these are made of.
         max_drafts: ahead of the text.
@@ -85,12 +87,20 @@ def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int
 
 
 def load_drafter(
-    config: DraftNetworkConfig, target_path: Path, target: CausalLM, kernels: Kernels
+    config: DraftNetworkConfig,
+    target_path: Path,
+    target: CausalLM,
+    kernels: Kernels,
+    group: RankGroup = ALONE,
 ) -> LoadedDrafter:
     """The network that the configuration names, of the target's dtype and on its device.
 
+    Args:
+        group: the ranks that it is spread over.
+
     Raises:
-        ConfigError: it is missing, unknown or damaged, or it does not fit the target.
+        ConfigError: it is missing, unknown or damaged, cannot be divided over its ranks, or it does
+            not fit the target.
     """
     path = resolve_model_path(config.model)
     kept = WeightFormat(config.quantization) if config.quantization else None
@@ -106,7 +116,8 @@ def load_drafter(
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, target, kernels, kept)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
-    model = load_model(path, target.dtype, target.device, kernels, quantization=kept)
+    place = target.dtype, target.device
+    model = load_model(path, *place, kernels, quantization=kept, group=group, drafts=True)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:
@@ -116,8 +127,8 @@ def load_drafter(
                 "another one: its mask token has no id there"
             )
         translated = TranslatedModel(model, vocabulary)
-        return LoadedDrafter(translated, translated.config)
-    return LoadedDrafter(model, model.config, mask_token_id=mask)
+        return LoadedDrafter(translated, translated.shard)
+    return LoadedDrafter(model, model.shard, mask_token_id=mask)
 
 
 def check_vocabularies(

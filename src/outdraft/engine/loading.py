@@ -44,8 +44,12 @@ class LoadedModels:
 def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
     """Load what the configuration names; of each network the part of this rank.
 
+    Args:
+        ranks: of whose models this rank's parts are loaded. All ranks call this together.
+
     Raises:
-        ConfigError: a model is missing, unknown or damaged, or the drafter shares too few tokens.
+        ConfigError: a model is missing, unknown or damaged, or cannot be divided over its ranks, or
+            the drafter shares too few tokens.
     """
     check_option(config.kernels)  # before anything is downloaded
     if not has_library():
@@ -58,12 +62,12 @@ def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
     kernels = choose_kernels(config.kernels, device, dtype)
     load = random_model if is_dummy else load_model
     kept = WeightFormat(config.quantization) if config.quantization else None
-    target = load(path, dtype, device, kernels, config.max_model_len, kept)
+    target = load(path, dtype, device, kernels, config.max_model_len, kept, ranks.target)
     drafter = None
     if (network := config.speculation.network) is not None:
         if is_dummy:
             raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
-        drafter = load_drafter(network, path, target, kernels)
+        drafter = load_drafter(network, path, target, kernels, ranks.draft)
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
@@ -85,7 +89,9 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     network = config.speculation.network
     drafter = None
     if network is not None:
-        drafter = load_drafter(network, models.path, models.target, models.kernels)
+        drafter = load_drafter(
+            network, models.path, models.target, models.kernels, models.ranks.draft
+        )
     return replace(models, config=config, drafter=drafter)
 
 

@@ -59,7 +59,7 @@ def plan_together(
     for (config, models), step in zip(engines, steps, strict=True):
         target, size = models.target, config.cache.block_size
         drafter = drafter_of(config, models)
-        block_bytes = cache_bytes(target.config, size, target.dtype)
+        block_bytes = cache_bytes(target.shard, size, target.dtype)
         block_bytes += drafter.bytes_per_block(size) if drafter else 0
         count = num_blocks(
             config.cache,
@@ -103,7 +103,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
     vocab_size, network = target.config.vocab_size, speculation.network
     _check_num_drafts(speculation, drafter, vocab_size)
-    layers = [target.config]
+    layers = [target.shard]
     if drafter is not None and drafter.layers is not None:
         layers.append(drafter.layers)
     shape = StepShape(

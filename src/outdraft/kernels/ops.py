@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import (
     AddSilu,
     DraftStart,
@@ -281,6 +282,9 @@ class DecoderSpec:
         entry: of a network that reads states; None: it reads tokens only.
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
+        shard: of a network that is spread over ranks, the tokens whose vectors embedding_VD holds.
+            Heads and intermediate_size are this rank's, and the products give what the network
+            goes on with. None: the network is whole.
     """
 
     num_heads: int
@@ -297,6 +301,7 @@ class DecoderSpec:
     head: "Product"
     head_norm_D: Tensor | None = None
     draft_ids_N: Tensor | None = None
+    shard: VocabularyShard | None = None
 
 
 class DecoderPass(Protocol):

@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.shards import can_spread
 from outdraft.models.counts import read_count
 from outdraft.models.rope_config import RopeConfig, read_rope
+
+# What numbers of ranks are asked for by.
+TARGET_RANKS, DRAFT_RANKS = "--tensor-parallel-size", "draft_tensor_parallel_size"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +119,38 @@ class ModelConfig:
             return self
         context_len = min(max_model_len, self.max_model_len)
         return replace(self, rope=replace(self.rope, context_len=context_len))
+
+    def shard(self, size: int, flag: str = TARGET_RANKS) -> "ModelConfig":
+        """The part that each of `size` ranks has: heads, kv heads and the width of the feed-forward
+        block. Where there are fewer kv heads than ranks, several ranks have the same one.
+
+        Args:
+            flag: what the size was asked for by.
+
+        Raises:
+            ConfigError: the model cannot be divided so.
+        """
+        if size == 1:
+            return self
+        if not self._divides_into(size):
+            sizes = [one for one in range(1, self.num_heads + 1) if self._divides_into(one)]
+            raise ConfigError(
+                f"{flag} {size} does not divide this model, which has {self.num_heads} attention "
+                f"heads, {self.num_kv_heads} key-value heads, an intermediate size of "
+                f"{self.intermediate_size} and {self.vocab_size} tokens: choose "
+                f"{', '.join(map(str, sizes))}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
+
+    def _divides_into(self, size: int) -> bool:
+        least, most = sorted((size, self.num_kv_heads))
+        is_even = self.num_heads % size == 0 and self.intermediate_size % size == 0
+        return is_even and most % least == 0 and can_spread(self.vocab_size, size)
 
 
 def read_json(path: Path) -> dict[str, Any]:

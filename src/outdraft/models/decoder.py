@@ -7,18 +7,22 @@ Dimension key: T rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict
 
 import torch
 from torch import Tensor, nn
 
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, Product, StateEntry
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
+from outdraft.models.layers.rank_products import Spread, SummedProduct
 from outdraft.models.layers.rotary import Rotary
-
-Slots = Iterator[tuple[str, Tensor | None]]
+from outdraft.models.slots import Slot, Slots, slot_of
 
 
 class Kind(TypedDict):
@@ -28,8 +32,21 @@ class Kind(TypedDict):
     device: torch.device
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Which rows or columns of a weight a rank has."""
+
+    size: int
+    rank: int
+    whole: int
+
+    @property
+    def start(self) -> int:
+        return self.rank * self.size
+
+
 class DecoderLayer(nn.Module):
-    """The weights of one layer."""
+    """The weights of one layer, or of several ranks' this one's part."""
 
     def __init__(
         self,
@@ -39,22 +56,29 @@ class DecoderLayer(nn.Module):
         input_size: int | None = None,
         *,
         has_input_norm: bool = True,
+        group: RankGroup = ALONE,
     ) -> None:
-        """`input_size`: what the first product reads, where that is not the hidden size."""
+        """
+        Args:
+            config: of the whole model.
+            input_size: what the first product reads, where that is not the hidden size.
+            group: over which heads and the feed-forward block are spread.
+        """
         super().__init__()
-        size, eps, intermediate = config.hidden_size, config.rms_norm_eps, config.intermediate_size
+        own, size, eps = config.shard(group.size), config.hidden_size, config.rms_norm_eps
         self.head_size, self.window = config.head_size, window
-        self._q_size = config.num_heads * config.head_size
-        self._kv_size = config.num_kv_heads * config.head_size
-        qkv_size, mlp_bias = self._q_size + 2 * self._kv_size, config.mlp_bias
+        self._q, self._kv, self._intermediate = _parts(config, group)
+        spread: Spread | None = None if group.size == 1 else partial(SummedProduct, group)
+        intermediate, mlp_bias = own.intermediate_size, config.mlp_bias
+        qkv_size = self._q.size + 2 * self._kv.size
         self.input_norm = RMSNorm(size, eps, **kind) if has_input_norm else None
         self.qkv_proj = Linear(input_size or size, qkv_size, bias=config.qkv_bias, **kind)
         self.q_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps, **kind) if config.qk_norm else None
-        self.o_proj = Linear(self._q_size, size, bias=config.o_bias, **kind)
+        self.o_proj = Linear(self._q.size, size, bias=config.o_bias, **kind, spread=spread)
         self.post_norm = RMSNorm(size, eps, **kind)
         self.gate_up_proj = Linear(size, 2 * intermediate, bias=mlp_bias, **kind)
-        self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind)
+        self.down_proj = Linear(intermediate, size, bias=mlp_bias, **kind, spread=spread)
 
     def spec(self) -> LayerSpec:
         """For the kernels, once the products are packed."""
@@ -72,23 +96,22 @@ class DecoderLayer(nn.Module):
 
     def slots(self) -> Slots:
         """As CausalLM.checkpoint_slots, without the prefix of the layer."""
-        yield "input_layernorm.weight", norm_weight(self.input_norm)
-        yield "post_attention_layernorm.weight", self.post_norm.weight
-        q_size, kv_size = self._q_size, self._kv_size
-        sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        yield from _fused("self_attn", self.qkv_proj, sizes)
-        yield from _fused("self_attn", self.o_proj, {"o_proj": self.o_proj.num_outputs})
-        yield "self_attn.q_norm.weight", norm_weight(self.q_norm)
-        yield "self_attn.k_norm.weight", norm_weight(self.k_norm)
-        size = self.gate_up_proj.num_outputs // 2
-        yield from _fused("mlp", self.gate_up_proj, {"gate_proj": size, "up_proj": size})
-        yield from _fused("mlp", self.down_proj, {"down_proj": self.down_proj.num_outputs})
+        yield "input_layernorm.weight", slot_of(norm_weight(self.input_norm))
+        yield "post_attention_layernorm.weight", slot_of(self.post_norm.weight)
+        parts = {"q_proj": self._q, "k_proj": self._kv, "v_proj": self._kv}
+        yield from _fused("self_attn", self.qkv_proj, parts)
+        yield from _summed("self_attn.o_proj", self.o_proj, self._q)
+        yield "self_attn.q_norm.weight", slot_of(norm_weight(self.q_norm))
+        yield "self_attn.k_norm.weight", slot_of(norm_weight(self.k_norm))
+        parts = {"gate_proj": self._intermediate, "up_proj": self._intermediate}
+        yield from _fused("mlp", self.gate_up_proj, parts)
+        yield from _summed("mlp.down_proj", self.down_proj, self._intermediate)
 
     def arrange(self, order_C: Tensor) -> None:
         """Put queries and keys in the order in which they turn, once the weights are there."""
         for weight in (self.qkv_proj.weight, self.qkv_proj.bias):
             if weight is not None:
-                turning = weight.data[: self._q_size + self._kv_size]
+                turning = weight.data[: self._q.size + self._kv.size]
                 heads_HC = turning.unflatten(0, (-1, self.head_size))
                 heads_HC.copy_(heads_HC[:, order_C.to(weight.device)])
         for norm in (self.q_norm, self.k_norm):
@@ -107,15 +130,24 @@ class Decoder(nn.Module):
         input_size: int | None = None,
         *,
         has_first_norm: bool = True,
+        group: RankGroup = ALONE,
     ) -> None:
-        """`input_size`: what layer 0 reads; `has_first_norm`: whether it norms that."""
+        """
+        Args:
+            config: of the whole network.
+            input_size: what layer 0 reads.
+            has_first_norm: whether it norms that.
+            group: over which the layers are spread.
+        """
         super().__init__()
-        self.config, self.kernels = config, kernels
+        self.config, self.kernels = config.shard(group.size), kernels
         self.rotary = Rotary(config.rope, config.head_size, config.max_model_len, **kind)
         first, *further = config.windows
         self._layers = [
-            DecoderLayer(config, first, kind, input_size, has_input_norm=has_first_norm),
-            *(DecoderLayer(config, window, kind) for window in further),
+            DecoderLayer(
+                config, first, kind, input_size, has_input_norm=has_first_norm, group=group
+            ),
+            *(DecoderLayer(config, window, kind, group=group) for window in further),
         ]
         self.layers = nn.ModuleList(self._layers)
 
@@ -128,8 +160,12 @@ class Decoder(nn.Module):
         head_norm: RMSNorm | None = None,
         entry: StateEntry | None = None,
         draft_ids_N: Tensor | None = None,
+        shard: VocabularyShard | None = None,
     ) -> DecoderPass:
-        """The passes, once all products are packed."""
+        """The passes, once all products are packed.
+
+        `shard`: of a network that is spread over ranks, the tokens of embedding_VD.
+        """
         config = self.config
         spec = DecoderSpec(
             num_heads=config.num_heads,
@@ -146,10 +182,11 @@ class Decoder(nn.Module):
             head=product_of(head),
             head_norm_D=norm_weight(head_norm),
             draft_ids_N=draft_ids_N,
+            shard=shard,
         )
         return self.kernels.compile_decoder(spec)
 
-    def parts(self, prefix: str) -> Iterator[tuple["DecoderLayer", dict[str, Tensor]]]:
+    def parts(self, prefix: str) -> Iterator[tuple["DecoderLayer", dict[str, Slot]]]:
         """Each layer with its part of CausalLM.checkpoint_slots."""
         for index, layer in enumerate(self._layers):
             start = f"{prefix}layers.{index}."
@@ -167,10 +204,30 @@ def product_of(linear: Linear) -> Product:
     return linear.product
 
 
-def _fused(prefix: str, linear: Linear, sizes: dict[str, int]) -> Slots:
+def _parts(config: ModelConfig, group: RankGroup) -> tuple[_Part, _Part, _Part]:
+    """What a rank has of the queries, of keys or values, and of the feed-forward block."""
+    own, head_size = config.shard(group.size), config.head_size
+    # Ranks beside each other have the same kv head, where there are fewer heads than ranks.
+    kv_rank = group.rank * config.num_kv_heads // (group.size * own.num_kv_heads)
+    return (
+        _Part(own.num_heads * head_size, group.rank, config.num_heads * head_size),
+        _Part(own.num_kv_heads * head_size, kv_rank, config.num_kv_heads * head_size),
+        _Part(own.intermediate_size, group.rank, config.intermediate_size),
+    )
+
+
+def _fused(prefix: str, linear: Linear, parts: dict[str, _Part]) -> Slots:
     """Rows of one fused weight and bias, by the names of the parts."""
     assert linear.weight is not None, "the weights are packed"
+    sizes = [part.size for part in parts.values()]
     for kind, fused in (("weight", linear.weight), ("bias", linear.bias)):
         if fused is not None:
-            for name, part in zip(sizes, fused.data.split(list(sizes.values())), strict=True):
-                yield f"{prefix}.{name}.{kind}", part
+            for (name, part), rows in zip(parts.items(), fused.data.split(sizes), strict=True):
+                yield f"{prefix}.{name}.{kind}", Slot(rows, 0, part.start, part.whole)
+
+
+def _summed(name: str, linear: Linear, part: _Part) -> Slots:
+    """Columns of a weight; the bias is whole on every rank."""
+    assert linear.weight is not None, "the weights are packed"
+    yield f"{name}.weight", Slot(linear.weight.data, 1, part.start, part.whole)
+    yield f"{name}.bias", slot_of(linear.bias)

@@ -27,6 +27,7 @@ from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.llama import CausalLM
+from outdraft.models.slots import Slot, slot_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,12 +190,12 @@ class EagleNetwork(nn.Module):
             bytes_read -= self.mask_hidden.nbytes
         return bytes_read + (memory_bytes(self._target.lm_head) if self.lm_head is None else 0)
 
-    def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where each tensor of a checkpoint belongs: a view into this network; before packing.
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """Where each tensor of a checkpoint belongs: views into this network; before packing.
 
         The names are those of EAGLE's repository, with layers.0 for its midlayer.
         """
-        slots: dict[str, Tensor | None] = dict(self.entry.slots())
+        slots: dict[str, Slot | None] = dict(self.entry.slots())
         if self.fusion is not None:
             slots |= dict(self.fusion.slots())
         for _, layer_slots in self.decoder.parts(""):
@@ -202,9 +203,9 @@ class EagleNetwork(nn.Module):
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
         parts = {"embed_tokens": self.embed_tokens, norm: self.norm, "lm_head": self.lm_head}
         for name, module in parts.items():
-            slots[f"{name}.weight"] = None if module is None else module.weight
-        slots["mask_hidden"] = self.mask_hidden
-        return {name: slot.data for name, slot in slots.items() if slot is not None}
+            slots[f"{name}.weight"] = None if module is None else slot_of(module.weight)
+        slots["mask_hidden"] = slot_of(self.mask_hidden)
+        return {name: slot for name, slot in slots.items() if slot is not None}
 
     def pack(self, quantization: WeightFormat | None = None) -> None:
         """Make its own products, once and for good."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.kernels.ops import StateEntry
-from outdraft.models.decoder import Kind, Slots, product_of
+from outdraft.models.decoder import Kind, product_of
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
+from outdraft.models.slots import Slots, slot_of
 
 
 class TapFusion(nn.Module):
@@ -38,11 +39,11 @@ class TapFusion(nn.Module):
 
     def slots(self) -> Slots:
         """As EagleNetwork.checkpoint_slots."""
-        yield "fc.weight", self.fc.weight
-        yield "fc.bias", self.fc.bias
-        yield "input_norm.weight", norm_weight(self.input_norm)
+        yield "fc.weight", slot_of(self.fc.weight)
+        yield "fc.bias", slot_of(self.fc.bias)
+        yield "input_norm.weight", slot_of(norm_weight(self.input_norm))
         for index, norm in enumerate(self._norms):
-            yield f"fc_norm.{index}.weight", norm.weight
+            yield f"fc_norm.{index}.weight", slot_of(norm.weight)
 
 
 class Entry(nn.Module):
@@ -76,9 +77,9 @@ class Entry(nn.Module):
     def slots(self) -> Slots:
         """As EagleNetwork.checkpoint_slots."""
         if self.fc is not None:
-            yield "fc.weight", self.fc.weight
-            yield "fc.bias", self.fc.bias
-            yield "embedding_layernorm.weight", norm_weight(self.token_norm)
+            yield "fc.weight", slot_of(self.fc.weight)
+            yield "fc.bias", slot_of(self.fc.bias)
+            yield "embedding_layernorm.weight", slot_of(norm_weight(self.token_norm))
         else:
-            yield "layers.0.input_layernorm.weight", norm_weight(self.token_norm)
-            yield "layers.0.hidden_norm.weight", norm_weight(self.state_norm)
+            yield "layers.0.input_layernorm.weight", slot_of(norm_weight(self.token_norm))
+            yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))

@@ -1,26 +1,38 @@
 """A language model whose network is a decoder: Llama, Mistral, Qwen 2 and Qwen 3.
 
-Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, K tapped layers.
+Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S columns of logits on each
+rank, K tapped layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.models.config import ModelConfig
+from outdraft.models.config import DRAFT_RANKS, TARGET_RANKS, ModelConfig
 from outdraft.models.decoder import Decoder, Kind
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.layers.rank_products import JoinedProduct, PaddedProduct
+from outdraft.models.slots import Slot, rows_of
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model over a paged cache. Weights are not initialised."""
+    """A decoder-only language model over a paged cache. Weights are not initialised.
+
+    Attributes:
+        config: of the whole model.
+        shard: the part of it that this rank has, whose keys and values are in this rank's cache.
+        group: the ranks that it is spread over. Each of them calls the same with the same rows.
+    """
 
     def __init__(
         self,
@@ -28,20 +40,36 @@ class CausalLM(nn.Module):
         kernels: Kernels,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        group: RankGroup = ALONE,
+        *,
+        drafts: bool = False,
     ) -> None:
+        """
+        Args:
+            drafts: it is a drafter: every rank gets the logits of the whole vocabulary.
+
+        Raises:
+            ConfigError: the model cannot be divided over the group.
+        """
         super().__init__()
         kind = Kind(dtype=dtype, device=torch.device(device))
-        self.config, self.kernels = config, kernels
+        self.shard = config.shard(group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
+        self.config, self.kernels, self.group = config, kernels, group
         self.dtype, self.device = dtype, kind["device"]
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, **kind)
-        self.decoder = Decoder(config, kernels, kind)
+        self._vocabulary = VocabularyShard(group, config.vocab_size)
+        self._has_whole_logits = drafts or group.size == 1
+        num_tokens = self._vocabulary.num_own
+        self.embed_tokens = Embedding(num_tokens, config.hidden_size, **kind)
+        self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
+        product = JoinedProduct if drafts else PaddedProduct
         self.lm_head = Linear(
             config.hidden_size,
-            config.vocab_size,
+            num_tokens,
             bias=False,
             **kind,
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
+            spread=None if group.size == 1 else partial(product, self._vocabulary),
         )
         self._passes: DecoderPass | None = None
 
@@ -51,7 +79,10 @@ class CausalLM(nn.Module):
         if self._passes is None:
             embedding_VD = self.embed_tokens.weight.data
             self._passes = self.decoder.compile_passes(
-                embedding_VD, self.lm_head, final_norm=self.norm
+                embedding_VD,
+                self.lm_head,
+                final_norm=self.norm,
+                shard=None if self.group.size == 1 else self._vocabulary,
             )
         return self._passes
 
@@ -80,11 +111,15 @@ class CausalLM(nn.Module):
         return self.passes(token_ids_T, caches, metadata, taps)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model."""
+        """[R, V] of float32; of float64 for a float64 model. Of a target that is spread over ranks
+        [R, S], the columns of this rank's tokens, padded with -inf."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf."""
+        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
+        same on every rank."""
+        if not self._has_whole_logits:
+            return self._vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
 
     def draft(
@@ -115,24 +150,24 @@ class CausalLM(nn.Module):
         """What the weights take, packed ones included; a packed tied head is a copy."""
         return memory_bytes(self)
 
-    def checkpoint_slots(self) -> dict[str, Tensor]:
-        """Where each tensor of a Hugging Face checkpoint belongs: a view into this model.
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """Where each tensor of a Hugging Face checkpoint belongs: views into this model.
 
         Only before the weights are packed. The head of a tied model has no place of its own.
         """
         return {name: slot for _, slots in self.parts() for name, slot in slots.items()}
 
-    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Tensor]]]:
+    def parts(self) -> Iterator[tuple[nn.Module, dict[str, Slot]]]:
         """The layers and the head with their parts of `checkpoint_slots`; what belongs to neither
         comes with the head."""
         yield from self.decoder.parts("model.")
+        tokens = self._vocabulary
         rest = {
-            "model.embed_tokens.weight": self.embed_tokens.weight.data,
-            "model.norm.weight": self.norm.weight.data,
+            "model.embed_tokens.weight": rows_of(tokens, self.embed_tokens.weight),
+            "model.norm.weight": Slot(self.norm.weight.data),
         }
         if not self.config.tie_word_embeddings:
-            assert self.lm_head.weight is not None, "the weights are packed"
-            rest["lm_head.weight"] = self.lm_head.weight.data
+            rest["lm_head.weight"] = rows_of(tokens, self.lm_head.weight)
         yield self.lm_head, rest
 
     def pack(self, quantization: WeightFormat | None = None) -> None:

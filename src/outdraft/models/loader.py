@@ -14,10 +14,12 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
 from outdraft.models.llama import CausalLM
+from outdraft.models.slots import Slot
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
@@ -76,18 +78,24 @@ def load_model(
     kernels: Kernels,
     max_model_len: int | None = None,
     quantization: WeightFormat | None = None,
+    group: RankGroup = ALONE,
+    *,
+    drafts: bool = False,
 ) -> CausalLM:
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
 
-    `max_model_len`: the longest text that it will read, where that is known.
+    Args:
+        max_model_len: the longest text that it will read, where that is known.
+        group: the ranks that it is spread over; this one reads its part of the files.
+        drafts: as CausalLM.
 
     Raises:
-        ConfigError: the config is not supported, or a tensor is missing, unknown, damaged or of
-            another shape.
+        ConfigError: the config is not supported or cannot be divided over the group, or a tensor is
+            missing, unknown, damaged or of another shape.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
     files = weight_files(path)
-    model = CausalLM(config, kernels, dtype, device)
+    model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
     load_weights(model, files, quantization)
     return model.eval()
 
@@ -99,18 +107,22 @@ def random_model(
     kernels: Kernels,
     max_model_len: int | None = None,
     quantization: WeightFormat | None = None,
+    group: RankGroup = ALONE,
+    *,
+    drafts: bool = False,
 ) -> CausalLM:
     """As load_model, with small random weights: to try shapes and memory without a download.
 
-    They are the same every time, and numbers that the checkpoint's own dtype can hold.
+    They are the same every time, over any number of ranks, and numbers that the checkpoint's own
+    dtype can hold.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
-    model = CausalLM(config, kernels, dtype, device)
+    model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
     own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
-        slot.copy_(values.to(own_dtype))
+        slot.to.copy_(slot.part_of(values).to(own_dtype))
     model.pack(quantization)
     return model.eval()
 
@@ -164,32 +176,38 @@ def load_weights(
             lent = {linear: _lent(linear, slots, tensors) for linear in linears_of(part)}
         for name, slot in slots.items():
             if name in tensors:
-                slot.copy_(tensors.pop(name))
+                slot.to.copy_(tensors.pop(name))
         del slots  # so that a plain weight is gone when it is packed
         model.decoder.arrange(part)
         for linear in linears_of(part):
             linear.pack(model.kernels, quantization, lent.pop(linear, ()))
 
 
-def _mapped(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> dict[str, Tensor]:
-    """The tensors of these slots; what was read of a file leaves the memory with them."""
+def _mapped(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
+    """What the checkpoint has for these slots, or this rank's parts of it; what was read of a file
+    leaves the memory with them."""
     mapped: dict[str, Tensor] = {}
     for file, named in _by_file(slots, places):
         with safe_open(file, framework="pt") as tensors:
-            mapped |= {slot: tensors.get_tensor(name) for slot, name in named}
+            for name, stored in named:
+                slot = slots[name]
+                if slot.is_whole:
+                    mapped[name] = tensors.get_tensor(stored)
+                else:
+                    mapped[name] = slot.part_of(tensors.get_slice(stored))
     return mapped
 
 
-def _lent(linear: Linear, slots: Mapping[str, Tensor], tensors: dict[str, Tensor]) -> list[Tensor]:
+def _lent(linear: Linear, slots: Mapping[str, Slot], tensors: dict[str, Tensor]) -> list[Tensor]:
     """Take the rows of a weight from `tensors`; none if they have to be converted."""
-    names = [name for name, slot in slots.items() if linear.owns(slot)]
-    kept = [(slots[name].dtype, slots[name].device) for name in names]
+    names = [name for name, slot in slots.items() if linear.owns(slot.to)]
+    kept = [(slots[name].to.dtype, slots[name].to.device) for name in names]
     if kept != [(tensors[name].dtype, tensors[name].device) for name in names]:
         return []
     return [tensors.pop(name) for name in names]
 
 
-def fill_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
     """Copy tensors to where they belong, after all names and shapes were compared.
 
     Raises:
@@ -197,7 +215,7 @@ def fill_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None
     """
     _check_slots(slots, places)
     for name, tensor in _mapped(slots, places).items():
-        slots[name].copy_(tensor)
+        slots[name].to.copy_(tensor)
 
 
 def tensor_places(
@@ -237,7 +255,7 @@ def read_tensor(place: Place) -> Tensor:
         return tensors.get_tensor(name)
 
 
-def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+def _check_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
     """Every slot must be filled, by a tensor of its shape, and nothing be left."""
     if missing := [name for name in slots if name not in places]:
         raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
@@ -249,7 +267,7 @@ def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> No
         with safe_open(file, framework="pt") as tensors:
             for slot, name in named:
                 tensor = tensors.get_slice(name)
-                found, expected = list(tensor.get_shape()), list(slots[slot].shape)
+                found, expected = list(tensor.get_shape()), slots[slot].shape
                 if found != expected:
                     raise ConfigError(
                         f"tensor {name!r} has shape {found}, but config.json asks for {expected}"
@@ -262,7 +280,7 @@ def _check_slots(slots: Mapping[str, Tensor], places: Mapping[str, Place]) -> No
 
 
 def _by_file(
-    slots: Mapping[str, Tensor], places: Mapping[str, Place]
+    slots: Mapping[str, Slot], places: Mapping[str, Place]
 ) -> Iterable[tuple[Path, list[tuple[str, str]]]]:
     """For each file the slots that it fills, each with the name of its tensor."""
     named: dict[Path, list[tuple[str, str]]] = {}

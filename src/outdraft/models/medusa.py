@@ -30,6 +30,7 @@ from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
+from outdraft.models.slots import Slot
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
@@ -168,16 +169,16 @@ class MedusaHeads(nn.Module):
         each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
         return blocks + sum(memory_bytes(lm_head) for lm_head in each)
 
-    def slots(self) -> dict[str, Tensor]:
+    def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
-        slots: dict[str, Tensor] = {}
+        slots: dict[str, Slot] = {}
         for head, block in enumerate(self._blocks):
             for layer, linear in enumerate(block):
                 for part, weight in linear.named_parameters():
-                    slots[f"blocks.{head}.layers.{layer}.{part}"] = weight.data
+                    slots[f"blocks.{head}.layers.{layer}.{part}"] = Slot(weight.data)
         for name, linear in self._own_heads.items():
             assert linear.weight is not None, "the weights are packed"
-            slots[name] = linear.weight.data
+            slots[name] = Slot(linear.weight.data)
         return slots
 
 
@@ -218,7 +219,7 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
             whole = read_tensor(places[head])
             if whole.shape == (config.vocab_size, config.hidden_size):
                 del places[head]
-                slots.pop(head).copy_(whole[heads.token_map_E.cpu()])
+                slots.pop(head).to.copy_(whole[heads.token_map_E.cpu()])
     fill_slots(slots, places)
 
 

@@ -36,6 +36,7 @@ from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
+from outdraft.models.slots import Slot
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."
@@ -175,11 +176,11 @@ class MLPSpeculator(nn.Module):
         products = [_of(self._proj, j) for j in heads] + [_of(self._head, j) for j in heads]
         return sum(memory_bytes(product) for product in products)
 
-    def slots(self) -> dict[str, Tensor]:
+    def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
         parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln, "head": self._head}
         return {
-            f"{part}.{i}.{name}": weight.data
+            f"{part}.{i}.{name}": Slot(weight.data)
             for part, modules in parts.items()
             for i, module in enumerate(modules)
             for name, weight in module.named_parameters()

@@ -101,8 +101,8 @@ def test_it_reads_translated_ids_and_predicts_shared_ones_only(model):
 
 def test_it_keeps_the_models_shapes_and_counts_its_own_tables(model):
     translated = TranslatedModel(model, random_map(90, 61, 40))
-    assert translated.config.vocab_size == 90
-    assert translated.config.num_layers == model.config.num_layers
+    assert translated.shard.vocab_size == 90
+    assert translated.shard.num_layers == model.config.num_layers
     assert (translated.dtype, translated.device) == (model.dtype, model.device)
     assert translated.weight_bytes == model.weight_bytes
     assert translated.memory_bytes == model.memory_bytes + 90 * (8 + 4)
@@ -122,7 +122,7 @@ class Scripted:
 
     def __init__(self, table_SU: torch.Tensor) -> None:
         self.table_SU = table_SU
-        self.config = _tiny_config(table_SU.shape[1])
+        self.config = self.shard = _tiny_config(table_SU.shape[1])
 
     def __call__(self, *_: Any) -> torch.Tensor:
         raise NotImplementedError

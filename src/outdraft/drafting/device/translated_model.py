@@ -30,7 +30,7 @@ class TranslatedModel:
         assert vocabulary.num_shared > 0, "no token to draft"
         self.model, self.dtype, self.device = model, model.dtype, model.device
         # The model has these shapes itself; only its logits have another width.
-        self.config = replace(model.config, vocab_size=len(vocabulary.target_to_draft_V))
+        self.shard = replace(model.shard, vocab_size=len(vocabulary.target_to_draft_V))
         self._draft_ids_V = vocabulary.target_to_draft_V.to(model.device)
         is_shared_V = vocabulary.is_shared_V.to(model.device)
         # Added to logits: a product and a comparison less than masking them.

@@ -20,7 +20,8 @@ from outdraft.kernels.native.attention import NO_WINDOW
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.ops import DecoderSpec, Product
+from outdraft.kernels.ops import DecoderPass, DecoderSpec, Product
+from outdraft.kernels.reference.decoder import ReferenceDecoder
 
 
 class _Layer(ctypes.Structure):
@@ -224,6 +225,12 @@ class NativeDecoder:
             if spec.draft_ids_N is None
             else address_of(spec.draft_ids_N, torch.int64),
         )
+
+
+def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
+    """As `ops.CompileDecoder`. Ranks must meet between the parts of each layer: passes of a network
+    that is spread over them run layer by layer."""
+    return NativeDecoder(team, spec) if spec.shard is None else ReferenceDecoder(spec)
 
 
 def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:

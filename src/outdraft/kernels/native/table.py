@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from outdraft.kernels.native.attention import NativeAttention
-from outdraft.kernels.native.decoder import NativeDecoder
+from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
 from outdraft.kernels.native.heads import NativeHeads
 from outdraft.kernels.native.library import Library
@@ -66,7 +66,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         verify=verification.verify,
         attention=NativeAttention(team),
         pack_linear=NativeLinear(team).pack_linear,
-        compile_decoder=partial(NativeDecoder, team),
+        compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,
         add_silu=heads.add_silu,

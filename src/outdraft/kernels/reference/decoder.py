@@ -69,7 +69,11 @@ class ReferenceDecoder:
 
     def _enter(self, token_ids_T: Tensor, states_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""
-        embedded_TD = torch.nn.functional.embedding(token_ids_T, self._spec.embedding_VD)
+        table_VD, shard = self._spec.embedding_VD, self._spec.shard
+        if shard is None:
+            embedded_TD = torch.nn.functional.embedding(token_ids_T, table_VD)
+        else:
+            embedded_TD = shard.embed(token_ids_T, table_VD)
         entry, first_norm_D = self._spec.entry, self._spec.layers[0].input_norm_D
         if entry is None:
             return self._norm(embedded_TD, first_norm_D), embedded_TD

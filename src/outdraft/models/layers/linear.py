@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.reference.linear import linear
+from outdraft.models.layers.rank_products import Spread
 
 
 class Linear(nn.Module):
@@ -25,10 +26,16 @@ class Linear(nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         weight: nn.Parameter | None = None,
+        spread: Spread | None = None,
     ) -> None:
-        """`weight`: of another module, to be shared; if packed, that module keeps the plain one."""
+        """The weight, or this rank's part of it.
+
+        Args:
+            weight: of another module, to be shared; if packed, that module keeps the plain one.
+            spread: over ranks; None: the outputs are those of this weight.
+        """
         super().__init__()
-        self.num_outputs = num_outputs
+        self.num_outputs, self._spread = num_outputs, spread
         self._is_shared = weight is not None
         if weight is None:
             weight = _parameter((num_outputs, num_inputs), dtype, device)
@@ -48,7 +55,11 @@ class Linear(nn.Module):
         """
         assert self.weight is not None, "packed twice"
         bias_E = None if self.bias is None else self.bias.data
-        self.product = kernels.pack_linear(parts_ED or self.weight.data, bias_E, quantization)
+        weight_ED = parts_ED or self.weight.data
+        if self._spread is None:
+            self.product = kernels.pack_linear(weight_ED, bias_E, quantization)
+        else:
+            self.product = self._spread(kernels.pack_linear(weight_ED, None, quantization), bias_E)
         if self.product.nbytes > 0:
             self.weight = None
 
@@ -73,6 +84,7 @@ class Linear(nn.Module):
         if self.product is not None:
             return self.product(x_TD)
         assert self.weight is not None
+        assert self._spread is None, "a product over ranks must be packed"
         return linear(x_TD, self.weight, self.bias)
 
 
