@@ -63,8 +63,8 @@ class VocabularyShard:
         return self.group.sum(vectors_TD.masked_fill(~is_own_T[:, None], 0))
 
     def padded(self, logits_RN: Tensor) -> Tensor:
-        """[R, S]: -inf where this rank has no token."""
-        missing = self.width - self.num_own
+        """[R, S]: -inf where this rank has no token. What is padded already stays as it is."""
+        missing = self.width - logits_RN.shape[1]
         return F.pad(logits_RN, (0, missing), value=-torch.inf) if missing else logits_RN
 
     def join(self, logits_RN: Tensor) -> Tensor:

@@ -36,6 +36,7 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.target_tables import TargetTables
 
 _logger = logging.getLogger(__name__)
 
@@ -104,17 +105,18 @@ def load_drafter(
     """
     path = resolve_model_path(config.model)
     kept = WeightFormat(config.quantization) if config.quantization else None
+    tables = TargetTables(target, group, target_path)
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        eagle = load_eagle(path, target, kernels, kept)
+        eagle = load_eagle(path, target, kernels, kept, tables)
         version = str(eagle.config.version)
         if version != str(config.source):
             raise ConfigError(f"{path} holds {version}, but the method is {config.source}")
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
-        layers, size = eagle.config.layer, eagle.feature_size
+        layers, size = eagle.shard, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source in (DraftSource.MEDUSA, DraftSource.MLP):
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
-        heads = load(path, target, kernels, kept)
+        heads = load(path, target, kernels, kept, tables)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
     place = target.dtype, target.device
     model = load_model(path, *place, kernels, quantization=kept, group=group, drafts=True)

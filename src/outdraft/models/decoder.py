@@ -154,7 +154,7 @@ class Decoder(nn.Module):
     def compile_passes(
         self,
         embedding_VD: Tensor,
-        head: Linear,
+        head: Product,
         *,
         final_norm: RMSNorm | None = None,
         head_norm: RMSNorm | None = None,
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
             attention=self.kernels.attention,
             final_norm_D=norm_weight(final_norm),
             entry=entry,
-            head=product_of(head),
+            head=head,
             head_norm_D=norm_weight(head_norm),
             draft_ids_N=draft_ids_N,
             shard=shard,

@@ -11,32 +11,24 @@ target's pass for a row, S hidden of the target, K taps, N draft vocabulary, V v
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.models.decoder import Decoder, Kind
+from outdraft.models.config import DRAFT_RANKS
+from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import Entry, TapFusion
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
-from outdraft.models.layers.norm import RMSNorm
-from outdraft.models.llama import CausalLM
-from outdraft.models.slots import Slot, slot_of
-
-
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What is read of the target: no modules of the drafter, which would count and pack them."""
-
-    embed_tokens: Embedding
-    lm_head: Linear
-    vocab_size: int
+from outdraft.models.layers.norm import RMSNorm, norm_weight
+from outdraft.models.slots import Slot, rows_of, slot_of
+from outdraft.models.target_tables import TargetTables, joined_linear
 
 
 class EagleNetwork(nn.Module):
@@ -48,40 +40,51 @@ class EagleNetwork(nn.Module):
     Attributes:
         taps: behind how many of the target's layers `features` wants the residual streams.
         feature_size: F.
-        num_layers, num_kv_heads, head_size: the shape of its cache.
+        shard: its layers as this rank has them, which is the shape of its cache.
+        num_layers, num_kv_heads, head_size: of this shape.
     """
 
     draft_ids_N: Tensor | None
 
     def __init__(
-        self, config: EagleConfig, target: CausalLM, kernels: Kernels, draft_ids_N: Tensor | None
+        self,
+        config: EagleConfig,
+        tables: TargetTables,
+        kernels: Kernels,
+        draft_ids_N: Tensor | None,
     ) -> None:
-        """In the dtype and on the device of the target.
+        """In the dtype and on the device of the target, spread over the ranks of the tables.
 
         Args:
             draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
 
         Raises:
-            ConfigError: the target does not have the layers that the config taps.
+            ConfigError: the target does not have the layers that the config taps, or the drafter
+                cannot be divided over its ranks.
         """
         super().__init__()
-        layer = config.layer
+        layer, target, group = config.layer, tables.target, tables.group
+        self.shard = layer.shard(group.size, DRAFT_RANKS)
+        self._tables = tables
         kind = Kind(dtype=target.dtype, device=target.device)
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
-        self.num_layers, self.num_kv_heads = layer.num_layers, layer.num_kv_heads
+        self.num_layers, self.num_kv_heads = layer.num_layers, self.shard.num_kv_heads
         self.head_size, self.feature_size = layer.head_size, layer.hidden_size
-        self._target = _Target(target.embed_tokens, target.lm_head, target.config.vocab_size)
         self.embed_tokens: Embedding | None = None
         if config.own_embedding:
-            self.embed_tokens = Embedding(layer.vocab_size, layer.hidden_size, **kind)
+            num_tokens = tables.vocabulary.num_own
+            self.embed_tokens = Embedding(num_tokens, layer.hidden_size, **kind)
+            self._embedding_ND = self.embed_tokens.weight.data
+        else:
+            self._embedding_ND = tables.embedding()
         self.fusion: TapFusion | None = None
         if config.version is EagleVersion.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
         self.entry = Entry(config, kind)
         has_first_norm = self.fusion is None and config.input_norm
         self.decoder = Decoder(
-            layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm
+            layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm, group=group
         )
         self._build_outputs(kind)
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
@@ -95,8 +98,10 @@ class EagleNetwork(nn.Module):
         has_norm = config.version is EagleVersion.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
         self.lm_head: Linear | None = None
+        self._target_head = None if config.own_head else self._tables.head()
+        self._drafted = VocabularyShard(self._tables.group, config.draft_vocab_size)
         if config.own_head:
-            self.lm_head = Linear(layer.hidden_size, config.draft_vocab_size, bias=False, **kind)
+            self.lm_head = joined_linear(layer.hidden_size, self._drafted, kind)
         self.mask_hidden: nn.Parameter | None = None
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
@@ -128,15 +133,20 @@ class EagleNetwork(nn.Module):
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights and the target's are packed."""
         if self._passes is None:
-            embed = self._target.embed_tokens if self.embed_tokens is None else self.embed_tokens
-            is_fed_back = self.config.norm_output
+            head, tables, is_fed_back = self._target_head, self._tables, self.config.norm_output
+            if head is None:
+                assert self.lm_head is not None
+                product = product_of(self.lm_head)
+            else:
+                product = head.product
             self._passes = self.decoder.compile_passes(
-                embed.weight.data,
-                self._target.lm_head if self.lm_head is None else self.lm_head,
+                self._embedding_ND,
+                product,
                 final_norm=self.norm if is_fed_back else None,
                 head_norm=None if is_fed_back else self.norm,
                 entry=self.entry.spec(),
                 draft_ids_N=self.draft_ids_N,
+                shard=None if tables.group.size == 1 else tables.vocabulary,
             )
         return self._passes
 
@@ -162,7 +172,7 @@ class EagleNetwork(nn.Module):
         logits_RN = self.passes.logits(states_RD)
         if self.draft_ids_N is None:
             return logits_RN
-        logits_RV = logits_RN.new_full((len(logits_RN), self._target.vocab_size), -torch.inf)
+        logits_RV = logits_RN.new_full((len(logits_RN), self.config.layer.vocab_size), -torch.inf)
         return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
 
     def draft(
@@ -173,8 +183,8 @@ class EagleNetwork(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What its own weights take, packed ones included."""
-        return memory_bytes(self)
+        """What its own weights take, packed ones included, and copies of the target's."""
+        return memory_bytes(self) + self._tables.copied_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -183,12 +193,12 @@ class EagleNetwork(nn.Module):
         A step reads a few rows of the embedding table only; taps are fused once a draft.
         """
         unread = [self.embed_tokens, self.fusion]
-        bytes_read = self.memory_bytes - sum(
+        bytes_read = memory_bytes(self) - sum(
             memory_bytes(part) for part in unread if part is not None
         )
         if self.mask_hidden is not None:
             bytes_read -= self.mask_hidden.nbytes
-        return bytes_read + (memory_bytes(self._target.lm_head) if self.lm_head is None else 0)
+        return bytes_read + (0 if self._target_head is None else self._target_head.num_bytes)
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs: views into this network; before packing.
@@ -201,9 +211,12 @@ class EagleNetwork(nn.Module):
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
-        parts = {"embed_tokens": self.embed_tokens, norm: self.norm, "lm_head": self.lm_head}
-        for name, module in parts.items():
-            slots[f"{name}.weight"] = None if module is None else slot_of(module.weight)
+        slots[f"{norm}.weight"] = slot_of(norm_weight(self.norm))
+        if self.embed_tokens is not None:
+            weight = self.embed_tokens.weight
+            slots["embed_tokens.weight"] = rows_of(self._tables.vocabulary, weight)
+        if self.lm_head is not None:
+            slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
         slots["mask_hidden"] = slot_of(self.mask_hidden)
         return {name: slot for name, slot in slots.items() if slot is not None}
 

@@ -20,7 +20,16 @@ from outdraft.models.config import read_json
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
+from outdraft.models.loader import (
+    Place,
+    fill_slots,
+    read_part,
+    read_tensor,
+    tensor_places,
+    weight_files,
+)
+from outdraft.models.slots import rows_of
+from outdraft.models.target_tables import TargetTables
 
 # Beginnings of names, and what they are in EAGLE's repository.
 _OTHER_NAMES = {
@@ -36,15 +45,23 @@ _VOCABULARY = ("d2t", "t2d")
 
 
 def load_eagle(
-    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
+    path: Path,
+    target: CausalLM,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    tables: TargetTables | None = None,
 ) -> EagleNetwork:
     """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
 
     It has the dtype and the device of the target, whose embedding and head it may read.
 
+    Args:
+        tables: the target's, where one of both is spread over ranks. All ranks of the target call
+            this together.
+
     Raises:
-        ConfigError: the config is not supported or does not fit the target, or a tensor is missing,
-            unknown, damaged or of another shape.
+        ConfigError: the config is not supported, does not fit the target or cannot be divided over
+            its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
     found = tensor_places(weight_files(path), _canonical_name)
     _drop_the_targets_embedding(found, target)
@@ -52,7 +69,7 @@ def load_eagle(
     config = _completed(EagleConfig.from_mapping(raw), found)
     _check_fit(config, target)
     ids_N = _draft_ids(config, found)
-    network = EagleNetwork(config, target, kernels, ids_N)
+    network = EagleNetwork(config, tables or TargetTables(target), kernels, ids_N)
     weights = {slot: place for slot, place in found.items() if slot not in _VOCABULARY}
     fill_slots(network.checkpoint_slots(), weights)
     for layer in network.decoder.layers:
@@ -71,11 +88,14 @@ def _canonical_name(name: str) -> str | None:
 
 
 def _drop_the_targets_embedding(found: dict[str, Place], target: CausalLM) -> None:
-    """Some checkpoints store it, unchanged: it is large, and not kept twice."""
+    """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
+    vectors of its own tokens."""
     place = found.get("embed_tokens.weight")
     if place is not None:
-        table_VD = read_tensor(place).to(target.device, target.dtype)
-        if torch.equal(table_VD, target.embed_tokens.weight):
+        own_ND = target.embed_tokens.weight
+        stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
+        is_own = torch.equal(stored_ND.to(target.device, target.dtype), own_ND)
+        if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
             del found["embed_tokens.weight"]
 
 

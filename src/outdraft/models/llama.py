@@ -17,12 +17,14 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.config import DRAFT_RANKS, TARGET_RANKS, ModelConfig
-from outdraft.models.decoder import Decoder, Kind
+from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rank_products import JoinedProduct, PaddedProduct
 from outdraft.models.slots import Slot, rows_of
+
+EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class CausalLM(nn.Module):
@@ -31,6 +33,7 @@ class CausalLM(nn.Module):
     Attributes:
         config: of the whole model.
         shard: the part of it that this rank has, whose keys and values are in this rank's cache.
+        vocabulary: the tokens of this rank.
         group: the ranks that it is spread over. Each of them calls the same with the same rows.
     """
 
@@ -56,9 +59,9 @@ class CausalLM(nn.Module):
         self.shard = config.shard(group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
         self.config, self.kernels, self.group = config, kernels, group
         self.dtype, self.device = dtype, kind["device"]
-        self._vocabulary = VocabularyShard(group, config.vocab_size)
+        self.vocabulary = VocabularyShard(group, config.vocab_size)
         self._has_whole_logits = drafts or group.size == 1
-        num_tokens = self._vocabulary.num_own
+        num_tokens = self.vocabulary.num_own
         self.embed_tokens = Embedding(num_tokens, config.hidden_size, **kind)
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
@@ -69,7 +72,7 @@ class CausalLM(nn.Module):
             bias=False,
             **kind,
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
-            spread=None if group.size == 1 else partial(product, self._vocabulary),
+            spread=None if group.size == 1 else partial(product, self.vocabulary),
         )
         self._passes: DecoderPass | None = None
 
@@ -80,9 +83,9 @@ class CausalLM(nn.Module):
             embedding_VD = self.embed_tokens.weight.data
             self._passes = self.decoder.compile_passes(
                 embedding_VD,
-                self.lm_head,
+                product_of(self.lm_head),
                 final_norm=self.norm,
-                shard=None if self.group.size == 1 else self._vocabulary,
+                shard=None if self.group.size == 1 else self.vocabulary,
             )
         return self._passes
 
@@ -119,7 +122,7 @@ class CausalLM(nn.Module):
         """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
         same on every rank."""
         if not self._has_whole_logits:
-            return self._vocabulary.best_tokens(self.logits(hidden_RD))
+            return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
 
     def draft(
@@ -161,13 +164,13 @@ class CausalLM(nn.Module):
         """The layers and the head with their parts of `checkpoint_slots`; what belongs to neither
         comes with the head."""
         yield from self.decoder.parts("model.")
-        tokens = self._vocabulary
+        tokens = self.vocabulary
         rest = {
-            "model.embed_tokens.weight": rows_of(tokens, self.embed_tokens.weight),
+            EMBEDDING_NAME: rows_of(tokens, self.embed_tokens.weight),
             "model.norm.weight": Slot(self.norm.weight.data),
         }
         if not self.config.tie_word_embeddings:
-            rest["lm_head.weight"] = rows_of(tokens, self.lm_head.weight)
+            rest[HEAD_NAME] = rows_of(tokens, self.lm_head.weight)
         yield self.lm_head, rest
 
     def pack(self, quantization: WeightFormat | None = None) -> None:

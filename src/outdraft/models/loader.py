@@ -7,6 +7,7 @@ compared before any weight is copied, so a wrong checkpoint fails at once and by
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,7 +19,7 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
-from outdraft.models.llama import CausalLM
+from outdraft.models.llama import HEAD_NAME, CausalLM
 from outdraft.models.slots import Slot
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -167,7 +168,7 @@ def load_weights(
     """
     places = tensor_places(files)
     if model.config.tie_word_embeddings:  # some checkpoints store the tied head again
-        places.pop("lm_head.weight", None)
+        places.pop(HEAD_NAME, None)
     _check_slots(model.checkpoint_slots(), places)
     for part, slots in model.parts():
         tensors = _mapped(slots, places)
@@ -189,13 +190,15 @@ def _mapped(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str,
     mapped: dict[str, Tensor] = {}
     for file, named in _by_file(slots, places):
         with safe_open(file, framework="pt") as tensors:
-            for name, stored in named:
-                slot = slots[name]
-                if slot.is_whole:
-                    mapped[name] = tensors.get_tensor(stored)
-                else:
-                    mapped[name] = slot.part_of(tensors.get_slice(stored))
+            mapped |= {name: _part(tensors, stored, slots[name]) for name, stored in named}
     return mapped
+
+
+def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
+    """What belongs into the slot, of a tensor of an open file."""
+    if slot.is_whole:
+        return tensors.get_tensor(name)
+    return slot.part_of(tensors.get_slice(name))
 
 
 def _lent(linear: Linear, slots: Mapping[str, Slot], tensors: dict[str, Tensor]) -> list[Tensor]:
@@ -253,6 +256,13 @@ def read_tensor(place: Place) -> Tensor:
     file, name = place
     with safe_open(file, framework="pt") as tensors:
         return tensors.get_tensor(name)
+
+
+def read_part(place: Place, slot: Slot) -> Tensor:
+    """What of one tensor belongs into the slot."""
+    file, name = place
+    with safe_open(file, framework="pt") as tensors:
+        return _part(tensors, name, slot)
 
 
 def _check_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
@@ -30,7 +31,8 @@ from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
-from outdraft.models.slots import Slot
+from outdraft.models.slots import Slot, rows_of
+from outdraft.models.target_tables import BorrowedHead, TargetTables, joined_linear
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
@@ -96,9 +98,15 @@ class MedusaHeads(nn.Module):
 
     token_map_E: Tensor
 
-    def __init__(self, config: MedusaConfig, target: CausalLM, kernels: Kernels) -> None:
+    def __init__(self, config: MedusaConfig, tables: TargetTables, kernels: Kernels) -> None:
+        """Language model heads are spread over the ranks of the tables; the blocks are not.
+
+        Raises:
+            ConfigError: the tokens that a head knows cannot be divided over the ranks.
+        """
         super().__init__()
-        self._kernels = kernels
+        target = tables.target
+        self._kernels, self._tables = kernels, tables
         self.config, self.num_heads = config, config.num_heads
         self.dtype, self.device = target.dtype, target.device
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -109,13 +117,12 @@ class MedusaHeads(nn.Module):
         ]
         self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
         own_names = dict.fromkeys(name for name in config.head_names if name is not None)
-        self._own_heads = {
-            name: Linear(size, config.num_known, bias=False, **kind) for name in own_names
-        }
+        self.known = VocabularyShard(tables.group, config.num_known)
+        self._own_heads = {name: joined_linear(size, self.known, kind) for name in own_names}
         self.own_heads = nn.ModuleList(self._own_heads.values())
         # The target's head is no part of this module: it is neither counted nor packed here.
         self._lm_heads = [
-            target.lm_head if name is None else self._own_heads[name] for name in config.head_names
+            tables.head() if name is None else self._own_heads[name] for name in config.head_names
         ]
         is_cut = config.num_known < config.vocab_size
         token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
@@ -141,7 +148,7 @@ class MedusaHeads(nn.Module):
             hidden_BD = self._kernels.add_silu(hidden_BD, layer(hidden_BD))
         return hidden_BD
 
-    def _logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
+    def _logits(self, lm_head: Linear | BorrowedHead, states_RD: Tensor) -> Tensor:
         """[R, V]."""
         known_RE = self._known_logits(lm_head, states_RD)
         if known_RE.shape[1] == self.config.vocab_size:
@@ -149,7 +156,7 @@ class MedusaHeads(nn.Module):
         logits_RV = known_RE.new_full((len(known_RE), self.config.vocab_size), -torch.inf)
         return logits_RV.index_copy_(1, self.token_map_E, known_RE)
 
-    def _known_logits(self, lm_head: Linear, states_RD: Tensor) -> Tensor:
+    def _known_logits(self, lm_head: Linear | BorrowedHead, states_RD: Tensor) -> Tensor:
         """[R, E], or [R, V] of the target's own head."""
         logits_RE = lm_head(states_RD)
         logits_RE = logits_RE.to(torch.promote_types(self.dtype, torch.float32))
@@ -157,8 +164,9 @@ class MedusaHeads(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """What the weights take, packed ones included; not the target's head."""
-        return memory_bytes(self) + self.token_map_E.nbytes
+        """What the weights take, packed ones and a copy of the target's head included; not the
+        target's own."""
+        return memory_bytes(self) + self._tables.copied_bytes + self.token_map_E.nbytes
 
     @property
     def weight_bytes(self) -> int:
@@ -167,7 +175,9 @@ class MedusaHeads(nn.Module):
         lm_heads = {id(lm_head): lm_head for lm_head in self._lm_heads}
         # A head that all share is read once.
         each = lm_heads.values() if len(lm_heads) == 1 else self._lm_heads
-        return blocks + sum(memory_bytes(lm_head) for lm_head in each)
+        return blocks + sum(
+            memory_bytes(one) if isinstance(one, Linear) else one.num_bytes for one in each
+        )
 
     def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
@@ -177,15 +187,20 @@ class MedusaHeads(nn.Module):
                 for part, weight in linear.named_parameters():
                     slots[f"blocks.{head}.layers.{layer}.{part}"] = Slot(weight.data)
         for name, linear in self._own_heads.items():
-            assert linear.weight is not None, "the weights are packed"
-            slots[name] = Slot(linear.weight.data)
+            slots[name] = rows_of(self.known, linear.weight)
         return slots
 
 
 def load_medusa(
-    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
+    path: Path,
+    target: CausalLM,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    tables: TargetTables | None = None,
 ) -> MedusaHeads:
     """The heads of a checkpoint directory, ready to run, in the target's dtype, on its device.
+
+    `tables`: the target's, where it or the heads are spread over ranks.
 
     Raises:
         ConfigError: these are no Medusa heads, or not of this target; or a tensor is missing,
@@ -203,7 +218,7 @@ def load_medusa(
     files = [original] if original.is_file() else weight_files(path)
     places = tensor_places(files, _slot)
     config = MedusaConfig.from_checkpoint(raw, places.keys(), target)
-    heads = MedusaHeads(config, target, kernels)
+    heads = MedusaHeads(config, tables or TargetTables(target), kernels)
     _load(heads, places)
     pack_linears(heads, kernels, quantization)
     return heads.eval()
@@ -214,12 +229,14 @@ def _load(heads: MedusaHeads, places: dict[str, Place]) -> None:
     config, slots = heads.config, heads.slots()
     token_map = places.pop(_TOKEN_MAP, None)
     if token_map is not None and config.num_known < config.vocab_size:  # else nothing, as in vLLM
-        heads.token_map_E.copy_(_checked_map(read_tensor(token_map), config))
+        token_map_E = _checked_map(read_tensor(token_map), config)
+        heads.token_map_E.copy_(token_map_E)
         for head in places.keys() & set(config.head_names):
             whole = read_tensor(places[head])
             if whole.shape == (config.vocab_size, config.hidden_size):
                 del places[head]
-                slots.pop(head).to.copy_(whole[heads.token_map_E.cpu()])
+                slot = slots.pop(head)
+                slot.to.copy_(whole[slot.part_of(token_map_E)])
     fill_slots(slots, places)
 
 

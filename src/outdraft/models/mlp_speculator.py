@@ -27,6 +27,8 @@ from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
@@ -36,7 +38,8 @@ from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
-from outdraft.models.slots import Slot
+from outdraft.models.slots import Slot, rows_of
+from outdraft.models.target_tables import TargetTables, joined_linear
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."
@@ -125,7 +128,18 @@ class ScaleAndShift(nn.Module):
 class MLPSpeculator(nn.Module):
     """All heads of a target. Weights are not initialised."""
 
-    def __init__(self, config: MLPSpeculatorConfig, kind: Kind, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        config: MLPSpeculatorConfig,
+        kind: Kind,
+        kernels: Kernels,
+        group: RankGroup = ALONE,
+    ) -> None:
+        """`group`: over which the products with the vocabulary are spread.
+
+        Raises:
+            ConfigError: the vocabulary cannot be divided over the group.
+        """
         super().__init__()
         self._kernels = kernels
         self.config, self.num_heads = config, config.num_heads
@@ -139,9 +153,9 @@ class MLPSpeculator(nn.Module):
             for i in range(config.num_distinct("proj"))
         ]
         self._ln = [ScaleAndShift(inner, **kind) for _ in range(config.num_distinct("ln"))]
+        self._tokens = VocabularyShard(group, vocabulary)
         self._head = [
-            Linear(inner, vocabulary, bias=False, **kind)
-            for _ in range(config.num_distinct("head"))
+            joined_linear(inner, self._tokens, kind) for _ in range(config.num_distinct("head"))
         ]
         self.emb, self.proj = nn.ModuleList(self._emb), nn.ModuleList(self._proj)
         self.ln, self.head = nn.ModuleList(self._ln), nn.ModuleList(self._head)
@@ -178,19 +192,28 @@ class MLPSpeculator(nn.Module):
 
     def slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs; only before the weights are packed."""
-        parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln, "head": self._head}
-        return {
+        parts = {"emb": self._emb, "proj": self._proj, "ln": self._ln}
+        slots = {
             f"{part}.{i}.{name}": Slot(weight.data)
             for part, modules in parts.items()
             for i, module in enumerate(modules)
             for name, weight in module.named_parameters()
         }
+        for i, head in enumerate(self._head):
+            slots[f"head.{i}.weight"] = rows_of(self._tokens, head.weight)
+        return slots
 
 
 def load_mlp_speculator(
-    path: Path, target: CausalLM, kernels: Kernels, quantization: WeightFormat | None = None
+    path: Path,
+    target: CausalLM,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    tables: TargetTables | None = None,
 ) -> MLPSpeculator:
     """The speculator of a checkpoint directory, ready to run, in the target's dtype, on its device.
+
+    `tables`: the target's, where it or the heads are spread over ranks.
 
     Raises:
         ConfigError: this is no MLP speculator, or not of this target; or a tensor is missing,
@@ -200,7 +223,8 @@ def load_mlp_speculator(
     places = tensor_places(weight_files(path), lambda name: name.removeprefix(_PREFIX))
     if config.tie_weights:
         _leave_out_copies(places, config)
-    speculator = MLPSpeculator(config, Kind(dtype=target.dtype, device=target.device), kernels)
+    kind, group = Kind(dtype=target.dtype, device=target.device), tables.group if tables else ALONE
+    speculator = MLPSpeculator(config, kind, kernels, group)
     fill_slots(speculator.slots(), places)
     pack_linears(speculator, kernels, quantization)
     return speculator.eval()

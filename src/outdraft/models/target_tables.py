@@ -1,0 +1,117 @@
+"""What a drafter reads of its target: the embedding and the head, as the drafter's ranks have them.
+
+Dimension key: R rows, D hidden, V vocabulary, N tokens of this rank.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor
+
+from outdraft.core.weight_format import QUANTIZATIONS
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.ops import Product
+from outdraft.models.decoder import Kind, product_of
+from outdraft.models.layers.linear import Linear, memory_bytes
+from outdraft.models.layers.rank_products import JoinedProduct
+from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
+from outdraft.models.loader import fill_slots, tensor_places, weight_files
+from outdraft.models.slots import Slot, rows_of
+
+
+def joined_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
+    """A head without a bias: each rank has the weights of its tokens, and gets all logits."""
+    spread = None if shard.group.size == 1 else partial(JoinedProduct, shard)
+    return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedHead:
+    """A head that is no part of the drafter.
+
+    Attributes:
+        product: to logits of the whole vocabulary.
+        num_bytes: of the weights that it reads.
+    """
+
+    product: Product
+    num_bytes: int
+
+    def __call__(self, states_RD: Tensor) -> Tensor:
+        """[R, V]."""
+        return self.product(states_RD)
+
+
+class TargetTables:
+    """The embedding and the head of a target, for a drafter.
+
+    A drafter over as many ranks as the target reads the target's own. One over fewer ranks needs
+    larger parts than these ranks have of the target: they are read anew from the target's
+    checkpoint, and count as the drafter's.
+
+    Attributes:
+        group: the ranks of the drafter.
+        copied_bytes: what was read anew.
+    """
+
+    def __init__(
+        self, target: CausalLM, group: RankGroup = ALONE, path: Path | None = None
+    ) -> None:
+        """
+        Args:
+            target: packed.
+            path: its checkpoint, where it has more ranks than the drafter.
+        """
+        self.target, self.group, self.copied_bytes = target, group, 0
+        self.vocabulary = VocabularyShard(group, target.config.vocab_size)
+        self._path = path
+        self._embedding_ND: Tensor | None = None
+        self._head: BorrowedHead | None = None
+
+    def embedding(self) -> Tensor:
+        """[N, D]: the vectors of this rank's tokens."""
+        if self._embedding_ND is None:
+            self._embedding_ND = self._found_embedding()
+        return self._embedding_ND
+
+    def head(self) -> BorrowedHead:
+        """As the target's, of its number format."""
+        if self._head is None:
+            self._head = self._found_head()
+        return self._head
+
+    @property
+    def _are_the_targets(self) -> bool:
+        return self.group.size == self.target.group.size
+
+    def _found_embedding(self) -> Tensor:
+        own = self.target.embed_tokens.weight.data
+        if self._are_the_targets:
+            return own
+        table_ND = own.new_empty(self.vocabulary.num_own, own.shape[1])
+        self._read(EMBEDDING_NAME, rows_of(self.vocabulary, table_ND))
+        self.copied_bytes += table_ND.nbytes
+        return table_ND
+
+    def _found_head(self) -> BorrowedHead:
+        own = self.target.lm_head
+        if self._are_the_targets:
+            product = product_of(own)
+            if self.group.size > 1:
+                product = JoinedProduct(self.vocabulary, product)
+            return BorrowedHead(product, memory_bytes(own))
+        config = self.target.config
+        kind = Kind(dtype=self.target.dtype, device=self.target.device)
+        head = joined_linear(config.hidden_size, self.vocabulary, kind)
+        name = EMBEDDING_NAME if config.tie_word_embeddings else HEAD_NAME
+        self._read(name, rows_of(self.vocabulary, head.weight))
+        head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)
+        self.copied_bytes += memory_bytes(head)
+        return BorrowedHead(product_of(head), memory_bytes(head))
+
+    def _read(self, name: str, slot: Slot) -> None:
+        assert self._path is not None, "the target has other ranks than the drafter"
+        places = tensor_places(weight_files(self._path))
+        fill_slots({name: slot}, {name: places[name]})
