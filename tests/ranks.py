@@ -78,8 +78,13 @@ class Spread:
         own.launch, own.drafted, own.verify = self.launch, self.drafted, self.verify
         own.collect = self.collect
 
-    def end(self) -> None:
+    def __enter__(self) -> "Spread":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Let the threads end, behind all that they were told."""
+        if kind is not None:
+            return  # they are daemons, and may wait for a rank that has gone
         for one in self._queues:
             one.put(None)
         for thread in self._threads:

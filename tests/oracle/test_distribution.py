@@ -6,6 +6,7 @@ Deliberately wrong samplers must be caught by the same test.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -26,6 +27,7 @@ from outdraft.kernels.draft_ops import ModelDrafts
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.changing_lengths import ChangingLengths
 from tests.oracle.heads import random_head
+from tests.ranks import Spread, spread_models
 
 VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 4, 5, 8_000
 PROMPT = [2, 3, 1, 3, 1, 3]
@@ -67,8 +69,10 @@ def counts(
     speculative: dict[str, Any] | None,
     control: LengthPolicy | None = None,
     kernels: str = "auto",
+    sizes: tuple[int, int] | None = None,
     **changes: Any,
 ) -> np.ndarray:
+    """`sizes`: of the target and the drafter, in ranks; None: all is on one rank."""
     if speculative is not None and "model" in speculative:
         speculative = {**speculative, "model": str(folder_of(speculative["model"], checkpoints))}
     if speculative is not None:
@@ -83,11 +87,18 @@ def counts(
         num_blocks=400,
         seed=17,
     )
+    others = nullcontext()
+    if sizes is not None:
+        models = spread_models(llm.config, *sizes)
+        llm = LLM.from_config(llm.config, models[0])
+        others = Spread(llm, models)
     if control is not None:
         llm.engine.drafting.control = control
     params = SamplingParams(n=100, max_tokens=NUM_TOKENS, ignore_eos=True, **changes)
     found = np.zeros((VOCAB_SIZE,) * NUM_TOKENS)
-    for output in llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False):
+    with others:
+        outputs = llm.generate([PROMPT] * (NUM_TEXTS // 100), params, use_tqdm=False)
+    for output in outputs:
         for completion in output.outputs:
             found[tuple(completion.token_ids)] += 1
     if speculative is not None:  # the test would be idle without drafts
@@ -160,6 +171,16 @@ def test_texts_follow_the_targets_distribution(case: str, kernels: str, checkpoi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
+@pytest.mark.parametrize(
+    "case", ["plain", "block", "token", "combined", "tree", "eagle3", "medusa"]
+)
+def test_they_do_on_two_ranks(case: str, sizes: tuple[int, int], checkpoints: Any):
+    found = counts(checkpoints, CASES[case], sizes=sizes)
+    assert p_value(found, exact(checkpoints)) > ALPHA
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
 def test_they_do_while_sources_and_lengths_change_at_every_step(case: str, checkpoints: Any):
     """Also with live rules, which look at margins before each draw."""
@@ -182,11 +203,13 @@ def test_so_they_do_with_parameters_that_look_back_at_the_draft(case: str, check
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["block", "token", "tree", "eagle3"])
+@pytest.mark.parametrize("sizes", [None, (2, 1)])
 def test_drafts_from_another_distribution_than_told_are_caught(
-    case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
+    case: str, sizes: Any, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(DeviceProposer, "propose", lying(DeviceProposer.propose))
-    assert p_value(counts(checkpoints, CASES[case]), exact(checkpoints)) < ALPHA
+    found = counts(checkpoints, CASES[case], sizes=sizes)
+    assert p_value(found, exact(checkpoints)) < ALPHA
 
 
 @pytest.mark.slow

@@ -1,50 +1,173 @@
-"""Targets spread over ranks, with drafters over fewer: the ids of one rank."""
+"""Targets spread over ranks, with drafters over fewer of them: they answer as one rank does."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
+from outdraft.core.outputs import RequestOutput
+from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
-from tests.oracle.engines import METHODS, config, engine, ids, prompts_of, run, speculation
+from tests.oracle import forms
+from tests.oracle.engines import (
+    COMBINED,
+    METHODS,
+    config,
+    engine,
+    ids,
+    prompts_of,
+    run,
+    speculation,
+)
+from tests.oracle.live_rules import RandomRules
 from tests.oracle.test_plans_are_data import params_of_every_kind
+from tests.oracle.test_prefix_hits import BLOCK_SIZE, hits
 from tests.ranks import Spread, spread_models
 
 FAMILY = "qwen2"
-SMALL: dict[str, Any] = {
-    "block_size": 4,
-    "num_blocks": 18,
-    "dtype": "float64",
-}  # too small for four at once
-SIZES = [(2, 1), (2, 2)]
+SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 18}  # too small for four at once
+FEW = ("draft_model", "draft_model-tree", "eagle3", "medusa-tree", "mlp_speculator", "pard")
+
+
+def cases(*methods: str, further: Sequence[str] = ()) -> pytest.MarkDecorator:
+    """Target and drafter over all numbers of ranks; `further`: methods on two ranks only."""
+    few = [(name, size, draft) for name in methods for size in (2, 4) for draft in (1, 2, 4)]
+    found = [case for case in few if case[2] <= case[1]]
+    found += [(name, 2, 1) for name in further]
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        ("method", "size", "draft_size"),
+        [pytest.param(*case, marks=slow if case[1] == 4 else ()) for case in found],
+    )
+
+
+LENGTHS = (3, 21, 17, 9, 30, 8, 12, 5)
 
 
 @cache
 def models(method: str, size: int, draft_size: int) -> list[LoadedModels]:
-    return spread_models(config(FAMILY, speculation(FAMILY, method, 3), **SMALL), size, draft_size)
+    chosen = config(FAMILY, speculation(FAMILY, method, 3), dtype="float64")
+    return spread_models(chosen, size, draft_size)
 
 
-def spread(method: str, size: int, draft_size: int, **options: Any) -> tuple[LLM, Spread]:
-    """An engine over ranks."""
-    chosen = config(FAMILY, speculation(FAMILY, method, 3), **SMALL | options)
-    loaded = models(method, size, draft_size)
-    llm = LLM.from_config(chosen, loaded[0])
-    return llm, Spread(llm, loaded)
-
-
-@pytest.mark.parametrize(("size", "draft_size"), SIZES)
-@pytest.mark.parametrize("method", METHODS)
-def test_ids_are_those_of_one_rank(method: str, size: int, draft_size: int) -> None:
-    """Greedy and seeded, with penalties, log-probabilities and preemption."""
-    prompts = prompts_of([3, 21, 17, 9, 30, 8, 12, 5])
-    params = [replace(one, seed=number) for number, one in enumerate(params_of_every_kind())]
-    want = run(engine(FAMILY, method, **SMALL), prompts, params)
-    llm, ranks = spread(method, size, draft_size)
-    got = run(llm, prompts, params)
-    ranks.end()
-    assert ids(got) == ids(want)
+@contextmanager
+def spread(
+    method: str, sizes: tuple[int, int], num_drafts: int = 3, **options: Any
+) -> Iterator[tuple[LLM, Spread]]:
+    """An engine over ranks; they have come to the same texts when they end."""
+    speculative = speculation(FAMILY, method, num_drafts)
+    control = options.pop("control", None)
+    if speculative is not None and control is not None:
+        speculative["control"] = control
+    loaded = models(method, *sizes)
+    llm = LLM.from_config(config(FAMILY, speculative, dtype="float64", **options), loaded[0])
+    with Spread(llm, loaded) as ranks:
+        yield llm, ranks
     texts_SL = llm.engine.runner.state.token_ids_SL
     for runner in ranks.runners[1:]:
         assert (runner.state.token_ids_SL == texts_SL)[:, :-1].all()
+
+
+def seeded_params() -> list[SamplingParams]:
+    """Only such texts are the same whatever drafts."""
+    return [replace(one, seed=number) for number, one in enumerate(params_of_every_kind())]
+
+
+def check_logprobs(got: list[RequestOutput], want: list[RequestOutput]) -> None:
+    for one, other in zip(got, want, strict=True):
+        places = [*zip(one.prompt_logprobs or (), other.prompt_logprobs or (), strict=True)]
+        for completion, wanted in zip(one.outputs, other.outputs, strict=True):
+            places += zip(completion.logprobs or (), wanted.logprobs or (), strict=True)
+        for own, theirs in places:
+            assert (own is None) == (theirs is None)
+            if own is None or theirs is None:
+                continue
+            assert own.keys() == theirs.keys()
+            for token_id, told in own.items():
+                assert told.rank == theirs[token_id].rank
+                assert told.logprob == pytest.approx(theirs[token_id].logprob, abs=1e-5)
+
+
+@cases(*FEW, further=[name for name in METHODS if name not in FEW])
+def test_ids_and_logprobs_are_those_of_one_rank(method: str, size: int, draft_size: int) -> None:
+    """Greedy and seeded, with penalties, several sequences, and preemption."""
+    prompts = prompts_of(LENGTHS)
+    want = run(engine(FAMILY, method, dtype="float64", **SMALL), prompts, seeded_params())
+    with spread(method, (size, draft_size), **SMALL) as (llm, _):
+        got = run(llm, prompts, seeded_params())
+    assert ids(got) == ids(want)
+    check_logprobs(got, want)
+
+
+@cases("draft_model", further=["eagle3", "medusa", *COMBINED])
+def test_they_are_while_live_rules_end_chains(method: str, size: int, draft_size: int) -> None:
+    prompts = prompts_of(LENGTHS)
+    want = run(engine(FAMILY, method, dtype="float64"), prompts, seeded_params())
+    with spread(method, (size, draft_size), num_drafts=4) as (llm, _):
+        rules = RandomRules(llm, seed=1)
+        assert ids(run(llm, prompts, seeded_params())) == ids(want)
+    assert rules.num_short > 5
+
+
+@cases("draft_model", further=["eagle3-tree", "mlp_speculator", *COMBINED])
+def test_they_are_while_the_controller_chooses_lengths(
+    method: str, size: int, draft_size: int
+) -> None:
+    prompts = prompts_of(LENGTHS)
+    want = run(engine(FAMILY, "plain", dtype="float64"), prompts, seeded_params())
+    with spread(method, (size, draft_size), control="adaptive") as (llm, _):
+        assert ids(run(llm, prompts, seeded_params())) == ids(want)
+        assert llm.engine.stats.num_draft_tokens > 0
+
+
+@cases("draft_model", further=["suffix", "eagle3-tree", "medusa"])
+def test_as_many_tokens_are_found_in_the_prefix_cache(
+    method: str, size: int, draft_size: int
+) -> None:
+    room: dict[str, Any] = {"block_size": BLOCK_SIZE, "num_blocks": 600}
+    want = hits(engine(FAMILY, "plain", dtype="float64", **room))
+    with spread(method, (size, draft_size), **room) as (llm, _):
+        assert hits(llm) == want
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", ["suffix", "draft_model", "eagle3-tree", "medusa"])
+def test_outputs_keep_to_their_grammars(method: str, temperature: float) -> None:
+    asked = forms.asking(forms.regex(forms.REGEXES[0]), temperature=temperature, seed=1)
+    params = [asked, SamplingParams(temperature=temperature, seed=2, max_tokens=12), asked]
+    want = run(forms.engine(method, dtype="float64"), forms.PROMPTS, params)
+    alone = forms.engine(method, dtype="float64")
+    loaded = spread_models(alone.config, 2, 1)
+    llm = LLM.from_config(alone.config, loaded[0])
+    with Spread(llm, loaded):
+        assert ids(run(llm, forms.PROMPTS, params)) == ids(want)
+
+
+def test_owners_draft_alone_and_what_they_drew_from_stays_with_them() -> None:
+    """With as many requests as groups no rank is idle; q is nowhere but where it was drawn."""
+    params = [SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)] * 4
+    with spread("draft_model", (2, 1)) as (llm, ranks):
+        drafted: list[list[int]] = [[], []]
+        for number, runner in enumerate(ranks.runners):
+            assert runner.proposer is not None
+            runner.proposer.propose = _counted(runner.proposer.propose, drafted[number])
+        run(llm, prompts_of((9, 7, 8, 6)), params)
+    assert drafted[0]
+    assert drafted[0] == drafted[1]
+    assert max(drafted[0]) == 2  # each has half of the four requests
+
+
+def _counted(propose: Any, numbers: list[int]) -> Any:
+    def wrapped(asks: Any, *rest: Any) -> Any:
+        numbers.append(len(asks))
+        made = propose(asks, *rest)
+        assert isinstance(made.probs_BKV, torch.Tensor)
+        assert len(made.probs_BKV) == len(asks)
+        return made
+
+    return wrapped

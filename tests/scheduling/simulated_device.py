@@ -28,7 +28,7 @@ class SimulatedDevice:
 
     A slot of the target's cache holds the text up to and including its token. So does the
     drafter's, or one token more if it reads that together with the target's state. A state, too,
-    is the text that it depends on.
+    is the text that it depends on. Each draft group has a cache and states of its own.
     """
 
     def __init__(
@@ -41,16 +41,17 @@ class SimulatedDevice:
     ) -> None:
         self.drafting = drafting
         self.state_window = state_window
-        self.states: dict[tuple[int | None, int], Text] = {}  # by state row and place in the window
+        # By draft group, state row, and place in the window.
+        self.states: dict[tuple[int, int | None, int], Text] = {}
         self.num_gaps = self.num_taught = 0
-        # Tokens of the text behind the network's last step; by request, and its preemptions.
-        self._drafted_to: dict[tuple[str, int], int] = {}
+        # Tokens of the text behind the network's last step; by request, its preemptions, its group.
+        self._drafted_to: dict[tuple[str, int, int], int] = {}
         self.lag = 1 if drafting.max_kept == -1 else 0
         self.rng = rng
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.target: dict[int, Text] = {}
-        self.drafter: dict[int, Text] = {}
+        self.drafter: dict[tuple[int, int], Text] = {}  # by draft group and slot
         self._settled: dict[str, tuple[int, int]] = {}  # preemptions, positions computed
         self._slots: dict[int, RequestSlot] = {}
         self._owners: dict[int, Request] = {}  # by slot
@@ -79,7 +80,7 @@ class SimulatedDevice:
             self._read_chunk(work)
             if work.drafts is not None and work.drafts.num_model_drafts:
                 owner = self._owners[work.slot]
-                key = owner.id, owner.num_preemptions
+                key = owner.id, owner.num_preemptions, work.owner
                 self._drafted_to[key] = owner.num_tokens + len(result.token_ids)
             if plan.keeps_states:
                 self._keep_states(work, result)
@@ -91,7 +92,7 @@ class SimulatedDevice:
         assert len(admitted) == len(step.plan.admissions)
         assert len({work.slot for work in step.works}) == len(step.works)
         for request, work in zip(step.requests, step.works, strict=True):
-            assert work.slot == request.slot
+            assert (work.slot, work.owner) == (request.slot, request.owner)
             if admission := admitted.pop(work.slot, None):
                 assert admission.token_ids.tolist() == request.token_ids.tolist()
                 assert admission.num_prompt == request.num_prompt
@@ -119,7 +120,7 @@ class SimulatedDevice:
         text, gap = tuple(request.token_ids.tolist()), request.drafter_gap
         table, last = gap.blocks(blocks), -1
         for place in range(num_tokens - gap.num_tokens):
-            found = self.drafter[self._slot(table, place)]
+            found = self.drafter[request.owner, self._slot(table, place)]
             token = len(found) - 1 - self.lag
             assert found == text[: len(found)], (request.id, place)
             is_behind = place >= len(gap.before) * self.block_size
@@ -151,7 +152,7 @@ class SimulatedDevice:
         if self.state_window and not self.lag:
             for back in range(1 + work.max_taught):
                 self._check_state(request, request.num_computed - 1 - back)
-        self._read(work.slot, range(request.num_drafter_computed, num_read))
+        self._read(work, range(request.num_drafter_computed, num_read))
         if self.lag:
             for place in range(request.num_drafter_computed, num_read):
                 self._check_state(request, place)
@@ -159,25 +160,26 @@ class SimulatedDevice:
         for row in range(len(ids) - 1):  # behind the text; only a chain's own keys may be kept
             keeps = self.drafting.max_kept is None
             kept = (*text, *ids[: row + 1]) if keeps else NOTHING_TO_KEEP
-            self.drafter[self._slot(table, num_read - missing + row)] = kept
+            self.drafter[work.owner, self._slot(table, num_read - missing + row)] = kept
         return draft
 
     def _check_taught(self, work: Work, num_read: int) -> None:
-        """The network is compared with tokens of the output that came since it drafted last, or was
-        preempted, and it reads those before them now."""
+        """The network is compared with tokens of the output that came since it drafted last, was
+        preempted or moved, and it reads those before them now."""
         request, count = self._owners[work.slot], work.max_taught
         if count:
             assert count < num_read - request.num_drafter_computed
-            first = self._drafted_to.get((request.id, request.num_preemptions), request.num_prompt)
+            key = request.id, request.num_preemptions, work.owner
+            first = self._drafted_to.get(key, request.num_prompt)
             assert count <= request.num_tokens - first
             self.num_taught += count
 
-    def _read(self, row: int, places: range) -> None:
-        """The drafter reads tokens of the text in a row."""
-        text, told = tuple(self._owners[row].token_ids.tolist()), self._slots[row]
+    def _read(self, work: Work, places: range) -> None:
+        """The drafter reads tokens of a text."""
+        text, told = tuple(self._owners[work.slot].token_ids.tolist()), self._slots[work.slot]
         for place in places:
             slot = self._slot(told.drafter_block_ids, place - told.gap.num_tokens)
-            self.drafter[slot] = text[: place + 1 + self.lag]
+            self.drafter[work.owner, slot] = text[: place + 1 + self.lag]
 
     def _read_chunk(self, work: Work) -> None:
         if work.num_drafter_reads:
@@ -187,10 +189,10 @@ class SimulatedDevice:
             assert work.num_drafter_reads <= work.num_new
             end = work.start + work.num_drafter_reads
             self.check_drafter(request, slot.block_ids, work.start)
-            self._read(work.slot, range(work.start, end))
+            self._read(work, range(work.start, end))
 
     def _check_state(self, request: Request, place: int) -> None:
-        found = self.states[request.slot, place % self.state_window]
+        found = self.states[request.owner, request.slot, place % self.state_window]
         assert found == tuple(request.token_ids[: place + 1].tolist())
 
     def _keep_states(self, work: Work, result: WorkResult) -> None:
@@ -198,7 +200,8 @@ class SimulatedDevice:
         end = work.start + work.num_new + len(result.accepted_rows)
         first = max(work.start, end - self.state_window) if self.lag else end - 1
         for place in range(first, end):
-            self.states[work.slot, place % self.state_window] = text[: place + 1]
+            key = work.owner, work.slot, place % self.state_window
+            self.states[key] = text[: place + 1]
 
     def _parents(self, number: int) -> tuple[int, ...]:
         """The parents of a tree's first rows: any row of the level above."""

@@ -64,16 +64,18 @@ def scheduler(
     caching: bool = True,
     state_window: int = 0,
     drafter_reads_ahead: bool = False,
+    num_draft_groups: int = 1,
     **options,
 ) -> Scheduler:
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
     return Scheduler(
         SchedulerConfig(**options),
         CacheConfig(block_size=block_size, enable_prefix_caching=caching),
-        BlockPool(num_blocks),
+        BlockPool(num_blocks, num_draft_groups),
         MAX_MODEL_LEN,
         state_window=state_window,
         drafter_reads_ahead=drafter_reads_ahead,
+        num_draft_groups=num_draft_groups,
     )
 
 
@@ -118,6 +120,7 @@ class World:
     drafting: ModelDrafting
     state_window: int
     followed: float  # chance that a request is followed in a step
+    num_draft_groups: int = 1
 
 
 @st.composite
@@ -138,6 +141,7 @@ def worlds(draw) -> World:
         drafting=drafting,
         state_window=draw(windows_of(drafting)),
         followed=draw(st.sampled_from([0.0, 0.3, 0.8, 1.0])),
+        num_draft_groups=draw(st.sampled_from([1, 1, 2, 4])),
     )
 
 
@@ -166,10 +170,11 @@ class Simulation:
             policy=world.policy,
             state_window=world.state_window,
             drafter_reads_ahead=world.drafting.max_kept == -1,
+            num_draft_groups=world.num_draft_groups,
         )
         self.requests: list[Request] = []
         self.passed: set[str] = set()  # ids of requests that ever let others go first
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_moved = 0
 
     def run(self) -> None:
         for _ in range(2000):
@@ -205,9 +210,11 @@ class Simulation:
     def _step(self) -> None:
         choices = self._choices()
         before = list(self.sched.running)
+        owners = {one.id: one.owner for one in before}
         step = self.sched.schedule(choices, lambda one: self.rng.random() < self.world.followed)
         self._check_plan(step, choices)
         self._check_order(before)
+        self._check_owners(owners)
         result = self.device.execute(step)
         aborted = self._maybe_abort()
         lengths = {one.id: one.num_tokens for one in step.requests}
@@ -279,6 +286,19 @@ class Simulation:
             if not choice.is_device_tree:
                 assert work.num_drafts <= one.max_drafts
             assert work.drafts == choice.truncated(work.num_drafts)
+
+    def _check_owners(self, before: dict[str, int]) -> None:
+        """A request stays with its draft group, unless that has two more than another one."""
+        old = [before[one.id] for one in self.sched.running if one.id in before]
+        moved = [one for one in self.sched.running if before.get(one.id, one.owner) != one.owner]
+        self.num_moved += len(moved)
+        assert len(moved) <= 1
+        for one in moved:
+            assert old.count(before[one.id]) - old.count(one.owner) >= 2
+        now = [one.owner for one in self.sched.running]
+        spread_out = [now.count(group) for group in range(self.world.num_draft_groups)]
+        was = [old.count(group) for group in range(self.world.num_draft_groups)]
+        assert max(spread_out) - min(spread_out) <= max(1, max(was) - min(was) - bool(moved))
 
     def _key(self, one: Request) -> tuple[float, ...]:
         rank = one.priority if self.world.policy == "priority" else 0
@@ -419,6 +439,19 @@ def test_the_simulation_reaches_preemption_and_cached_prefixes(
     assert drafter_hits > 20
     assert passed > 5
     assert gaps > 20 or not window
+
+
+def test_the_simulation_reaches_requests_that_change_their_draft_group():
+    moved = filled = 0
+    for seed in range(20):
+        world = World(seed, 2, 40, 5, 40, "fcfs", True, 10, MODEL_CHAIN, 0, 0.7, 3)
+        simulation = Simulation(world)
+        simulation.run()
+        moved += simulation.num_moved
+        is_filled = simulation.sched.pool.is_drafter_filled
+        filled += sum(is_filled(block, group=group) for block in range(40) for group in (1, 2))
+    assert moved > 20
+    assert filled > 20
 
 
 @settings(max_examples=40, deadline=None)
