@@ -45,9 +45,9 @@ def folders() -> tuple[Path, Path]:
 
 
 @cache
-def models(method: str, drafter: Path, device: str, kernels: str) -> LoadedModels:
+def models(method: str, drafter: Path, device: str, kernels: str, dtype: str) -> LoadedModels:
     speculative = {"method": method, "model": str(drafter)}
-    return load_models(config(speculative, device=device, kernels=kernels))
+    return load_models(config(speculative, device=device, kernels=kernels, dtype=dtype))
 
 
 @cache
@@ -84,7 +84,8 @@ def engine(method: str, rule: str = "block", **options: Any) -> LLM:
     if name not in ("ngram", "suffix"):
         speculative["model"] = str(drafter)
     chosen = config(None if method == "plain" else speculative, **options)
-    return LLM.from_config(chosen, models(kind, drafter, chosen.device, chosen.kernels))
+    loaded = models(kind, drafter, chosen.device, chosen.kernels, chosen.dtype)
+    return LLM.from_config(chosen, loaded)
 
 
 def asking(form: Form, **changes: Any) -> SamplingParams:
