@@ -68,7 +68,7 @@ struct Sizes {
         job_heads(job_heads),
         head_size(round_up(batch.head_size, kWidth)),
         max_lanes(tile_rows * heads_per_kv * job_heads),
-        sums_size(max_lanes * (head_size + 2)) {}
+        sums_size(max_lanes * (head_size + kWidth + 1)) {}
 
   int64_t heads_per_kv, tile_rows, job_heads;
   int64_t head_size;  // with its padding
@@ -85,18 +85,18 @@ struct Piece {
 struct Sums {
   Sums(float* memory, const Sizes& sizes)
       : out(memory),
-        top(out + sizes.max_lanes * sizes.head_size),
-        total(top + sizes.max_lanes) {}
+        total(out + sizes.max_lanes * sizes.head_size),
+        top(total + sizes.max_lanes * kWidth) {}
 
   float* out;    // [L, C]; the values by their weights
-  float* top;    // [L]; the highest score
-  float* total;  // [L]; the weights, relative to it
+  float* total;  // [L, kWidth]; the weights, by their places in a vector
+  float* top;    // [L]; the highest score, which weights are relative to
 };
 
 // One step of the online softmax of some lanes: scores of a piece become weights relative to the new
 // tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was summed
 // under the old one. First come all tops, then all weights: what is short waits for nothing long.
-template <class Weight>
+template <bool kAreBf16>
 void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* shrink) {
   for (int64_t lane = 0; lane < num_lanes; ++lane) {
     Floats highest = broadcast(tops[lane]);
@@ -109,23 +109,28 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
     tops[lane] = top;
   }
   for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    // 2 ** 0 is 1, and mostly the top stays.
+    shrink[lane] = shrink[lane] == 0 ? 1.0f : exp2_of(broadcast(shrink[lane]))[0];
     float* of_lane = scores + lane * kPiece;
-    auto* weights = reinterpret_cast<Weight*>(of_lane);
-    Floats total = Floats{};
-    for (int64_t key = 0; key < kPiece; key += kWidth) {
-      const Floats weight = exp2_of(numbers(of_lane + key) - broadcast(tops[lane]));
-      if constexpr (sizeof(Weight) == 2) {
-        const Halves rounded = to_bf16_unless_tiny(weight);
-        store(weights + key, rounded);
-        total = total + widen(rounded);
-      } else {
-        store(weights + key, weight);
+    const Floats top = broadcast(tops[lane]);
+    Floats total = numbers(totals + lane * kWidth) * shrink[lane];
+    if constexpr (kAreBf16) {
+      const Words ones = broadcast_word(0x3F803F80);
+      for (int64_t key = 0; key < kPiece; key += 2 * kWidth) {
+        const Floats first = rough_exp2_of(numbers(of_lane + key) - top);
+        const Floats second = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
+        const Words weights = to_bf16_unless_tiny(first, second);
+        store(of_lane + key / 2, weights);
+        total = dot_pairs(total, weights, ones);
+      }
+    } else {
+      for (int64_t key = 0; key < kPiece; key += kWidth) {
+        const Floats weight = exp2_of(numbers(of_lane + key) - top);
+        store(of_lane + key, weight);
         total = total + weight;
       }
     }
-    // 2 ** 0 is 1, and mostly the top stays.
-    shrink[lane] = shrink[lane] == 0 ? 1.0f : exp2_of(broadcast(shrink[lane]))[0];
-    totals[lane] = totals[lane] * shrink[lane] + sum_of(total);
+    store(totals + lane * kWidth, total);
   }
 }
 
@@ -134,6 +139,15 @@ uint64_t nearest(uint64_t bits, int64_t count) {
   for (int64_t spare = std::popcount(bits) - count; spare > 0; --spare) bits &= bits - 1;
   return bits;
 }
+
+// The products with keys and with values.
+struct MultiplyCalls {
+  void (*scores)(const TileProduct&);
+  void (*values)(const TileProduct&);
+};
+template <Products kProducts>
+constexpr MultiplyCalls kMultiply = {multiply_rows<kProducts, Start::kZero>,
+                                          multiply_rows<kProducts, Start::kShrunk>};
 
 // One thread's work on one tile for some kv heads: their lanes are one head's behind the other's.
 // Keys of all heads lie side by side, so the cache fetches a piece row by row for all of them.
@@ -155,9 +169,9 @@ class TileWork {
         first_kv_head_(group * sizes.job_heads),
         num_lanes_((tile.end_row - tile.first_row) * sizes_.heads_per_kv),
         are_dots_(kHasBf16Dot && batch.is_bf16_cache && batch.is_bf16_query),
-        multiply_(!batch.is_bf16_cache ? multiply_rows<Products::kFloat32>
-                  : are_dots_          ? multiply_rows<Products::kDots>
-                                       : multiply_rows<Products::kWidened>) {
+        multiply_(!batch.is_bf16_cache ? kMultiply<Products::kFloat32>
+                  : are_dots_          ? kMultiply<Products::kDots>
+                                       : kMultiply<Products::kWidened>) {
     const int64_t size = sizes_.head_size, lanes = sizes_.max_lanes;
     char* memory = reinterpret_cast<char*>(this) + round_up(sizeof(TileWork), 64);
     sums_ = reinterpret_cast<float*>(memory);
@@ -203,12 +217,13 @@ class TileWork {
       const float shrink = exp2_of(broadcast(sums.top[lane] - highest))[0];
       const float next_shrink = exp2_of(broadcast(next.top[lane] - highest))[0];
       sums.top[lane] = highest;
-      sums.total[lane] = sums.total[lane] * shrink + next.total[lane] * next_shrink;
-      float* out = sums.out + lane * sizes_.head_size;
-      const float* next_out = next.out + lane * sizes_.head_size;
-      for (int64_t c = 0; c < sizes_.head_size; ++c) {
-        out[c] = out[c] * shrink + next_out[c] * next_shrink;
-      }
+      const auto add = [&](float* numbers, const float* more, int64_t size) {
+        for (int64_t c = lane * size; c < (lane + 1) * size; ++c) {
+          numbers[c] = numbers[c] * shrink + more[c] * next_shrink;
+        }
+      };
+      add(sums.out, next.out, sizes_.head_size);
+      add(sums.total, next.total, kWidth);
     }
   }
 
@@ -216,7 +231,7 @@ class TileWork {
   void store_results(const Sums& sums) const {
     for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
       const int64_t at = (row_of(lane) * batch_.num_heads + head_of(lane)) * batch_.head_size;
-      const float total = sums.total[lane];
+      const float total = sum_of(numbers(sums.total + lane * kWidth));
       const float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
       const float* from = sums.out + lane * sizes_.head_size;
       with_numbers(batch_.out, batch_.is_bf16_out, [&](auto* out) {
@@ -259,7 +274,7 @@ class TileWork {
     const int64_t num_lanes = sizes_.job_heads * num_lanes_;
     std::fill_n(sums.out, num_lanes * sizes_.head_size, 0.0f);
     std::fill_n(sums.top, num_lanes, kHidden);
-    std::fill_n(sums.total, num_lanes, 0.0f);
+    std::fill_n(sums.total, num_lanes * kWidth, 0.0f);
     int64_t start = (tile_.first_key / kPart + part) * kPart;
     const int64_t end = std::min(start + kPart, tile_.end_key);
     // A window begins inside of a piece: where pieces begin must not depend on the tile's rows.
@@ -312,7 +327,7 @@ class TileWork {
     for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], row_bytes);
     const int64_t num_blocks = (end - first + kGroupRows - 1) / kGroupRows;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
-      const TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
+      TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
       for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
         const int64_t from = first + (end - first) * block / num_blocks;
         const int64_t to = first + (end - first) * (block + 1) / num_blocks;
@@ -321,25 +336,26 @@ class TileWork {
     }
   }
 
-  // Lanes [from, to) of a head, whose first one is `lane`.
+  // Lanes [from, to) of a head, whose first one is `lane`; the products become theirs.
   template <class Hide>
-  void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct keys,
-                    TileProduct values, const Hide& hide) {
+  void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct& keys,
+                    TileProduct& values, const Hide& hide) {
     float shrink[kGroupRows];
     const int64_t num_keys = keys_.num_keys;
     keys.x = words(q_ + (lane + from) * q_stride());
     values.out = sums.out + (lane + from) * values.out_stride;
     values.shrink = shrink;
     keys.num_rows = values.num_rows = to - from;
-    multiply_(keys);
+    multiply_.scores(keys);
     for (int64_t i = 0; i < to - from; ++i) {
       float* scores = scores_ + i * kPiece;
       hide(from + i, scores);
       std::fill(scores + num_keys, scores + kPiece, kHidden);
     }
-    const auto& weigh_lanes = are_dots_ ? weigh<uint16_t> : weigh<float>;
-    weigh_lanes(scores_, to - from, sums.top + lane + from, sums.total + lane + from, shrink);
-    multiply_(values);
+    const auto& weigh_lanes = are_dots_ ? weigh<true> : weigh<false>;
+    weigh_lanes(scores_, to - from, sums.top + lane + from,
+                sums.total + (lane + from) * kWidth, shrink);
+    multiply_.values(values);
   }
 
   void find_keys(int64_t first_key, int64_t end_key) {
@@ -446,7 +462,7 @@ class TileWork {
   const Sizes sizes_;
   const int64_t first_kv_head_, num_lanes_;  // lanes of one kv head
   const bool are_dots_;
-  void (*const multiply_)(const TileProduct&);
+  const MultiplyCalls& multiply_;
   float *sums_, *next_sums_;
   float* q_;                            // [L, C], of the cache's dtype in dot products
   float *key_matrix_, *value_matrix_;   // [K, C]; a piece, laid out

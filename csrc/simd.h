@@ -144,6 +144,15 @@ inline Halves to_bf16_unless_tiny(Floats x) {
   return to_bf16(x);
 #endif
 }
+// The numbers of both, one vector behind the other.
+inline Words to_bf16_unless_tiny(Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+  return (Words)_mm512_cvtne2ps_pbh(second, first);
+#else
+  const Halves both[] = {to_bf16_unless_tiny(first), to_bf16_unless_tiny(second)};
+  return load<Words>(both);
+#endif
+}
 inline uint16_t to_bf16(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);

@@ -23,8 +23,10 @@ constexpr int kGroupVectors = 2, kGroupRows = 5;  // their sums fit the register
 constexpr int kGroupVectors = 4, kGroupRows = 6;
 #endif
 
-// out[row] = scale * x[row] . matrix, for outputs that fill vectors and at most kGroupRows rows;
-// with `shrink`, what was in `out` times shrink[row] is where the sums begin.
+// Where sums start: out[row] = scale * x[row] . matrix, or shrink[row] * out[row] + x[row] . matrix.
+enum class Start { kZero, kShrunk };
+
+// For outputs that fill vectors and at most kGroupRows rows.
 struct TileProduct {
   const uint32_t* matrix;
   int64_t matrix_steps;  // from one vector of outputs to the next, in vectors
@@ -33,8 +35,8 @@ struct TileProduct {
   int64_t x_stride;
   float* out;
   int64_t out_stride;
-  float scale;
-  const float* shrink;
+  float scale;          // of sums that start with zero
+  const float* shrink;  // of the others
 };
 
 namespace detail {
@@ -49,42 +51,48 @@ inline Floats add_products(Floats sum, Words matrix, const uint32_t* x) {
 }
 
 // `p.num_rows` is R; outputs [first, first + V vectors).
-template <Products kProducts, int V, int R>
+template <Products kProducts, Start kStart, int V, int R>
 void multiply_group(const TileProduct& p, int64_t first) {
   constexpr int kStepWords = kProducts == Products::kWidened ? 2 : 1;  // of a row
-  const uint32_t* matrix = p.matrix + first * p.matrix_steps;
+  const uint32_t *matrix = p.matrix + first * p.matrix_steps, *x = p.x;
+  const int64_t x_stride = p.x_stride, out_stride = p.out_stride;
+  float* out = p.out + first;
   Floats sums[R][V];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      sums[r][v] = p.shrink == nullptr
-                       ? Floats{}
-                       : numbers(p.out + r * p.out_stride + first + v * kWidth) * p.shrink[r];
-    }
-  }
-  for (int64_t step = 0; step < p.num_steps; ++step) {
-    Words words[V];
-    for (int v = 0; v < V; ++v) words[v] = load<Words>(matrix + (step * V + v) * kWidth);
-    for (int r = 0; r < R; ++r) {
-      const uint32_t* number = p.x + r * p.x_stride + step * kStepWords;
-      for (int v = 0; v < V; ++v) {
-        sums[r][v] = add_products<kProducts>(sums[r][v], words[v], number);
+      sums[r][v] = Floats{};
+      if constexpr (kStart == Start::kShrunk) {
+        sums[r][v] = numbers(out + r * out_stride + v * kWidth) * p.shrink[r];
       }
     }
   }
+  for (int64_t left = p.num_steps; left > 0; --left, matrix += V * kWidth, x += kStepWords) {
+    Words words[V];
+    for (int v = 0; v < V; ++v) words[v] = load<Words>(matrix + v * kWidth);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < V; ++v) {
+        sums[r][v] = add_products<kProducts>(sums[r][v], words[v], x + r * x_stride);
+      }
+    }
+  }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
     for (int v = 0; v < V; ++v) {
-      float* out = p.out + r * p.out_stride + first + v * kWidth;
-      store(out, p.shrink == nullptr ? sums[r][v] * p.scale : sums[r][v]);
+      if constexpr (kStart == Start::kZero) sums[r][v] = sums[r][v] * p.scale;
+      store(out + r * out_stride + v * kWidth, sums[r][v]);
     }
   }
 }
 
-template <Products kProducts, int V, int R = kGroupRows>
+template <Products kProducts, Start kStart, int V, int R = kGroupRows>
 void multiply_outputs(const TileProduct& p, int64_t first) {
   if constexpr (R > 1) {
-    if (p.num_rows < R) return multiply_outputs<kProducts, V, R - 1>(p, first);
+    if (p.num_rows < R) return multiply_outputs<kProducts, kStart, V, R - 1>(p, first);
   }
-  multiply_group<kProducts, V, R>(p, first);
+  multiply_group<kProducts, kStart, V, R>(p, first);
 }
 
 }  // namespace detail
@@ -94,14 +102,14 @@ inline int64_t group_vectors(int64_t first, int64_t num_outputs) {
   return num_outputs - first >= kGroupVectors * kWidth ? kGroupVectors : 1;
 }
 
-template <Products kProducts>
+template <Products kProducts, Start kStart>
 void multiply_rows(const TileProduct& p) {
   for (int64_t first = 0; first < p.num_outputs;) {
     const int64_t vectors = group_vectors(first, p.num_outputs);
     if (vectors == kGroupVectors) {
-      detail::multiply_outputs<kProducts, kGroupVectors>(p, first);
+      detail::multiply_outputs<kProducts, kStart, kGroupVectors>(p, first);
     } else {
-      detail::multiply_outputs<kProducts, 1>(p, first);
+      detail::multiply_outputs<kProducts, kStart, 1>(p, first);
     }
     first += vectors * kWidth;
   }
