@@ -1,0 +1,121 @@
+"""What the ranks of an engine send, counted from the plans of its steps: nothing else may cross."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outdraft.core.plan import StepPlan, Work
+from outdraft.core.sampling import SamplingParams
+from outdraft.distributed.group import RankGroup
+from outdraft.engine.llm import LLM
+from outdraft.models.config import ModelConfig
+from tests.oracle.engines import config, pair, prompts_of, run, speculation
+from tests.ranks import Spread, spread_models
+
+FAMILY, NUM_DRAFTS = "qwen2", 3
+NUMBER = 8  # bytes of a float64 and of an int64
+Sent = tuple[dict[str, int], dict[str, int]]  # calls and bytes by operation
+
+
+class Recorded(Spread):
+    """Keeps all plans."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.plans = [*getattr(self, "plans", []), plan]
+        return super().launch(plan)
+
+
+class Expected:
+    """What one rank sends in a group."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.calls, self.sent = size, Counter[str](), Counter[str]()
+
+    def add(self, operation: str, numbers: int, calls: int = 1) -> None:
+        """`numbers`: of all calls, that each rank gets of this one."""
+        if self.size > 1 and calls:
+            self.calls[operation] += calls
+            self.sent[operation] += (self.size - 1) * numbers * NUMBER
+
+    def add_pass(self, model: ModelConfig, num_rows: int) -> None:
+        """The embedding, and two products of each layer."""
+        calls = 1 + 2 * model.num_layers
+        self.add("sum", calls * num_rows * model.hidden_size, calls)
+
+
+def split(works: Sequence[Work], size: int, draft_size: int) -> list[list[Work]]:
+    """The works that each rank verifies."""
+    parts: list[list[Work]] = []
+    for group in range(size // draft_size):
+        own = [work for work in works if work.owner == group]
+        cuts = [len(own) * member // draft_size for member in range(draft_size + 1)]
+        parts += [own[cuts[member] : cuts[member + 1]] for member in range(draft_size)]
+    return parts
+
+
+def expected(plans: list[StepPlan], rank: int, size: int, draft_size: int, draws: bool) -> Any:
+    """For the groups of target, drafter and peers."""
+    target, drafter = (ModelConfig.from_directory(path) for path in (_pair[0], _pair[1]))
+    of_target, of_draft, of_peers = map(Expected, (size, draft_size, size // draft_size))
+    columns = -(-target.vocab_size // size)
+    for plan in plans:
+        of_target.add_pass(target, plan.num_rows)
+        works = [work for work in plan.works if work.samples]
+        asked = [work for work in works if work.drafts is not None]
+        if asked:
+            depth = max(work.num_drafts for work in asked)
+            groups = [[w for w in asked if w.owner == g] for g in range(size // draft_size)]
+            of_peers.add("join_rows", max(map(len, groups)) * (2 * depth + 1))
+            mine = groups[rank // draft_size]
+            if mine:
+                levels = max(work.num_drafts for work in mine)
+                unread = sum(work.num_tokens - work.num_drafter_computed for work in mine)
+                of_draft.add_pass(drafter, unread)
+                for _ in range(levels - 1):
+                    of_draft.add_pass(drafter, len(mine))
+                width = -(-drafter.vocab_size // draft_size)
+                of_draft.add("join_columns", levels * len(mine) * width, levels)
+        if not works:
+            continue
+        rows = sum(1 + work.num_drafts for work in works)
+        if not draws:
+            of_target.add("gather", 2 * rows)
+            continue
+        parts = split(works, size, draft_size)
+        own_rows = sum(1 + work.num_drafts for work in parts[rank])
+        of_target.calls["turn"] += 1
+        of_target.sent["turn"] += (rows - own_rows) * columns * NUMBER
+        depth = max(work.num_drafts for work in works)
+        of_target.add("join_rows", max(map(len, parts)) * (3 * depth + 3))
+    return of_target, of_draft, of_peers
+
+
+_pair = pair(FAMILY).target, pair(FAMILY).drafter
+SIZES = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("size", "draft_size"), SIZES)
+def test_each_rank_sends_what_the_plans_say_and_no_more(
+    size: int, draft_size: int, temperature: float
+) -> None:
+    """A drafter on one rank sends nothing; no tensor over the vocabulary goes to one rank alone."""
+    speculative = speculation(FAMILY, "draft_model", NUM_DRAFTS)
+    chosen = config(FAMILY, speculative, dtype="float64", max_num_batched_tokens=200)
+    loaded = spread_models(chosen, size, draft_size)
+    llm = LLM.from_config(chosen, loaded[0])
+    params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
+    groups = [[one.ranks.target, one.ranks.draft, one.ranks.peers] for one in loaded]
+    with Recorded(llm, loaded) as ranks:
+        run(llm, prompts_of((9, 14, 5, 11, 7)), params)
+    for rank, own in enumerate(groups):
+        wanted = expected(ranks.plans, rank, size, draft_size, draws=temperature > 0)
+        for group, want in zip(own, wanted, strict=True):
+            assert sent_by(group) == (dict(want.calls), dict(want.sent))
+    assert groups[0][1].traffic.calls.total() == 0 or draft_size > 1
+
+
+def sent_by(group: RankGroup) -> Sent:
+    return dict(group.traffic.calls), dict(group.traffic.sent_bytes)
