@@ -57,6 +57,10 @@ class EngineDeadError(OutdraftError):
         self.ended_by = ended_by
 
 
+class ReplicaLostError(EngineDeadError):
+    """A replica ended while it computed a request. Others may live: a new attempt may succeed."""
+
+
 class RanksError(OutdraftError):
     """A rank died, hangs, or has parted from the others: their engine cannot go on."""
 

@@ -5,26 +5,23 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import ConfigError, EngineDeadError
-from outdraft.server.messages import Assignment, Command, EngineInfo, Failed, Loading, Report
+from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
+from outdraft.server.messages import Assignment, Command, EngineInfo, Report
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
 
 _HINTS = {signal.SIGKILL: ", as the kernel does when memory runs out"}
-
-OnLoading = Callable[[Loading], None]
-Result = TypeVar("Result")
 
 
 class EngineProcess:
@@ -57,47 +54,31 @@ class EngineProcess:
         self._process.stdin.flush()
 
     async def started(self, on_loading: OnLoading) -> EngineInfo:
-        """Wait until the engine is ready.
-
-        Raises:
-            ConfigError: its configuration is to blame that it never will be.
-            EngineDeadError: something else is.
-        """
-        return await self.while_alive(self._info(on_loading), "the engine died while it started")
-
-    async def _info(self, on_loading: OnLoading) -> EngineInfo:
-        while True:
-            for report in await self.receive():
-                if isinstance(report, Loading):
-                    on_loading(report)
-                elif isinstance(report, EngineInfo):
-                    self._folder.cleanup()  # both ends are connected
-                    return report
-                elif isinstance(report, Failed):
-                    kind = ConfigError if report.kind == "config" else EngineDeadError
-                    raise kind(report.message)
+        """Wait until the engine is ready; raises as EngineLink.started."""
+        told = "the engine died while it started"
+        info = await self.while_alive(first_info(self.receive, on_loading), told)
+        self._folder.cleanup()  # both ends are connected
+        return info
 
     async def receive(self) -> list[Report]:
         """What the engine tells next."""
-        return self._decoder.decode(await self._reports.recv())
+        return self._decoder.decode(await self.receive_frame())
+
+    async def receive_frame(self) -> bytes:
+        """The same, for whoever passes it on."""
+        return await self._reports.recv()
 
     def send(self, command: Command) -> None:
         """Never waits: the engine reads commands between two steps."""
-        self._commands.send(msgspec.msgpack.encode(command), zmq.NOBLOCK)
+        self.send_frame(msgspec.msgpack.encode(command))
+
+    def send_frame(self, command: bytes) -> None:
+        """The same, for whoever passes it on."""
+        self._commands.send(command, zmq.NOBLOCK)
 
     async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
         """What some work results in. Raises EngineDeadError, `told`, if the process ends first."""
-        working = asyncio.create_task(work)
-        death = asyncio.create_task(self._death())
-        try:
-            await asyncio.wait({working, death}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise EngineDeadError(f"{told}: {death.result()}", death.result())
-            return working.result()
-        finally:
-            working.cancel()
-            death.cancel()
-            await asyncio.gather(working, death, return_exceptions=True)
+        return await unless_dead(work, self._death(), told)
 
     async def _death(self) -> str:
         """Wait for the end of the process, and of what it had to tell; how it ended, in words."""

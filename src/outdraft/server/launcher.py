@@ -21,8 +21,8 @@ import uvicorn
 
 from outdraft.core.errors import ConfigError, OutdraftError
 from outdraft.server.bounded_http import bounded_http
+from outdraft.server.client import EngineClient
 from outdraft.server.limits import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
-from outdraft.server.process_client import Supervisor
 
 POLL_S = 0.05
 LAST_WORDS_S = 1.0  # in which clients are told that the engine has died
@@ -84,7 +84,7 @@ class HttpOptions:
 class Launcher:
     """Serves an app for as long as its engine lives."""
 
-    supervisor: Supervisor
+    client: EngineClient
     listener: socket.socket
     drain_timeout_s: float
     before_shutdown: Callable[[], None]  # ends responses that would never end by themselves
@@ -96,7 +96,7 @@ class Launcher:
     async def serve(self, app: App) -> int:
         """Until a signal, or the engine's death; the exit code of the process.
 
-        The supervisor has been started.
+        The client has been started.
         """
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
@@ -113,7 +113,7 @@ class Launcher:
             ssl_keyfile=http.ssl_keyfile,
         )
         server = _Server(config)
-        running = asyncio.create_task(self.supervisor.run())
+        running = asyncio.create_task(self.client.run())
         serving = asyncio.create_task(server.serve(sockets=[self.listener]))
         signalled = asyncio.create_task(self._signalled.wait())
         try:
@@ -121,12 +121,12 @@ class Launcher:
             if signalled.done():
                 return await self._drain(server, serving)
             if running.done():
-                _report_death(running, self.supervisor.ended_by)
+                _report_death(running, self.client.ended_by)
                 await asyncio.sleep(LAST_WORDS_S)
             await self._shut_down(server, serving, 1)
             return 1
         finally:
-            self.supervisor.close("the server is shutting down")
+            self.client.close("the server is shutting down")
             signalled.cancel()
             running.cancel()  # it may be waiting for another engine
             await asyncio.gather(running, return_exceptions=True)
@@ -140,18 +140,18 @@ class Launcher:
 
     async def _drain(self, server: "_Server", serving: asyncio.Task[None]) -> int:
         deadline_s = time.monotonic() + self.drain_timeout_s
-        _logger.info("draining: %d requests run", self.supervisor.num_unfinished)
+        _logger.info("draining: %d requests run", self.client.num_unfinished)
         while (
-            self.supervisor.is_alive
-            and self.supervisor.num_unfinished
+            self.client.is_alive
+            and self.client.num_unfinished
             and time.monotonic() < deadline_s
             and not self._is_hurried
         ):
             await asyncio.sleep(POLL_S)
         left_s = deadline_s - time.monotonic()
-        has_died = not self.supervisor.is_alive
+        has_died = not self.client.is_alive
         if left_s <= 0 or self._is_hurried:
-            self.supervisor.close("the server is shutting down")
+            self.client.close("the server is shutting down")
         await self._shut_down(server, serving, max(1, math.ceil(left_s)))
         return 1 if self._is_hurried or has_died else 0
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Any, TextIO
 
@@ -75,9 +75,12 @@ class LineFormatter(logging.Formatter):
 
 
 class TrafficLog:
-    """A line with rates and acceptance every few seconds, from what the metrics counted."""
+    """A line with rates and acceptance every few seconds, from what the metrics counted.
 
-    def __init__(self, metrics: Metrics) -> None:
+    `metrics`: of all engines; read before every line.
+    """
+
+    def __init__(self, metrics: Collection[Metrics]) -> None:
         self._metrics = metrics
         self._before = _read(metrics)
 
@@ -101,13 +104,18 @@ class TrafficLog:
 _Values = dict[tuple[str, str], float]
 
 
-def _read(metrics: Metrics) -> _Values:
+def _read(metrics: Collection[Metrics]) -> _Values:
+    """Sums over all engines; of a share, the mean."""
     values: _Values = {}
-    for family in metrics.registry.collect():
-        for sample in family.samples:
-            if "le" not in sample.labels:
-                label = next((v for k, v in sample.labels.items() if k != "model_name"), "")
-                values[sample.name.removeprefix(PREFIX), label] = sample.value
+    for one in metrics:
+        for family in one.registry.collect():
+            for sample in family.samples:
+                if "le" not in sample.labels:
+                    label = next((v for k, v in sample.labels.items() if k != "model_name"), "")
+                    name = sample.name.removeprefix(PREFIX)
+                    values[name, label] = values.get((name, label), 0.0) + sample.value
+    if ("kv_cache_usage_perc", "") in values:
+        values["kv_cache_usage_perc", ""] /= len(metrics)
     return values
 
 

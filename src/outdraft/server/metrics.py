@@ -276,7 +276,7 @@ class Metrics:
         self._histograms[name].observe(value)
 
 
-def metrics_router(metrics: Metrics) -> APIRouter:
+def metrics_router(registry: CollectorRegistry) -> APIRouter:
     """GET /metrics, in Prometheus's text format, whatever the scraper would accept.
 
     Its other formats are no choice: prometheus_client turns the colon of the names into an
@@ -286,7 +286,7 @@ def metrics_router(metrics: Metrics) -> APIRouter:
 
     # async: the event loop alone reads and writes the numbers, a `def` route would use a thread.
     async def expose() -> Response:
-        text = generate_latest(metrics.registry)
+        text = generate_latest(registry)
         return Response(text, headers={"content-type": CONTENT_TYPE_PLAIN_0_0_4})
 
     router.add_api_route("/metrics", expose, include_in_schema=False)

@@ -25,7 +25,7 @@ from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.server import messages
 from outdraft.server.client import Unread, Update
-from outdraft.server.engine_process import EngineProcess, OnLoading
+from outdraft.server.engine_link import EngineLink, OnLoading
 from outdraft.server.messages import EngineInfo, Steps
 from outdraft.server.metrics import Metrics
 from outdraft.server.trace_file import TraceFile
@@ -34,18 +34,26 @@ from outdraft.server.trace_file import TraceFile
 class Supervisor:
     """One client of the engine for the whole life of a server; `run` has to run beside it.
 
-    It starts an engine process, and another one when that dies if `restarts`. While there is none,
+    It starts an engine, and another one when that dies if `restarts`. While there is none,
     `is_alive` is false and requests are refused.
+
+    `input_processor`: what checks and encodes prompts; None: `input_processor_of`.
     """
 
     def __init__(
-        self, launch: Callable[[], EngineProcess], on_loading: OnLoading, *, restarts: bool
+        self,
+        launch: Callable[[], EngineLink],
+        on_loading: OnLoading,
+        *,
+        restarts: bool,
+        input_processor: Callable[[EngineInfo], InputProcessor] | None = None,
     ) -> None:
         self._launch = launch
         self._on_loading = on_loading
         self._restarts = restarts
+        self._input_processor = input_processor or input_processor_of
         self._is_closed = False
-        self._started: tuple[EngineProcess, EngineInfo, InputProcessor] | None = None
+        self._started: tuple[EngineLink, EngineInfo, InputProcessor] | None = None
         self._cause: str | None = "the engine has not been started"  # why there is none
         self._ended_by: str | None = None
         self._streams: dict[str, _Stream] = {}
@@ -101,7 +109,7 @@ class Supervisor:
         try:
             info = await process.started(self._on_loading)
             if self._started is None:
-                inputs = await asyncio.to_thread(_input_processor, info)
+                inputs = await asyncio.to_thread(self._input_processor, info)
             else:
                 inputs = self.inputs
         except BaseException:
@@ -154,7 +162,7 @@ class Supervisor:
         return await answer
 
     @property
-    def _engine(self) -> tuple[EngineProcess, EngineInfo, InputProcessor]:
+    def _engine(self) -> tuple[EngineLink, EngineInfo, InputProcessor]:
         if self._started is None:
             raise self._dead()
         return self._started
@@ -226,7 +234,7 @@ class Supervisor:
             if trace is not None and not stream.is_refused:
                 trace.record(assembly, sent, inputs.max_model_len, stream.unfinished)
 
-    async def _read(self, process: EngineProcess) -> None:
+    async def _read(self, process: EngineLink) -> None:
         while self.is_alive:
             for report in await process.receive():
                 self._handle(report)
@@ -306,7 +314,8 @@ def _refusal(report: messages.Refused) -> OutdraftError:
     return EngineDeadError(report.message)
 
 
-def _input_processor(info: EngineInfo) -> InputProcessor:
+def input_processor_of(info: EngineInfo) -> InputProcessor:
+    """What checks and encodes prompts for an engine, with the tokenizer that it names."""
     return InputProcessor(
         load_tokenizer(Path(info.tokenizer_path)),
         vocab_size=info.vocab_size,

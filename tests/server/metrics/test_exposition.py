@@ -60,7 +60,7 @@ def served(accept: str | None = None):
     app = FastAPI()
     counted = metrics()
     counted.observe_steps(report(step((2, 0), (1, 0)), running=2))
-    app.include_router(metrics_router(counted))
+    app.include_router(metrics_router(counted.registry))
     return TestClient(app).get("/metrics", headers={"accept": accept} if accept else None)
 
 

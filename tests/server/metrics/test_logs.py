@@ -57,7 +57,7 @@ def test_a_line_has_the_rates_since_the_line_before(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
     counted.observe_steps(report(step((3,), (3,)), running=1))  # before the log: not in it
-    log = TrafficLog(counted)
+    log = TrafficLog([counted])
     serve_one(counted)
     counted.observe_steps(
         report(
@@ -80,7 +80,7 @@ def test_a_line_has_the_rates_since_the_line_before(stream):
 def test_what_there_was_none_of_is_left_out(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
-    log = TrafficLog(counted)
+    log = TrafficLog([counted])
     counted.observe_steps(report(step((0, 0))))
     log.log(elapsed_s=10.0)
     assert stream.getvalue().endswith(
@@ -91,7 +91,7 @@ def test_what_there_was_none_of_is_left_out(stream):
 def test_silence_without_traffic(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()
-    log = TrafficLog(counted)
+    log = TrafficLog([counted])
     log.log(elapsed_s=10.0)
     assert stream.getvalue() == ""
     counted.observe_steps(report(waiting=1))  # nothing moves, but somebody waits
@@ -105,7 +105,7 @@ def test_silence_without_traffic(stream):
 def test_json_lines_carry_the_numbers(stream):
     set_up_logging(LogLevel.INFO, stream, as_json=True)
     counted = metrics()
-    log = TrafficLog(counted)
+    log = TrafficLog([counted])
     serve_one(counted)
     counted.observe_steps(report(step((3, 1), (2, 0)), running=2, kv_usage=0.5))
     log.log(elapsed_s=2.0)
@@ -159,7 +159,7 @@ def test_lines_come_while_the_log_runs(stream):
     counted = metrics()
 
     async def main() -> None:
-        task = asyncio.create_task(TrafficLog(counted).run(interval_s=0.01))
+        task = asyncio.create_task(TrafficLog([counted]).run(interval_s=0.01))
         await asyncio.sleep(0)
         counted.observe_steps(report(step((0,)), running=1))
         while not stream.getvalue():
@@ -175,7 +175,7 @@ def test_lines_come_while_the_log_runs(stream):
 def test_nothing_of_a_request_is_logged_or_exposed(stream, as_json):
     set_up_logging(LogLevel.DEBUG, stream, as_json=as_json)
     counted = metrics()
-    log = TrafficLog(counted)
+    log = TrafficLog([counted])
     serve_one(counted)
     script = Script()
     dying = ScriptedClient(

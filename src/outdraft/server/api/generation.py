@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 from uuid import uuid4
 
-from outdraft.core.errors import RequestError
+from outdraft.core.errors import ReplicaLostError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt
@@ -78,7 +78,7 @@ async def updates(
     """Every update with the number of its prompt. Closing it early aborts all that runs.
 
     Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as Supervisor.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
     """
     async with AsyncExitStack() as stack:
         streams: list[AsyncGenerator[Update]] = []
@@ -102,11 +102,19 @@ async def updates(
 
 
 async def outputs(context: ApiContext, generation: Generation) -> list[RequestOutput]:
-    """The finished outputs, one a prompt.
+    """The finished outputs, one a prompt. Nothing was sent before them, so a lost replica is nobody
+    else's concern: another one begins anew.
 
     Raises:
-        RequestError, CapacityError, GenerationError, EngineDeadError: as Supervisor.generate.
+        RequestError, CapacityError, GenerationError, EngineDeadError: as EngineClient.generate.
     """
+    try:
+        return await _outputs(context, generation)
+    except ReplicaLostError:
+        return await _outputs(context, generation)
+
+
+async def _outputs(context: ApiContext, generation: Generation) -> list[RequestOutput]:
     last: dict[int, RequestOutput] = {}
     async with aclosing(updates(context, generation)) as stream:
         async for number, update in stream:

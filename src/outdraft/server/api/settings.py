@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from outdraft.engine.chat import ChatTemplate
 from outdraft.engine.inputs import InputProcessor
-from outdraft.server.process_client import Supervisor
+from outdraft.server.client import EngineClient
 
 ToolCallFormat = Literal["hermes", "llama3_json"]
 ReasoningFormat = Literal["qwen3", "deepseek_r1"]
@@ -61,7 +61,7 @@ class ApiSettings:
 class ApiContext:
     """What every route works with."""
 
-    client: Supervisor
+    client: EngineClient
     inputs: InputProcessor  # of the engine's model; its tokenizer encodes prompts, in threads
     chat_template: ChatTemplate | None  # None: the model cannot chat, and conversations are refused
     settings: ApiSettings

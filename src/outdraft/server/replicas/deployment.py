@@ -1,0 +1,166 @@
+"""Replicas as an application of Ray Serve: on which machines they run, and how many there are.
+
+Ray Serve starts replicas, replaces those that die, and starts more or fewer as load comes and goes.
+Requests do not pass through it: each replica has an engine process beside it, and a relay that
+calls the front end.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.server.engine_process import EngineProcess
+from outdraft.server.replicas.relay import FrontEndLostError, Relay
+from outdraft.server.replicas.scaling import num_wanted
+from outdraft.server.replicas.wire import Address
+
+HEALTH_PERIOD_S = 2.0  # of Serve's question whether a replica lives
+START_ATTEMPTS = 3
+FRONT_END_LOST_AFTER_S = 30.0
+OUTSTANDING = "outstanding_requests"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """How many replicas there are, and what each one needs.
+
+    Attributes:
+        num_replicas: at the start.
+        min_replicas, max_replicas: how many there may be; both are `num_replicas` without
+            autoscaling.
+        target_requests: outstanding ones a replica, at which autoscaling aims.
+        num_cpus, num_gpus: that Ray reserves for a replica.
+        environ: variables of the engine's process, beside those of its machine.
+        drain_timeout_s: that a replica's requests have to end when it is not needed any more.
+    """
+
+    num_replicas: int
+    min_replicas: int
+    max_replicas: int
+    target_requests: float
+    num_cpus: float
+    num_gpus: float = 0
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    log_level: str = "INFO"
+    drain_timeout_s: float = 30.0
+
+    @property
+    def is_autoscaled(self) -> bool:
+        return self.min_replicas < self.max_replicas
+
+
+class EngineReplica:
+    """What Ray Serve runs: a relay and its engine. It answers no requests itself."""
+
+    async def __init__(  # Serve awaits it
+        self, config: EngineConfig, plan: ReplicaPlan, address: Address
+    ) -> None:
+        context = serve.get_replica_context()
+        self._app = context.app_name
+        environ = {**os.environ, **plan.environ}
+        node = ray.util.get_node_ip_address()
+        engine = EngineProcess(config, environ, plan.log_level)
+        self._relay = Relay(engine, address, context.replica_tag, node, FRONT_END_LOST_AFTER_S)
+        self._running = asyncio.create_task(self._run())
+        await self._relay.ready()
+
+    def check_health(self) -> None:
+        """Serve asks; an exception has it start another replica."""
+        if self._relay.has_ended:
+            raise RuntimeError("the engine has ended")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policy gets to see."""
+        return {OUTSTANDING: float(self._relay.num_requests)}
+
+    async def __del__(self) -> None:  # Serve awaits it, too, before it ends the process
+        await self._relay.leave()
+
+    async def _run(self) -> None:
+        try:
+            await self._relay.run()
+        except FrontEndLostError as error:
+            # Nobody is left who could use the application, or end it.
+            _logger.error("%s: the application ends", error)
+            serve.delete(self._app, _blocking=False)
+
+
+def scaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+    """Ray Serve's question how many replicas there should be."""
+    loads = (context.aggregated_metrics or {}).get(OUTSTANDING, {})
+    wanted = num_wanted(
+        list(loads.values()), context.current_num_replicas, context.config.target_ongoing_requests
+    )
+    return wanted, {}
+
+
+class Deployment:
+    """One application of Ray Serve, for as long as its front end lives."""
+
+    def __init__(self, config: EngineConfig, plan: ReplicaPlan, address: Address) -> None:
+        self._name = f"outdraft-{uuid4().hex[:8]}"
+        options: dict[str, Any] = {"num_replicas": plan.num_replicas}
+        if plan.is_autoscaled:
+            policy = AutoscalingPolicy(policy_function=scaling_policy)
+            options = {
+                "autoscaling_config": AutoscalingConfig(
+                    min_replicas=plan.min_replicas,
+                    initial_replicas=plan.num_replicas,
+                    max_replicas=plan.max_replicas,
+                    target_ongoing_requests=plan.target_requests,
+                    policy=policy,
+                )
+            }
+        deployment = serve.deployment(
+            EngineReplica,
+            name="engine",
+            ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
+            health_check_period_s=HEALTH_PERIOD_S,
+            graceful_shutdown_timeout_s=plan.drain_timeout_s,
+            max_constructor_retry_count=START_ATTEMPTS,
+            **options,
+        )
+        self._application = deployment.bind(config, plan, address)
+
+    def start(self) -> None:
+        """Start the replicas; returns when they are ready. For a thread: it may take minutes.
+
+        Raises:
+            RuntimeError: Serve gave up.
+        """
+        serve.start(proxy_location="Disabled")
+        serve.run(self._application, name=self._name, route_prefix=None)
+
+    def delete(self) -> None:
+        """Have Serve end what is left of it."""
+        serve.delete(self._name, _blocking=False)
+
+
+def connect(address: str | None, **options: Any) -> str:
+    """Join a Ray cluster; this machine's address in it.
+
+    Args:
+        address: "local": a new cluster of this machine alone; None: the one that was started on
+            this machine, or that RAY_ADDRESS names, or else a new one.
+        options: of ray.init.
+
+    Raises:
+        ConfigError: there is no cluster at the address.
+    """
+    try:
+        ray.init(address=address, include_dashboard=False, log_to_driver=False, **options)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"--ray-address {address}: {error}") from None
+    return ray.util.get_node_ip_address()

@@ -1,0 +1,298 @@
+"""Several engines that are alike, behind one client: a request goes to one of them, and to another
+one if that is lost."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+from typing import Protocol
+
+from outdraft.core.errors import EngineDeadError, OutdraftError, ReplicaLostError
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.inputs import EncodedPrompt, InputProcessor
+from outdraft.kv.prefix_cache import extend_hashes
+from outdraft.server.client import Update
+from outdraft.server.engine_link import OnLoading
+from outdraft.server.messages import EngineInfo
+from outdraft.server.process_client import Supervisor, input_processor_of
+from outdraft.server.replicas.router import PrefixRouter, Route
+from outdraft.server.replicas.switchboard import RemoteEngine, Switchboard
+from outdraft.server.replicas.wire import Address
+from outdraft.server.trace_file import TraceFile
+
+EXPECTED_TOKENS = 256  # an output counts as no longer than that: nobody knows where it will end
+ATTEMPTS = 2
+
+_logger = logging.getLogger(__name__)
+
+
+class PoolWatcher(Protocol):
+    """Whoever counts what a pool does."""
+
+    def joined(self, place: int, client: Supervisor) -> None:
+        """A replica is ready, at a place that no other one has now."""
+        ...
+
+    def left(self, place: int) -> None:
+        """It has ended."""
+        ...
+
+    def routed(self, place: int, num_matched: int) -> None:
+        """A request was sent to it; it knows so many blocks of the prompt."""
+        ...
+
+    def retried(self) -> None:
+        """A request was lost before it brought anything, and is sent again."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Replica:
+    client: Supervisor
+    place: int
+
+
+class ReplicaPool:
+    """A client of all replicas that call; `run` has to run beside it.
+
+    A request whose replica is lost before it brought anything is sent to another one, once.
+
+    Args:
+        block_size: tokens of a block of the engines' prefix caches.
+        on_loading: is told how far replicas are that start.
+        localised: the same facts with paths of this machine.
+    """
+
+    def __init__(
+        self,
+        switchboard: Switchboard,
+        block_size: int,
+        on_loading: OnLoading,
+        localised: Callable[[EngineInfo], EngineInfo],
+        watcher: PoolWatcher,
+    ) -> None:
+        self._switchboard = switchboard
+        self._block_size = block_size
+        self._on_loading = on_loading
+        self._localised = localised
+        self._watcher = watcher
+        self._trace: TraceFile | None = None
+        self._router = PrefixRouter(block_size)
+        self._replicas: dict[str, _Replica] = {}  # by name; those that leave included
+        self._known: tuple[EngineInfo, InputProcessor] | None = None
+        self._lives: set[asyncio.Task[None]] = set()
+        self._calls: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._failure: OutdraftError | None = None
+        self._num_unfinished = 0
+        self._ended_by: str | None = None
+
+    @property
+    def address(self) -> Address:
+        """Where replicas have to call."""
+        return self._switchboard.address
+
+    @property
+    def info(self) -> EngineInfo:
+        """Of the replica that was ready first."""
+        return self._first[0]
+
+    @property
+    def inputs(self) -> InputProcessor:
+        return self._first[1]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether there is a replica that takes requests."""
+        return bool(self._router.replicas)
+
+    @property
+    def ended_by(self) -> str | None:
+        """How the replica ended that ended last, in words."""
+        return self._ended_by
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return self._num_unfinished
+
+    @property
+    def clients(self) -> Mapping[str, Supervisor]:
+        """Of the replicas, by their names; those that leave included."""
+        return {name: replica.client for name, replica in self._replicas.items()}
+
+    def record(self, trace: TraceFile) -> None:
+        """Have every attempt at a request written down from now on."""
+        self._trace = trace
+
+    async def start(self, num_replicas: int) -> None:
+        """Wait until so many replicas are ready.
+
+        Raises:
+            ConfigError, EngineDeadError: one of them could not start.
+        """
+        self._calls = asyncio.create_task(self._switchboard.run(self._arrived))
+        while len(self._router.replicas) < num_replicas:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._failure is not None:
+                raise self._failure
+
+    async def run(self) -> None:
+        """Until it is closed. A pool without replicas waits for some."""
+        assert self._calls is not None
+        closed = asyncio.create_task(self._closed.wait())
+        await asyncio.wait({closed, self._calls}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._closed.is_set():
+            self._calls.result()
+        closed.cancel()
+
+    def close(self, cause: str) -> None:
+        """End all replicas; open streams get an EngineDeadError with the cause."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        for replica in self._replicas.values():
+            replica.client.close(cause)
+        for task in (*self._lives, self._calls):
+            if task is not None:
+                task.cancel()
+        self._switchboard.close()
+
+    def generate(
+        self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
+    ) -> AsyncGenerator[Update]:
+        """Stream a request; see EngineClient.generate."""
+
+        def attempt(client: Supervisor) -> AsyncGenerator[Update]:
+            return client.generate(request_id, prompt, params, priority)
+
+        return self._generate(attempt, prompt, params)
+
+    async def profile(self, path: str | None) -> str | None:
+        """Says why not."""
+        return "steps of several replicas cannot be traced"
+
+    @property
+    def _first(self) -> tuple[EngineInfo, InputProcessor]:
+        if self._known is None:
+            raise EngineDeadError("no replica has been ready yet", self._ended_by)
+        return self._known
+
+    def _arrived(self, engine: RemoteEngine) -> None:
+        life = asyncio.create_task(self._live(engine))
+        self._lives.add(life)
+        life.add_done_callback(self._lives.discard)
+
+    async def _live(self, engine: RemoteEngine) -> None:
+        """A replica's life."""
+        client = Supervisor(
+            lambda: engine, self._on_loading, restarts=False, input_processor=self._inputs_for
+        )
+        engine.num_requests = lambda: client.num_unfinished
+        if self._trace is not None:
+            client.record(self._trace)
+        try:
+            await client.start()
+        except OutdraftError as error:
+            _logger.error("a replica on %s could not start: %s", engine.node, error)
+            self._failure = error
+            self._changed.set()
+            return
+        if self._known is None:
+            info = await asyncio.to_thread(self._localised, client.info)
+            self._known = self._known or (info, client.inputs)
+        places = {replica.place for replica in self._replicas.values()}
+        place = next(number for number in count() if number not in places)
+        self._watcher.joined(place, client)
+        self._replicas[engine.name] = _Replica(client, place)
+        self._router.join(engine.name)
+        self._changed.set()
+        _logger.info("replica %d on %s is ready", place, engine.node)
+        leaving = asyncio.create_task(self._let_go(engine))
+        try:
+            await client.run()
+        finally:
+            leaving.cancel()
+            self._leave(engine.name)
+            del self._replicas[engine.name]
+            self._ended_by = client.ended_by
+            self._watcher.left(place)
+            told = f": {client.ended_by}" if client.ended_by else ""
+            _logger.info("replica %d on %s has ended%s", place, engine.node, told)
+
+    async def _let_go(self, engine: RemoteEngine) -> None:
+        """Wait until a replica wants no more requests, then until it has none, then end it."""
+        await engine.is_leaving.wait()
+        self._leave(engine.name)
+        client = self._replicas[engine.name].client
+        while client.num_unfinished:
+            await asyncio.sleep(0.05)
+        client.close("it has left")
+
+    def _leave(self, name: str) -> None:
+        if name in self._router.replicas:
+            self._router.leave(name)
+
+    def _inputs_for(self, info: EngineInfo) -> InputProcessor:
+        if self._known is not None:
+            return self._known[1]
+        return input_processor_of(self._localised(info))
+
+    async def _generate(
+        self,
+        attempt: Callable[[Supervisor], AsyncGenerator[Update]],
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+    ) -> AsyncGenerator[Update]:
+        hashes = block_names(prompt, self._block_size)
+        num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
+        avoided: set[str] = set()
+        self._num_unfinished += 1
+        try:
+            while True:
+                route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
+                if route is None:
+                    raise EngineDeadError("there is no replica", self._ended_by)
+                replica = self._replicas[route.replica]
+                self._watcher.routed(replica.place, route.num_matched)
+                has_begun = False
+                try:
+                    async with aclosing(attempt(replica.client)) as updates:
+                        async for update in updates:
+                            self._settle(route, update, num_output, is_first=not has_begun)
+                            has_begun = True
+                            yield update
+                    return
+                except EngineDeadError as error:
+                    avoided.add(route.replica)
+                    if has_begun:
+                        raise ReplicaLostError(str(error), error.ended_by) from error
+                    if len(avoided) == ATTEMPTS or self._closed.is_set():
+                        raise
+                    self._watcher.retried()
+                finally:
+                    self._router.end(route)
+        finally:
+            self._num_unfinished -= 1
+
+    def _settle(self, route: Route, update: Update, num_output: int, *, is_first: bool) -> None:
+        num_done = sum(len(delta.token_ids) for delta in update.deltas)
+        if is_first:  # the prompt is computed
+            num_done += max(0, route.left_tokens - num_output)
+        self._router.settle(route, num_done)
+
+
+def block_names(prompt: EncodedPrompt, block_size: int) -> list[bytes]:
+    """Names of the prompt's full blocks, as different as those of the engines' caches."""
+    hashes: list[bytes] = []
+    salt = b""
+    if prompt.cache_salt is not None:
+        text = prompt.cache_salt.encode("utf-8", "surrogatepass")
+        salt = blake2b(text, digest_size=32).digest()
+    extend_hashes(hashes, prompt.token_ids, block_size, len(prompt.token_ids), salt)
+    return hashes

@@ -1,0 +1,126 @@
+"""Metrics of all replicas in one place: those of one engine, and a label more."""
+
+from collections.abc import Callable, Collection, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from outdraft.server.messages import Steps
+from outdraft.server.metrics import PREFIX, LatencyWatcher, Metrics
+from outdraft.server.process_client import Supervisor
+
+BY = ("prefix", "load")
+
+
+class ReplicaMetrics:
+    """Counts what a pool and its replicas do; a `PoolWatcher`.
+
+    A replica's label is its place, a small number. The replica that replaces it goes on with the
+    same counters.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._watchers: list[LatencyWatcher] = []
+        self._step_watchers: list[Callable[[Steps], None]] = []
+        self._replicas: dict[int, Metrics] = {}
+        self._newest: dict[int, Steps] = {}
+        self.registry = CollectorRegistry()
+        self.registry.register(_Merged(self._replicas))
+        self._num_replicas = Gauge(
+            PREFIX + "replicas", "Replicas that are ready.", ["model_name"], registry=self.registry
+        ).labels(model_name)
+        self._routed = Counter(
+            PREFIX + "routed_requests",
+            "Requests sent to a replica, by why: prefix (it has the beginning of the prompt) or "
+            "load (it has least to compute).",
+            ["model_name", "replica", "by"],
+            registry=self.registry,
+        )
+        self._retried = Counter(
+            PREFIX + "retried_requests",
+            "Requests sent again because their replica was lost.",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(model_name)
+
+    @property
+    def all(self) -> Collection[Metrics]:
+        """Of each replica there has been, by its place."""
+        return self._replicas.values()
+
+    def watch(self, watcher: LatencyWatcher) -> None:
+        """Tell it of the latencies that come."""
+        self._watchers.append(watcher)
+        for metrics in self.all:
+            metrics.watch(watcher)
+
+    def watch_steps(self, on_steps: Callable[[Steps], None]) -> None:
+        """Have a function called with what replicas tell of their steps, and all their loads."""
+        self._step_watchers.append(on_steps)
+
+    def joined(self, place: int, client: Supervisor) -> None:
+        if (metrics := self._replicas.get(place)) is None:
+            metrics = self._replicas[place] = Metrics(client.info, self._model_name)
+            for watcher in self._watchers:
+                metrics.watch(watcher)
+            for by in BY:
+                self._routed.labels(self._model_name, str(place), by)
+        client.observe(metrics)
+        client.watch(lambda steps: self._observe(place, steps))
+        self._num_replicas.inc()
+
+    def left(self, place: int) -> None:
+        nothing = Steps([], 0, 0, 0.0)
+        self._replicas[place].observe_steps(nothing)
+        self._newest.pop(place, None)
+        self._num_replicas.dec()
+
+    def routed(self, place: int, num_matched: int) -> None:
+        by = BY[0] if num_matched else BY[1]
+        self._routed.labels(self._model_name, str(place), by).inc()
+
+    def retried(self) -> None:
+        self._retried.inc()
+
+    @property
+    def plain_tokens_per_s(self) -> float:
+        """The estimated speed without speculation of all together; NaN before the first token."""
+        known = [one.plain_tokens_per_s for one in self.all]
+        measured = [speed for speed in known if speed == speed]
+        return sum(measured) if measured else float("nan")
+
+    def _observe(self, place: int, steps: Steps) -> None:
+        self._newest[place] = steps
+        newest = self._newest.values()
+        news = Steps(
+            steps.steps,
+            sum(one.num_running for one in newest),
+            sum(one.num_waiting for one in newest),
+            sum(one.kv_usage for one in newest) / len(newest),
+        )
+        for on_steps in self._step_watchers:
+            on_steps(news)
+
+
+class _Merged(Collector):
+    """The metrics of several registries with the same names, told apart by the label `replica`."""
+
+    def __init__(self, replicas: dict[int, Metrics]) -> None:
+        self._replicas = replicas
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        merged: dict[str, Metric] = {}
+        for place, metrics in self._replicas.items():
+            for family in metrics.registry.collect():
+                one = merged.setdefault(
+                    family.name, Metric(family.name, family.documentation, family.type)
+                )
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": str(place)}
+                    one.samples.append(sample._replace(labels=labels))
+        return merged.values()

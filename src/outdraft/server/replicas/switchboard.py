@@ -1,0 +1,207 @@
+"""The front end's socket to the relays of all replicas."""
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
+from outdraft.server.messages import Command, EngineInfo, Progress, Report
+from outdraft.server.replicas.wire import (
+    BEAT,
+    BEAT_S,
+    COMMAND,
+    END,
+    GONE,
+    HELLO,
+    LEAVING,
+    REPORTS,
+    Address,
+    Beat,
+    Gone,
+    Hello,
+    Silence,
+)
+
+LOST_AFTER_S = 5.0
+
+Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
+
+
+class RemoteEngine:
+    """The engine of a replica, as a client sees it: an `EngineLink`."""
+
+    def __init__(self, name: str, hello: Hello, send: Send, on_end: Callable[[], None]) -> None:
+        self.name = name
+        self.node = hello.node
+        self.is_leaving = asyncio.Event()
+        self.num_requests: Callable[[], int] = lambda: 0  # that are open at the replica
+        self._send = send
+        self._on_end = on_end
+        self._is_ended = False
+        self._reports: asyncio.Queue[bytes] = asyncio.Queue()
+        self._decoder = msgspec.msgpack.Decoder(list[Report])
+        self._lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._num_received = 0
+        self._num_sent = 0
+        self._ahead_s = math.inf  # by how much this machine's clock is ahead, and the way's time
+        self._silence = Silence()
+        self._set_clock(hello.clock_s)
+
+    async def started(self, on_loading: OnLoading) -> EngineInfo:
+        """Wait until the engine is ready; raises as EngineLink.started."""
+        told = f"the engine on {self.node} died while it started"
+        return await self.while_alive(first_info(self.receive, on_loading), told)
+
+    async def receive(self) -> list[Report]:
+        """What the engine tells next, in times of this machine's clock."""
+        return [self._in_own_time(one) for one in self._decoder.decode(await self._reports.get())]
+
+    def send(self, command: Command) -> None:
+        """Never waits: the engine reads commands between two steps."""
+        self._num_sent += 1
+        self._send(COMMAND, msgspec.msgpack.encode(command))
+
+    async def while_alive(self, work: Coroutine[Any, Any, Result], told: str) -> Result:
+        """What some work results in. Raises EngineDeadError, `told`, if the replica is lost."""
+        return await unless_dead(work, self._wait_lost(), told)
+
+    def end(self) -> None:
+        """End the engine, unless it is lost."""
+        if not self._is_ended:
+            self._is_ended = True
+            self._send(END, b"")
+            self._on_end()
+            self.lose("its front end has ended it")
+
+    def hear(self, kind: bytes, body: bytes) -> None:
+        """A message of the relay."""
+        self._silence.heard()
+        if kind == REPORTS:
+            self._num_received += 1
+            self._reports.put_nowait(body)
+        elif kind == BEAT:
+            beat = msgspec.msgpack.decode(body, type=Beat)
+            self._set_clock(beat.clock_s)
+            if beat.num_sent != self._num_received:
+                self.lose(f"{beat.num_sent - self._num_received} of its reports were lost")
+        elif kind == GONE:
+            self.lose(msgspec.msgpack.decode(body, type=Gone).cause)
+        elif kind == LEAVING:
+            self.is_leaving.set()
+
+    def beat(self, now_s: float, lost_after_s: float) -> None:
+        """A sign of life to the relay; lose it if there was none from it for too long."""
+        beat = Beat(now_s, self._num_sent, self.num_requests())
+        self._send(BEAT, msgspec.msgpack.encode(beat))
+        if self._silence.passed(now_s) > lost_after_s:
+            self.lose(f"nothing was heard of {self.node} for {lost_after_s:g} s")
+
+    def lose(self, cause: str) -> None:
+        """The replica is gone, for a cause that is told in words."""
+        if not self._lost.done():
+            self._lost.set_result(cause)
+
+    async def _wait_lost(self) -> str:
+        return await asyncio.shield(self._lost)
+
+    def _set_clock(self, clock_s: float) -> None:
+        # The way takes time, once more and once less: the fastest message is the most exact.
+        self._ahead_s = min(self._ahead_s, time.monotonic() - clock_s)
+
+    def _in_own_time(self, report: Report) -> Report:
+        if not isinstance(report, Progress):
+            return report
+        ahead_s = self._ahead_s
+        return Progress(
+            [
+                replace(delta, first_scheduled_s=delta.first_scheduled_s + ahead_s)
+                for delta in report.deltas
+            ]
+        )
+
+
+class Switchboard:
+    """Where relays call; `run` has to run beside it.
+
+    Args:
+        host: address of this machine that the relays' machines can reach.
+        port: 0: any that is free.
+        lost_after_s: how long a relay may be silent before its replica counts as lost.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
+        self._lost_after_s = lost_after_s
+        self._engines: dict[bytes, RemoteEngine] = {}
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.linger = int(BEAT_S * 1000)
+        self._socket.ipv6 = ":" in host
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a relay whose connection broke calls anew
+        public_key, self._socket.curve_secretkey = zmq.curve_keypair()
+        self._socket.curve_publickey = public_key
+        self._socket.curve_server = True
+        shown = f"[{host}]" if ":" in host else host
+        bound = self._socket.bind(f"tcp://{shown}:{port or '*'}")
+        self.address = Address(bound.addr, public_key)
+
+    async def run(self, on_arrival: Callable[[RemoteEngine], None]) -> None:
+        """Until it is cancelled.
+
+        `on_arrival` gets the engine of each relay that says hello, while it still loads.
+        """
+        beating = asyncio.create_task(self._beat())
+        try:
+            while True:
+                name, kind, body = await self._socket.recv_multipart()
+                if kind == HELLO and name not in self._engines:
+                    on_arrival(self._arrived(name, msgspec.msgpack.decode(body, type=Hello)))
+                elif (engine := self._engines.get(name)) is not None:
+                    engine.hear(kind, body)
+                elif kind != GONE:
+                    self._send(name, END, b"")  # it counts as lost: a new one has to come
+        finally:
+            beating.cancel()
+            await asyncio.gather(beating, return_exceptions=True)
+
+    def close(self) -> None:
+        """End all engines that are left."""
+        for engine in list(self._engines.values()):
+            engine.end()
+        self._socket.close()
+        self._context.term()
+
+    def _arrived(self, name: bytes, hello: Hello) -> RemoteEngine:
+        engine = RemoteEngine(
+            name.decode(),
+            hello,
+            lambda kind, body: self._send(name, kind, body),
+            lambda: self._forget(name),
+        )
+        self._engines[name] = engine
+        return engine
+
+    def _forget(self, name: bytes) -> None:
+        del self._engines[name]
+
+    def _send(self, name: bytes, kind: bytes, body: bytes) -> None:
+        # Without a limit to what is queued, it is done at once.
+        self._socket.send_multipart([name, kind, body], zmq.NOBLOCK)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for engine in list(self._engines.values()):
+                engine.beat(time.monotonic(), self._lost_after_s)
