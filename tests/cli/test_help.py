@@ -47,7 +47,7 @@ def test_the_list_of_commands_is_not_cut(command):
 def test_flags_are_listed_by_what_they_are_about(command):
     lines = command.invoke(app, ["serve", "--help"]).output.splitlines()
     headings = [line for line in lines if line[:1].isalpha() and line.endswith(":")]
-    assert headings == ["Arguments:", "Options:", "Engine:", "Scheduler:", "Server:"]
+    assert headings == ["Arguments:", "Options:", "Engine:", "Scheduler:", "Server:", "Replicas:"]
 
 
 @pytest.mark.parametrize(

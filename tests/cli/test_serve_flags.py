@@ -68,7 +68,8 @@ def test_the_command_line_wins_over_the_file(command, started, tmp_path):
     file.write_text('model = "some/model"\nport = 1234\nhost = "::1"\nmax_num_seqs = 7\n')
     result = command.invoke(app, ["serve", "--config", str(file), "--port", "99"])
     assert result.exit_code == 0, result.output
-    [(config, options, environ, named)] = started
+    [(config, options, replicas, environ, named)] = started
+    assert not replicas.has_replicas
     assert (options.port, options.host) == (99, "::1")
     assert (config.model, config.scheduler.max_num_seqs) == ("some/model", 7)
     assert named == {"is_embedded": False}
@@ -105,6 +106,7 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
         ("--allowed-origins", '["a", 5]'),
         ("--allowed-hosts", "[a"),
         ("--api-key", ""),
+        ("--data-parallel-size", "0"),
         ("--ssl-keyfile", __file__),
         ("--ssl-certfile", __file__),
         ("--header-timeout", "0"),
@@ -171,7 +173,7 @@ def test_a_list_is_json_as_in_vllm_or_the_flag_again():
 )
 def test_on_loopback_only_its_names_are_answered_to(command, started, flags, address, names):
     assert command.invoke(app, ["serve", "m", *flags]).exit_code == 0
-    [(_, options, _, _)] = started
+    [(_, options, *_)] = started
     chosen = listed(options.allowed_hosts, "--allowed-hosts")
     assert serving.allowed_hosts(chosen, options.host, address) == names
 
@@ -180,7 +182,7 @@ def test_on_loopback_only_its_names_are_answered_to(command, started, flags, add
 def test_requests_are_logged_when_the_flag_says_so(command, started, flag, logs):
     flags = [flag] if flag else ["--no-enable-log-requests"]
     assert command.invoke(app, ["serve", "m", *flags]).exit_code == 0
-    [(_, options, _, _)] = started
+    [(_, options, *_)] = started
     assert options.enable_log_requests is logs
 
 
@@ -193,7 +195,7 @@ def test_a_model_chooses_its_calls_where_it_is_known_how_it_writes_them(command)
 def test_flags_of_the_answers_reach_the_server(command, started):
     flags = ("--tool-call-parser", "hermes", "--enable-auto-tool-choice", "--reasoning-parser")
     assert command.invoke(app, ["serve", "m", *flags, "qwen3"]).exit_code == 0
-    [(config, options, _, _)] = started
+    [(config, options, *_)] = started
     settings = serving.settings_of(config, options, {}, is_embedded=False)
     assert (settings.tool_call_parser, settings.reasoning_parser) == ("hermes", "qwen3")
     assert settings.auto_tool_choice

@@ -14,6 +14,7 @@ from outdraft.cli.options import (
     serving_config,
     takes_options,
 )
+from outdraft.cli.replica_options import ReplicasOptions
 from outdraft.cli.server_options import ServerOptions
 from outdraft.cli.threads import engine_environment
 
@@ -35,9 +36,11 @@ def serve(
     engine: EngineOptions,
     scheduler: SchedulerOptions,
     server: ServerOptions,
+    replicas: ReplicasOptions,
 ) -> None:
     """Serve a model over HTTP, with OpenAI's API and a page to watch it."""
     chosen = serving_config(model, engine, scheduler)
     from outdraft.cli.serving import run
 
-    raise typer.Exit(run(chosen, server, engine_environment(os.environ), is_embedded=model is None))
+    environ = engine_environment(os.environ)
+    raise typer.Exit(run(chosen, server, replicas, environ, is_embedded=model is None))

@@ -11,6 +11,15 @@ from typing import Any, cast, get_args
 
 from rich.console import Console
 
+from outdraft.cli.engines import (
+    Started,
+    Starting,
+    check_replicas,
+    engine_facts,
+    one_engine,
+    several_engines,
+)
+from outdraft.cli.replica_options import ReplicasOptions
 from outdraft.cli.server_options import (
     API_KEY_VARIABLE,
     ServerOptions,
@@ -21,7 +30,7 @@ from outdraft.cli.server_options import (
 from outdraft.config.checks import as_choice, check_choice
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
-from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.dashboard.feed import LiveFeed
 from outdraft.dashboard.router import dashboard_router
 from outdraft.engine.chat import ChatTemplate, as_content_format, special_tokens
 from outdraft.engine.generation_config import default_sampling
@@ -29,12 +38,10 @@ from outdraft.server.api.app import create_app
 from outdraft.server.api.middleware import is_loopback
 from outdraft.server.api.reasoning import check_marks
 from outdraft.server.api.settings import ApiContext, ApiSettings, ReasoningFormat, ToolCallFormat
-from outdraft.server.engine_process import EngineProcess
 from outdraft.server.launcher import HttpOptions, Launcher, bind
 from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
-from outdraft.server.messages import EngineInfo, Loading, Steps
-from outdraft.server.metrics import Metrics, metrics_router
-from outdraft.server.process_client import Supervisor
+from outdraft.server.messages import EngineInfo, Loading
+from outdraft.server.metrics import metrics_router
 from outdraft.server.trace_file import TraceFile
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +52,12 @@ JOINED_CONTENTS = "{{ messages | map(attribute='content') | join('\\n') }}"
 
 
 def run(
-    config: EngineConfig, options: ServerOptions, environ: Mapping[str, str], *, is_embedded: bool
+    config: EngineConfig,
+    options: ServerOptions,
+    replicas: ReplicasOptions,
+    environ: Mapping[str, str],
+    *,
+    is_embedded: bool,
 ) -> int:
     """Serve until a signal; the exit code.
 
@@ -65,9 +77,8 @@ def run(
     level = as_choice("--log-level", options.log_level, LogLevel)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def launch() -> EngineProcess:
-        return EngineProcess(config, environ, level.upper())
+    has_replicas = replicas.has_replicas
+    check_replicas(options, replicas)
 
     def show(loading: Loading) -> None:
         console.print(f"loading {loading.stage} of {config.model}", style="dim", markup=False)
@@ -83,26 +94,27 @@ def run(
                     style="bold red",
                     markup=False,
                 )
-            supervisor = Supervisor(launch, show, restarts=options.restart_engine)
-            if trace is not None:
-                supervisor.record(trace)
-            await supervisor.start()
-            if settings.reasoning_parser is not None:
-                check_marks(supervisor.inputs.tokenizer)
-            console.print(supervisor.info.memory, markup=False)
-            known = replace(
-                settings,
-                allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
-                default_sampling=_default_sampling(config, supervisor.info),
-            )
-            template = _chat_template(supervisor.info, options, is_embedded=is_embedded)
             name = settings.served_model_names[0]
-            console.print(
-                f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
-            )
-            feed = _live_feed(supervisor, name)
-            launcher = Launcher(supervisor, listener, options.drain_timeout, feed.close, http)
-            return await _serve(supervisor, launcher, feed, known, template)
+            parts = Starting(config, options, environ, name, show, trace)
+            engines = several_engines(parts, replicas) if has_replicas else one_engine(parts)
+            async with engines as started:
+                client = started.client
+                if settings.reasoning_parser is not None:
+                    check_marks(client.inputs.tokenizer)
+                console.print(client.info.memory, markup=False)
+                known = replace(
+                    settings,
+                    allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
+                    default_sampling=_default_sampling(config, client.info),
+                )
+                template = _chat_template(client.info, options, is_embedded=is_embedded)
+                console.print(
+                    f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
+                )
+                feed = LiveFeed(engine_facts(client.info, name))
+                started.show(feed)
+                launcher = Launcher(client, listener, options.drain_timeout, feed.close, http)
+                return await _serve(started, launcher, feed, known, template)
 
     with ExitStack() as stack:
         trace = None
@@ -112,46 +124,20 @@ def run(
 
 
 async def _serve(
-    supervisor: Supervisor,
+    started: Started,
     launcher: Launcher,
     feed: LiveFeed,
     settings: ApiSettings,
     template: ChatTemplate | None,
 ) -> int:
-    metrics = Metrics(supervisor.info, settings.served_model_names[0])
-    supervisor.observe(metrics)
-    metrics.watch(feed)
-    supervisor.watch(lambda _: feed.without_speculation(metrics.plain_tokens_per_s))
-    context = ApiContext(
-        supervisor, supervisor.inputs, template, settings, lambda: launcher.is_draining
-    )
-    app = create_app(context, [metrics_router(metrics), dashboard_router(feed)])
-    traffic = asyncio.create_task(TrafficLog(metrics).run())
+    client = started.client
+    context = ApiContext(client, client.inputs, template, settings, lambda: launcher.is_draining)
+    app = create_app(context, [metrics_router(started.registry), dashboard_router(feed)])
+    traffic = asyncio.create_task(TrafficLog(started.metrics).run())
     try:
         return await launcher.serve(app)
     finally:
         traffic.cancel()
-
-
-def _live_feed(supervisor: Supervisor, name: str) -> LiveFeed:
-    """What the page shows, fed by the engine."""
-    info = supervisor.info
-    feed = LiveFeed(
-        EngineFacts(
-            name,
-            info.dtype,
-            info.device,
-            tuple(info.speculation_methods),
-            info.num_speculative_tokens,
-            info.lossless,
-        )
-    )
-
-    def record(news: Steps) -> None:
-        feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)
-
-    supervisor.watch(record)
-    return feed
 
 
 def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:

@@ -77,6 +77,20 @@ def test_a_line_has_the_rates_since_the_line_before(stream):
     )
 
 
+def test_a_line_is_about_all_engines_together(stream):
+    set_up_logging(LogLevel.INFO, stream)
+    both = [metrics(), metrics()]
+    log = TrafficLog(both)
+    for counted, usage in zip(both, (0.1, 0.3), strict=True):
+        serve_one(counted)
+        counted.observe_steps(report(step((3, 1), (2, 0)), running=2, kv_usage=usage))
+    log.log(elapsed_s=2.0)
+    assert stream.getvalue().endswith(
+        ": prompt 4.0 tok/s, generation 4.0 tok/s, running 4, waiting 0, KV 20.0%, "
+        "prefix hits 75.0%, acceptance length 2.00, accepted suffix 50.0%\n"
+    )
+
+
 def test_what_there_was_none_of_is_left_out(stream):
     set_up_logging(LogLevel.INFO, stream)
     counted = metrics()

@@ -6,6 +6,8 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from outdraft.core.errors import ReplicaLostError, RequestError
 from outdraft.core.sampling import SamplingParams
@@ -55,6 +57,18 @@ def test_a_prompt_finds_its_beginning_where_it_was_computed(two):
     assert salted.num_cached_tokens == 0
     assert two.counted("routed_requests_total", by="prefix") == before + 3
     assert two.counted("prefix_cache_hits_total") >= sum(one.num_cached_tokens for one in others)
+
+
+def test_all_numbers_are_exposed_once_for_each_replica(two):
+    two.run(two.output("def", GREEDY))
+    text = generate_latest(two.metrics.registry).decode()
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    for family in families:
+        places = {sample.labels.get("replica") for sample in family.samples}
+        alone = {"outdraft:replicas", "outdraft:retried_requests"}
+        whole = family.name.removesuffix("_created") in alone
+        assert places == ({None} if whole else {"0", "1"}), family.name
 
 
 def test_times_of_a_replica_are_times_of_the_front_end(two):

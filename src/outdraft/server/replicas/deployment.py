@@ -8,8 +8,6 @@ calls the front end.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -20,6 +18,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.server.engine_process import EngineProcess
+from outdraft.server.replicas.plan import ReplicaPlan
 from outdraft.server.replicas.relay import FrontEndLostError, Relay
 from outdraft.server.replicas.scaling import num_wanted
 from outdraft.server.replicas.wire import Address
@@ -30,35 +29,6 @@ FRONT_END_LOST_AFTER_S = 30.0
 OUTSTANDING = "outstanding_requests"
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaPlan:
-    """How many replicas there are, and what each one needs.
-
-    Attributes:
-        num_replicas: at the start.
-        min_replicas, max_replicas: how many there may be; both are `num_replicas` without
-            autoscaling.
-        target_requests: outstanding ones a replica, at which autoscaling aims.
-        num_cpus, num_gpus: that Ray reserves for a replica.
-        environ: variables of the engine's process, beside those of its machine.
-        drain_timeout_s: that a replica's requests have to end when it is not needed any more.
-    """
-
-    num_replicas: int
-    min_replicas: int
-    max_replicas: int
-    target_requests: float
-    num_cpus: float
-    num_gpus: float = 0
-    environ: Mapping[str, str] = field(default_factory=dict[str, str])
-    log_level: str = "INFO"
-    drain_timeout_s: float = 30.0
-
-    @property
-    def is_autoscaled(self) -> bool:
-        return self.min_replicas < self.max_replicas
 
 
 class EngineReplica:
@@ -99,10 +69,10 @@ class EngineReplica:
 
 def scaling_policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
     """Ray Serve's question how many replicas there should be."""
+    assert context.config is not None
+    target: float = context.config.target_ongoing_requests
     loads = (context.aggregated_metrics or {}).get(OUTSTANDING, {})
-    wanted = num_wanted(
-        list(loads.values()), context.current_num_replicas, context.config.target_ongoing_requests
-    )
+    wanted = num_wanted(list(loads.values()), context.current_num_replicas, target)
     return wanted, {}
 
 
@@ -123,7 +93,7 @@ class Deployment:
                     policy=policy,
                 )
             }
-        deployment = serve.deployment(
+        deployment: Any = serve.deployment(
             EngineReplica,
             name="engine",
             ray_actor_options={"num_cpus": plan.num_cpus, "num_gpus": plan.num_gpus},
@@ -146,6 +116,11 @@ class Deployment:
     def delete(self) -> None:
         """Have Serve end what is left of it."""
         serve.delete(self._name, _blocking=False)
+
+
+def has_gpus() -> bool:
+    """Whether a machine of the cluster has a GPU."""
+    return ray.cluster_resources().get("GPU", 0) > 0
 
 
 def connect(address: str | None, **options: Any) -> str:

@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
+from outdraft.server.limits import REPLICA_TIMEOUT_S
 from outdraft.server.messages import Command, EngineInfo, Progress, Report
 from outdraft.server.replicas.wire import (
     BEAT,
@@ -28,8 +29,6 @@ from outdraft.server.replicas.wire import (
     Hello,
     Silence,
 )
-
-LOST_AFTER_S = 5.0
 
 Send = Callable[[bytes, bytes], None]  # a kind and a body, to one relay
 
@@ -140,7 +139,7 @@ class Switchboard:
         self,
         host: str,
         port: int,
-        lost_after_s: float = LOST_AFTER_S,
+        lost_after_s: float = REPLICA_TIMEOUT_S,
     ) -> None:
         self._lost_after_s = lost_after_s
         self._engines: dict[bytes, RemoteEngine] = {}

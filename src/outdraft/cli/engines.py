@@ -1,0 +1,197 @@
+"""Starts what answers a server's requests: one engine, or several behind one client."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from outdraft.cli.replica_options import ReplicasOptions, replica_plan
+from outdraft.cli.server_options import ServerOptions
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError, EngineDeadError
+from outdraft.dashboard.feed import EngineFacts, LiveFeed
+from outdraft.server.client import EngineClient
+from outdraft.server.engine_process import EngineProcess
+from outdraft.server.messages import EngineInfo, Loading, Steps
+from outdraft.server.metrics import Metrics
+from outdraft.server.process_client import Supervisor
+from outdraft.server.trace_file import TraceFile
+
+NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraft[ray]'"
+
+
+@dataclass(frozen=True, slots=True)
+class Starting:
+    """What engines are started with.
+
+    Attributes:
+        environ: of engine processes on this machine.
+        name: of the model, for metrics.
+        show: is told how far an engine is.
+    """
+
+    config: EngineConfig
+    options: ServerOptions
+    environ: Mapping[str, str]
+    name: str
+    show: Callable[[Loading], None]
+    trace: TraceFile | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A client of engines that are ready, and their numbers.
+
+    Attributes:
+        metrics: of each engine.
+        registry: all of them together.
+        show: has a page shown what the engines do.
+    """
+
+    client: EngineClient
+    metrics: Collection[Metrics]
+    registry: CollectorRegistry
+    show: Callable[[LiveFeed], None]
+
+
+@asynccontextmanager
+async def one_engine(parts: Starting) -> AsyncGenerator[Started]:
+    """An engine process of this machine. Raises ConfigError, EngineDeadError."""
+
+    def launch() -> EngineProcess:
+        return EngineProcess(parts.config, parts.environ, parts.options.log_level.upper())
+
+    supervisor = Supervisor(launch, parts.show, restarts=parts.options.restart_engine)
+    if parts.trace is not None:
+        supervisor.record(parts.trace)
+    await supervisor.start()
+    metrics = Metrics(supervisor.info, parts.name)
+    supervisor.observe(metrics)
+
+    def show(feed: LiveFeed) -> None:
+        metrics.watch(feed)
+        _show_steps(feed, supervisor.watch, lambda: metrics.plain_tokens_per_s)
+
+    yield Started(supervisor, [metrics], metrics.registry, show)
+
+
+@asynccontextmanager
+async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGenerator[Started]:
+    """Replicas that Ray Serve starts. Raises ConfigError, EngineDeadError."""
+    try:
+        from outdraft.server.replicas.deployment import Deployment, connect, has_gpus
+    except ImportError:
+        raise ConfigError(NO_RAY) from None
+    from outdraft.server.replicas.pool import ReplicaPool
+    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
+    from outdraft.server.replicas.switchboard import Switchboard
+
+    host = connect(options.ray_address)
+    config = parts.config
+    plan = replica_plan(
+        options,
+        config,
+        parts.environ,
+        has_gpus=has_gpus(),
+        log_level=parts.options.log_level.upper(),
+        drain_timeout_s=parts.options.drain_timeout,
+    )
+    metrics = ReplicaMetrics(parts.name)
+    board = Switchboard(host, options.replica_port, options.replica_timeout)
+
+    def localised(info: EngineInfo) -> EngineInfo:
+        return with_local_paths(info, config)
+
+    pool = ReplicaPool(board, config.cache.block_size, parts.show, localised, metrics)
+    if parts.trace is not None:
+        pool.record(parts.trace)
+    deployment = Deployment(config, plan, pool.address)
+    try:
+        await _start(pool.start(plan.num_replicas), deployment.start)
+
+        def show(feed: LiveFeed) -> None:
+            metrics.watch(feed)
+            _show_steps(feed, metrics.watch_steps, lambda: metrics.plain_tokens_per_s)
+
+        yield Started(pool, metrics.all, metrics.registry, show)
+    finally:
+        pool.close("the server is shutting down")
+        await asyncio.to_thread(deployment.delete)
+
+
+async def _start(ready: Coroutine[Any, Any, None], deploy: Callable[[], None]) -> None:
+    """Wait until all replicas are ready. Raises ConfigError, EngineDeadError: they never will be.
+
+    What a replica tells of its failure says more than what Ray Serve tells of it.
+    """
+    waiting = asyncio.create_task(ready)
+    deploying = asyncio.create_task(asyncio.to_thread(deploy))
+    await asyncio.wait({waiting, deploying}, return_when=asyncio.FIRST_EXCEPTION)
+    if waiting.done():
+        waiting.result()
+    waiting.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await waiting
+    try:
+        deploying.result()
+    except RuntimeError as error:
+        raise EngineDeadError(f"Ray Serve could not start the replicas: {error}") from None
+
+
+def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
+    """What a replica elsewhere tells, with this machine's directories of model and tokenizer.
+
+    Raises:
+        ConfigError: they are not here, nor on the hub.
+    """
+    model, tokenizer = Path(info.model_path), Path(info.tokenizer_path)
+    if model.is_dir() and tokenizer.is_dir():
+        return info
+    from outdraft.models.loader import resolve_model_path  # imports torch
+
+    if not model.is_dir():
+        model = resolve_model_path(config.model, config.revision, with_weights=False)
+    if not tokenizer.is_dir():
+        tokenizer = resolve_model_path(config.tokenizer) if config.tokenizer else model
+    return msgspec.structs.replace(info, model_path=str(model), tokenizer_path=str(tokenizer))
+
+
+def check_replicas(options: ServerOptions, replicas: ReplicasOptions) -> None:
+    """Raise ConfigError if a flag has no meaning with replicas, or none without them."""
+    if replicas.has_replicas:
+        if options.profiler_config is not None:
+            raise ConfigError("--profiler-config traces one engine, not several replicas")
+        if options.restart_engine:
+            raise ConfigError("--restart-engine is for one engine: replicas are always replaced")
+    elif replicas.min_replicas is not None:
+        raise ConfigError("--min-replicas needs --max-replicas, or --data-parallel-size above 1")
+
+
+def engine_facts(info: EngineInfo, name: str) -> EngineFacts:
+    """What the page tells of the engine."""
+    return EngineFacts(
+        name,
+        info.dtype,
+        info.device,
+        tuple(info.speculation_methods),
+        info.num_speculative_tokens,
+        info.lossless,
+    )
+
+
+def _show_steps(
+    feed: LiveFeed,
+    watch: Callable[[Callable[[Steps], None]], None],
+    plain_tokens_per_s: Callable[[], float],
+) -> None:
+    def record(news: Steps) -> None:
+        feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)
+        feed.without_speculation(plain_tokens_per_s())
+
+    watch(record)

@@ -1,0 +1,33 @@
+"""What is asked of whoever starts replicas."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaPlan:
+    """How many replicas there are, and what each one needs.
+
+    Attributes:
+        num_replicas: at the start.
+        min_replicas, max_replicas: how many there may be; both are `num_replicas` without
+            autoscaling.
+        target_requests: outstanding ones a replica, at which autoscaling aims.
+        num_cpus, num_gpus: that Ray reserves for a replica.
+        environ: variables of the engine's process, beside those of its machine.
+        drain_timeout_s: that a replica's requests have to end when it is not needed any more.
+    """
+
+    num_replicas: int
+    min_replicas: int
+    max_replicas: int
+    target_requests: float
+    num_cpus: float
+    num_gpus: float = 0
+    environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    log_level: str = "INFO"
+    drain_timeout_s: float = 30.0
+
+    @property
+    def is_autoscaled(self) -> bool:
+        return self.min_replicas < self.max_replicas

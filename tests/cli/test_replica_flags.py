@@ -1,0 +1,85 @@
+"""What flags about replicas ask of Ray Serve, and which of them are refused."""
+
+import sys
+
+import pytest
+
+from outdraft.cli.app import app
+from outdraft.cli.engines import NO_RAY, check_replicas
+from outdraft.cli.replica_options import ReplicasOptions, replica_plan
+from outdraft.cli.server_options import ServerOptions
+from outdraft.cli.threads import num_physical_cores
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
+from outdraft.server.replicas.plan import ReplicaPlan
+
+
+def plan(*, has_gpus: bool = False, environ: dict[str, str] | None = None, **flags) -> ReplicaPlan:
+    engine = {name: flags.pop(name) for name in ("device", "tensor_parallel_size") if name in flags}
+    return replica_plan(
+        ReplicasOptions(**flags),
+        EngineConfig.from_options(model="m", **engine),
+        environ or {},
+        has_gpus=has_gpus,
+        log_level="INFO",
+        drain_timeout_s=30.0,
+    )
+
+
+def test_without_autoscaling_there_are_as_many_as_asked_for():
+    fixed = plan(data_parallel_size=3)
+    assert (fixed.num_replicas, fixed.min_replicas, fixed.max_replicas) == (3, 3, 3)
+    assert not fixed.is_autoscaled
+
+
+def test_autoscaling_begins_with_the_size_and_stays_within_its_bounds():
+    scaled = plan(data_parallel_size=2, min_replicas=1, max_replicas=5, target_requests=8.0)
+    assert (scaled.num_replicas, scaled.min_replicas, scaled.max_replicas) == (2, 1, 5)
+    assert scaled.is_autoscaled
+    assert scaled.target_requests == 8.0
+
+
+@pytest.mark.parametrize("bounds", [{"min_replicas": 3}, {"max_replicas": 1}])
+def test_a_size_outside_of_its_bounds_is_refused(bounds):
+    with pytest.raises(ConfigError, match="at least --min-replicas"):
+        plan(data_parallel_size=2, **bounds)
+
+
+def test_replicas_share_the_cores_of_a_machine():
+    share = max(1, num_physical_cores() // 2)
+    shared = plan(data_parallel_size=2)
+    assert (shared.num_cpus, shared.environ["OMP_NUM_THREADS"]) == (share, str(share))
+    chosen = plan(data_parallel_size=2, replica_cpus=6)
+    assert (chosen.num_cpus, chosen.environ["OMP_NUM_THREADS"]) == (6, "6")
+    said = plan(data_parallel_size=2, environ={"OMP_NUM_THREADS": "5"})
+    assert said.environ["OMP_NUM_THREADS"] == "5"
+    assert shared.environ["GOMP_SPINCOUNT"]
+
+
+def test_a_replica_on_gpus_has_one_for_each_rank():
+    one = plan(has_gpus=True)
+    assert (one.num_gpus, one.num_cpus) == (1, 1)
+    assert plan(has_gpus=True, tensor_parallel_size=2).num_gpus == 2
+    assert plan(has_gpus=True, device="cpu").num_gpus == 0
+
+
+@pytest.mark.parametrize(
+    ("server", "replicas", "message"),
+    [
+        ({"restart_engine": True}, {"data_parallel_size": 2}, "--restart-engine"),
+        ({"profiler_config": "{}"}, {"max_replicas": 2}, "--profiler-config"),
+        ({}, {"min_replicas": 1}, "--min-replicas"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(server, replicas, message):
+    with pytest.raises(ConfigError, match=message):
+        check_replicas(ServerOptions(**server), ReplicasOptions(**replicas))
+    check_replicas(ServerOptions(), ReplicasOptions())
+
+
+def test_without_ray_the_flag_says_what_to_install(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "outdraft.server.replicas.deployment", raising=False)
+    result = command.invoke(app, ["serve", "--port", "0", "--data-parallel-size", "2"])
+    assert result.exit_code == 2
+    assert NO_RAY in " ".join(result.output.split())
