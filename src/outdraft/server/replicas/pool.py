@@ -98,7 +98,7 @@ class ReplicaPool:
 
     @property
     def info(self) -> EngineInfo:
-        """Of the replica that was ready first."""
+        """What the replica told that was ready first."""
         return self._first[0]
 
     @property
@@ -122,7 +122,7 @@ class ReplicaPool:
 
     @property
     def clients(self) -> Mapping[str, Supervisor]:
-        """Of the replicas, by their names; those that leave included."""
+        """Clients of single replicas, by name; those that leave included."""
         return {name: replica.client for name, replica in self._replicas.items()}
 
     def record(self, trace: TraceFile) -> None:

@@ -40,7 +40,7 @@ class FrontEndLostError(Exception):
 
 
 class Relay:
-    """Of one engine process, which it ends when it ends itself.
+    """The relay of one engine process, which it ends when it ends itself.
 
     Args:
         name: of the replica; no other one has it, at no time.

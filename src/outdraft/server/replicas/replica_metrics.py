@@ -47,7 +47,7 @@ class ReplicaMetrics:
 
     @property
     def all(self) -> Collection[Metrics]:
-        """Of each replica there has been, by its place."""
+        """Those of each replica there has been, by its place."""
         return self._replicas.values()
 
     def watch(self, watcher: LatencyWatcher) -> None:
