@@ -1,21 +1,32 @@
 """Models that are spread over ranks against the same models on one."""
 
+import shutil
+import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import Ranks
+from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.reference.linear import quantized
+from outdraft.models import loader
+from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model
+from outdraft.models.loader import load_model, random_model
 from tests.models.checkpoints import (
     TINY,
     VARIANTS,
     chunked_logits,
+    llama,
     random_tokens,
     randomised,
     save,
@@ -26,6 +37,7 @@ from tests.rounding import MODEL_ROUNDING
 CPU = torch.device("cpu")
 NUM_TOKENS = 64
 SIZES = [2, 4]
+SOME_SLOW = [2, pytest.param(4, marks=pytest.mark.slow)]
 # Biases, query-key norms, windows, tied heads; 2 kv heads are fewer than 4 ranks, 4 are not.
 FAMILIES = (
     *("llama", "llama-tied", "llama-biases", "llama-one-head-each", "llama-llama3-rope"),
@@ -90,7 +102,7 @@ def test_columns_of_all_ranks_are_the_logits_of_one(
     assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize(("kernels", "dtype"), KINDS)
 def test_rows_have_the_same_bits_in_chunks_of_any_size(
     kernels: str, dtype: torch.dtype, size: int, checkpoint: Callable[[str], Path]
@@ -106,7 +118,7 @@ def test_rows_have_the_same_bits_in_chunks_of_any_size(
             assert torch.equal(part_TS, logits[64]), f"rank {rank}, chunks of {chunk}"
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", SOME_SLOW)
 @pytest.mark.parametrize(("kernels", "dtype"), KINDS)
 def test_rounding_is_all_that_ranks_change(
     kernels: str, dtype: torch.dtype, size: int, checkpoint: Callable[[str], Path]
@@ -130,3 +142,212 @@ def bfloat16_bound(size: int) -> float:
     """Where each layer rounds its norms, q, k, v, scores' values, gate, up, their product and both
     sums once, and the parts of both sums once for each rank; weights are rounded as well."""
     return (TINY["num_hidden_layers"] * (14 + 2 * size) + 3) * 2.0**-9
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_best_token_of_all_ranks_is_that_of_one(size: int):
+    """Of equal ones the first, a NaN before all; it is told whether its logit is finite."""
+    logits_RV = torch.randint(0, 4, (200, 61), generator=torch.Generator().manual_seed(0)).float()
+    logits_RV[0] = -torch.inf
+    logits_RV[1] = 3.0
+    logits_RV[2, [7, 60]] = torch.nan
+    logits_RV[3, 60] = torch.inf
+    logits_RV[4:60:5, 40] = torch.nan
+    want_R = logits_RV.argmax(-1)
+    is_finite_R = logits_RV.gather(1, want_R[:, None])[:, 0].isfinite()
+
+    def best(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        shard = VocabularyShard(ranks.target, 61)
+        own_RN = logits_RV[:, shard.first :][:, : shard.num_own]
+        return shard.best_tokens(shard.padded(own_RN))
+
+    for got_R, is_finite in on_ranks(size, 1, best):
+        assert torch.equal(got_R, want_R)
+        assert torch.equal(is_finite, is_finite_R)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_rank_knows_the_best_tokens_of_a_target(size: int, checkpoint: Callable[[str], Path]):
+    path = checkpoint("llama-tied")
+    hidden_RD = torch.randn(9, TINY["hidden_size"], generator=torch.Generator().manual_seed(3))
+    hidden_RD = hidden_RD.double()
+    want_R, _ = load(path, Ranks()).checked_best_tokens(hidden_RD)
+
+    found = on_ranks(size, 1, lambda ranks: load(path, ranks).checked_best_tokens(hidden_RD))
+
+    for best_R, is_finite_R in found:
+        assert torch.equal(best_R, want_R)
+        assert is_finite_R.all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_pass_costs_two_sums_a_layer_and_one_for_the_embedding(
+    size: int, checkpoint: Callable[[str], Path]
+):
+    path, num_rows, layers = checkpoint("llama"), 13, TINY["num_hidden_layers"]
+    row_bytes = TINY["hidden_size"] * 8
+
+    def traffic(ranks: Ranks) -> None:
+        model = load(path, ranks)
+        calls, sent = ranks.target.traffic.calls, ranks.target.traffic.sent_bytes
+        assert not calls  # so far
+        chunked_logits(model, random_tokens(num_rows), [num_rows])
+        assert calls == {"sum": 2 * layers + 1}
+        assert sent == {"sum": (size - 1) * (2 * layers + 1) * num_rows * row_bytes}
+        model.checked_best_tokens(torch.zeros(num_rows, TINY["hidden_size"]).double())
+        assert calls == {"sum": 2 * layers + 1, "gather": 1}
+        assert sent["gather"] == (size - 1) * num_rows * (8 + 8)
+
+    on_ranks(size, 1, traffic)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-biases", "qwen3-window"])
+@pytest.mark.parametrize("make", [load_model, random_model])
+def test_each_rank_has_its_part_of_the_weights_of_one(
+    make: Callable[..., CausalLM], family: str, size: int, checkpoint: Callable[[str], Path]
+):
+    path, kernels = checkpoint(family), choose_kernels("reference", CPU, torch.float64)
+    options: tuple[Any, ...] = (path, torch.float64, CPU, kernels, None, None)
+    whole = make(*options).checkpoint_slots()
+    covered = {name: torch.zeros_like(slot.to) for name, slot in whole.items()}
+
+    for model in on_ranks(size, 1, lambda ranks: make(*options, ranks.target)):
+        for name, slot in model.checkpoint_slots().items():
+            assert slot.shape == list(whole[name].to.shape)
+            assert torch.equal(slot.to, slot.part_of(whole[name].to))
+            slot.part_of(covered[name]).add_(1)
+
+    assert all((count >= 1).all() for count in covered.values())
+    once = ("embed_tokens", "lm_head", "q_proj.weight", "o_proj.weight", "gate", "down_proj.weight")
+    for name, count in covered.items():
+        if any(part in name for part in once):
+            assert (count == 1).all()
+
+
+class _CountingFile:
+    """A safetensors file that counts the bytes that are taken out of it."""
+
+    def __init__(self, file: Any, taken: Counter[int]) -> None:
+        self._file, self._taken = file, taken
+
+    def __enter__(self) -> "_CountingFile":
+        self._opened = self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> Any:
+        return self._opened.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self._counted(self._opened.get_tensor(name))
+
+    def get_slice(self, name: str) -> Any:
+        return _CountingSlice(self._opened.get_slice(name), self._counted)
+
+    def _counted(self, tensor: Tensor) -> Tensor:
+        self._taken[threading.get_ident()] += tensor.nbytes
+        return tensor
+
+
+class _CountingSlice:
+    def __init__(self, whole: Any, counted: Callable[[Tensor], Tensor]) -> None:
+        self._whole, self._counted = whole, counted
+        self.get_shape, self.get_dtype = whole.get_shape, whole.get_dtype
+
+    def __getitem__(self, places: Any) -> Tensor:
+        return self._counted(self._whole[places])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_each_rank_reads_its_part_of_the_files_only(
+    size: int, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+):
+    path, taken = checkpoint("llama-one-head-each"), Counter[int]()
+    open_file = loader.safe_open
+    monkeypatch.setattr(
+        loader,
+        "safe_open",
+        lambda *args, **kwargs: _CountingFile(open_file(*args, **kwargs), taken),
+    )
+
+    def read_and_kept(ranks: Ranks) -> tuple[int, int]:
+        slots = load(path, ranks).checkpoint_slots().values()
+        kept = sum(slot.to.numel() * 4 for slot in slots)  # of a file of float32
+        return taken[threading.get_ident()], kept
+
+    tensors = load_file(path / "model.safetensors").values()
+    shared = sum(tensor.nbytes for tensor in tensors if tensor.dim() == 1)  # norms
+    found = on_ranks(size, 1, read_and_kept)
+    for read, kept in found:
+        assert read == kept
+    assert sum(read for read, _ in found) == sum(t.nbytes for t in tensors) + shared * (size - 1)
+
+
+@pytest.mark.parametrize("kept", [WeightFormat.INT8, WeightFormat.INT4_G32])
+@pytest.mark.parametrize("size", SIZES)
+def test_a_rank_rounds_its_part_of_the_weights(
+    size: int, kept: WeightFormat, checkpoint: Callable[[str], Path], tmp_path: Path
+):
+    """As a whole model with the numbers that each rank's part is rounded to."""
+    path, ids_T = checkpoint("llama"), random_tokens(NUM_TOKENS)
+    for file in ("config.json", "generation_config.json"):
+        shutil.copy(path / file, tmp_path)
+    tensors = {name: one.double() for name, one in load_file(path / "model.safetensors").items()}
+    for name, one in tensors.items():
+        if "proj" in name or "lm_head" in name:
+            columns = ("o_proj" in name or "down_proj" in name) and size
+            parts = one.chunk(columns or 1, dim=1)
+            tensors[name] = torch.cat([quantized(part, kept) for part in parts], dim=1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    want_TV = chunked_logits(load(tmp_path, Ranks()), ids_T, [NUM_TOKENS])
+
+    def logits(ranks: Ranks) -> Tensor:
+        return chunked_logits(load(path, ranks, quantization=kept), ids_T, [NUM_TOKENS])
+
+    got_TV = joined(on_ranks(size, 1, logits))
+
+    assert (got_TV - want_TV).abs().max() <= 1e-9
+
+
+@pytest.mark.parametrize("kept", [WeightFormat.INT8, WeightFormat.INT4, WeightFormat.INT4_G32])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_library_packs_parts_as_the_reference_rounds_them(
+    size: int, kept: WeightFormat, checkpoint: Callable[[str], Path]
+):
+    path, ids_T = checkpoint("llama"), random_tokens(NUM_TOKENS)
+
+    def logits(kernels: str) -> Callable[[Ranks], Tensor]:
+        return lambda ranks: chunked_logits(
+            load(path, ranks, torch.float32, kernels, kept), ids_T, [NUM_TOKENS]
+        )
+
+    want_TV = joined(on_ranks(size, 1, logits("reference")))
+    got_TV = joined(on_ranks(size, 1, logits("auto")))
+
+    assert (got_TV - want_TV).abs().max() <= 2 * MODEL_ROUNDING * want_TV.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        (3, {}),  # 4 heads
+        (4, {"intermediate_size": 50}),
+        (4, {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 96}),
+        (4, {"vocab_size": 9}),  # 3 + 3 + 3 + 0
+    ],
+)
+def test_ranks_that_do_not_divide_a_model_are_refused_with_those_that_do(
+    size: int, changes: dict[str, int]
+):
+    raw = llama(**changes).config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    config = ModelConfig.from_mapping(raw)
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size {size} .*: choose 1, 2\b"):
+        config.shard(size)
+
+
+def test_a_draft_vocabulary_with_too_few_tokens_is_refused():
+    with pytest.raises(ConfigError, match="a vocabulary of 9 tokens cannot be spread over 4 ranks"):
+        on_ranks(4, 1, lambda ranks: VocabularyShard(ranks.target, 9))

@@ -1,0 +1,321 @@
+"""Drafters that are spread over some of their target's ranks against the same drafters on one."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import RankGroup, Ranks
+from outdraft.drafting.device.translated_model import TranslatedModel
+from outdraft.kernels.choose import choose_kernels
+from outdraft.models.eagle import EagleNetwork
+from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.llama import CausalLM
+from outdraft.models.loader import load_model
+from outdraft.models.medusa import MedusaHeads, load_medusa
+from outdraft.models.mlp_speculator import load_mlp_speculator
+from outdraft.models.target_tables import TargetTables
+from tests.drafting.device.test_translated_model import random_map
+from tests.models.checkpoints import (
+    TINY,
+    VARIANTS,
+    chunked_logits,
+    random_tokens,
+    randomised,
+    save,
+)
+from tests.models.eagle_checkpoints import LAYER, LAYOUTS, TARGET_LAYERS, random_target
+from tests.models.head_checkpoints import (
+    medusa_config,
+    medusa_tensors,
+    mlp_config,
+    mlp_tensors,
+    random_hidden,
+    write,
+)
+from tests.models.test_eagle import Drive, check_against_reference
+from tests.ranks import on_ranks
+
+CPU = torch.device("cpu")
+SLOW = pytest.mark.slow
+SIZES = [(2, 1), (2, 2), *(pytest.param(4, one, marks=SLOW) for one in (1, 2, 4))]
+VOCAB, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
+over_ranks = pytest.mark.parametrize(("size", "draft_size"), SIZES)
+
+
+def load(path: Path, group: RankGroup, *, drafts: bool = False, **options: Any) -> CausalLM:
+    kernels = choose_kernels("reference", CPU, torch.float64)
+    return load_model(path, torch.float64, CPU, kernels, group=group, drafts=drafts, **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(randomised(VARIANTS["llama-biases"]()), tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def eagle_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target of EAGLE's tests, as a checkpoint."""
+    path = tmp_path_factory.mktemp("target")
+    changes = {"num_hidden_layers": TARGET_LAYERS, "tie_word_embeddings": request.param}
+    config = LAYER | {"architectures": ["LlamaForCausalLM"]} | changes
+    (path / "config.json").write_text(json.dumps(config))
+    target = random_target(choose_kernels("reference", CPU, torch.float64), **changes)
+    tensors = {name: slot.to.clone() for name, slot in target.checkpoint_slots().items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def sent(group: RankGroup) -> tuple[dict[str, int], dict[str, int]]:
+    """Calls and bytes since this was called last."""
+    traffic = group.traffic
+    found = dict(traffic.calls), dict(traffic.sent_bytes)
+    traffic.calls.clear()
+    traffic.sent_bytes.clear()
+    return found
+
+
+@over_ranks
+def test_every_rank_of_a_draft_model_has_the_logits_of_one(
+    size: int, draft_size: int, checkpoint: Path
+):
+    ids_T, num_rows = random_tokens(40), 40
+    want_TV = chunked_logits(load(checkpoint, Ranks().draft), ids_T, [num_rows])
+
+    def logits(ranks: Ranks) -> Tensor:
+        model = load(checkpoint, ranks.draft, drafts=True)
+        found_TV = chunked_logits(model, ids_T, [num_rows])
+        sums, others, width = 2 * LAYERS + 1, draft_size - 1, -(-VOCAB // draft_size)
+        counts = (
+            {"sum": sums, "join_columns": 1},
+            {
+                "sum": others * sums * num_rows * HIDDEN * 8,
+                "join_columns": others * num_rows * width * 8,
+            },
+        )
+        assert sent(ranks.draft) == (counts if draft_size > 1 else ({}, {}))
+        assert sent(ranks.target) == ({}, {})
+        assert sent(ranks.peers) == ({}, {})
+        best_T, _ = model.checked_best_tokens(torch.zeros(2, HIDDEN).double())
+        assert best_T.tolist() == [0, 0]  # of equal ones the first
+        return found_TV
+
+    for got_TV in on_ranks(size, draft_size, logits):
+        assert got_TV.is_contiguous()
+        assert (got_TV - want_TV).abs().max() <= 1e-10
+        assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
+
+
+@over_ranks
+def test_a_draft_model_of_another_vocabulary_is_spread_as_well(
+    size: int, draft_size: int, checkpoint: Path
+):
+    vocabulary = random_map(90, VOCAB, 40)
+    is_shared_V = vocabulary.is_shared_V
+    ids_T = torch.arange(0, 90, 3)
+
+    def logits(ranks: Ranks) -> Tensor:
+        model = load(checkpoint, ranks.draft, drafts=True)
+        translated: Any = TranslatedModel(model, vocabulary)
+        assert translated.shard.num_kv_heads == model.shard.num_kv_heads
+        return chunked_logits(translated, ids_T, [7, 23])
+
+    want_TV = logits(Ranks())
+    assert (want_TV.isfinite() == is_shared_V).all()
+    for got_TV in on_ranks(size, draft_size, logits):
+        assert (got_TV - want_TV)[:, is_shared_V].abs().max() <= 1e-10
+        assert (got_TV.isfinite() == is_shared_V).all()
+
+
+# Nothing of its own, all of it, two layers, biases, a reduced vocabulary, another width.
+EAGLES = ["eagle", "eagle-two-layers", "eagle-qkv-bias", "eagle-speculators"]
+EAGLES += ["eagle3", "eagle3-nothing-own", "eagle3-specforge"]
+
+
+@over_ranks
+@pytest.mark.parametrize("name", EAGLES)
+def test_eagle_drafts_as_on_one_rank(
+    name: str, size: int, draft_size: int, eagle_target: Path, tmp_path: Path
+):
+    layout = LAYOUTS[name]
+    layout.save(tmp_path)
+    kernels = choose_kernels("reference", CPU, torch.float64)
+    config = json.loads((eagle_target / "config.json").read_text())
+    whole = random_target(kernels, tie_word_embeddings=config["tie_word_embeddings"])
+    num_bytes = load_eagle(tmp_path, whole, whole.kernels).memory_bytes
+
+    def draft(ranks: Ranks) -> int:
+        network = spread_eagle(tmp_path, eagle_target, ranks)
+        sent(ranks.target)  # of loading
+        check_against_reference(layout, network, whole, 1e-9)
+        assert sent(ranks.target) == ({}, {})
+        assert sent(ranks.peers) == ({}, {})
+        assert (sent(ranks.draft) == ({}, {})) == (draft_size == 1)
+        return network.memory_bytes
+
+    found = on_ranks(size, draft_size, draft)
+    borrowed = {"embed_tokens.weight", "lm_head.weight"} - set(layout.parts)
+    if draft_size == 1:
+        copied = len(borrowed) * VOCAB * HIDDEN * 8
+        assert found == [num_bytes + copied] * size
+    else:
+        assert all(own < num_bytes + VOCAB * HIDDEN * 8 for own in found)
+
+
+def spread_eagle(path: Path, target_path: Path, ranks: Ranks) -> EagleNetwork:
+    target = load(target_path, ranks.target)
+    tables = TargetTables(target, ranks.draft, target_path)
+    return load_eagle(path, target, target.kernels, None, tables)
+
+
+@over_ranks
+def test_a_step_of_eagle_costs_what_its_layer_and_its_tables_cost(
+    size: int, draft_size: int, eagle_target: Path, tmp_path: Path
+):
+    """Reading: two sums a layer and one for the embedding; logits: one row of the vocabulary."""
+    LAYOUTS["eagle3-nothing-own"].save(tmp_path)
+    num_rows = 6
+
+    def traffic(ranks: Ranks) -> None:
+        network = spread_eagle(tmp_path, eagle_target, ranks)
+        sent(ranks.draft)
+        states_TD = Drive(network).read(random_tokens(num_rows), random_hidden(num_rows))
+        row_bytes, others = network.shard.hidden_size * 8, draft_size - 1
+        read = {"sum": 3}, {"sum": others * 3 * num_rows * row_bytes}
+        assert sent(ranks.draft) == (read if others else ({}, {}))
+        network.logits(states_TD[-1:])
+        width = -(-VOCAB // draft_size)
+        said = {"join_columns": 1}, {"join_columns": others * width * 8}
+        assert sent(ranks.draft) == (said if others else ({}, {}))
+
+    on_ranks(size, draft_size, traffic)
+
+
+@over_ranks
+def test_an_embedding_that_differs_on_one_rank_only_is_kept_on_all(
+    size: int, draft_size: int, eagle_target: Path, tmp_path: Path
+):
+    layout = LAYOUTS["eagle"]
+    table_VD = load(eagle_target, Ranks().target).embed_tokens.weight.data.clone()
+    tensors = layout.tensors() | {"embed_tokens.weight": table_VD}
+    (tmp_path / "config.json").write_text(json.dumps(layout.config))
+
+    for differs in (False, True):
+        table_VD[-1, -1] += differs
+        save_file(tensors, tmp_path / "model.safetensors")
+        networks = on_ranks(
+            size, draft_size, lambda ranks: spread_eagle(tmp_path, eagle_target, ranks)
+        )
+        assert [one.embed_tokens is not None for one in networks] == [differs] * size
+
+
+TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:20]
+
+
+def medusa(folder: Path, kind: str) -> Path:
+    tensors = medusa_tensors(known=20 if kind == "cut" else VOCAB)
+    config = medusa_config()
+    if kind in ("cut", "stored-whole"):
+        tensors["token_map"] = TOKEN_MAP
+        config |= {"truncated_vocab_size": 20}
+    if kind == "targets":
+        config |= {"original_lm_head": True}
+        tensors = {name: one for name, one in tensors.items() if not name.startswith("lm_heads")}
+    return write(folder, config, tensors)
+
+
+def spread_medusa(path: Path, target_path: Path, ranks: Ranks) -> MedusaHeads:
+    target = load(target_path, ranks.target)
+    tables = TargetTables(target, ranks.draft, target_path)
+    return load_medusa(path, target, target.kernels, None, tables)
+
+
+@over_ranks
+@pytest.mark.parametrize("kind", ["own", "targets", "cut", "stored-whole"])
+def test_medusa_heads_know_what_they_know_on_one_rank(
+    kind: str, size: int, draft_size: int, checkpoint: Path, tmp_path: Path
+):
+    path, hidden_BD = medusa(tmp_path, kind), random_hidden(5)
+    alone = spread_medusa(path, checkpoint, Ranks())
+    want_BJV = alone.logits(hidden_BD)
+    head_bytes = VOCAB * HIDDEN * 8
+
+    def logits(ranks: Ranks) -> tuple[Tensor, int]:
+        heads = spread_medusa(path, checkpoint, ranks)
+        found_BJV = heads.logits(hidden_BD)
+        assert sent(ranks.target) == ({}, {})
+        calls, _ = sent(ranks.draft)
+        joins = 1 if kind == "targets" else heads.num_heads
+        assert calls == ({"join_columns": joins} if draft_size > 1 else {})
+        return found_BJV, heads.memory_bytes
+
+    for got_BJV, num_bytes in on_ranks(size, draft_size, logits):
+        assert torch.equal(got_BJV.isfinite(), want_BJV.isfinite())
+        is_known = want_BJV.isfinite()
+        assert (got_BJV[is_known] - want_BJV[is_known]).abs().max() <= 1e-10
+        if draft_size == 1:  # a copy of the target's head is counted
+            assert num_bytes == alone.memory_bytes + (head_bytes if kind == "targets" else 0)
+
+
+@over_ranks
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_mlp_speculator_says_what_it_says_on_one_rank(
+    tied: bool, size: int, draft_size: int, checkpoint: Path, tmp_path: Path
+):
+    path = write(tmp_path, mlp_config(tie_weights=tied), mlp_tensors(tied=tied))
+
+    def logits(ranks: Ranks) -> Tensor:
+        target = load(checkpoint, ranks.target)
+        tables = TargetTables(target, ranks.draft, checkpoint)
+        speculator = load_mlp_speculator(path, target, target.kernels, None, tables)
+        state_RS, found = speculator.first_state(random_hidden(5)), []
+        for head in range(speculator.num_heads):
+            state_RS = speculator.step(head, state_RS, random_tokens(5, seed=head))
+            found.append(speculator.logits(head, state_RS))
+        calls, _ = sent(ranks.draft)
+        joins = {"join_columns": speculator.num_heads}
+        assert calls == (joins if ranks.draft.size > 1 else {})
+        assert sent(ranks.target) == ({}, {})
+        return torch.stack(found)
+
+    want = logits(Ranks())
+    for got in on_ranks(size, draft_size, logits):
+        assert (got - want).abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("kept", [None, WeightFormat.INT8])
+def test_a_copied_head_keeps_the_number_format_of_the_targets(
+    kept: WeightFormat | None, checkpoint: Path, tmp_path: Path
+):
+    path, hidden_BD = medusa(tmp_path, "targets"), random_hidden(5)
+
+    def logits(ranks: Ranks) -> Tensor:
+        target = load(checkpoint, ranks.target, quantization=kept)
+        tables = TargetTables(target, ranks.draft, checkpoint)
+        return load_medusa(path, target, target.kernels, None, tables).logits(hidden_BD)
+
+    want_BJV = logits(Ranks())
+    for got_BJV in on_ranks(2, 1, logits):
+        assert torch.equal(got_BJV, want_BJV)
+
+
+def test_ranks_that_do_not_divide_a_drafter_are_refused_by_the_name_of_their_option(
+    checkpoint: Path, tmp_path: Path
+):
+    def refused(make: Callable[[RankGroup], object]) -> None:
+        with pytest.raises(ConfigError, match=r"draft_tensor_parallel_size 3 .*: choose 1, 2, 4"):
+            on_ranks(3, 3, lambda ranks: make(ranks.draft))
+
+    refused(lambda group: load(checkpoint, group, drafts=True))
+    LAYOUTS["eagle"].save(tmp_path)
+    whole = load(checkpoint, Ranks().target)
+    refused(
+        lambda group: load_eagle(tmp_path, whole, whole.kernels, None, TargetTables(whole, group))
+    )
