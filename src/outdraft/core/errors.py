@@ -65,6 +65,10 @@ class RanksError(OutdraftError):
     """A rank died, hangs, or has parted from the others: their engine cannot go on."""
 
 
+class PartedError(RanksError):
+    """Ranks that must do the same have not done the same: a fault of this program."""
+
+
 def from_mapping(kind: type[Parsed], values: Mapping[str, Any], where: str) -> Parsed:
     """A dataclass made of JSON-like values.
 

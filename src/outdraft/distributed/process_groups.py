@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed does not name them
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import ALONE, RankGroup, Ranks
 
 
 def join_ranks(
-    store: dist.Store,
+    store: Store,
     rank: int,
     size: int,
     draft_size: int,
@@ -37,7 +39,7 @@ def join_ranks(
     def group(name: str, members: Sequence[int]) -> RankGroup:
         if len(members) == 1:
             return ALONE
-        own = dist.PrefixStore(name, store)
+        own = PrefixStore(name, store)
         transport = ProcessTransport(own, members.index(rank), len(members), device, timeout_s)
         return RankGroup(members.index(rank), len(members), transport)
 
@@ -57,9 +59,10 @@ class ProcessTransport:
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float
+        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float
     ) -> None:
         self._size, self._device = size, device
+        self._group: Any  # torch does not tell what its groups can do
         timeout = timedelta(seconds=timeout_s)
         try:
             if device.type == "cuda":

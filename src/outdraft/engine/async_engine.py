@@ -1,7 +1,7 @@
 """The engine for asyncio: one thread steps, any number of tasks read their streams.
 
 A failing step ends the requests that ran in it and is reported to their readers; the others go on.
-If the next step fails too, the engine is dead and everybody is told.
+If the next step fails too, or a rank of several is lost, the engine is dead and everybody is told.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
-from outdraft.core.errors import EngineDeadError, GenerationError
+from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler
@@ -46,6 +46,8 @@ class AsyncEngine:
 
     def start(self) -> None:
         """Begin to step."""
+        if self._engine.ranks is not None:
+            self._engine.ranks.watch(self._wake.set)
         self._thread.start()
 
     async def stop(self) -> None:
@@ -137,12 +139,16 @@ class AsyncEngine:
             while self._calls:
                 self._calls.popleft()()
             if not self._engine.has_work:
+                if self._engine.ranks is not None:
+                    self._engine.ranks.check()
                 self._wake.wait()
                 self._wake.clear()
                 continue
             try:
                 self._step()
                 failed = 0
+            except RanksError:
+                raise  # there will be no next step
             except Exception as error:
                 failed += 1
                 if failed >= MAX_FAILED_STEPS:
@@ -174,7 +180,8 @@ def _died(cause: Exception) -> EngineDeadError:
     """What readers are told."""
     if isinstance(cause, EngineDeadError):
         return cause
-    error = EngineDeadError(f"a step of the engine failed: {type(cause).__name__}")
+    told = f"a step of the engine failed: {type(cause).__name__}"
+    error = EngineDeadError(str(cause) if isinstance(cause, RanksError) else told)
     error.__cause__ = cause
     return error
 

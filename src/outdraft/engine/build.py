@@ -30,6 +30,7 @@ from outdraft.kv.block_pool import BlockPool
 from outdraft.models.llama import CausalLM
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.parallel_runner import StepRunner
 from outdraft.runner.sharded_runner import ShardedRunner
 from outdraft.scheduling.scheduler import Scheduler
 from outdraft.verification.typical import TypicalAcceptance
@@ -44,51 +45,63 @@ def build_engine(
     """An engine that has all its memory, and the account of it.
 
     Args:
-        memory: what `plan_together` left it; None: it lives alone.
+        memory: what `plan_together` left it; None: it lives alone. On several ranks it must.
 
     Raises:
         ConfigError: no such engine can be built, or its memory is not there.
+        RanksError: another rank ended.
     """
-    if config.parallel.has_ranks:
-        raise ConfigError("tensor_parallel_size above 1 is not supported yet")
     models = models or load_models(config)
-    speculation, target = config.speculation, models.target
-    memory, ranks = memory or plan_memory(config, models), models.ranks
-    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
-    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, models.device, models.kernels)
-    proposer = None
-    if drafter is not None:
-        proposer = device_proposer(config, drafter, models.kernels, memory, models.device)
+    if models.processes is not None and memory is not None:
+        raise ConfigError("engines that live at once need tensor_parallel_size=1")
+    speculation, target, processes = config.speculation, models.target, models.processes
+    if processes is not None:
+        memory = processes.plan_together(config, lambda: plan_memory(config, models))
+        processes.build(memory.num_blocks)
+    memory = memory or plan_memory(config, models)
+    own = build_runner(config, models, memory)
+    runner = own if processes is None else processes.runner(own, config, models)
+    drafter, num_groups = drafter_of(config, models), models.ranks.num_draft_groups
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
-        BlockPool(memory.num_blocks, ranks.num_draft_groups),
-        max_model_len,
+        BlockPool(memory.num_blocks, num_groups),
+        longest_text(config, target),
         state_window=drafter.state_window if drafter is not None else 0,
         drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
-        num_draft_groups=ranks.num_draft_groups,
+        num_draft_groups=num_groups,
     )
     inputs = InputProcessor(
         models.tokenizer,
         vocab_size=target.config.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=scheduler.max_model_len,
         eos_token_ids=target.config.eos_token_ids,
         seed=config.seed,
     )
-    cache = kv_cache(target.shard, memory, target.dtype, target.device)
-    verifier = _verifier(models.kernels, speculation)
-    runner = ModelRunner(target, cache, state, verifier, proposer)
-    if ranks.target.size > 1:
-        runner = ShardedRunner(target, cache, state, verifier, proposer, ranks=ranks)
     policy = DraftPolicy(
         speculation,
         host_proposers(speculation.sources, models.kernels),
-        _drafter_limits(speculation.network, target, drafter, proposer, scheduler.lag_tokens),
+        _drafter_limits(speculation.network, target, drafter, own.proposer, scheduler.lag_tokens),
         _control(config, models, runner),
         config.scheduler.max_num_seqs,
         cost_file(config, models, runner).forget if config.cost_table == AUTO else None,
     )
-    return Engine(inputs, scheduler, policy, runner), memory
+    return Engine(inputs, scheduler, policy, runner, ranks=processes), memory
+
+
+def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan) -> ModelRunner:
+    """What computes an engine's steps, on one rank; it takes the memory of the plan."""
+    target, device, kernels = models.target, models.device, models.kernels
+    drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
+    state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)
+    proposer = None
+    if drafter is not None:
+        proposer = device_proposer(config, drafter, kernels, memory, device)
+    cache = kv_cache(target.shard, memory, target.dtype, target.device)
+    parts = target, cache, state, _verifier(kernels, config.speculation), proposer
+    if models.ranks.target.size > 1:
+        return ShardedRunner(*parts, ranks=models.ranks)
+    return ModelRunner(*parts)
 
 
 def warm_up(engine: Engine) -> None:
@@ -138,7 +151,7 @@ def _drafter_limits(
     )
 
 
-def _control(config: EngineConfig, models: LoadedModels, runner: ModelRunner) -> LengthPolicy:
+def _control(config: EngineConfig, models: LoadedModels, runner: StepRunner) -> LengthPolicy:
     """What decides lengths; nobody may draft more than the policy allows."""
     if config.speculation.control == "fixed" or not config.speculation.sources:
         return FixedLength(MAX_DRAFTS)

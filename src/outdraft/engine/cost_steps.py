@@ -14,7 +14,8 @@ from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource, num_taught
 from outdraft.core.plan import DraftChoice, StepPlan, Work
-from outdraft.runner.model_runner import ModelRunner, PendingStep
+from outdraft.runner.model_runner import PendingStep
+from outdraft.runner.parallel_runner import StepRunner
 
 SHORT, LONG = 16, 1024  # tokens of a text
 MOST_DRAFTS = 63  # behind a short text
@@ -75,7 +76,7 @@ class ScratchSteps:
         num_long: tokens of the long text.
     """
 
-    def __init__(self, runner: ModelRunner, limits: SchedulerConfig, max_model_len: int) -> None:
+    def __init__(self, runner: StepRunner, limits: SchedulerConfig, max_model_len: int) -> None:
         self._runner, self._max_rows = runner, limits.max_num_batched_tokens
         self._max_len = max_model_len
         size, num_blocks = runner.cache.block_size, runner.cache.num_blocks

@@ -29,7 +29,7 @@ from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
-from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.parallel_runner import StepRunner
 
 AUTO, ROOFLINE = "auto", "roofline"
 BUDGET_S, DRAFTER_SHARE = 3.0, 1 / 2
@@ -57,7 +57,7 @@ _logger = logging.getLogger(__name__)
 def cost_table(
     config: EngineConfig,
     models: LoadedModels,
-    runner: ModelRunner,
+    runner: StepRunner,
     *,
     budget_s: float = BUDGET_S,
     folder: Path | None = None,
@@ -86,7 +86,7 @@ def cost_table(
 
 
 def cost_file(
-    config: EngineConfig, models: LoadedModels, runner: ModelRunner, folder: Path | None = None
+    config: EngineConfig, models: LoadedModels, runner: StepRunner, folder: Path | None = None
 ) -> CostFile:
     """Where the measured table of an engine is kept."""
     key = target_key(config, models, runner.state.row_len - 1)
@@ -94,7 +94,7 @@ def cost_file(
 
 
 def roofline(
-    config: EngineConfig, models: LoadedModels, runner: ModelRunner, machine: Machine
+    config: EngineConfig, models: LoadedModels, runner: StepRunner, machine: Machine
 ) -> CostTable:
     """The prior of an engine, see control/roofline.py."""
     rows = [count for count in ROWS if count <= config.scheduler.max_num_batched_tokens]
@@ -113,7 +113,7 @@ class _Measuring:
         self,
         config: EngineConfig,
         models: LoadedModels,
-        runner: ModelRunner,
+        runner: StepRunner,
         prior: CostTable,
         budget_s: float,
     ) -> None:

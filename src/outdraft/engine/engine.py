@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from outdraft.core.deltas import RequestDelta
 from outdraft.core.errors import RequestError
@@ -21,7 +22,8 @@ from outdraft.engine.deltas import RequestDeltas, StepTold
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor, Prompt
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.engine.step_plan import plan_step
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.runner.model_runner import LaunchedStep
+from outdraft.runner.parallel_runner import StepRunner
 from outdraft.scheduling.grammar_masks import allowed_tokens
 from outdraft.scheduling.scheduler import Scheduler
 
@@ -40,10 +42,30 @@ class _Sequence:
     may_draft: bool = True
 
 
+class WatchedRanks(Protocol):
+    """Processes that an engine cannot do without."""
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Have a function called, in another thread, when one of them has ended by itself."""
+        ...
+
+    def check(self) -> None:
+        """Raises RanksError: the engine cannot go on."""
+        ...
+
+    def end(self) -> None:
+        """End them all, and with them the engine."""
+        ...
+
+
 class Engine:
     """Composes scheduler, draft policy and runner; tells callers what came of their requests.
 
-    Not safe to use from several threads: AsyncEngine does that.
+    Not safe to use from several threads: AsyncEngine does that. An engine of several ranks whose
+    step raises RanksError is dead.
+
+    Attributes:
+        ranks: the processes that compute with it; None: it computes alone.
     """
 
     def __init__(
@@ -51,15 +73,18 @@ class Engine:
         inputs: InputProcessor,
         scheduler: Scheduler,
         drafting: DraftPolicy,
-        runner: ModelRunner,
+        runner: StepRunner,
         on_step: Callable[[StepStats], None] | None = None,
+        ranks: WatchedRanks | None = None,
     ) -> None:
+        """`ranks`: the other ranks of the runner, if it has some."""
         self.inputs = inputs
         self.scheduler = scheduler
         self.drafting = drafting
         self.runner = runner
         self.stats = StatsTotal()
         self.on_step = on_step
+        self.ranks = ranks
         self._sequences: dict[str, _Sequence] = {}
         self._callers: dict[str, RequestDeltas] = {}
         self._num_added = 0

@@ -159,6 +159,14 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
+    def close(self) -> None:
+        """End the other ranks' processes, if there are some; this engine is of no more use then.
+
+        They also end with this object, and with this process.
+        """
+        if self.engine.ranks is not None:
+            self.engine.ranks.end()
+
     def get_tokenizer(self) -> TextTokenizer:
         """What makes ids of texts and conversations, and texts of ids.
 

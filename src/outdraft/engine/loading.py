@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tokenizers import Tokenizer
@@ -19,6 +20,9 @@ from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
 
+if TYPE_CHECKING:
+    from outdraft.engine.ranks import RankProcesses
+
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
 
@@ -29,6 +33,7 @@ class LoadedModels:
 
     Attributes:
         ranks: over which target and drafter are spread.
+        processes: the other ranks, if this process is rank 0 of several.
     """
 
     config: EngineConfig
@@ -39,22 +44,27 @@ class LoadedModels:
     device: torch.device
     kernels: Kernels
     ranks: Ranks
+    processes: "RankProcesses | None" = None
 
 
 def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
     """Load what the configuration names; of each network the part of this rank.
 
     Args:
-        ranks: of whose models this rank's parts are loaded. All ranks call this together.
+        ranks: of whose models this rank's parts are loaded. All ranks call this together. Without
+            them, the other ranks that the configuration asks for are started.
 
     Raises:
         ConfigError: a model is missing, unknown or damaged, or cannot be divided over its ranks, or
             the drafter shares too few tokens.
+        RanksError: another rank ended.
     """
     check_option(config.kernels)  # before anything is downloaded
+    if config.parallel.has_ranks and ranks is ONE_RANK:
+        return _load_on_ranks(config)
     if not has_library():
         _logger.warning(NO_LIBRARY)
-    device = choose_device(config.device)
+    device = choose_device(config.device, ranks.target.rank if ranks.target.size > 1 else None)
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
@@ -74,6 +84,30 @@ def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
     return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
 
 
+def _load_on_ranks(config: EngineConfig) -> LoadedModels:
+    """All ranks load their parts at the same time; this process becomes rank 0."""
+    from outdraft.engine.ranks import RankProcesses  # with libraries that one rank does without
+
+    size, device = config.parallel.tensor_parallel_size, choose_device(config.device, 0)
+    if device.type == "cuda" and size > torch.cuda.device_count():
+        raise ConfigError(
+            f"tensor_parallel_size must be at most {torch.cuda.device_count()}, the number of "
+            f"GPUs, got {size}"
+        )
+    # What is missing or must be downloaded is so once, not on every rank.
+    resolve_model_path(config.model, config.revision, with_weights=config.load_format != "dummy")
+    if (network := config.speculation.network) is not None:
+        resolve_model_path(network.model)
+    processes = RankProcesses(config)
+    try:
+        models = load_models(config, processes.start(device))
+        processes.wait_until_loaded()
+    except BaseException:
+        processes.end()
+        raise
+    return replace(models, processes=processes)
+
+
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
     """The directory of the tokenizer: the model's own, unless the configuration names another."""
     return resolve_model_path(config.tokenizer) if config.tokenizer else model_path
@@ -85,6 +119,8 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     Raises:
         ConfigError: the drafter is missing or does not fit, or the target is another one.
     """
+    if models.processes is not None:
+        raise ConfigError("engines that share a target need tensor_parallel_size=1")
     check_shared(replace(config, speculation=models.config.speculation), models.config)
     network = config.speculation.network
     drafter = None
@@ -98,7 +134,7 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
     names = ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels")
-    for name in (*names, "quantization"):
+    for name in (*names, "quantization", "parallel"):
         if getattr(config, name) != getattr(loaded, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the models were loaded with "
@@ -112,8 +148,12 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
         raise ConfigError(f"{network.source} {network.model!r} was not loaded")
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of that name; "auto": a GPU if there is one."""
+def choose_device(name: str, rank: int | None = None) -> torch.device:
+    """The device of that name; "auto": a GPU if there is one. `rank`: of several ranks, which have
+    a GPU each."""
+    if rank is not None:
+        kind = choose_device(name)
+        return torch.device(kind.type, rank) if kind.type == "cuda" else kind
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -6,7 +6,7 @@ all needed at once, but an allocator keeps what it once had.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import psutil
@@ -155,6 +155,14 @@ GPU_SHARE, CPU_SHARE = 0.9, 0.5  # of the memory, unless gpu_memory_utilization 
 
 
 @dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What one of several ranks holds, in bytes, and what it could hold if the others could."""
+
+    total: int
+    idle: int
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """What is held, in bytes, and how many KV blocks that leaves room for.
 
@@ -163,6 +171,7 @@ class MemoryPlan:
         target_weights, drafter_weights: as loaded, packed copies included.
         step: what the largest step takes.
         block_bytes: of one block, the target's and the drafter's layers together.
+        ranks: of all ranks, if there are several; the other numbers are those of the first one.
     """
 
     numbers: str
@@ -172,6 +181,25 @@ class MemoryPlan:
     block_bytes: int
     num_blocks: int
     block_size: int
+    ranks: tuple[RankMemory, ...] = ()
+
+    @property
+    def total(self) -> int:
+        weights = self.target_weights + self.drafter_weights
+        return weights + self.step.total + self.block_bytes * self.num_blocks
+
+    def agreed(self, others: Sequence["MemoryPlan"]) -> "MemoryPlan":
+        """This rank's plan with as many blocks as all ranks have room for."""
+        plans = [self, *others]
+        fewest = min(plan.num_blocks for plan in plans)
+        ranks = tuple(
+            RankMemory(
+                replace(plan, num_blocks=fewest).total,
+                (plan.num_blocks - fewest) * plan.block_bytes,
+            )
+            for plan in plans
+        )
+        return replace(self, num_blocks=fewest, ranks=ranks)
 
     def table(self) -> list[tuple[str, str]]:
         """Rows for people."""
@@ -189,7 +217,10 @@ class MemoryPlan:
             f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,
         }
         rows = {name: size for name, size in parts.items() if size > 0}
-        rows["total"] = sum(parts.values())
+        rows["total"] = self.total
+        for rank, memory in enumerate(self.ranks):
+            rows[f"rank {rank} in all"] = memory.total
+            rows[f"rank {rank} leaves idle"] = memory.idle
         return [(name, _mebibytes(size)) for name, size in rows.items()]
 
     def __str__(self) -> str:

@@ -29,10 +29,15 @@ from outdraft.models.llama import CausalLM
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
     """The plan of an engine that lives alone, before anything but its weights is allocated.
 
+    Of several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's memory.
+
     Raises:
         ConfigError: such an engine cannot be built, or its memory is not there.
     """
-    return plan_together([(config, models)], device_memory(models.device))[0]
+    memory, size = device_memory(models.device), models.ranks.target.size
+    if models.device.type == "cpu":
+        memory = DeviceMemory(memory.total // size, memory.free // size, memory.default_share)
+    return plan_together([(config, models)], memory)[0]
 
 
 def plan_together(

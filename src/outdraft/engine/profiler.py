@@ -14,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from outdraft.engine.engine import Engine
+from outdraft.runner.parallel_runner import ParallelRunner
 
 RANGES = ("step", "schedule", "draft", "verify", "sample", "commit")
 
@@ -34,8 +35,11 @@ def traced(engine: Engine, path: Path) -> Generator[None, None, None]:
 
 
 def _phases(engine: Engine) -> list[tuple[object, str, str]]:
-    """Which method is which phase; drafts come from the host's sources and from the model."""
+    """Which method is which phase; drafts come from the host's sources and from the model. Of
+    several ranks this one is traced."""
     runner = engine.runner
+    if isinstance(runner, ParallelRunner):
+        runner = runner.own
     return [
         (engine, "step", "step"),
         (engine.drafting, "choose", "draft"),

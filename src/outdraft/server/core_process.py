@@ -83,6 +83,8 @@ def _start(
         memory=str(memory),
         tokenizer_path=str(tokenizer_path(config, models.path)),
         lossless=speculation.is_lossless,
+        tensor_parallel_size=config.parallel.tensor_parallel_size,
+        draft_tensor_parallel_size=config.draft_tensor_parallel_size,
     )
     return EngineLoop(engine, commands, reports), info
 

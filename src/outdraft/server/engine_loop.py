@@ -1,7 +1,7 @@
 """The life of the engine process: take commands, step, report. It never waits for a reader.
 
-A failing step ends the requests that ran in it; the others go on. If the next one fails too, the
-process ends.
+A failing step ends the requests that ran in it; the others go on. If the next one fails too, or if
+a rank of several is lost, also between two steps, the process ends.
 
 A grammar may take seconds to compile. That is done by a thread of its own; the request is added
 when it is ready, and later ones pass it.
@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from outdraft.core.errors import CapacityError, RequestError
+from outdraft.core.errors import CapacityError, RanksError, RequestError
 from outdraft.core.plan import StepStats
 from outdraft.engine.engine import Engine
 from outdraft.engine.inputs import TokensPrompt
@@ -70,8 +70,14 @@ class EngineLoop:
         """Until told to stop, or until steps fail; whether all went well."""
         with self._commands.context.socket(zmq.PULL) as wakes:
             wakes.bind(self._wake_address)
+            if self._engine.ranks is not None:
+                self._engine.ranks.watch(self._wake)
             try:
                 return self._run(wakes)
+            except RanksError as error:
+                _logger.error("%s", error)
+                self._send([Failed("engine", str(error))])
+                return False
             finally:
                 if self._trace is not None:
                     self._trace.close()
@@ -85,6 +91,8 @@ class EngineLoop:
                 self._has_news = True
                 self._send([Progress(deltas)] if deltas else [])
                 num_failed = 0
+            except RanksError:
+                raise  # there will be no next step
             except Exception as error:
                 _logger.exception("a step of the engine failed")
                 num_failed += 1
@@ -112,6 +120,8 @@ class EngineLoop:
                 return True
             else:
                 self._report_steps(is_idle=True)
+                if self._engine.ranks is not None:
+                    self._engine.ranks.check()
                 zmq.select([self._commands, wakes], [], [])
                 while wakes.poll(0):
                     wakes.recv()
@@ -160,7 +170,7 @@ class EngineLoop:
             return
         compiling = self._compiler.submit(self._engine.prepare, command.params)
         self._preparing.append((command, compiling))
-        compiling.add_done_callback(self._wake)
+        compiling.add_done_callback(self._wake_for)
 
     def _give_up_preparing(self, request_id: str) -> None:
         """Forget a request that waits for its grammar, if it does."""
@@ -171,10 +181,13 @@ class EngineLoop:
                 self._preparing.remove(waiting)
                 return
 
-    def _wake(self, compiling: Future[None]) -> None:
-        """In the compiler's thread: a loop that waits for commands is woken."""
-        if compiling.cancelled():
-            return
+    def _wake_for(self, compiling: Future[None]) -> None:
+        """In the compiler's thread."""
+        if not compiling.cancelled():
+            self._wake()
+
+    def _wake(self) -> None:
+        """In another thread: a loop that waits for commands is woken."""
         with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
             wake.linger = 0
             wake.connect(self._wake_address)

@@ -2,7 +2,6 @@
 
 import asyncio
 import pickle
-import signal
 import subprocess
 import sys
 from collections.abc import Coroutine, Mapping
@@ -15,13 +14,12 @@ import zmq
 import zmq.asyncio
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.endings import ending
 from outdraft.server.engine_link import OnLoading, Result, first_info, unless_dead
 from outdraft.server.messages import Assignment, Command, EngineInfo, Report
 
 DEATH_POLL_S = 0.1
 GOODBYE_S = 0.2  # for reports that were under way when the process ended
-
-_HINTS = {signal.SIGKILL: ", as the kernel does when memory runs out"}
 
 
 class EngineProcess:
@@ -97,14 +95,3 @@ class EngineProcess:
         self._reports.close()
         self._context.term()
         self._folder.cleanup()
-
-
-def ending(code: int) -> str:
-    """A process's exit code, or the signal that ended it, in words; `code` as in subprocess."""
-    if code >= 0:
-        return f"its process ended with exit code {code}"
-    try:
-        number = signal.Signals(-code)
-    except ValueError:
-        return f"its process was ended by signal {-code}"
-    return f"its process was ended by {number.name}{_HINTS.get(number, '')}"

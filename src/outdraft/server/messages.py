@@ -104,6 +104,8 @@ class EngineInfo(Struct, tag=True, frozen=True):
     memory: str  # the memory table, as text
     tokenizer_path: str = ""  # a directory
     lossless: bool = True  # outputs have the target's own distribution
+    tensor_parallel_size: int = 1  # ranks
+    draft_tensor_parallel_size: int = 1  # ranks that share a drafter
 
 
 class Steps(Struct, tag=True, frozen=True):

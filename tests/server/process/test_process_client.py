@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outdraft.core.endings import ending
 from outdraft.core.errors import (
     CapacityError,
     ConfigError,
@@ -23,7 +24,7 @@ from outdraft.core.errors import (
 )
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.engine_process import EngineProcess, ending
+from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import Steps
 from outdraft.server.process_client import Supervisor
 from tests.cli.pair import pair

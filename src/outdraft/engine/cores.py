@@ -1,0 +1,65 @@
+"""Which cores of this machine belong to which rank."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+CPUS = Path("/sys/devices/system/cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """What one rank computes with.
+
+    Attributes:
+        cpus: logical processors that its threads stay on; (): any, as there are not enough.
+    """
+
+    num_threads: int
+    cpus: tuple[int, ...] = ()
+
+
+def cores_of_ranks(
+    size: int, num_threads: int, topology: Mapping[int, tuple[int, int]]
+) -> list[Cores]:
+    """Equal parts that lie together, so that ranks of several sockets do not share one.
+
+    Args:
+        num_threads: of all ranks together.
+        topology: socket and core of each logical processor that they may use.
+    """
+    threads = max(1, num_threads // size)
+    by_core: dict[tuple[int, int], list[int]] = {}
+    for cpu, place in sorted(topology.items()):
+        by_core.setdefault(place, []).append(cpu)
+    cores = [by_core[place] for place in sorted(by_core)]
+    if len(cores) < size:
+        return [Cores(threads)] * size
+    parts = [
+        cores[rank * len(cores) // size : (rank + 1) * len(cores) // size] for rank in range(size)
+    ]
+    return [Cores(threads, tuple(sorted(chain.from_iterable(part)))) for part in parts]
+
+
+def topology(folder: Path = CPUS) -> dict[int, tuple[int, int]]:
+    """Socket and core of each logical processor of this thread; {}: this system does not say."""
+    if not hasattr(os, "sched_getaffinity"):
+        return {}
+    found: dict[int, tuple[int, int]] = {}
+    for cpu in os.sched_getaffinity(0):
+        place = folder / f"cpu{cpu}" / "topology"
+        try:
+            socket = int((place / "physical_package_id").read_text())
+            core = int((place / "core_id").read_text())
+        except (OSError, ValueError):
+            return {}
+        found[cpu] = socket, core
+    return found
+
+
+def stay_on(cpus: tuple[int, ...]) -> None:
+    """Keep this thread, and those that it starts, on these processors; (): where they are."""
+    if cpus:
+        os.sched_setaffinity(0, cpus)

@@ -1,0 +1,131 @@
+"""What rank 0 and the other ranks of an engine tell each other; msgpack on the wire.
+
+While an engine starts, each order of rank 0 has an answer of every rank. Steps have none: ranks
+meet in their groups. What a rank is started with, and an engine's configuration, are pickled: both
+come from the process that started it.
+"""
+
+import pickle
+from dataclasses import dataclass
+
+from msgspec import MsgspecError, Struct
+from msgspec.msgpack import Decoder, encode
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import RanksError
+from outdraft.engine.cores import Cores
+from outdraft.engine.memory import MemoryPlan
+
+LOST = 3  # exit code of a rank that lost another one
+STORE_TIMEOUT_S = 300.0  # for all processes to come
+
+
+@dataclass(frozen=True, slots=True)
+class RankAssignment:
+    """What a rank's process is started with.
+
+    Attributes:
+        address: of rank 0's end of the channel.
+        store: host and port where the ranks' groups meet.
+        log_level: of the logging module, in letters.
+    """
+
+    config: EngineConfig
+    rank: int
+    address: str
+    key: bytes
+    store: tuple[str, int]
+    cores: Cores
+    log_level: str
+
+
+class Join(Struct, tag=True, frozen=True):
+    """All ranks are there: meet, and load the models. They answer Loaded."""
+
+
+class Prepare(Struct, tag=True, frozen=True):
+    """Say what memory an engine of the loaded models would have. They answer Planned."""
+
+    pickled_config: bytes
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> "Prepare":
+        return cls(pickle.dumps(config))
+
+    @property
+    def config(self) -> EngineConfig:
+        return pickle.loads(self.pickled_config)
+
+
+class Build(Struct, tag=True, frozen=True):
+    """Take that memory, with so many blocks. They answer Ready."""
+
+    num_blocks: int
+
+
+class Step(Struct, tag=True, frozen=True):
+    """Run a step up to where masks are needed, if they are."""
+
+    plan: bytes  # as distributed.plan_bytes writes it
+
+
+class Masks(Struct, tag=True, frozen=True):
+    """Run the rest of a step."""
+
+    allowed: bytes
+
+
+Order = Join | Prepare | Build | Step | Masks
+
+
+class Here(Struct, tag=True, frozen=True):
+    """The first word of a rank."""
+
+
+class Loaded(Struct, tag=True, frozen=True):
+    """The models are there."""
+
+
+class Planned(Struct, tag=True, frozen=True):
+    """The memory of an engine that had nothing to agree about."""
+
+    plan: MemoryPlan
+
+
+class Ready(Struct, tag=True, frozen=True):
+    """Steps may come."""
+
+
+class Failed(Struct, tag=True, frozen=True):
+    """The last word of a rank.
+
+    `kind`: "config" if the configuration is to blame, "ranks" if another rank is, else "rank".
+    """
+
+    kind: str
+    message: str
+
+
+Answer = Here | Loaded | Planned | Ready | Failed
+
+_orders, _answers = Decoder(Order), Decoder(Answer)
+
+
+def as_bytes(message: Order | Answer) -> bytes:
+    return encode(message)
+
+
+def order_of_bytes(data: bytes) -> Order:
+    """Raises RanksError: it is none."""
+    try:
+        return _orders.decode(data)
+    except MsgspecError as error:
+        raise RanksError(f"an order cannot be read: {error}") from error
+
+
+def answer_of_bytes(data: bytes) -> Answer:
+    """Raises RanksError: it is none."""
+    try:
+        return _answers.decode(data)
+    except MsgspecError as error:
+        raise RanksError(f"an answer cannot be read: {error}") from error

@@ -1,0 +1,180 @@
+"""A rank that is not rank 0.
+
+`python -m outdraft.engine.rank_process` reads its assignment from stdin.
+
+Stdin stays open for as long as the process is wanted: its end, however it comes, ends the process.
+It does what rank 0 says and answers nothing in steps: what ranks need of each other in a step they
+exchange in their groups. Signals are for the first process to judge.
+"""
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import sys
+import threading
+from dataclasses import replace
+from datetime import timedelta
+from typing import BinaryIO, Never, TypeVar
+
+import torch
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
+
+from outdraft.core.errors import ConfigError, RanksError
+from outdraft.distributed.channel import Listener
+from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
+from outdraft.distributed.process_groups import join_ranks
+from outdraft.engine.build import build_runner
+from outdraft.engine.cores import stay_on
+from outdraft.engine.loading import LoadedModels, choose_device, load_models
+from outdraft.engine.memory_plan import plan_memory
+from outdraft.engine.rank_messages import (
+    LOST,
+    STORE_TIMEOUT_S,
+    Answer,
+    Build,
+    Failed,
+    Here,
+    Join,
+    Loaded,
+    Masks,
+    Order,
+    Planned,
+    Prepare,
+    RankAssignment,
+    Ready,
+    Step,
+    as_bytes,
+    order_of_bytes,
+)
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.runner.same_steps import SameSteps
+
+Told = TypeVar("Told", bound=Order)
+_logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    """Until rank 0 has no more need of it, or something goes wrong."""
+    gc.disable()  # while it starts, next to nothing becomes garbage
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    assignment: RankAssignment = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    logging.basicConfig(
+        level=assignment.log_level,
+        format=f"rank {assignment.rank}: %(levelname)s %(name)s: %(message)s",
+    )
+    listener = Listener(assignment.key, assignment.rank, assignment.address)
+    code, last_word = _work(assignment, listener)
+    listener.send(as_bytes(last_word))
+    listener.close()
+    return code
+
+
+def _work(assignment: RankAssignment, listener: Listener) -> tuple[int, Failed]:
+    """Until something goes wrong: the exit code that says what, and the last word."""
+    try:
+        stay_on(assignment.cores.cpus)
+        torch.set_num_threads(assignment.cores.num_threads)
+        Rank(assignment, listener).run()
+    except ConfigError as error:
+        return 2, Failed("config", str(error))
+    except RanksError as error:
+        _logger.error("%s", error)
+        return LOST, Failed("ranks", str(error))
+    except Exception as error:
+        _logger.exception("a rank failed")
+        return 1, Failed("rank", type(error).__name__)
+
+
+class Rank:
+    """Does what rank 0 says."""
+
+    def __init__(self, assignment: RankAssignment, listener: Listener) -> None:
+        self._assignment, self._listener = assignment, listener
+
+    def run(self) -> Never:
+        """Until something goes wrong.
+
+        Raises:
+            ConfigError, RanksError: why it cannot go on.
+        """
+        host, port = self._assignment.store
+        timeout = timedelta(seconds=STORE_TIMEOUT_S)
+        store = TCPStore(host, port, is_master=False, timeout=timeout)
+        self._answer(Here())
+        self._next(Join)
+        models = self._models(store)
+        self._answer(Loaded())
+        order = self._next(Prepare)
+        while True:
+            runner, same_steps = self._built(models, order)
+            order = self._step_until_prepare(runner, same_steps)
+
+    def _models(self, store: TCPStore) -> LoadedModels:
+        assigned = self._assignment
+        config, parallel = assigned.config, assigned.config.parallel
+        device = choose_device(config.device, assigned.rank)
+        ranks = join_ranks(
+            store,
+            assigned.rank,
+            parallel.tensor_parallel_size,
+            config.draft_tensor_parallel_size,
+            device,
+            parallel.rank_timeout_s,
+        )
+        return load_models(config, ranks)
+
+    def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
+        config = order.config
+        memory = plan_memory(config, models)
+        self._answer(Planned(memory))
+        memory = replace(memory, num_blocks=self._next(Build).num_blocks)
+        runner = build_runner(config, models, memory)
+        same_steps = None
+        if config.parallel.check_ranks:
+            same_steps = SameSteps(models.ranks.target, models.device)
+        gc.collect()
+        gc.freeze()  # what is there now stays: a collection that looks through it stalls a step
+        gc.enable()
+        self._answer(Ready())
+        return runner, same_steps
+
+    def _step_until_prepare(self, runner: ModelRunner, same_steps: SameSteps | None) -> Prepare:
+        """Run steps; the order that ends them."""
+        while True:
+            order = order_of_bytes(self._listener.receive())
+            if isinstance(order, Prepare):
+                return order
+            plan, allowed = _expected(Step, order).plan, b""
+            step = runner.launch(plan_of_bytes(plan))
+            if isinstance(step, LaunchedStep):
+                allowed = self._next(Masks).allowed
+                step = runner.verify(step, allowed_of_bytes(allowed))
+            if same_steps is not None:
+                same_steps.add(plan + allowed)
+                same_steps.check(runner.collect(step))
+
+    def _answer(self, answer: Answer) -> None:
+        self._listener.send(as_bytes(answer))
+
+    def _next(self, kind: type[Told]) -> Told:
+        return _expected(kind, order_of_bytes(self._listener.receive()))
+
+
+def _expected(kind: type[Told], order: Order) -> Told:
+    if not isinstance(order, kind):
+        raise RanksError(f"rank 0 orders {type(order).__name__} where {kind.__name__} was due")
+    return order
+
+
+def _end_with(stdin: BinaryIO) -> None:
+    """End the process when nobody holds the other end of its stdin any more."""
+    stdin.read()
+    os._exit(1)  # whatever the main thread is doing
+
+
+if __name__ == "__main__":
+    os._exit(main())  # threads of the groups, which lost their peers, are not waited for

@@ -1,0 +1,369 @@
+"""The other ranks of an engine: started, told what to do, watched and ended by rank 0's process."""
+
+import logging
+import os
+import pickle
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from tempfile import TemporaryDirectory
+from typing import NoReturn, TypeVar
+
+import psutil
+import torch
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
+
+from outdraft.config.engine import EngineConfig
+from outdraft.core.allowed import AllowedTokens
+from outdraft.core.endings import ending
+from outdraft.core.errors import ConfigError, PartedError, RanksError
+from outdraft.core.plan import StepPlan
+from outdraft.distributed.channel import KEY_BYTES, Speaker
+from outdraft.distributed.group import Ranks
+from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes
+from outdraft.distributed.process_groups import join_ranks
+from outdraft.engine.cores import Cores, cores_of_ranks, stay_on, topology
+from outdraft.engine.loading import LoadedModels
+from outdraft.engine.memory import MemoryPlan
+from outdraft.engine.rank_messages import (
+    LOST,
+    STORE_TIMEOUT_S,
+    Answer,
+    Build,
+    Failed,
+    Here,
+    Join,
+    Loaded,
+    Masks,
+    Order,
+    Planned,
+    Prepare,
+    RankAssignment,
+    Ready,
+    Step,
+    answer_of_bytes,
+    as_bytes,
+)
+from outdraft.runner.model_runner import ModelRunner
+from outdraft.runner.parallel_runner import ParallelRunner
+from outdraft.runner.same_steps import SameSteps
+
+HOST = "127.0.0.1"
+POLL_S = 0.1  # between two looks for a process that died, while an answer is awaited
+GRACE_S = 2.0  # for other ranks to end that lost the same one
+LAST_WORDS_S = 0.2
+
+Told = TypeVar("Told", bound=Answer)
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Processes:
+    """The processes by rank, and how those ended that have; threads wait for them."""
+
+    by_rank: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    endings: dict[int, int] = field(default_factory=dict[int, int])
+    news: threading.Condition = field(default_factory=threading.Condition)
+    on_death: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    are_wanted: bool = True
+
+    def add(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        self.by_rank[rank] = process
+        args = rank, process
+        threading.Thread(target=self._wait, args=args, name=f"rank-{rank}", daemon=True).start()
+
+    def end(self) -> None:
+        """Kill all that still run."""
+        with self.news:
+            self.are_wanted = False
+        for process in self.by_rank.values():
+            process.kill()
+        for process in self.by_rank.values():
+            process.wait()
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+
+    def _wait(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+        code = process.wait()
+        with self.news:
+            self.endings[rank] = code
+            self.news.notify_all()
+            told = self.on_death.copy() if self.are_wanted else []
+        for call in told:
+            call()
+
+
+class RankProcesses:
+    """All ranks but rank 0, which is this process. The engine that was built last runs on them.
+
+    They end with this object, with `end`, or with this process, however that ends.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Starts nothing."""
+        self._config, self._size = config, config.parallel.tensor_parallel_size
+        self._processes = _Processes()
+        self._failure: RanksError | None = None
+        self._engine = 0  # the newest one
+        self._folder = TemporaryDirectory(prefix="outdraft-")
+        self._key = secrets.token_bytes(KEY_BYTES)
+        self._speaker = Speaker(self._key, self._size, f"ipc://{self._folder.name}/ranks")
+        self._ending = weakref.finalize(self, _end, self._processes, self._speaker, _Threads())
+
+    def start(self, device: torch.device) -> Ranks:
+        """Start all processes and meet them; they begin to load their models.
+
+        Raises:
+            ConfigError, RanksError: one of them cannot.
+        """
+        store, port = _store(self._size)
+        all_cores = cores_of_ranks(self._size, torch.get_num_threads(), topology())
+        if device.type != "cpu":
+            all_cores = [replace(one, cpus=()) for one in all_cores]
+        for rank in range(1, self._size):
+            self._processes.add(rank, self._start(rank, all_cores[rank], (HOST, port)))
+        self._answers(Here)
+        self._folder.cleanup()  # all are connected
+        torch.set_num_threads(all_cores[0].num_threads)
+        stay_on(all_cores[0].cpus)
+        self._order(Join())
+        timeout_s = self._config.parallel.rank_timeout_s
+        draft_size = self._config.draft_tensor_parallel_size
+        try:
+            return join_ranks(store, 0, self._size, draft_size, device, timeout_s)
+        except RanksError as error:
+            self.give_up(error)
+
+    def wait_until_loaded(self) -> None:
+        """Until all ranks have loaded their models.
+
+        Raises:
+            ConfigError, RanksError: one of them cannot.
+        """
+        self._answers(Loaded)
+
+    def plan_together(self, config: EngineConfig, plan: Callable[[], MemoryPlan]) -> MemoryPlan:
+        """A plan that all ranks have the memory for: the one with the fewest blocks.
+
+        Args:
+            plan: makes this rank's own; the others make theirs meanwhile.
+
+        Raises:
+            ConfigError, RanksError: one of them cannot.
+        """
+        self._engine += 1
+        self._order(Prepare.of(config))
+        own = plan()
+        others = self._answers(Planned)
+        return own.agreed([others[rank].plan for rank in sorted(others)])
+
+    def build(self, num_blocks: int) -> None:
+        """Have all ranks take their memory, which `wait_until_built` waits for."""
+        self._order(Build(num_blocks))
+
+    def runner(
+        self, own: ModelRunner, config: EngineConfig, models: LoadedModels
+    ) -> ParallelRunner:
+        """What computes the steps of the engine that all ranks have built, with this rank's own
+        runner. Raises ConfigError, RanksError."""
+        self._answers(Ready)
+        same_steps = None
+        if config.parallel.check_ranks:
+            same_steps = SameSteps(models.ranks.target, models.device)
+        return ParallelRunner(own, _OneEngine(self, self._engine), same_steps)
+
+    def tell(self, engine: int, message: StepPlan | AllowedTokens) -> bytes:
+        """As OtherRanks.tell, of one of the engines that were built here."""
+        self.check()
+        if engine != self._engine:
+            raise RanksError("a newer engine runs on these ranks")
+        if isinstance(message, StepPlan):
+            data = plan_as_bytes(message)
+            self._speaker.send(as_bytes(Step(data)))
+        else:
+            data = allowed_as_bytes(message)
+            self._speaker.send(as_bytes(Masks(data)))
+        return data
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Have a function called, in another thread, when a rank's process has ended by itself."""
+        self._processes.on_death.append(on_death)
+
+    def check(self) -> None:
+        """Raises RanksError: the ranks cannot go on."""
+        if self._failure is not None:
+            raise self._failure
+        if self._processes.endings:
+            self.give_up(RanksError("a rank has ended"))
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """As OtherRanks.give_up."""
+        if self._failure is None:
+            self._failure = self._blamed(error)
+            self.end()
+        if not isinstance(error, Exception):
+            raise error  # the user's own: there is no more to tell
+        raise self._failure from error
+
+    def end(self) -> None:
+        """End all other ranks; nothing of them is left."""
+        if self._failure is None:
+            self._failure = RanksError("the ranks were ended")
+        self._ending()
+        self._folder.cleanup()
+
+    def _start(self, rank: int, cores: Cores, store: tuple[str, int]) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "outdraft.engine.rank_process"],
+            stdin=subprocess.PIPE,
+            # OpenMP reads it as a process begins.
+            env={**os.environ, "OMP_NUM_THREADS": str(cores.num_threads)},
+        )
+        assignment = RankAssignment(
+            self._config,
+            rank,
+            self._speaker.address,
+            self._key,
+            store,
+            cores,
+            logging.getLevelName(_logger.getEffectiveLevel()),
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: whoever waits for it is told how
+            pickle.dump(assignment, process.stdin)
+            process.stdin.flush()
+        return process
+
+    def _order(self, order: Order) -> None:
+        self.check()
+        try:
+            self._speaker.send(as_bytes(order))
+        except RanksError as error:
+            self.give_up(error)
+
+    def _answers(self, kind: type[Told]) -> dict[int, Told]:
+        """The answer of every other rank. Processes that load are slow, but none is silent for
+        ever: its end is noticed."""
+        found: dict[int, Told] = {}
+        while len(found) < self._size - 1:
+            self._raise_failed(kind, found)
+        return found
+
+    def _raise_failed(self, kind: type[Told], found: dict[int, Told]) -> None:
+        said = self._speaker.receive(POLL_S)
+        if said is None:
+            self.check()
+            return
+        rank, answer = said[0], answer_of_bytes(said[1])
+        if isinstance(answer, Failed):
+            if answer.kind == "config":
+                self._failure = RanksError(f"rank {rank} of {self._size}: {answer.message}")
+                self.end()
+                raise ConfigError(f"rank {rank} of {self._size}: {answer.message}")
+            self.give_up(RanksError(f"rank {rank} of {self._size} failed: {answer.message}"))
+        assert isinstance(answer, kind), f"rank {rank} answers {answer} where {kind} was due"
+        found[rank] = answer
+
+    def _blamed(self, error: BaseException) -> RanksError:
+        """Who is to blame that the ranks cannot go on, and how it ended."""
+        if isinstance(error, PartedError):
+            return error
+        if not isinstance(error, RanksError):
+            return RanksError(f"rank 0 of {self._size} left a step: {type(error).__name__}")
+        endings, last_words = self._look_around()
+        for rank, failed in last_words.items():
+            if failed.kind != "ranks":
+                return RanksError(f"rank {rank} of {self._size} failed: {failed.message}")
+        for rank, code in endings.items():
+            if code != LOST:
+                return RanksError(f"rank {rank} of {self._size}: {ending(code)}")
+        silent = [
+            rank
+            for rank in self._processes.by_rank
+            if rank not in endings and rank not in last_words
+        ]
+        if not silent:
+            return RanksError(f"rank 0 of {self._size} kept the others waiting for too long")
+        waited = f"for {self._config.parallel.rank_timeout_s:g} s"
+        which = " and ".join(f"rank {rank}{self._state(rank)}" for rank in silent)
+        return RanksError(f"{which} of {self._size} did not answer {waited}")
+
+    def _look_around(self) -> tuple[dict[int, int], dict[int, Failed]]:
+        """Which ranks ended how, and what they said before; waits for those that are about to."""
+        processes = self._processes
+
+        def is_clear() -> bool:
+            others = (code != LOST for code in processes.endings.values())
+            return any(others) or len(processes.endings) == len(processes.by_rank)
+
+        with processes.news:
+            processes.news.wait_for(is_clear, GRACE_S)
+            endings = processes.endings.copy()
+        last_words: dict[int, Failed] = {}
+        while (said := self._speaker.receive(LAST_WORDS_S)) is not None:
+            if isinstance(answer := answer_of_bytes(said[1]), Failed):
+                last_words[said[0]] = answer
+        return endings, last_words
+
+    def _state(self, rank: int) -> str:
+        with suppress(psutil.Error):
+            if psutil.Process(self._processes.by_rank[rank].pid).status() == psutil.STATUS_STOPPED:
+                return " (its process is stopped)"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class _OneEngine:
+    """The other ranks, for the runner of one engine."""
+
+    processes: RankProcesses
+    number: int
+
+    def tell(self, message: StepPlan | AllowedTokens) -> bytes:
+        return self.processes.tell(self.number, message)
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        self.processes.give_up(error)
+
+
+class _Threads:
+    """How this thread ran before it was a rank."""
+
+    def __init__(self) -> None:
+        self._thread, self._number = threading.get_ident(), torch.get_num_threads()
+        self._cpus = tuple(topology())
+
+    def restore(self) -> None:
+        torch.set_num_threads(self._number)
+        if threading.get_ident() == self._thread:
+            stay_on(self._cpus)
+
+
+def _end(processes: _Processes, speaker: Speaker, threads: _Threads) -> None:
+    processes.end()
+    speaker.close()
+    threads.restore()
+
+
+def _store(size: int) -> tuple[TCPStore, int]:
+    """Where the groups of an engine meet, for processes of this machine, and its port."""
+    listening = socket.create_server((HOST, 0))
+    port: int = listening.getsockname()[1]
+    store = TCPStore(
+        HOST,
+        port,
+        size,
+        is_master=True,
+        timeout=timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+    return store, port

@@ -1,0 +1,116 @@
+"""The runner of rank 0 where several ranks compute: the others are told what it does itself."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import NoReturn, Protocol
+
+from outdraft.core.allowed import AllowedTokens, Drafted
+from outdraft.core.plan import StepPlan, StepResult
+from outdraft.drafting.device.proposer import DeviceProposer
+from outdraft.kv.cache import KVCache
+from outdraft.models.llama import CausalLM
+from outdraft.runner.device_state import DeviceState
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
+from outdraft.runner.same_steps import SameSteps
+from outdraft.verification.verifier import Verifier
+
+
+class OtherRanks(Protocol):
+    """The other ranks, for rank 0."""
+
+    def tell(self, message: StepPlan | AllowedTokens) -> bytes:
+        """Have them do a step, or the rest of one; what was sent.
+
+        Raises:
+            RanksError: one of them cannot.
+        """
+        ...
+
+    def give_up(self, error: BaseException) -> NoReturn:
+        """End them all after an error that rank 0 met in a step.
+
+        Raises:
+            RanksError: with who is to blame.
+        """
+        ...
+
+
+class ParallelRunner:
+    """As ModelRunner. Whatever goes wrong in a step, on any rank, is the end of all ranks: they
+    cannot know how far the others came.
+
+    Attributes:
+        own: of this rank.
+    """
+
+    def __init__(
+        self, own: ModelRunner, others: OtherRanks, same_steps: SameSteps | None = None
+    ) -> None:
+        """`same_steps`: checks that the ranks never part; all ranks have one, or none has."""
+        self.own = own
+        self._others = others
+        self._same_steps = same_steps
+
+    @property
+    def model(self) -> CausalLM:
+        return self.own.model
+
+    @property
+    def cache(self) -> KVCache:
+        return self.own.cache
+
+    @property
+    def state(self) -> DeviceState:
+        return self.own.state
+
+    @property
+    def verifier(self) -> Verifier:
+        return self.own.verifier
+
+    @property
+    def proposer(self) -> DeviceProposer | None:
+        return self.own.proposer
+
+    def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
+        """As ModelRunner.launch, on all ranks.
+
+        Raises:
+            RanksError: the engine has to end, as from the other methods.
+        """
+        with self._together():
+            self._tell(plan)
+            return self.own.launch(plan)
+
+    def drafted(self, step: LaunchedStep) -> Drafted:
+        """As ModelRunner.drafted: this rank knows what all have drafted."""
+        with self._together():
+            return self.own.drafted(step)
+
+    def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
+        """As ModelRunner.verify, on all ranks."""
+        with self._together():
+            self._tell(allowed)
+            return self.own.verify(step, allowed)
+
+    def collect(self, pending: PendingStep) -> StepResult:
+        """As ModelRunner.collect: this rank knows what all have verified."""
+        with self._together():
+            result = self.own.collect(pending)
+            if self._same_steps is not None:
+                self._same_steps.check(result)
+        return result
+
+    def _tell(self, message: StepPlan | AllowedTokens) -> None:
+        sent = self._others.tell(message)
+        if self._same_steps is not None:
+            self._same_steps.add(sent)
+
+    @contextmanager
+    def _together(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except BaseException as error:
+            self._others.give_up(error)
+
+
+StepRunner = ModelRunner | ParallelRunner

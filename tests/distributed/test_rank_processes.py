@@ -1,0 +1,153 @@
+"""Engines of several processes: they answer as one does, and no end of a process goes unnoticed."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
+from outdraft.core.plan import StepStats
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+from tests.server.process.engines import PROMPTS, config, offline, processes, stream, supervisor
+
+pytestmark = pytest.mark.tp
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True, logprobs=2),
+    SamplingParams(temperature=0.7, top_p=0.9, seed=4, max_tokens=24, presence_penalty=0.5),
+    SamplingParams(temperature=0.0, max_tokens=9, structured={"kind": "regex", "text": "[a-f]+"}),
+    SamplingParams(temperature=1.0, seed=5, max_tokens=24, n=2),
+]
+LONG = SamplingParams(temperature=1.0, seed=6, max_tokens=400, ignore_eos=True)
+SUFFIX: dict[str, Any] = {"method": "suffix", "control": "fixed"}
+ENDS_S = 20.0
+
+
+def ranks_of(parent: int) -> list[psutil.Process]:
+    """Processes of ranks that a process has started."""
+    children = psutil.Process(parent).children()
+    return [one for one in children if "outdraft.engine.rank_process" in one.cmdline()]
+
+
+def have_ended(ranks: list[psutil.Process]) -> bool:
+    return not psutil.wait_procs(ranks, ENDS_S)[1]
+
+
+@contextmanager
+def spread(size: int = 2, **options: Any) -> Iterator[LLM]:
+    """An engine of several ranks, of which nothing is left afterwards."""
+    chosen = config(tensor_parallel_size=size, **{"speculative_config": SUFFIX} | options)
+    llm = LLM.from_config(chosen)
+    ranks = ranks_of(os.getpid())
+    assert len(ranks) == size - 1
+    with closing(llm):
+        yield llm
+    assert have_ended(ranks)
+    assert not ranks_of(os.getpid())
+
+
+def in_step(llm: LLM, number: int, act: Callable[[], None]) -> None:
+    """Do something behind a step."""
+    counted: list[StepStats] = []
+
+    def on_step(stats: StepStats) -> None:
+        counted.append(stats)
+        if len(counted) == number:
+            act()
+
+    llm.engine.on_step = on_step
+
+
+def lone_rank() -> psutil.Process:
+    [rank] = ranks_of(os.getpid())
+    return rank
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_answer_as_one_process_does(size: int):
+    """The ranks compare what they are told and what they choose."""
+    want = offline().generate(PROMPTS, PARAMS, use_tqdm=False)
+    with spread(size, check_ranks=True) as llm:
+        got = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert llm.engine.stats.num_accepted_tokens > 0
+        assert len(llm.memory.ranks) == size
+    told = [[(one.token_ids, one.text) for one in output.outputs] for output in got]
+    assert told == [[(one.token_ids, one.text) for one in output.outputs] for output in want]
+
+
+def test_a_rank_that_is_killed_in_mid_request_is_named_with_how_it_ended():
+    with spread() as llm:
+        in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
+        with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        with pytest.raises(RanksError, match="rank 1 of 2"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+
+
+def test_a_rank_that_hangs_is_named_and_ended():
+    with spread(rank_timeout_s=3.0) as llm:
+        in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGSTOP))
+        with pytest.raises(RanksError, match=r"rank 1 \(its process is stopped\).* for 3 s"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+
+
+def test_an_error_of_rank_0_in_a_step_ends_all_ranks():
+    def fail() -> None:
+        llm.engine.runner.own._forward = None
+
+    with spread() as llm:
+        in_step(llm, 5, fail)
+        with pytest.raises(RanksError, match="rank 0 of 2 left a step: TypeError"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert not ranks_of(os.getpid())
+
+
+def test_what_is_wrong_with_the_model_is_told_before_a_process_is_started(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        LLM(str(tmp_path), tensor_parallel_size=2, device="cpu")
+    assert not ranks_of(os.getpid())
+
+
+def test_a_server_whose_idle_engine_loses_a_rank_starts_another_one():
+    async def run() -> None:
+        client = supervisor(
+            config(tensor_parallel_size=2, speculative_config=SUFFIX), restarts=True
+        )
+        await client.start()
+        living = asyncio.create_task(client.run())
+        try:
+            await stream(client, "first", PROMPTS[0], PARAMS[0])
+            [engine] = processes(os.getpid())
+            old = ranks_of(engine)
+            old[0].kill()
+            await until(lambda: not client.is_alive)
+            with pytest.raises(EngineDeadError, match="rank 1 of 2: its process was ended by SIG"):
+                await stream(client, "second", PROMPTS[0], PARAMS[0])
+            await until(lambda: client.is_alive)
+            assert have_ended(old)
+            updates = await stream(client, "third", PROMPTS[0], PARAMS[0])
+            assert updates[-1].output.finished
+            [engine] = processes(os.getpid())
+            ranks = ranks_of(engine)
+            assert len(ranks) == 1
+            # However the engine ends, its ranks end too.
+            os.kill(engine, signal.SIGKILL)
+            assert have_ended(ranks)
+        finally:
+            client.close("the test is over")
+            living.cancel()
+            await asyncio.gather(living, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not is_so():
+            await asyncio.sleep(0.02)
