@@ -22,7 +22,7 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def raw() -> Iterator[zmq.Socket[bytes]]:
-    """Of somebody who has no key."""
+    """From somebody who has no key."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.rcvtimeo = int(WAIT_S * 1000)

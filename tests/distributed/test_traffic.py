@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -10,7 +9,9 @@ from outdraft.core.plan import StepPlan, Work
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.group import RankGroup
 from outdraft.engine.llm import LLM
+from outdraft.engine.loading import LoadedModels
 from outdraft.models.config import ModelConfig
+from outdraft.runner.model_runner import LaunchedStep, PendingStep
 from tests.oracle.engines import config, pair, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
 
@@ -22,8 +23,12 @@ Sent = tuple[dict[str, int], dict[str, int]]  # calls and bytes by operation
 class Recorded(Spread):
     """Keeps all plans."""
 
-    def launch(self, plan: StepPlan) -> Any:
-        self.plans = [*getattr(self, "plans", []), plan]
+    def __init__(self, llm: LLM, models: Sequence[LoadedModels]) -> None:
+        self.plans: list[StepPlan] = []
+        super().__init__(llm, models)
+
+    def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
+        self.plans.append(plan)
         return super().launch(plan)
 
 
@@ -55,7 +60,9 @@ def split(works: Sequence[Work], size: int, draft_size: int) -> list[list[Work]]
     return parts
 
 
-def expected(plans: list[StepPlan], rank: int, size: int, draft_size: int, draws: bool) -> Any:
+def expected(
+    plans: list[StepPlan], rank: int, size: int, draft_size: int, draws: bool
+) -> tuple[Expected, Expected, Expected]:
     """For the groups of target, drafter and peers."""
     target, drafter = (ModelConfig.from_directory(path) for path in (_pair[0], _pair[1]))
     of_target, of_draft, of_peers = map(Expected, (size, draft_size, size // draft_size))
@@ -108,7 +115,8 @@ def test_each_rank_sends_what_the_plans_say_and_no_more(
     llm = LLM.from_config(chosen, loaded[0])
     params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
     groups = [[one.ranks.target, one.ranks.draft, one.ranks.peers] for one in loaded]
-    with Recorded(llm, loaded) as ranks:
+    ranks = Recorded(llm, loaded)
+    with ranks:
         run(llm, prompts_of((9, 14, 5, 11, 7)), params)
     for rank, own in enumerate(groups):
         wanted = expected(ranks.plans, rank, size, draft_size, draws=temperature > 0)

@@ -40,7 +40,7 @@ class Transport(Protocol):
         ...
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Of each rank the part of its uint8 tensor that is for this one, in rank order.
+        """The parts of all ranks' uint8 tensors that are for this one, in rank order.
 
         Args:
             sent: bytes of `data` for each rank.

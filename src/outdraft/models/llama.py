@@ -114,8 +114,8 @@ class CausalLM(nn.Module):
         return self.passes(token_ids_T, caches, metadata, taps)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model. Of a target that is spread over ranks
-        [R, S], the columns of this rank's tokens, padded with -inf."""
+        """[R, V] of float32; of float64 for a float64 model. A target that is spread over
+        ranks gives [R, S], the columns of this rank's tokens, padded with -inf."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:

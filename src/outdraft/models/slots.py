@@ -31,7 +31,7 @@ class Slot:
 
     @property
     def shape(self) -> list[int]:
-        """Of the whole tensor."""
+        """The shape of the whole tensor."""
         shape = list(self.to.shape)
         if self.whole is not None:
             shape[self.dim] = self.whole

@@ -179,7 +179,7 @@ class ShardedRunner(ModelRunner):
     def _states(
         self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
     ) -> TargetStates:
-        """Of the requests that this rank drafts for."""
+        """Those of the requests that this rank drafts for."""
         states = super()._states(works, target, verdict)
         return owned_states(states, works, self.ranks.draft_group)
 

@@ -97,7 +97,7 @@ class DraftedColumns:
 
     @classmethod
     def of(cls, works: Sequence[Work]) -> "DraftedColumns":
-        """Of works that a network drafts for."""
+        """For works that a network drafts for."""
         choices = [work.drafts for work in works if work.drafts is not None]
         has_rules = any(choice.stop is not None for choice in choices)
         width = max(choice.num_model_drafts for choice in choices)
