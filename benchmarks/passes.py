@@ -44,11 +44,21 @@ class Case:
         return 2 * layers * tokens * KV_HEADS * HEAD_SIZE * item_bytes
 
     def operations(self, weights: int, head_weights: int, layers: int) -> int:
-        """All products; `weights` are those but the head's. A product and a sum are two."""
+        """All products; `weights` are those but the head's. A product and a sum are two.
+
+        Behind the keys and values of the last layer, only rows with logits count.
+        """
         rows = sum(rows for _, rows in self.requests)
-        seen = sum(rows * context + rows * (rows + 1) // 2 for context, rows in self.requests)
-        attention = 2 * layers * seen * HEADS * HEAD_SIZE
-        return 2 * (rows * weights + self.num_logits * head_weights + attention)
+        with_logits = [rows for _, rows in self.requests]
+        with_logits[-1] = 1 if self.is_prompt else with_logits[-1]
+        seen, seen_last = 0, 0
+        for (context, count), last in zip(self.requests, with_logits, strict=True):
+            seen += count * context + count * (count + 1) // 2
+            seen_last += last * (context + count) - last * (last - 1) // 2
+        attention = 2 * ((layers - 1) * seen + seen_last) * HEADS * HEAD_SIZE
+        left_out = weights // layers - 2 * KV_HEADS * HEAD_SIZE * HIDDEN
+        products = rows * weights - (rows - self.num_logits) * left_out
+        return 2 * (products + self.num_logits * head_weights + attention)
 
 
 def cases_of(rows: list[int]) -> list[Case]:
@@ -129,13 +139,10 @@ class Network:
         token_ids_T = torch.arange(len(metadata.slots_T)) % VOCABULARY
         wanted_R = torch.arange(case.num_logits)
         wanted_R[-1] = len(token_ids_T) - 1
+        batch = (token_ids_T, self._cache.layers, metadata, (), None, wanted_R)
 
         def run() -> int:
-            states_TD, _ = self._decoder(token_ids_T, self._cache.layers, metadata)
-            # Like the engine, which copies no states where the logits of all rows are wanted.
-            are_all = case.num_logits == len(states_TD)
-            wanted_RD = states_TD if are_all else states_TD.index_select(0, wanted_R)
-            best_R: Tensor = self._decoder.best_tokens(wanted_RD)[0]
+            best_R: Tensor = self._decoder.best_tokens(self._decoder(*batch)[0])[0]
             return len(best_R)
 
         return run

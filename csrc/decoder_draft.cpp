@@ -81,6 +81,7 @@ class Drafting {
     std::fill_n(ancestors, num_unread_, 0);
     starts_.assign(1, 0), lens_.clear();
     std::vector<int32_t> num_causal;
+    std::vector<int64_t> last_rows;  // each request has one at least
     const int64_t block_size = unread_.block_size;
     int64_t row = 0;
     for (int64_t b = 0; b < task_.num_requests; ++b) {
@@ -93,24 +94,25 @@ class Drafting {
         slots[row] = blocks[index / block_size] * block_size + index % block_size;
       }
       starts_.push_back(static_cast<int32_t>(row));
+      last_rows.push_back(row - 1);
       lens_.push_back(static_cast<int32_t>(span.context_len));
       num_causal.push_back(static_cast<int32_t>(span.num_rows));
     }
     const DecoderRows rows{ids,          positions,          slots,
                            starts_.data(), lens_.data(),     num_causal.data(),
                            ancestors,    unread_.block_table, num_unread_,
-                           task_.num_requests, unread_.table_width};
+                           task_.num_requests, unread_.table_width, last_rows.data(),
+                           unread_.states == nullptr ? task_.num_requests : num_unread_};
     const char* features = unread_.features;
     for (row = 0; features != nullptr && row < num_unread_; ++row) {
       copy_state(features, unread_.places[row], gathered_, row);
     }
     const void* states = features == nullptr ? nullptr : gathered_;
     if (!decoder_.forward(rows, states, nullptr, 0, nullptr, states_)) return false;
-    if (unread_.states != nullptr) {
-      std::memcpy(unread_.states, states_, static_cast<size_t>(num_unread_ * state_bytes_));
-    }
-    for (int64_t b = 0; b < task_.num_requests; ++b) {  // each request has a row at least
-      if (starts_[b + 1] - 1 != b) copy_state(states_, starts_[b + 1] - 1, states_, b);
+    if (unread_.states == nullptr) return true;
+    std::memcpy(unread_.states, states_, static_cast<size_t>(num_unread_ * state_bytes_));
+    for (int64_t b = 0; b < task_.num_requests; ++b) {
+      if (last_rows[b] != b) copy_state(states_, last_rows[b], states_, b);
     }
     return true;
   }
@@ -133,7 +135,8 @@ class Drafting {
                 ancestors, positions, slots);
     const DecoderRows rows{ids,           positions,          slots,     starts_.data(),
                            lens_.data(),  zeros_.data(),      ancestors, table_.data(),
-                           num_rows,      num_drafting(),     unread_.table_width};
+                           num_rows,      num_drafting(),     unread_.table_width,
+                           nullptr,       num_rows};
     const bool reads_states = decoder_.spec().reads_states != 0;
     if (reads_states) gather(depth, origins);
     return decoder_.forward(rows, reads_states ? gathered_ : nullptr, nullptr, 0, nullptr, states_);

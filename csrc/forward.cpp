@@ -232,9 +232,11 @@ class DecoderOf final : public Decoder {
       batch_.k = caches_[i].k;
       batch_.v = caches_[i].v;
       batch_.window = layers_[i].window;
-      attend(spec_.team, batch_, attention_);
       const bool is_last = i + 1 == spec_.num_layers;
-      for_blocks(num_rows, [&](int64_t first, int64_t count) {
+      // Behind the keys of the last layer nobody reads the other rows.
+      if (is_last && rows.num_wanted < num_rows) leave_wanted(rows);
+      attend(spec_.team, batch_, attention_);
+      for_blocks(batch_.num_rows, [&](int64_t first, int64_t count) {
         const float* next_norm = is_last ? spec_.final_norm : layers_[i + 1].input_norm;
         Number* next = is_last ? static_cast<Number*>(out) + first * spec_.hidden : x_;
         feed_forward(layers_[i], first, count, next_norm, next);
@@ -291,12 +293,12 @@ class DecoderOf final : public Decoder {
 
   void lay_out(const DecoderRows& rows, Parts& parts) {
     const int64_t num_rows = rows.num_rows, block = std::min(num_rows, kBlockRows);
-    batch_.positions = parts.copy(rows.positions, num_rows);
+    batch_.positions = positions_ = parts.copy(rows.positions, num_rows);
     slots_ = parts.copy(rows.slots, num_rows);
-    batch_.ancestors = parts.copy(rows.ancestors, num_rows);
-    batch_.query_start = parts.copy(rows.query_start, rows.num_requests + 1);
-    batch_.context_lens = parts.copy(rows.context_lens, rows.num_requests);
-    batch_.num_causal = parts.copy(rows.num_causal, rows.num_requests);
+    batch_.ancestors = ancestors_ = parts.copy(rows.ancestors, num_rows);
+    batch_.query_start = query_start_ = parts.copy(rows.query_start, rows.num_requests + 1);
+    batch_.context_lens = context_lens_ = parts.copy(rows.context_lens, rows.num_requests);
+    batch_.num_causal = num_causal_ = parts.copy(rows.num_causal, rows.num_requests);
     batch_.block_table = parts.copy(rows.block_table, rows.num_requests * rows.table_stride);
     batch_.q = q_ = parts.take<Number>(num_rows * heads_size_);
     batch_.out = attended_ = parts.take<Number>(num_rows * heads_size_);
@@ -305,6 +307,32 @@ class DecoderOf final : public Decoder {
     gated_ = parts.take<Number>(block * spec_.intermediate);
     qkv_ = parts.take<float>(block * stride_of(heads_size_ + 2 * kv_size_));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
+  }
+
+  // From now on the rows are the wanted ones: what they hold moves to the front. The causal rows
+  // that a request loses belong to its context.
+  void leave_wanted(const DecoderRows& rows) {
+    attention_.version.fetch_add(1);
+    std::atomic_thread_fence(std::memory_order_release);
+    batch_.num_rows = rows.num_wanted;
+    int64_t row = 0;
+    for (int64_t b = 0; b < rows.num_requests; ++b) {
+      const int64_t first = row, end = rows.query_start[b + 1];
+      while (row < rows.num_wanted && rows.wanted[row] < end) ++row;
+      const int64_t num_lost = end - rows.query_start[b] - (row - first);
+      const int32_t num_read = std::min<int32_t>(num_lost, rows.num_causal[b]);
+      query_start_[b + 1] = static_cast<int32_t>(row);
+      context_lens_[b] += num_read;
+      num_causal_[b] -= num_read;
+    }
+    for (int64_t to = 0; to < rows.num_wanted; ++to) {
+      const int64_t from = rows.wanted[to];
+      positions_[to] = rows.positions[from];
+      ancestors_[to] = rows.ancestors[from];
+      if (from == to) continue;
+      std::copy_n(q_ + from * heads_size_, heads_size_, q_ + to * heads_size_);
+      std::copy_n(residual_ + from * spec_.hidden, spec_.hidden, residual_ + to * spec_.hidden);
+    }
   }
 
   const Number* embedded(int64_t token) const {
@@ -422,7 +450,8 @@ class DecoderOf final : public Decoder {
   KeptMemory kept_, normed_;
   AttentionMemory attention_;
   AttentionBatch batch_;
-  const int64_t* slots_;            // [T]
+  int64_t *positions_, *slots_, *ancestors_;            // [T]
+  int32_t *query_start_, *context_lens_, *num_causal_;  // by requests
   float* residual_;                 // of all rows: [T, D]
   Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]

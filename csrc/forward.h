@@ -56,6 +56,8 @@ struct DecoderRows {
   const int64_t* ancestors;
   const int32_t* block_table;
   int64_t num_rows, num_requests, table_stride;
+  const int64_t* wanted;  // [R], rising: each request's last rows, or none; may be null if R is T
+  int64_t num_wanted;     // R
 };
 
 // A decoder with one engine's caches, and the memory that its passes reuse. One thread at a time.
@@ -68,10 +70,10 @@ class Decoder {
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
 
-  // out [T, D] = the states of the rows; their keys and values go to the caches. `states` [T, D],
-  // null for a network that does not read them, may be `out`. tapped [T, K, D]: its part k = the
-  // residual stream behind the first taps[k] layers. False, and nothing is done: a token or a
-  // position is not in its table.
+  // out [R, D] = the states of the wanted rows; keys and values of all go to the caches. `states`
+  // [T, D], null for a network that does not read them, may be `out`. tapped [T, K, D]: its part k
+  // = the residual stream behind the first taps[k] layers; with taps R is T. False, and nothing is
+  // done: a token or a position is not in its table.
   virtual bool forward(const DecoderRows& rows, const void* states, const int64_t* taps,
                        int64_t num_taps, void* tapped, void* out) = 0;
 

@@ -120,6 +120,21 @@ def batch_of(spans: Sequence[Span]) -> AttentionMetadata:
     return lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)[0]
 
 
+def batch_with_logits(spans: Sequence[Span]) -> tuple[AttentionMetadata, Tensor]:
+    """The batch, and int64 [R], the rows whose logits are wanted."""
+    metadata, (_, _, logit_rows_R, *_) = lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)
+    return metadata, logit_rows_R
+
+
+def filled_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:
+    """As `make_cache`, with random keys and values."""
+    cache, generator = make_cache(sizes, dtype), torch.Generator().manual_seed(5)
+    for layer in cache.layers:
+        for tensor in (layer.k_PSGC, layer.v_PSGC):
+            tensor.normal_(generator=generator)
+    return cache
+
+
 def rows_for(num_rows: int, hidden: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
     """Token ids, and states that bfloat16 holds."""
     generator = torch.Generator().manual_seed(seed)

@@ -17,7 +17,9 @@ from tests.kernels.decoders import (
     NUM_TOKENS,
     Sizes,
     batch_of,
+    batch_with_logits,
     blocks_of,
+    filled_cache,
     make_cache,
     make_spec,
     read_chunks,
@@ -69,7 +71,8 @@ def compare_compile_decoder(case: Case) -> None:
     sizes, seed = case.data.draw(drawn_sizes(), "sizes"), case.data.draw(st.integers(0, 99), "seed")
     first, second = (case.data.draw(st.integers(1, 40), "rows") for _ in range(2))
     up = case.data.draw(st.sampled_from([(), (0, 1, 2), (0, 0, 1, 3)]), "parents")
-    taps = (len(sizes.windows), 0)
+    leaves_out = case.data.draw(st.booleans(), "rows without logits are left out")
+    taps = () if leaves_out else (len(sizes.windows), 0)
     passes = [
         [Span(0, first, (), blocks_of(0)), Span(0, second, (), blocks_of(1))],
         [Span(first, 1, up, blocks_of(0)), Span(second, 3, (), blocks_of(1))],
@@ -79,10 +82,11 @@ def compare_compile_decoder(case: Case) -> None:
         decoder = kernels.compile_decoder(make_spec(sizes, kernels, dtype, seed))
         cache, results = make_cache(sizes, dtype), list[Tensor]()
         for number, spans in enumerate(passes):
-            metadata = batch_of(spans)
+            metadata, logit_rows_R = batch_with_logits(spans)
             ids_T, states_TD = rows_for(len(metadata.slots_T), sizes.hidden, dtype, seed + number)
             states_TD = states_TD if sizes.entry else None
-            results += decoder(ids_T, cache.layers, metadata, taps, states_TD)
+            wanted_R = logit_rows_R if leaves_out else None
+            results += decoder(ids_T, cache.layers, metadata, taps, states_TD, wanted_R)
             results.append(decoder.logits(results[-2]))
         found.append(
             [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC))]
@@ -106,6 +110,30 @@ def test_a_row_has_the_same_bits_in_chunks_of_any_size(name, kind, dtype):
         for mine, other in zip(cache.layers, whole_cache.layers, strict=True):
             assert torch.equal(mine.k_PSGC, other.k_PSGC)
             assert torch.equal(mine.v_PSGC, other.v_PSGC)
+
+
+@each_library
+@each_kind
+@each_dtype
+def test_rows_that_are_left_out_change_no_bit_of_the_others(name, kind, dtype):
+    sizes, kernels = KINDS[kind], cpu_kernels(1, name)
+    decoder = kernels.compile_decoder(make_spec(sizes, kernels, dtype))
+    tree = Span(100, 3, (0, 0, 1, 3), blocks_of(1))
+    unread, chain = Span(30, 20, (), blocks_of(2), samples=False), Span(90, 2, (0, 1), blocks_of(0))
+    batches = [batch_with_logits(spans) for spans in ([tree, unread, chain], [unread, tree])]
+    chosen = [*batches, (batches[0][0], torch.tensor([6])), (batches[0][0], torch.empty(0).long())]
+    for metadata, wanted_R in chosen:
+        ids_T, states_TD = rows_for(len(metadata.slots_T), sizes.hidden, dtype, 3)
+        entry = states_TD if sizes.entry else None
+        found = []
+        for rows_R in (None, wanted_R):
+            cache = filled_cache(sizes, dtype)
+            states_RD, _ = decoder(ids_T, cache.layers, metadata, (), entry, rows_R)
+            keys = [x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC)]
+            found.append((states_RD, keys))
+        (all_TD, all_keys), (wanted_RD, keys) = found
+        assert torch.equal(wanted_RD, all_TD[wanted_R])
+        assert all(map(torch.equal, keys, all_keys))
 
 
 @each_library

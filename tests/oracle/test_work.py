@@ -37,6 +37,24 @@ def test_rows_computed_are_rows_planned(method: str):
     assert len(computed) == llm.engine.stats.num_steps
 
 
+def test_plain_decoding_makes_a_state_for_each_token_that_it_chooses():
+    llm = engine("qwen3-window", "plain")
+    runner, num_states = llm.engine.runner, []
+    forward = runner.model.forward_tapped
+
+    def counted(*args):
+        found = forward(*args)
+        num_states.append(len(found[0]))
+        return found
+
+    runner.model.forward_tapped = counted
+    try:
+        run(llm, prompts_of([12, 30]), greedy(20))
+    finally:
+        runner.model.forward_tapped = forward
+    assert sum(num_states) == 2 * 20
+
+
 class Waits(TorchDispatchMode):
     """Counts the operations that make the host wait for the device."""
 

@@ -317,15 +317,18 @@ class DecoderPass(Protocol):
         metadata: "AttentionMetadata",
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The state of each row, [T, D], and the residual stream behind the first taps[k] layers,
-        [T, K, D], all of the network's dtype. Keys and values of the rows go to the caches.
+        """The states of the wanted rows, [R, D], and the residual stream behind the first taps[k]
+        layers, [T, K, D], all of the network's dtype. Keys and values of all rows go to the caches.
 
         Args:
             token_ids_T: int64.
             caches: one for each layer.
             taps: each from 0 (what enters layer 0) to the number of layers.
             states_TD: for a network with an entry.
+            wanted_R: int64, rising; the last rows of each request, or none of them. The last layer
+                may leave out the others. None: all are wanted; so they must be if there are taps.
         """
         ...
 

@@ -101,17 +101,19 @@ class CausalLM(nn.Module):
         caches: Sequence[LayerCache],
         metadata: AttentionMetadata,
         taps: Sequence[int],
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The hidden state of each row behind the final norm, [T, D], and the residual stream
-        behind the first taps[k] layers, [T, K, D], all of the model's dtype.
+        """The hidden states of the wanted rows behind the final norm, [R, D], and the residual
+        stream behind the first taps[k] layers, [T, K, D], all of the model's dtype.
 
         Writes the keys and values of the rows to the caches, one cache a layer.
 
         Args:
             token_ids_T: int64; the positions of the metadata are below max_model_len.
             taps: each from 0 (the embedding) to the number of layers.
+            wanted_R: as in DecoderPass.
         """
-        return self.passes(token_ids_T, caches, metadata, taps)
+        return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """[R, V] of float32; of float64 for a float64 model. A target that is spread over

@@ -112,6 +112,11 @@ def prompt_logprobs(
     return LogprobRows(tuple(counts), next_J, logprobs_J, ranks_J, top_ids_JK, top_logprobs_JK)
 
 
+def wants_prompt_logprobs(works: Sequence[Work], slots: Slots) -> bool:
+    """Whether `prompt_logprobs` reads states of these rows."""
+    return any(_num_prompt_rows(work, slots[work.slot]) for work in works)
+
+
 def _num_prompt_rows(work: Work, slot: RequestSlot) -> int:
     if slot.rules.prompt_logprobs is None:
         return 0

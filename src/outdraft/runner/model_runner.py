@@ -43,6 +43,7 @@ from outdraft.runner.logprobs import (
     emitted_logprobs,
     prompt_logprobs,
     wants_logprobs,
+    wants_prompt_logprobs,
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
@@ -60,13 +61,13 @@ class TargetPass:
     """The target's forward pass over all rows of a step.
 
     Attributes:
-        hidden_TD: hidden states of all rows.
+        hidden_TD: hidden states of all rows; None: nobody reads those without logits.
         tapped_TKD: residual streams behind the layers that the drafter reads.
         logit_hidden_RD: hidden states of the rows whose logits are needed.
     """
 
     rows: StepRows
-    hidden_TD: Tensor
+    hidden_TD: Tensor | None
     tapped_TKD: Tensor
     logit_hidden_RD: Tensor
 
@@ -149,7 +150,9 @@ class ModelRunner:
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
         target = self._forward(plan, drafts)
-        prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
+        prompt = None
+        if target.hidden_TD is not None:
+            prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
         clock.mark()
         step = LaunchedStep(
             plan, works, slots, target, drafts, own, sampling, drafted, prompt, clock
@@ -244,14 +247,21 @@ class ModelRunner:
         if drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works):
             rows = rows.shaped_by(drafts, self.model.kernels)
         ids_T = self.state.read(rows, drafts)
-        metadata = rows.metadata
-        hidden_TD, tapped_TKD = self.model.forward_tapped(
-            ids_T, self.cache.layers, metadata, self._taps if plan.keeps_states else ()
+        logit_rows_R = rows.logit_rows_R
+        are_wanted = plan.keeps_states or wants_prompt_logprobs(works, self._slots)
+        states_RD, tapped_TKD = self.model.forward_tapped(
+            ids_T,
+            self.cache.layers,
+            rows.metadata,
+            self._taps if plan.keeps_states else (),
+            None if are_wanted else logit_rows_R,
         )
-        are_all = rows.logit_rows_R.shape[0] == hidden_TD.shape[0]
+        if not are_wanted:
+            return TargetPass(rows, None, tapped_TKD, states_RD)
+        are_all = logit_rows_R.shape[0] == states_RD.shape[0]
         # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
-        logit_hidden_RD = hidden_TD if are_all else hidden_TD.index_select(0, rows.logit_rows_R)
-        return TargetPass(rows, hidden_TD, tapped_TKD, logit_hidden_RD)
+        logit_hidden_RD = states_RD if are_all else states_RD.index_select(0, logit_rows_R)
+        return TargetPass(rows, states_RD, tapped_TKD, logit_hidden_RD)
 
     def _verified(
         self,
@@ -310,6 +320,7 @@ class ModelRunner:
         self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
     ) -> TargetStates:
         assert self.proposer is not None
+        assert target.hidden_TD is not None
         return target_states(
             works,
             self._slots,

@@ -55,6 +55,8 @@ class Rows(ctypes.Structure):
         *((name, c_void_p) for name in ("token_ids", "positions", "slots", "query_start")),
         *((name, c_void_p) for name in ("context_lens", "num_causal", "ancestors", "block_table")),
         *((name, c_int64) for name in ("num_rows", "num_requests", "table_stride")),
+        ("wanted", c_void_p),
+        ("num_wanted", c_int64),
     )
 
 
@@ -107,23 +109,26 @@ class NativeDecoder:
         metadata: AttentionMetadata,
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
+        assert wanted_R is None or not taps, "taps are of all rows"
         size = self._spec.embedding_VD.shape[1]
         num_rows = token_ids_T.shape[0]
-        out_TD = torch.empty((num_rows, size), dtype=self._dtype)
+        rows = rows_of(metadata, address_of(token_ids_T, torch.int64), wanted_R)
+        out_RD = torch.empty((rows.num_wanted, size), dtype=self._dtype)
         tapped_TKD = torch.empty((num_rows, len(taps), size), dtype=self._dtype)
         states_TD = None if states_TD is None else states_TD.contiguous()
         is_valid = self._forward(
             self.handle(caches),
-            ctypes.byref(rows_of(metadata, address_of(token_ids_T, torch.int64))),
+            ctypes.byref(rows),
             None if states_TD is None else address_of(states_TD, self._dtype),
             _numbers(tuple(taps)),
             len(taps),
             tapped_TKD.data_ptr(),
-            out_TD.data_ptr(),
+            out_RD.data_ptr(),
         )
         assert is_valid, "a token or a position is out of its table"
-        return out_TD, tapped_TKD
+        return out_RD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         states_RD = states_RD.contiguous()
@@ -233,9 +238,9 @@ def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
     return NativeDecoder(team, spec) if spec.shard is None else ReferenceDecoder(spec)
 
 
-def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
+def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> Rows:
     """Where rows stand, and the address of their tokens; the tensors must stay alive."""
-    table_BP = metadata.block_table_BP
+    table_BP, num_rows = metadata.block_table_BP, metadata.slots_T.shape[0]
     return Rows(
         token_ids,
         address_of(metadata.positions_T, torch.int64),
@@ -245,9 +250,11 @@ def rows_of(metadata: AttentionMetadata, token_ids: int) -> Rows:
         address_of(metadata.num_causal_B, torch.int32),
         address_of(metadata.ancestors_T, torch.int64),
         address_of(table_BP, torch.int32),
-        metadata.slots_T.shape[0],
+        num_rows,
         metadata.context_lens_B.shape[0],
         table_BP.shape[1],
+        None if wanted_R is None else address_of(wanted_R, torch.int64),
+        num_rows if wanted_R is None else wanted_R.shape[0],
     )
 
 

@@ -33,6 +33,7 @@ class ReferenceDecoder:
         metadata: AttentionMetadata,
         taps: Sequence[int] = (),
         states_TD: Tensor | None = None,
+        wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
         x_TX, residual_TD = self._enter(token_ids_T, states_TD)
@@ -49,7 +50,9 @@ class ReferenceDecoder:
         tapped_TKD = residual_TD.new_empty(len(residual_TD), 0, residual_TD.shape[1])
         if taps:
             tapped_TKD = torch.stack([tapped[tap] for tap in taps], dim=1)
-        return self._norm(residual_TD, self._spec.final_norm_D), tapped_TKD
+        # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
+        wanted_RD = residual_TD if wanted_R is None else residual_TD.index_select(0, wanted_R)
+        return self._norm(wanted_RD, self._spec.final_norm_D), tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         logits_RN = self._spec.head(self._norm(states_RD, self._spec.head_norm_D))
