@@ -1,0 +1,238 @@
+"""What a drafted token takes on one rank and on several, beside a target that is spread over them.
+
+A target and a drafter with random weights draft chains of fixed length. One engine for each size of
+the drafter lives at a time beside the others; they take turns. A drafted token's time is that of a
+step's drafting, divided by the length. Beside it stands what `outdraft plan` says: the bandwidth of
+one rank and the time of a sum over ranks are measured here, everything else is the plan's own.
+
+The result is JSON: `python benchmarks/ranks.py --json FILE`.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
+
+from outdraft.bench.environment import compute, environment
+from outdraft.core.plan import StepStats
+from outdraft.core.sampling import SamplingParams
+from outdraft.distributed.process_groups import join_ranks
+from outdraft.engine.llm import LLM
+from outdraft.planning.hardware import Link, Machine, find_machine
+from outdraft.planning.roofline import Setup, Workload, step_time
+from outdraft.planning.shapes import Drafter, find_network
+
+LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
+SUMS, SMALL_SUM, LARGE_SUM = 200, 1024, 1 << 20  # numbers
+BANDWIDTH_BYTES = 1 << 28
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 16_384,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--tensor-parallel-size", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=8, help="of the drafter; the target has 2")
+    parser.add_argument("--requests", default="1,4")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    size = args.tensor_parallel_size
+    sizes = [d for d in range(1, size + 1) if size % d == 0]
+    machine = measured_machine(size)
+    with tempfile.TemporaryDirectory() as name:
+        target = checkpoint(Path(name) / "target", 2)
+        drafter = checkpoint(Path(name) / "drafter", args.layers)
+        engines = {d: engine(target, drafter, size, d) for d in sizes}
+        cells: list[dict[str, Any]] = []
+        for number in map(int, args.requests.split(",")):
+            times_ms: dict[int, list[float]] = {d: [] for d in sizes}
+            for _ in range(args.rounds):
+                for d, llm in engines.items():
+                    times_ms[d].append(drafted_token_ms(llm, number))
+            setup = Setup(
+                target=find_network(str(target)),
+                drafter=Drafter("draft_model", find_network(str(drafter))),
+                machine=machine,
+                tp=size,
+                workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
+            )
+            cells += [
+                {
+                    "requests": number,
+                    "draft_tensor_parallel_size": d,
+                    "ms_per_drafted_token": statistics.median(times_ms[d]),
+                    "planned_ms_per_drafted_token": planned_ms(setup, d, size, number),
+                    "samples_ms": times_ms[d],
+                }
+                for d in sizes
+            ]
+        for llm in engines.values():
+            llm.close()
+    link = machine.link
+    assert link is not None
+    result = {
+        "environment": environment() | compute(),
+        "options": {key: str(value) for key, value in vars(args).items()},
+        "measured": {
+            "rank_gb_s": machine.card.bandwidth * machine.card.constants.bandwidth_efficiency / 1e9,
+            "sum_us": link.latency_s * 1e6,
+            "link_gb_s": link.bandwidth / 1e9,
+        },
+        "cells": cells,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+def checkpoint(folder: Path, num_layers: int) -> Path:
+    """A random model: a drafter is wrong nearly always, so each step drafts behind one token."""
+    folder.mkdir()
+    config = CONFIG | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(num_layers)
+    size, inner, vocab = (
+        CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    kv_size = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, size),
+        "model.norm.weight": (size,),
+        "lm_head.weight": (vocab, size),
+    }
+    for layer in range(num_layers):
+        parts = {
+            "input_layernorm": (size,),
+            "post_attention_layernorm": (size,),
+            "self_attn.q_proj": (size, size),
+            "self_attn.k_proj": (kv_size, size),
+            "self_attn.v_proj": (kv_size, size),
+            "self_attn.o_proj": (size, size),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in parts.items()}
+    tensors = {
+        name: torch.randn(shape, generator=generator).mul_(0.02).bfloat16()
+        if len(shape) > 1
+        else torch.ones(shape, dtype=torch.bfloat16)
+        for name, shape in shapes.items()
+    }
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def engine(target: Path, drafter: Path, size: int, draft_size: int) -> LLM:
+    return LLM(
+        str(target),
+        tensor_parallel_size=size,
+        speculative_config={
+            "method": "draft_model",
+            "model": str(drafter),
+            "num_speculative_tokens": LENGTH,
+            "draft_tensor_parallel_size": draft_size,
+            "control": "fixed",
+        },
+        num_blocks=256,
+        max_num_seqs=16,
+        max_num_batched_tokens=512,
+    )
+
+
+def drafted_token_ms(llm: LLM, num_requests: int) -> float:
+    """The median over the steps that only decode."""
+    times_s: list[float] = []
+
+    def see(stats: StepStats) -> None:
+        if stats.num_draft_tokens == LENGTH * num_requests:
+            times_s.append(stats.times.draft_s / LENGTH)
+
+    llm.engine.on_step = see
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    prompts = [
+        [(request * 31 + place) % CONFIG["vocab_size"] for place in range(PROMPT_TOKENS)]
+        for request in range(num_requests)
+    ]
+    llm.generate(prompts, params, use_tqdm=False)
+    llm.engine.on_step = None
+    return 1e3 * statistics.median(times_s)
+
+
+def measured_machine(size: int) -> Machine:
+    """A card for each rank, and how fast sums over them are, with all ranks at work."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    others = [
+        context.Process(target=measure_rank, args=(rank, size, store.port, results))
+        for rank in range(size)
+    ]
+    for process in others:
+        process.start()
+    bandwidth, small_s, large_s = results.get(timeout=120)
+    for process in others:
+        process.join()
+    card = find_machine("laptop").card
+    nominal = bandwidth / card.constants.bandwidth_efficiency
+    num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
+    link = Link("measured", num_bytes / max(large_s - small_s, 1e-9), small_s, 0.0)
+    return Machine(replace(card, bandwidth=nominal), size, link)
+
+
+def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
+    """Bytes a second that this rank reads, seconds of a small sum, and of a large one."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    store = TCPStore("127.0.0.1", port, None, is_master=False)
+    group = join_ranks(store, rank, size, size, torch.device("cpu"), 60.0).target
+    weights = torch.ones(BANDWIDTH_BYTES // 4)
+    medians: list[float] = []
+    for work, repeats in (
+        (weights.sum, 9),
+        (lambda: group.sum(torch.ones(SMALL_SUM, dtype=torch.bfloat16)), SUMS),
+        (lambda: group.sum(torch.ones(LARGE_SUM, dtype=torch.bfloat16)), SUMS // 10),
+    ):
+        group.sum(torch.ones(1))  # all begin together
+        times_s: list[float] = []
+        for _ in range(repeats):
+            started_s = time.perf_counter()
+            work()
+            times_s.append(time.perf_counter() - started_s)
+        medians.append(statistics.median(times_s))
+    if rank == 0:
+        results.put((BANDWIDTH_BYTES / medians[0], medians[1], medians[2]))
+
+
+def planned_ms(setup: Setup, draft_size: int, size: int, num_requests: int) -> float:
+    """As the plan counts: a draft group has its part of the requests."""
+    groups = size // draft_size
+    own = -(-num_requests // groups)
+    step = step_time(replace(setup, draft_tp=draft_size), own, LENGTH, 1.0)
+    return 1e3 * step.drafting_s / LENGTH
+
+
+if __name__ == "__main__":
+    main()
