@@ -1,10 +1,10 @@
 """Costs as they are now: a measured table, corrected by what steps really take.
 
-One correction is shared by all numbers of rows, and one belongs to each. The shared one carries
-what is learned while speculating over to plain steps, which are seldom seen meanwhile; the own ones
-tell a machine that slowed down from a table that is wrong in one place. A sudden change is taken
-for both by halves: plain decoding that looks too fast is tried and put right at once, while it
-would be put right by rare probes only if it looked too slow.
+One correction is shared by all numbers of rows, and one belongs to each, much like those of its
+neighbours. The shared one carries what is learned while speculating over to plain steps, which are
+seldom seen meanwhile; the own ones tell a machine that slowed down from a table that is wrong in
+one place. A sudden change is taken for both by halves: plain decoding that looks too fast is tried
+and put right at once, while it would be put right by rare probes only if it looked too slow.
 """
 
 import math
@@ -18,6 +18,7 @@ from outdraft.control.facts import StepOutcome
 NOISE = 0.05**2  # variances of logarithms: of one measured time,
 SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
 WALK = 0.004**2  # and of the change of either from step to step
+NEAR = 0.8  # correlation of neighbours' own corrections
 SURPRISE = 0.25  # most of one in one step: outliers count no more
 CLIP = math.log(4)  # of a correction, either way
 HOST_CLIP = math.log(32)  # of the host's, which tables know less about
@@ -26,47 +27,45 @@ SPAN = 4096  # rows whose times are kept at hand
 
 
 class Correction:
-    """Factors on a table's times by bucket: a Kalman filter whose covariances are left out."""
+    """Factors on a table's times by bucket: a Kalman filter. N: buckets.
+
+    Without covariances, lengths that were not tried lately would look as dear as they did then.
+    """
 
     def __init__(self, num_buckets: int, clip: float = CLIP) -> None:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
-        self._shared, self._shared_variance = 0.0, SHARED
-        self._own = [0.0] * num_buckets
-        self._own_variance = [OWN] * num_buckets
-        self._num_seen = 0
         self.num_far = 0  # times in a row that the correction was beyond FAR
-        self._last_seen = [0] * num_buckets
-        self._factors: np.ndarray | None = np.ones(num_buckets)
+        bucket_N = np.arange(num_buckets)
+        near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
+        self._log_N = np.zeros(num_buckets)
+        self._variance_NN = SHARED + OWN * near_NN
+        self._walk_NN = WALK * (1 + near_NN)
+        self._factors: list[float] | None = [1.0] * num_buckets
 
     @property
-    def factors(self) -> np.ndarray:
-        """float [num_buckets]."""
+    def factors(self) -> list[float]:
+        """By bucket."""
         if self._factors is None:
-            logs = np.asarray(self._own) + self._shared
-            self._factors = np.exp(np.minimum(np.maximum(logs, -self._clip), self._clip))
+            logs_N = np.minimum(np.maximum(self._log_N, -self._clip), self._clip)
+            self._factors = np.exp(logs_N).tolist()
         return self._factors
 
     def factor(self, bucket: int) -> float:
-        return math.exp(max(-self._clip, min(self._clip, self._shared + self._own[bucket])))
+        return self.factors[bucket]
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
         if table_s <= 0 or actual_s <= 0:
             return
-        surprise = math.log(actual_s / table_s) - self._shared - self._own[bucket]
+        surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        shared = self._shared_variance + WALK
-        self._num_seen += 1
-        own = self._own_variance[bucket] + WALK * (self._num_seen - self._last_seen[bucket])
-        self._last_seen[bucket] = self._num_seen
-        total = shared + own + NOISE
-        self._shared += surprise * shared / total
-        self._own[bucket] += surprise * own / total
-        is_far = abs(self._shared + self._own[bucket]) > FAR
+        variance_NN = self._variance_NN + self._walk_NN
+        gain_N = variance_NN[bucket] / (float(variance_NN[bucket, bucket]) + NOISE)
+        self._log_N += surprise * gain_N
+        self._variance_NN = variance_NN - np.multiply.outer(gain_N, variance_NN[bucket])
+        is_far = abs(float(self._log_N[bucket])) > FAR
         self.num_far = self.num_far + 1 if is_far else 0
-        self._shared_variance = shared * (1 - shared / total)
-        self._own_variance[bucket] = own * (1 - own / total)
         self._factors = None
 
 
@@ -106,7 +105,7 @@ class Costs:
             edges = np.asarray(self.table.target.rows)
             bucket_N = np.minimum(np.searchsorted(edges, rows), len(edges) - 1)
         beside_s = self._beside_s(context_tokens, num_requests)
-        return (times_N + beside_s) * self._target.factors[bucket_N]
+        return (times_N + beside_s) * np.asarray(self._target.factors)[bucket_N]
 
     def pass_N(self, network: str, count: int, context_tokens: int) -> np.ndarray:
         """float [count]: passes of a network with 0, 1, ... rows; none takes no time."""

@@ -18,6 +18,7 @@ from outdraft.core.draft import MAX_TAUGHT
 from outdraft.engine.cost_steps import SHORT, Samples, ScratchSteps, Step
 
 TURNS = 5
+IN_A_ROW, QUICK_S = 3, 0.02  # runs in a turn of a step that takes less
 ROWS_OF_ONE = 8  # of one request; more rows belong to several, where the engine has room for them
 MOST_OF_FEW = 32  # rows, where it has not
 REQUESTS = (1, 2, 4, 8, 16, 32)
@@ -64,9 +65,18 @@ def take_turns(
             if time.perf_counter() + last_s.get(step, slowdown * prior_s) > end_s:
                 continue
             seconds = runner.run(step, own)
+            if seconds < QUICK_S:
+                seconds = _run_on(runner, step, own)
             slowdown = min(slowdown, seconds / prior_s) if last_s else seconds / prior_s
             last_s[step] = seconds
     return Measured(samples)
+
+
+def _run_on(runner: ScratchSteps, step: Step, samples: Samples) -> float:
+    """Run a short step again. Its first run is left out: it finds in the caches what the step
+    before it left there, and in an engine that is mostly a step like itself."""
+    samples.drop_last()
+    return min(runner.run(step, samples) for _ in range(IN_A_ROW - 1))
 
 
 class TargetSteps:

@@ -55,6 +55,11 @@ class Samples:
     target_s: list[float] = field(default_factory=list[float])
     host_s: list[float] = field(default_factory=list[float])
 
+    def drop_last(self) -> None:
+        """Forget the latest run."""
+        for seconds in (self.draft_s, self.target_s, self.host_s):
+            seconds.pop()
+
 
 @dataclass(frozen=True, slots=True)
 class _Text:
