@@ -17,6 +17,7 @@ from outdraft.control.alarms import FRUITLESS_STEPS, IDLE_STEPS
 from outdraft.control.facts import (
     Decision,
     DraftOutcome,
+    Fate,
     Grant,
     HostOffer,
     Reason,
@@ -159,7 +160,9 @@ class Scripted:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
 
-    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+    def pass_by(
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+    ) -> None:
         self.passed.append((num_tokens, host_s, step_s))
 
     def observe_plain(

@@ -7,6 +7,7 @@ import numpy as np
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.control.facts import (
     Decision,
+    Fate,
     Grant,
     Reason,
     RequestFacts,
@@ -75,7 +76,9 @@ class ChangingLengths:
         self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)
         return True
 
-    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+    def pass_by(
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+    ) -> None:
         self.num_passed += 1
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:

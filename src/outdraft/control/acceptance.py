@@ -33,6 +33,7 @@ MAX_OFFSET = 4.0
 FIRM_INFORMATION = 50.0  # about 250 labels; optimism ends here
 MAX_LOGIT = 6.0
 MIN_LIVE_LABELS = 50
+BATCH = 8  # drafts that are learned from at once
 FEW = 4  # requests for which arrays cost more than they save
 
 
@@ -93,17 +94,19 @@ class Level:
     logit: float
     information: float = 0.0
 
-    def observe(self, label: float, offset: float, most: float) -> tuple[float, float]:
-        """One label; its error, and what the variance of the error should be.
+    def observe(
+        self, label: float, offset: float, most: float, count: int = 1
+    ) -> tuple[float, float]:
+        """One label, or the mean of several; their error, and what its variance should be.
 
         most: information that counts of what was learned before.
         """
         chance = sigmoid(self.logit + offset)
-        variance = chance * (1 - chance)
+        error, variance = count * (label - chance), count * chance * (1 - chance)
         self.information = min(self.information + variance, most)
-        moved = self.logit + (label - chance) / (self.information + LEANING)
+        moved = self.logit + error / (self.information + LEANING)
         self.logit = max(-MAX_LOGIT, min(MAX_LOGIT, moved))
-        return label - chance, variance
+        return error, variance
 
     def follow(self, moved: float) -> None:
         """The level above moved by so much."""
@@ -223,6 +226,29 @@ class NetworkCurve:
         if self._surprise.observe(excess, variance):
             self.doubt(NEWS_INFORMATION)
         return excess
+
+    def observe_fates(self, request_id: str, fates: Sequence[tuple[int, int]]) -> None:
+        """Learn from drafts of one request without margins: levels verified, and accepted."""
+        self._stop_parts = None
+        offset = self._offset_of(request_id)
+        for start in range(0, len(fates), BATCH):
+            batch = fates[start : start + BATCH]
+            before = [level.logit for level in self._levels]
+            excess = variance = 0.0
+            num_seen = 0
+            for depth, level in enumerate(self._levels):
+                labels = [done > depth for most, done in batch if done >= depth < most]
+                if not labels:
+                    break
+                num_seen = depth + 1
+                mean = sum(labels) / len(labels)
+                error, spread = level.observe(mean, offset.value, self.memory, len(labels))
+                excess, variance = excess + error, variance + spread
+                self.num_labels += 0 if depth else len(labels)
+            self._spread(before, num_seen)
+            offset.observe(excess, variance)
+            if self._surprise.observe(excess, variance):
+                self.doubt(NEWS_INFORMATION)
 
     def teach(self, request_id: str, num_tokens: int, num_right: int) -> None:
         """Learn about the first level from settled tokens: how many it would have drafted.

@@ -15,7 +15,7 @@ from outdraft.control.costs import CostTable
 from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
-from outdraft.control.facts import Decision, Reason, ShadowOutcome, StepFacts, StepOutcome
+from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
@@ -138,10 +138,15 @@ class Controller:
             self._regime(num_requests).guard.pass_by()
         return True
 
-    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
-        """A step of a decision that holds for several brought so many tokens and took so long."""
+    def pass_by(
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+    ) -> None:
+        """A step of a decision that holds for several brought so many tokens and took so long.
+
+        fates: of its drafts, if the step is no lesson.
+        """
         assert self._held is not None
-        self._held.pass_by(num_tokens, step_s)
+        self._held.pass_by(num_tokens, step_s, fates)
         if self._num_steps % ROUTINE == 0:
             self.costs.observe_host(self._held.num_requests, host_s, drafts=True)
 
@@ -188,7 +193,7 @@ class Controller:
         """
         self._num_steps += 1
         self.wants_outcome, self.is_passing = True, False
-        if self._held is not None and self._held.decision.grants:
+        if self._held is not None:
             self._watch(self._held)
         key = question(facts)
         has_offers = any(request.offers for request in facts.requests)
@@ -259,6 +264,8 @@ class Controller:
 
     def forget(self, request_id: str) -> None:
         """The request ended."""
+        if self._held is not None:
+            self._watch(self._held)
         self.estimates.forget(request_id)
         self._standing.leave()
 
@@ -270,8 +277,10 @@ class Controller:
         regime.lessons.renew()
 
     def _watch(self, held: Standing) -> None:
-        """Compare the held steps that drafted with plain decoding."""
+        """Learn from the held steps that drafted, and compare them with plain decoding."""
         passed, decision = held.take_passed(), held.decision
+        if passed.fates:
+            self.estimates.observe_held(decision.grants, passed.fates)
         if passed.num_steps and not held.has_prompts:
             regime = self._regime(held.num_requests)
             plain_tokens = held.num_requests * passed.seconds / decision.plain_s

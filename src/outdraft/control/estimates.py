@@ -1,6 +1,6 @@
 """What was learned about acceptance, by source; makes options of what requests are offered."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from outdraft.control.acceptance import MAX_INFORMATION, NetworkCurve
 from outdraft.control.decision import Option, Plan
@@ -97,6 +97,23 @@ class Estimates:
                 self.host(grant.source).observe(grant.match_length, draft.drafted, draft.accepted)
         self.observe_shadows(outcome.shadows)
         return excess
+
+    def observe_held(
+        self, grants: Sequence[Grant], fates: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> None:
+        """Learn how drafts of networks fared, by request: levels verified, and accepted.
+
+        A chain that the live rule may have ended says too much for its levels without its margins.
+        """
+        for grant in grants:
+            curve = self.networks.get((grant.source, grant.rule, grant.shape))
+            own = fates.get(grant.request_id, ())
+            if curve is None or not own or grant.stop is not None:
+                continue
+            before = curve.logits if len(self.networks) > 1 else []
+            curve.observe_fates(grant.request_id, own)
+            if before:
+                self._tell_others(grant, before)
 
     def _tell_others(self, grant: Grant, before: list[float]) -> None:
         """Curves of other shapes learn from a draft of this one; `before`: its logits by level."""

@@ -206,6 +206,9 @@ class DraftOutcome:
         return max(self.drafted, len(self.margins))
 
 
+Fate = tuple[str, int, int]  # of a draft: request, levels that were verified, and accepted
+
+
 @dataclass(frozen=True, slots=True)
 class ShadowOutcome:
     """A draft that was not verified, compared with the text that came."""

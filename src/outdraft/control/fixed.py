@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from outdraft.control.facts import (
     Decision,
+    Fate,
     Grant,
     Reason,
     RequestFacts,
@@ -61,7 +62,9 @@ class FixedLength:
     def is_passing(self) -> bool:
         return False
 
-    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
+    def pass_by(
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+    ) -> None:
         """A fixed policy learns nothing."""
 
     def observe_shadows(self, shadows: Sequence[ShadowOutcome]) -> None:

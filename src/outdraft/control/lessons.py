@@ -15,7 +15,7 @@ MOST_DISTURBED = 2.0  # times as long
 FIRST_STEPS = 2  # behind a decision that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
 LONGEST = 32  # steps from one lesson to the next
-DOUBLING = 16  # lessons after which the steps between two may double
+DOUBLING = 2  # lessons after which the steps between two may double
 RATE = 1 / 16  # of the latest lesson in the average
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from outdraft.control.facts import Decision, ShadowOutcome, StepFacts, StepOutcome
+from outdraft.control.facts import Decision, Fate, ShadowOutcome, StepFacts, StepOutcome
 
 
 class LengthPolicy(Protocol):
@@ -33,8 +33,13 @@ class LengthPolicy(Protocol):
         """Whether it should be told to `pass_by`."""
         ...
 
-    def pass_by(self, num_tokens: int, host_s: float, step_s: float) -> None:
-        """A step of a decision that holds for several is over. Steps may fail."""
+    def pass_by(
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+    ) -> None:
+        """A step of a decision that holds for several is over. Steps may fail.
+
+        fates: of its drafts, if `observe` is not told of them.
+        """
         ...
 
     @property

@@ -6,9 +6,10 @@ for steps that draft, where they take so little time that deciding would be felt
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outdraft.control.facts import Decision, Reason
+from outdraft.control.facts import Decision, Fate, Reason
 
 MAX_STEPS = 32  # that a plain decision stands for
 SPREAD = 8  # it stands for batches that differ by less than one request in so many
@@ -20,12 +21,16 @@ class Passed:
 
     Attributes:
         squares: of each step's tokens beyond those predicted for its time.
+        fates: of drafts that were not observed, by request: levels verified, and accepted.
     """
 
     num_steps: int = 0
     tokens: int = 0
     seconds: float = 0.0
     squares: float = 0.0
+    fates: dict[str, list[tuple[int, int]]] = field(
+        default_factory=dict[str, list[tuple[int, int]]]
+    )
 
 
 @dataclass(slots=True)
@@ -51,7 +56,7 @@ class Standing:
         spread = 0 if self.decision.grants else self.num_requests // SPREAD
         return self.left > 0 and abs(num_requests - self.num_requests) <= spread
 
-    def pass_by(self, num_tokens: int, step_s: float) -> None:
+    def pass_by(self, num_tokens: int, step_s: float, fates: Sequence[Fate]) -> None:
         """It stood for a step that drafted."""
         decision, passed = self.decision, self.passed
         # A step that took very long met something else: it counts as twice the prediction.
@@ -62,6 +67,8 @@ class Standing:
         passed.tokens += num_tokens
         passed.seconds += step_s
         passed.squares += excess * excess
+        for request_id, drafted, accepted in fates:
+            passed.fates.setdefault(request_id, []).append((drafted, accepted))
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""

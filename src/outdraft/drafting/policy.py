@@ -16,6 +16,7 @@ from outdraft.control.facts import (
     CHAIN,
     Decision,
     DraftOutcome,
+    Fate,
     Grant,
     Reason,
     RequestFacts,
@@ -287,7 +288,8 @@ class DraftPolicy:
             self._observe_plain(booked, stats)
         elif self._decision is not None and self.control.is_passing:
             host_s = stats.host_s - self._decided_s(stats)
-            self.control.pass_by(stats.num_emitted, host_s, stats.step_s)
+            fates = () if step is not None else _fates(booked)
+            self.control.pass_by(stats.num_emitted, host_s, stats.step_s, fates)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)
@@ -481,6 +483,15 @@ class DraftPolicy:
             self._deciding_s + self._learning_s,
             self._is_held,
         )
+
+
+def _fates(booked: Booked) -> list[Fate]:
+    """How the drafts of a step fared that is no lesson."""
+    return [
+        (one.request.id, drafted_levels(draft, one.outcome), len(one.outcome.accepted_rows))
+        for one in booked
+        if (draft := one.work.drafts) is not None and one.outcome.is_finite
+    ]
 
 
 def _draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:

@@ -220,7 +220,9 @@ class Simulator:
             if facts is None and self.policy.wants_plain_time and not prompt_rows:
                 self.policy.observe_plain(len(decoding), context, target_s, host_s)
         if self.policy.is_passing:
-            self.policy.pass_by(num_tokens, host_s, step_s)
+            fates = [(one.request_id, one.drafted, one.accepted) for one in outcomes]
+            is_lesson = self.policy.wants_outcome
+            self.policy.pass_by(num_tokens, host_s, step_s, () if is_lesson else fates)
         self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
