@@ -246,7 +246,7 @@ def lessons_of(controller, facts, deciding_s, num_steps):
     return lessons
 
 
-@pytest.mark.parametrize(("deciding_s", "apart"), [(0.005, 1), (0.06, 5), (1.0, LONGEST)])
+@pytest.mark.parametrize(("deciding_s", "apart"), [(0.005, 1), (0.06, 6), (1.0, LONGEST)])
 def test_lessons_take_a_hundredth_of_the_time_once_enough_of_them_went_by(deciding_s, apart):
     controller = Controller(table(0.001, 0.001), 5)
     facts = StepFacts((request(network="eagle3"),))

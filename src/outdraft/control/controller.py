@@ -27,7 +27,7 @@ LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a ste
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
-SETTLED = 4  # decisions against drafts before one stands for steps to come
+SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
@@ -36,8 +36,9 @@ RARER = 3  # and how many times as many until the next, where steps are short: a
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
-ROUTINE = 8  # plain steps of which one is timed
+ROUTINE = 16  # plain steps of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
+LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 
 
 class Controller:
@@ -238,9 +239,8 @@ class Controller:
         if decision.reason is Reason.PATIENCE:
             self._regime(len(facts.requests)).guard.pass_by()
         excess = self.estimates.observe(outcome, self._num_lessons)
-        outlook = Outlook.of(facts, self.costs)
         actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
-        regime = self._regime(outlook.num_requests)
+        regime = self._regime(len(facts.requests))
         if self._is_usual(outcome) or self._deciding_s < DISTURBED * actual_s:
             self.costs.observe(outcome)
         elif outcome.drafts or facts.prompt_rows:
@@ -257,6 +257,7 @@ class Controller:
             # A step that took very long met something else: it counts as twice the prediction.
             if any(request.offers for request in facts.requests):
                 actual_s += outcome.deciding_s
+            outlook = Outlook.of(facts, self.costs)
             plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
             gained = outcome.num_tokens - plain_tokens
             if regime.guard.watch(gained, plain_tokens, decision.gain):
@@ -301,12 +302,13 @@ class Controller:
         return known
 
     def _stand(self, facts: StepFacts, decision: Decision) -> None:
-        """Let a decision against drafts stand for the steps to come, if it is one of several.
+        """Let a decision against drafts stand for the steps to come.
 
-        One alone says little: a request that may not draft in its last step can be the reason.
+        That nothing is offered says little if it is said once: a request that may not draft in its
+        last step can be the reason.
         """
         self._num_poor += 1
-        if self._num_poor >= SETTLED:
+        if self._num_poor >= SETTLED or decision.reason in LASTING:
             left = self._most_plain(facts, decision) - self._reused
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
             self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
@@ -324,12 +326,12 @@ class Controller:
     def _go_on(self, facts: StepFacts, decision: Decision) -> None:
         """Let a decision to draft hold, or leave out the lesson of one about offers."""
         count = len(facts.requests)
-        steps = self._regime(count).lessons.steps(decision.step_s)
+        steps = self._regime(count).lessons.steps(decision.plain_s)
         if any(request.offers for request in facts.requests):
             if self._num_steps - self._last_lesson < steps:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)
-        elif steps > 1 and not any(request.lag_tokens for request in facts.requests):
+        elif steps > 1:
             lesson_at = max(0, steps - 1 - FIRST_STEPS)
             self._held = self._standing.put(
                 decision, count, facts.prompt_rows, steps - 1, lesson_at

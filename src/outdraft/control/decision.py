@@ -67,8 +67,8 @@ class Prices:
         drafting_s: of the host in a step in which anybody drafts, beyond a plain one.
     """
 
-    target_N: np.ndarray
-    pass_N: np.ndarray
+    target_N: Sequence[float]
+    pass_N: Sequence[float]
     max_passes: int
     rate: float
     start_s: float = 0.0
@@ -186,7 +186,7 @@ def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan
         (Pick(request, option, levels),),
         levels if option.is_network else 0,
         rows,
-        _price(np.asarray(option.survivals[:levels]), prices, rows, is_trimmed=False),
+        _price(option.survivals[:levels], prices, rows, is_trimmed=False),
         tokens,
         best,
         draft_s - option.fixed_s,
@@ -203,8 +203,9 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
     rows_DI = np.where(is_in_DI, levels.rows_I, 0).cumsum(1)
     worth_I = levels.tokens_I - prices.rate * (levels.draft_I + levels.fixed_I)
     worth_DI = np.where(is_in_DI, worth_I, 0.0).cumsum(1)
-    target_DI = prices.target_N[np.minimum(rows_DI, prices.max_rows)]
-    beside_DI = prices.drafting_s + target_DI - prices.target_N[0]
+    target_N = np.asarray(prices.target_N)
+    target_DI = target_N[np.minimum(rows_DI, prices.max_rows)]
+    beside_DI = prices.drafting_s + target_DI - target_N[0]
     objective_DI = worth_DI - prices.rate * beside_DI
     objective_DI[rows_DI > prices.max_rows] = -np.inf
     depth, last = np.unravel_index(int(objective_DI.argmax()), objective_DI.shape)
@@ -222,7 +223,9 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
         ),
         int(depth),
         int(rows_DI[depth, last]),
-        _price(levels.tokens_I[live], prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed),
+        _price(
+            levels.tokens_I[live].tolist(), prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed
+        ),
         float(levels.tokens_I[taken].sum()),
         float(objective_DI[depth, last]),
         prices.drafting_s + float(levels.draft_I[taken].sum()),
@@ -270,13 +273,13 @@ class _Levels:
 
     def _pass_s(self, pass_rows_I: np.ndarray, prices: Prices) -> np.ndarray:
         """What each level adds to the time of its pass, which levels before it may have opened."""
-        draft_I = np.zeros(len(pass_rows_I))
+        draft_I, pass_N = np.zeros(len(pass_rows_I)), np.asarray(prices.pass_N)
         for depth in range(1, min(self.max_depth, prices.max_passes) + 1):
             at = np.flatnonzero((self.depth_I == depth) & (pass_rows_I > 0))
             if len(at) == 0:
                 continue
             rows = pass_rows_I[at].cumsum()  # what is beyond the prices has too many rows anyway
-            times = prices.pass_N[np.minimum(rows, len(prices.pass_N) - 1)]
+            times = pass_N[np.minimum(rows, len(pass_N) - 1)]
             added = times.copy()
             added[1:] -= times[:-1]
             added[0] += prices.start_s if depth == 1 else 0.0
@@ -301,11 +304,11 @@ def _falling(option: Option, rate: float) -> Sequence[float]:
     return [tokens / rows for tokens, rows, levels in blocks for _ in range(levels)]
 
 
-def _price(survivals: np.ndarray, prices: Prices, rows: int, *, is_trimmed: bool) -> float:
+def _price(survivals: Sequence[float], prices: Prices, rows: int, *, is_trimmed: bool) -> float:
     """Plan.price, from the survivals of networks' chain levels that were taken."""
-    if len(survivals) == 0:
+    if not survivals:
         return 0.0
-    smallest = float(survivals.min())
+    smallest = min(survivals)
     if is_trimmed:
         return smallest
     first = rows // 2

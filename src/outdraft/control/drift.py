@@ -27,46 +27,45 @@ SPAN = 4096  # rows whose times are kept at hand
 
 
 class Correction:
-    """Factors on a table's times by bucket: a Kalman filter. N: buckets.
+    """Factors on a table's times by bucket: a Kalman filter.
 
     Without covariances, lengths that were not tried lately would look as dear as they did then.
+    Lists, as arrays of ten numbers take several times as long.
     """
 
     def __init__(self, num_buckets: int, clip: float = CLIP) -> None:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
-        bucket_N = np.arange(num_buckets)
-        near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
-        self._log_N = np.zeros(num_buckets)
-        self._variance_NN = SHARED + OWN * near_NN
-        self._walk_NN = WALK * (1 + near_NN)
-        self._factors: list[float] | None = [1.0] * num_buckets
+        buckets = range(num_buckets)
+        near = [[NEAR ** abs(one - two) for two in buckets] for one in buckets]
+        self._logs = [0.0] * num_buckets
+        self._variance = [[SHARED + OWN * alike for alike in row] for row in near]
+        self._walk = [[WALK * (1 + alike) for alike in row] for row in near]
 
     @property
     def factors(self) -> list[float]:
         """By bucket."""
-        if self._factors is None:
-            logs_N = np.minimum(np.maximum(self._log_N, -self._clip), self._clip)
-            self._factors = np.exp(logs_N).tolist()
-        return self._factors
+        return [self.factor(bucket) for bucket in range(len(self._logs))]
 
     def factor(self, bucket: int) -> float:
-        return self.factors[bucket]
+        return math.exp(max(-self._clip, min(self._clip, self._logs[bucket])))
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
         if table_s <= 0 or actual_s <= 0:
             return
-        surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
+        surprise = math.log(actual_s / table_s) - self._logs[bucket]
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        variance_NN = self._variance_NN + self._walk_NN
-        gain_N = variance_NN[bucket] / (float(variance_NN[bucket, bucket]) + NOISE)
-        self._log_N += surprise * gain_N
-        self._variance_NN = variance_NN - np.multiply.outer(gain_N, variance_NN[bucket])
-        is_far = abs(float(self._log_N[bucket])) > FAR
+        own = [v + w for v, w in zip(self._variance[bucket], self._walk[bucket], strict=True)]
+        gains = [covariance / (own[bucket] + NOISE) for covariance in own]
+        self._logs = [log + surprise * g for log, g in zip(self._logs, gains, strict=True)]
+        self._variance = [
+            [v + w - gain * c for v, w, c in zip(variances, walks, own, strict=True)]
+            for variances, walks, gain in zip(self._variance, self._walk, gains, strict=True)
+        ]
+        is_far = abs(self._logs[bucket]) > FAR
         self.num_far = self.num_far + 1 if is_far else 0
-        self._factors = None
 
 
 class Costs:
@@ -75,12 +74,10 @@ class Costs:
     def __init__(self, table: CostTable) -> None:
         self.table = table
         rows = np.arange(SPAN)
-        self._target_N = table.target.at(rows)
-        self._bucket_N = np.minimum(
-            np.searchsorted(np.asarray(table.target.rows), rows), len(table.target.rows) - 1
-        )
+        self._target_N: list[float] = table.target.at(rows).tolist()
+        self._bucket_N = [table.target.bucket(count) for count in range(SPAN)]
         self._target = Correction(len(table.target.rows))
-        self._pass_N = {name: one.passes.at(rows) for name, one in table.drafters.items()}
+        self._pass_N = {name: one.passes.at(rows).tolist() for name, one in table.drafters.items()}
         self._catch_up_N = {
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
@@ -94,28 +91,29 @@ class Costs:
 
     def target_N(
         self, first: int, count: int, context_tokens: int, num_requests: int = 1
-    ) -> np.ndarray:
-        """float [count]: passes of first, first + 1, ... rows."""
+    ) -> list[float]:
+        """Passes of first, first + 1, ... rows, `count` of them."""
         if first + count <= SPAN:
             span = slice(first, first + count)
             times_N, bucket_N = self._target_N[span], self._bucket_N[span]
         else:
-            rows = np.arange(first, first + count)
-            times_N = self.table.target.at(rows)
-            edges = np.asarray(self.table.target.rows)
-            bucket_N = np.minimum(np.searchsorted(edges, rows), len(edges) - 1)
-        beside_s = self._beside_s(context_tokens, num_requests)
-        return (times_N + beside_s) * np.asarray(self._target.factors)[bucket_N]
+            rows = range(first, first + count)
+            times_N = self.table.target.at(np.asarray(rows)).tolist()
+            bucket_N = [self.table.target.bucket(num_rows) for num_rows in rows]
+        beside_s, factors = self._beside_s(context_tokens, num_requests), self._target.factors
+        return [
+            (seconds + beside_s) * factors[bucket]
+            for seconds, bucket in zip(times_N, bucket_N, strict=True)
+        ]
 
-    def pass_N(self, network: str, count: int, context_tokens: int) -> np.ndarray:
-        """float [count]: passes of a network with 0, 1, ... rows; none takes no time."""
+    def pass_N(self, network: str, count: int, context_tokens: int) -> list[float]:
+        """Passes of a network with 0, 1, ... rows, `count` of them; none takes no time."""
         cost = self.drafter(network)
         times_N = self._pass_N[network][:count]
         if count > SPAN:
-            times_N = cost.passes.at(np.arange(count))
-        times_N = (times_N + cost.context_s * context_tokens) * self._drafters[network].factor(0)
-        times_N[0] = 0.0
-        return times_N
+            times_N = cost.passes.at(np.arange(count)).tolist()
+        beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor(0)
+        return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
     def start_s(self, network: str) -> float:
         """What a network's drafts of a step take beside its passes."""
@@ -159,7 +157,9 @@ class Costs:
             grant, request = grants[draft.request_id], requests[draft.request_id]
             if grant.source != request.network:
                 continue
-            network, lag = grant.source, lag + request.lag_tokens
+            network = grant.source
+            if not outcome.is_held:  # the first step behind the decision caught up
+                lag += request.lag_tokens
             passes = min(self.drafter(network).max_passes, draft.num_passes)
             pass_rows += [0] * (passes - len(pass_rows))
             for level in range(passes):
@@ -183,7 +183,7 @@ class Costs:
     ) -> None:
         """`pass_rows`: rows of each pass that a step's drafts took."""
         cost, times_N = self.drafter(network), self._pass_N[network]
-        table_s = cost.start_s + sum(float(times_N[min(rows, SPAN - 1)]) for rows in pass_rows)
+        table_s = cost.start_s + sum(times_N[min(rows, SPAN - 1)] for rows in pass_rows)
         table_s += len(pass_rows) * cost.context_s * context_tokens
         if catch_up_tokens:
             table_s += self._table_catch_up_s(network, catch_up_tokens)
@@ -201,7 +201,7 @@ class Costs:
 
     def _table_s(self, num_rows: int, context_tokens: int, num_requests: int) -> float:
         if num_rows < SPAN:
-            seconds = float(self._target_N[num_rows])
+            seconds = self._target_N[num_rows]
         else:
             seconds = float(self.table.target.at(np.array(num_rows)))
         return seconds + self._beside_s(context_tokens, num_requests)

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from outdraft.control.decision import Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.facts import StepFacts
@@ -77,7 +75,7 @@ class Outlook:
     def prices(self, facts: StepFacts, network: str | None, costs: Costs) -> Prices:
         """What drafts cost, for a long run as fast as plain decoding."""
         most = min(facts.max_rows, sum(request.most_rows for request in facts.requests))
-        pass_N, max_passes, start_s = np.zeros(2), 0, 0.0
+        pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)
             max_passes, start_s = costs.drafter(network).max_passes, costs.start_s(network)
