@@ -213,7 +213,7 @@ class Controller:
             self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
             is_common = has_offers and decision.reason is Reason.GAIN
             is_common |= decision.reason is Reason.NOTHING_OFFERED
-            if is_common and self._is_dear(facts, decision):
+            if is_common and self._is_dear(decision):
                 self._answers.put(key, self._held, self._num_steps)
         return self._settle(facts, decision)
 
@@ -241,11 +241,11 @@ class Controller:
         excess = self.estimates.observe(outcome, self._num_lessons)
         actual_s = outcome.draft_s + outcome.target_s + outcome.host_s
         regime = self._regime(len(facts.requests))
-        if self._is_usual(outcome) or self._deciding_s < DISTURBED * actual_s:
+        if self._is_usual(outcome) or not self._is_dear(decision):
             self.costs.observe(outcome)
-        elif outcome.drafts or facts.prompt_rows:
+        elif decision.reason is Reason.NETWORK_PROBE or facts.prompt_rows:
             self.costs.observe(self._disturbance.removed(outcome))
-        else:
+        elif not outcome.drafts:
             self._disturbance.observe(outcome.target_s, decision.target_s)
         if decision.reason is Reason.NETWORK_PROBE:
             self.probe.observe(excess)
@@ -314,25 +314,26 @@ class Controller:
             self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
 
     def _is_usual(self, outcome: StepOutcome) -> bool:
-        """Whether the step was neither decided nor the first one behind a decision."""
+        """Whether the step was neither decided nor one of the first behind a decision."""
         if outcome.is_held:
             return self._held is not None and self._held.most >= FIRST_STEPS
         return self._is_answered
 
-    def _is_dear(self, facts: StepFacts, decision: Decision) -> bool:
-        """Whether to decide takes long beside a step."""
-        return self._regime(len(facts.requests)).lessons.disturb(decision.plain_s)
+    def _is_dear(self, decision: Decision) -> bool:
+        """Whether to decide takes so long beside a step that the step takes longer, too."""
+        return self._deciding_s > DISTURBED * decision.plain_s
 
     def _go_on(self, facts: StepFacts, decision: Decision) -> None:
         """Let a decision to draft hold, or leave out the lesson of one about offers."""
         count = len(facts.requests)
-        steps = self._regime(count).lessons.steps(decision.plain_s)
+        regime = self._regime(count)
+        steps = regime.lessons.steps(decision.plain_s)
         if any(request.offers for request in facts.requests):
             if self._num_steps - self._last_lesson < steps:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)
         elif steps > 1:
-            lesson_at = max(0, steps - 1 - FIRST_STEPS)
+            lesson_at = max(0, steps - 1 - regime.lessons.place())
             self._held = self._standing.put(
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
             )

@@ -12,7 +12,7 @@ from outdraft.control.facts import StepOutcome
 
 DISTURBED = 0.05  # of a step, if deciding takes longer, its passes find other things in the caches
 MOST_DISTURBED = 2.0  # times as long
-FIRST_STEPS = 2  # behind a decision that find them so
+FIRST_STEPS = 12  # behind a decision, or a prompt, that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
 LONGEST = 32  # steps from one lesson to the next
 DOUBLING = 2  # lessons after which the steps between two may double
@@ -25,10 +25,12 @@ class Lessons:
     def __init__(self) -> None:
         self._num = 0  # since all went as expected
         self._seconds = 0.0  # that one takes, on average
+        self._num_missed = 0  # decisions that held for too few steps, since the last lesson
 
     def observe(self, seconds: float) -> None:
         """A step was decided, and is learned from."""
         self._num += 1
+        self._num_missed = 0
         self._seconds += (seconds - self._seconds) * max(RATE, 1 / self._num)
 
     def renew(self) -> None:
@@ -39,9 +41,11 @@ class Lessons:
         """Steps of this length from one lesson to the next, itself included; 1: all are lessons."""
         return min(self._most_steps(step_s), 1 << min(self._num // DOUBLING, 30))
 
-    def disturb(self, step_s: float) -> bool:
-        """Whether a step of this length takes longer because it was decided."""
-        return self._seconds > DISTURBED * step_s
+    def place(self) -> int:
+        """Which step behind a decision that begins to hold should be the lesson: one that finds
+        the caches as usual, or an earlier one where decisions do not hold so long."""
+        self._num_missed += 1
+        return max(1, FIRST_STEPS >> (self._num_missed - 1))
 
     def seconds_a_step(self, plain_s: float, decided_share: float) -> float:
         """What lessons add to a step that drafts, beyond `plain_s`, in the long run.
