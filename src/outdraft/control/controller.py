@@ -36,7 +36,7 @@ RARER = 3  # and how many times as many until the next, where steps are short: a
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
-ROUTINE = 16  # plain steps of which one is timed
+ROUTINE = 8  # plain steps of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 
@@ -148,7 +148,7 @@ class Controller:
         """
         assert self._held is not None
         self._held.pass_by(num_tokens, step_s, fates)
-        if self._num_steps % ROUTINE == 0:
+        if self._num_steps % self._routine == 0:
             self.costs.observe_host(self._held.num_requests, host_s, drafts=True)
 
     @property
@@ -156,8 +156,14 @@ class Controller:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
         number = self._num_plain
         return number >= self._warm and (
-            number <= self._warm + TIMED_PLAIN or number % ROUTINE == 0
+            number <= self._warm + TIMED_PLAIN or number % self._routine == 0
         )
+
+    @property
+    def _routine(self) -> int:
+        """Steps that are held of which one is timed."""
+        is_dear = self._held is not None and self._is_dear(self._held.decision)
+        return MAX_STEPS if is_dear else ROUTINE
 
     def observe_plain(
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
@@ -308,10 +314,12 @@ class Controller:
         last step can be the reason.
         """
         self._num_poor += 1
-        if self._num_poor >= SETTLED or decision.reason in LASTING:
+        is_lasting = decision.reason in LASTING and self._is_dear(decision)
+        if is_lasting or self._num_poor >= SETTLED:
             left = self._most_plain(facts, decision) - self._reused
             plain_one = replace(decision, shadows=()) if decision.shadows else decision
-            self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
+            standing = self._standing.put(plain_one, len(facts.requests), facts.prompt_rows, left)
+            standing.is_proven = is_lasting and self._num_poor > SETTLED
 
     def _is_usual(self, outcome: StepOutcome) -> bool:
         """Whether the step was neither decided nor one of the first behind a decision."""

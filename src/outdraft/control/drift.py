@@ -27,44 +27,41 @@ SPAN = 4096  # rows whose times are kept at hand
 
 
 class Correction:
-    """Factors on a table's times by bucket: a Kalman filter.
+    """Factors on a table's times by bucket: a Kalman filter. N: buckets.
 
     Without covariances, lengths that were not tried lately would look as dear as they did then.
-    Lists, as arrays of ten numbers take several times as long.
     """
 
     def __init__(self, num_buckets: int, clip: float = CLIP) -> None:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
-        buckets = range(num_buckets)
-        near = [[NEAR ** abs(one - two) for two in buckets] for one in buckets]
-        self._logs = [0.0] * num_buckets
-        self._variance = [[SHARED + OWN * alike for alike in row] for row in near]
-        self._walk = [[WALK * (1 + alike) for alike in row] for row in near]
+        bucket_N = np.arange(num_buckets)
+        near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
+        self._log_N = np.zeros(num_buckets)
+        self._variance_NN = SHARED + OWN * near_NN
+        self._walk_NN = WALK * (1 + near_NN)
 
     @property
     def factors(self) -> list[float]:
         """By bucket."""
-        return [self.factor(bucket) for bucket in range(len(self._logs))]
+        return [math.exp(max(-self._clip, min(self._clip, log))) for log in self._log_N.tolist()]
 
     def factor(self, bucket: int) -> float:
-        return math.exp(max(-self._clip, min(self._clip, self._logs[bucket])))
+        return math.exp(max(-self._clip, min(self._clip, float(self._log_N[bucket]))))
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
         if table_s <= 0 or actual_s <= 0:
             return
-        surprise = math.log(actual_s / table_s) - self._logs[bucket]
+        surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
-        own = [v + w for v, w in zip(self._variance[bucket], self._walk[bucket], strict=True)]
-        gains = [covariance / (own[bucket] + NOISE) for covariance in own]
-        self._logs = [log + surprise * g for log, g in zip(self._logs, gains, strict=True)]
-        self._variance = [
-            [v + w - gain * c for v, w, c in zip(variances, walks, own, strict=True)]
-            for variances, walks, gain in zip(self._variance, self._walk, gains, strict=True)
-        ]
-        is_far = abs(self._logs[bucket]) > FAR
+        self._variance_NN += self._walk_NN
+        own_N = self._variance_NN[bucket].copy()
+        gain_N = own_N * (1 / (float(own_N[bucket]) + NOISE))
+        self._log_N += surprise * gain_N
+        self._variance_NN -= gain_N[:, None] * own_N
+        is_far = abs(float(self._log_N[bucket])) > FAR
         self.num_far = self.num_far + 1 if is_far else 0
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from outdraft.control.facts import Decision, Fate, Reason
 
 MAX_STEPS = 32  # that a plain decision stands for
+PROVEN = 4  # times as many requests may end before it is decided anew if it was right for long
 SPREAD = 8  # it stands for batches that differ by less than one request in so many
 
 
@@ -42,6 +43,7 @@ class Standing:
         left: and that it still stands for.
         lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts.
+        is_proven: several others like it came before, so that it stands for other requests, too.
     """
 
     decision: Decision
@@ -51,6 +53,7 @@ class Standing:
     left: int = 0
     lesson_at: int = -1
     passed: Passed = field(default_factory=Passed)
+    is_proven: bool = False
 
     def fits(self, num_requests: int) -> bool:
         spread = 0 if self.decision.grants else self.num_requests // SPREAD
@@ -120,6 +123,7 @@ class StandingDecisions:
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
         for standing in self._known.values():
-            gone = math.ceil(standing.most / max(1, standing.num_requests))
+            shares = max(1, standing.num_requests) * (PROVEN if standing.is_proven else 1)
+            gone = math.ceil(standing.most / shares)
             # Whoever comes should draft at once if drafts pay.
             standing.left = 0 if standing.decision.grants else standing.left - gone
