@@ -324,7 +324,7 @@ class Controller:
     def _is_usual(self, outcome: StepOutcome) -> bool:
         """Whether the step was neither decided nor one of the first behind a decision."""
         if outcome.is_held:
-            return self._held is not None and self._held.most >= FIRST_STEPS
+            return self._held is not None and self._held.most >= FIRST_STEPS // 2
         return self._is_answered
 
     def _is_dear(self, decision: Decision) -> bool:

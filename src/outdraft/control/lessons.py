@@ -15,7 +15,7 @@ MOST_DISTURBED = 2.0  # times as long
 FIRST_STEPS = 12  # behind a decision, or a prompt, that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
 LONGEST = 32  # steps from one lesson to the next
-DOUBLING = 2  # lessons after which the steps between two may double
+SHORTEST = 4  # steps between two at first; twice as many behind each lesson
 RATE = 1 / 16  # of the latest lesson in the average
 
 
@@ -34,12 +34,12 @@ class Lessons:
         self._seconds += (seconds - self._seconds) * max(RATE, 1 / self._num)
 
     def renew(self) -> None:
-        """Something has changed: each step counts for a while."""
+        """Something has changed: lessons come more often for a while."""
         self._num = 0
 
     def steps(self, step_s: float) -> int:
         """Steps of this length from one lesson to the next, itself included; 1: all are lessons."""
-        return min(self._most_steps(step_s), 1 << min(self._num // DOUBLING, 30))
+        return min(self._most_steps(step_s), SHORTEST << min(self._num, 30))
 
     def place(self) -> int:
         """Which step behind a decision that begins to hold should be the lesson: one that finds
