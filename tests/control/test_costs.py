@@ -7,6 +7,15 @@ import pytest
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
 from outdraft.control.drift import LONG, Costs
+from outdraft.control.facts import (
+    Decision,
+    DraftOutcome,
+    Grant,
+    Reason,
+    RequestFacts,
+    StepFacts,
+    StepOutcome,
+)
 from outdraft.core.errors import ConfigError
 
 LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
@@ -133,3 +142,17 @@ def test_a_step_with_drafts_takes_the_host_longer_by_the_same_share_for_all_requ
     assert costs.host_s(11) == pytest.approx(2e-4)
     assert costs.drafting_s(11) == pytest.approx(1e-4)
     assert CostTable.from_json(table.to_json()) == table
+
+
+def test_what_a_network_adds_to_the_targets_pass_is_no_news_of_plain_steps():
+    drafter = replace(TABLE.drafters["eagle3"], beside_s=0.5)
+    costs = Costs(replace(TABLE, drafters={"eagle3": drafter}))
+    before = costs.target_s(1, 0)
+    grant = Grant("a", "eagle3", 1, 1, 0.5)
+    decision = Decision((grant,), 0, 1, Reason.GAIN, 0, 0, 0, 0, 0, 0)
+    facts = StepFacts((RequestFacts("a", 9, 4, 0, network="eagle3"),))
+    drafts = (DraftOutcome("a", 1, 1),)
+    target_s = float(LINE.at(np.array(2))) + 0.5
+    for _ in range(50):
+        costs.observe(StepOutcome(facts, decision, drafts, 2, 2, 0.13, target_s, 0.0))
+    assert costs.target_s(1, 0) == pytest.approx(before, rel=0.01)

@@ -68,13 +68,14 @@ def test_a_networks_costs_without_noise_are_what_was_true(tree):
                 further = [rows - 1 for rows in tree[:-1]]
             passes = [1e-4 * step.num_requests * (1 + more) for more in (0, *further)]
             draft_s += 8e-4 + sum(passes) + context_s * len(passes) + 1e-5 * step.lag
-        return draft_s, 1.0, 1.0
+        return draft_s, 1.25 if step.is_network else 1.0, 1.0
 
     steps = DrafterSteps(COUNTS, NUM_LONG, depth=4, tree=tree, max_passes=63, reads_texts=True)
     cost = steps.fitted(measured_as(steps.wanted, truth), PRIOR.drafters["eagle3"])
     rows = np.array([*COUNTS, *(4 * count for count in COUNTS if tree)])  # 4: the mean of 3 and 5
     assert cost.passes.at(rows) == pytest.approx(1e-4 * rows)
     assert cost.start_s == pytest.approx(8e-4)
+    assert cost.beside_s == pytest.approx(0.25)
     assert cost.catch_up.at(np.array([0, 1, *LAGS])) == pytest.approx(
         [0, 1e-5, *(1e-5 * lag for lag in LAGS)]
     )
@@ -118,7 +119,7 @@ def test_any_noise_gives_a_table(data):
     table = target.fitted(measured, PRIOR)
     cost = network.fitted(measured, PRIOR.drafters["eagle3"])
     numbers = (table.context_s, table.request_s, table.host_s, table.host_request_s, cost.start_s)
-    assert min(*numbers, cost.context_s) >= 0
+    assert min(*numbers, cost.context_s, cost.beside_s) >= 0
     assert table.target.rows == ROWS
     assert CostTable.from_json(table.to_json()) == table
 

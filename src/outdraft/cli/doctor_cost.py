@@ -48,6 +48,7 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
         )
         numbers = {
             "in each step in which it drafts": f"{_ms(cost.start_s)} ms",
+            "more in the target's pass behind it": f"{_ms(cost.beside_s)} ms",
             "to catch up with so many tokens": f"{lags} ms",
             "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
             "passes of a draft": f"at most {cost.max_passes}",

@@ -443,10 +443,11 @@ class Controller:
         grants = ()
         if plan is not None:
             lag, network = _lag(facts, picks)
-            draft_s = plan.draft_s - outlook.drafting_s
+            beside_s = self.costs.beside_s(network) if network else 0.0
+            draft_s = plan.draft_s - outlook.drafting_s - beside_s
             draft_s += self.costs.catch_up_s(network, lag) if lag else 0.0
             host_s += outlook.drafting_s
-            target_s, price = plan.target_s, plan.price
+            target_s, price = plan.target_s + beside_s, plan.price
             tokens, step_s = tokens + plan.tokens, outlook.step_s(plan)
             has_room = len(picks) * max(pick.levels for pick in picks) <= facts.max_rows
             grants = tuple(

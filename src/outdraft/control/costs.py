@@ -89,6 +89,8 @@ class DrafterCost:
         start_s: more in each step in which it drafts, for however many requests.
         context_s: more for each token of the contexts, in each pass.
         max_passes: most passes of a draft, however deep it is.
+        beside_s: more that the target's pass takes in a step in which the network drafts: weights
+            of both may not fit into the caches.
     """
 
     passes: CostCurve
@@ -96,6 +98,7 @@ class DrafterCost:
     start_s: float = 0.0
     context_s: float = 0.0
     max_passes: int = 63
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

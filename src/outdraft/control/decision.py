@@ -63,7 +63,8 @@ class Prices:
         pass_N: seconds of a network's pass with 0, 1, ... rows.
         max_passes: the network's, for a draft of any depth.
         rate: g, tokens a second.
-        start_s: of a step in which the network drafts, beside its passes.
+        start_s: of a step in which the network drafts, beside its passes; what it adds to the
+            target's pass included.
         drafting_s: of the host in a step in which anybody drafts, beyond a plain one.
     """
 

@@ -116,6 +116,10 @@ class Costs:
         """What a network's drafts of a step take beside its passes."""
         return self.drafter(network).start_s * self._drafters[network].factor(0)
 
+    def beside_s(self, network: str) -> float:
+        """How much longer the target's pass takes in a step in which the network drafts."""
+        return self.drafter(network).beside_s
+
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
         seconds = self._table_catch_up_s(network, num_tokens)
@@ -145,7 +149,6 @@ class Costs:
         facts = outcome.facts
         count = len(facts.requests)
         context = sum(request.context_tokens for request in facts.requests)
-        self.observe_target(outcome.num_rows, context, outcome.target_s, count)
         self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
         requests = {request.request_id: request for request in facts.requests}
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
@@ -161,8 +164,11 @@ class Costs:
             pass_rows += [0] * (passes - len(pass_rows))
             for level in range(passes):
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
+        target_s = outcome.target_s
         if network:
             self.observe_drafter(network, pass_rows, lag, context, outcome.draft_s)
+            target_s -= self.beside_s(network)
+        self.observe_target(outcome.num_rows, context, target_s, count)
 
     def observe_target(
         self, num_rows: int, context_tokens: int, actual_s: float, num_requests: int = 1

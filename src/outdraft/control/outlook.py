@@ -78,7 +78,8 @@ class Outlook:
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
             pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)
-            max_passes, start_s = costs.drafter(network).max_passes, costs.start_s(network)
+            max_passes = costs.drafter(network).max_passes
+            start_s = costs.start_s(network) + costs.beside_s(network)
         return Prices(
             costs.target_N(self.first_row, 1 + most, self.context, self.num_requests),
             pass_N,

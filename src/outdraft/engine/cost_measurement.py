@@ -189,6 +189,7 @@ class DrafterSteps:
         self._further = tree[: max(0, min(len(tree), max_passes) - 1)]
         rows = 1 + depth
         self._plain = {count: Step(count, count) for count in counts}
+        self._hosted = Step(1, rows)  # the same without the network
         self._first = {count: Step(count, 2 * count, is_network=True) for count in counts}
         self._whole = {count: Step(count, count * rows, is_network=True) for count in counts}
         size = 1 + sum(tree)
@@ -210,6 +211,7 @@ class DrafterSteps:
             ]
             for count in counts
         )
+        alone.insert(1, self._hosted)
         long = [*([self._long] if reads_texts else []), *self._lags.values()]
         self.wanted = list(dict.fromkeys(chain(alone, long, *others)))
 
@@ -244,12 +246,17 @@ class DrafterSteps:
         if short_s is not None and long_s is not None:
             more_s = max(0.0, long_s - short_s)
             context_s = more_s / self._num_passes / (self._num_long - SHORT)
+        beside_s = 0.0
+        behind_s, alone_s = measured.target_s(self._whole[1]), measured.target_s(self._hosted)
+        if behind_s is not None and alone_s is not None:
+            beside_s = max(0.0, behind_s - alone_s)
         return DrafterCost(
             stretched(prior.passes, passes),
             _catch_up({lag: own_s(step) for lag, step in self._lags.items()}, prior),
             max(0.0, median(starts)) if starts else 0.0,
             context_s,
             prior.max_passes,
+            beside_s,
         )
 
 

@@ -90,7 +90,7 @@ class ReplayedDevice:
         return booking_s + self._table.offer_s * num_asked
 
     def _draft_s(self, step: ScheduledStep) -> float:
-        """The network's passes, and its catching up."""
+        """The network's passes, its catching up, and what it adds to the target's pass."""
         cost, drafter = self._cost, self._drafter
         drafting = [
             (request, work.drafts)
@@ -100,7 +100,7 @@ class ReplayedDevice:
         if cost is None or drafter is None or not drafting:
             return 0.0
         context = sum(request.num_tokens for request, _ in drafting)
-        seconds, level = cost.start_s, 0
+        seconds, level = cost.start_s + cost.beside_s, 0
         while rows := sum(_pass_rows(choice, level) for _, choice in drafting):
             if level < cost.max_passes:
                 seconds += float(cost.passes.at(np.array(rows))) + cost.context_s * context
