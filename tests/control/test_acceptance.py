@@ -159,3 +159,19 @@ def test_host_survivals_go_as_deep_as_they_are_asked_for():
     first = curve.survivals(4, 2)
     assert curve.survivals(4, 5)[:2] == first
     assert len(curve.survivals(4, 5)) == 5
+
+
+def test_drafts_that_are_told_together_teach_as_much_as_one_by_one():
+    rng = np.random.default_rng(3)
+    one_by_one, together = NetworkCurve(4), NetworkCurve(4)
+    for _ in range(20):
+        fates = []
+        for _ in range(16):
+            accepted = int(np.argmin([*(rng.random(4) < (0.8, 0.6, 0.5, 0.4)), False]))
+            fates.append((4, accepted))
+            one_by_one.observe(DraftOutcome("a", 4, accepted))
+        together.observe_fates("a", fates)
+    assert together.num_labels == one_by_one.num_labels == 320
+    assert together.information == pytest.approx(one_by_one.information, rel=0.05)
+    own, others = (curve.survivals("a", 4) for curve in (one_by_one, together))
+    assert others == pytest.approx(own, abs=0.03)

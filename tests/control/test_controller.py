@@ -295,6 +295,23 @@ def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
     raise AssertionError("nobody noticed")
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_drafts_of_held_steps_teach_before_the_next_decision_or_their_requests_end(ends):
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    held = drafting_dear(controller, facts)
+    before = controller.estimates.network("eagle3", "", ()).chances[0]
+    for _ in range(20):
+        assert controller.holds(1)
+        controller.pass_by(1, held.host_s, held.step_s, [("a", held.grants[0].levels, 0)])
+    assert controller.estimates.network("eagle3", "", ()).chances[0] == before
+    if ends:
+        controller.forget("a")
+    else:
+        controller.decide(facts)
+    assert controller.estimates.network("eagle3", "", ()).chances[0] < before - 0.1
+
+
 def test_what_the_host_takes_in_held_steps_is_learned():
     controller = Controller(table(0.001, 0.001, host_s=0.1), 5)
     facts = StepFacts((request(network="eagle3"),))

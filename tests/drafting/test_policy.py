@@ -147,6 +147,7 @@ class Scripted:
         self.wants_plain_time = False
         self.plain_times: list[tuple[int, int, float, float]] = []
         self.passed: list[tuple[int, float, float]] = []
+        self.fates: list[Fate] = []
 
     def decide(self, facts: StepFacts) -> Decision:
         self.facts.append(facts)
@@ -164,6 +165,7 @@ class Scripted:
         self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
     ) -> None:
         self.passed.append((num_tokens, host_s, step_s))
+        self.fates += fates
 
     def observe_plain(
         self, num_requests: int, context_tokens: int, target_s: float, host_s: float
@@ -367,6 +369,7 @@ def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_s
     ours.observe([booking(one, choices["a"], accepted=4)], step)
     assert len(control.facts) == len(control.outcomes) == 1
     assert control.passed == [(step.num_emitted, 2.0, 2.875)]
+    assert control.fates == [("a", 4, 4)]
     control.wants_outcome = True
     ours.choose([one], 1, ROOM)
     ours.observe([booking(one, choices["a"], accepted=4)], step)
@@ -375,6 +378,7 @@ def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_s
     assert (first.is_held, second.is_held) == (False, True)
     assert second.facts.requests is first.facts.requests
     assert second.drafts == (DraftOutcome("a", 4, 4),)
+    assert len(control.fates) == 1  # nobody is told twice
     assert second.host_s == 2.0  # nothing was decided in it
     assert control.plain_times == []
 
