@@ -14,7 +14,8 @@ from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
-from tests.server.process.engines import PROMPTS, config, offline, processes, stream, supervisor
+from tests.cli.pair import pair
+from tests.server.process.engines import PROMPTS, config, processes, stream, supervisor
 
 pytestmark = pytest.mark.tp
 PARAMS = [
@@ -69,11 +70,17 @@ def lone_rank() -> psutil.Process:
     return rank
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_answer_as_one_process_does(size: int):
-    """The ranks compare what they are told and what they choose."""
-    want = offline().generate(PROMPTS, PARAMS, use_tqdm=False)
-    with spread(size, check_ranks=True) as llm:
+@pytest.mark.parametrize(
+    ("size", "draft_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
+def test_ranks_answer_as_one_process_does(size: int, draft_size: int):
+    """They compare what they are told and what they choose. A drafter and the host draft."""
+    combined = {"method": "combined", "model": str(pair().drafter), "control": "fixed"}
+    combined |= {"rejection_sample_method": "drafter_invariant"}
+    alone = LLM.from_config(config(dtype="float64", speculative_config=combined))
+    want = alone.generate(PROMPTS, PARAMS, use_tqdm=False)
+    combined |= {"draft_tensor_parallel_size": draft_size}
+    with spread(size, dtype="float64", speculative_config=combined, check_ranks=True) as llm:
         got = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         assert llm.engine.stats.num_accepted_tokens > 0
         assert len(llm.memory.ranks) == size

@@ -180,3 +180,17 @@ def test_a_groups_limit_is_what_the_share_is_of(monkeypatch):
     found = device_memory(torch.device("cpu"))
     assert (found.total, found.free) == (2**22, 2**21)
     assert found.default_share == memory.CPU_SHARE
+
+
+def rank_plan(weights: int, block_bytes: int, count: int) -> MemoryPlan:
+    return MemoryPlan("float32", weights, 0, StepMemory(0, 0, 0, 0, 0), block_bytes, count, 16)
+
+
+def test_ranks_agree_on_the_fewest_blocks_and_tell_what_each_leaves_idle():
+    own = rank_plan(1000, 10, 70)
+    plan = own.agreed([rank_plan(1200, 10, 50), rank_plan(900, 8, 60)])
+    assert (plan.num_blocks, plan.target_weights, plan.block_bytes) == (50, 1000, 10)
+    assert [(rank.total, rank.idle) for rank in plan.ranks] == [(1500, 200), (1700, 0), (1300, 80)]
+    told = dict(plan.table())
+    assert {f"rank {rank} leaves idle" for rank in range(3)} <= set(told)
+    assert not own.ranks

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.errors import ConfigError
 from outdraft.core.outputs import RequestOutput, TokenOrigin
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.assembler import Assembler, checked
@@ -50,8 +51,11 @@ class SharedModels:
         """What the configuration needs; what is not there yet is loaded.
 
         Raises:
-            ConfigError: a model is missing or does not fit, or the target is another one.
+            ConfigError: a model is missing or does not fit, or the target is another one, or one
+                of several ranks: these run one engine at a time.
         """
+        if config.parallel.has_ranks:
+            raise ConfigError("engines that are compared need tensor_parallel_size=1")
         one, key = config.speculation.network, ()
         if one is not None:
             key = (one.source, one.model, one.parallel_drafting, one.quantization)

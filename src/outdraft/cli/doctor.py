@@ -44,7 +44,7 @@ def doctor(
 
         show_costs(console, config)
         return
-    sections, missing = examine(os.environ)
+    sections, missing = examine(os.environ, engine.tensor_parallel_size or 1)
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
         table.box = None
@@ -58,7 +58,7 @@ def doctor(
         console.print(line, markup=False)
 
 
-def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
+def examine(environ: Mapping[str, str], num_ranks: int = 1) -> tuple[dict[str, Section], list[str]]:
     """Facts by section, and what would make outdraft faster or more complete."""
     num_threads = use_physical_cores(environ)
 
@@ -70,6 +70,7 @@ def examine(environ: Mapping[str, str]) -> tuple[dict[str, Section], list[str]]:
     sections = {
         "Machine": _machine(num_threads),
         "GPU": _gpu(),
+        **({"Ranks": _ranks(num_ranks, num_threads, device)} if num_ranks > 1 else {}),
         "Libraries": _libraries(),
         "OpenMP": {name: environ.get(name, "not set") for name in OPENMP},
         f"Used on {device}": _used(device),
@@ -113,6 +114,23 @@ def _gpu() -> Section:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+    return found
+
+
+def _ranks(size: int, num_threads: int, device: "torch.device") -> Section:
+    """What each of so many ranks would compute with."""
+    from outdraft.engine.cores import cores_of_ranks, topology
+
+    found: Section = {}
+    for rank, cores in enumerate(cores_of_ranks(size, num_threads, topology())):
+        threads = f"{cores.num_threads} thread{'s' if cores.num_threads > 1 else ''}"
+        if device.type == "cuda":
+            found[f"rank {rank}"] = f"cuda:{rank}, {threads}"
+        elif cores.cpus:
+            cpus = ", ".join(map(str, cores.cpus))
+            found[f"rank {rank}"] = f"{threads} on the logical processors {cpus}"
+        else:
+            found[f"rank {rank}"] = f"{threads} on any processor: there are fewer cores than ranks"
     return found
 
 

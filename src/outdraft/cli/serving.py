@@ -102,6 +102,8 @@ def run(
                 if settings.reasoning_parser is not None:
                     check_marks(client.inputs.tokenizer)
                 console.print(client.info.memory, markup=False)
+                if client.info.tensor_parallel_size > 1:
+                    console.print(_ranks(config), markup=False)
                 known = replace(
                     settings,
                     allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
@@ -138,6 +140,14 @@ async def _serve(
         return await launcher.serve(app)
     finally:
         traffic.cancel()
+
+
+def _ranks(config: EngineConfig) -> str:
+    size, told = config.parallel.tensor_parallel_size, ""
+    if config.speculation.network is not None:
+        draft_size = config.draft_tensor_parallel_size
+        told = f", {size // draft_size} drafters over {draft_size} each"
+    return f"the target over {size} ranks{told}"
 
 
 def _default_sampling(config: EngineConfig, info: EngineInfo) -> dict[str, Any]:

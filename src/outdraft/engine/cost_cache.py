@@ -106,6 +106,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
         "numbers": models.target.numbers,
         "kernels": models.kernels.name,
         "device": device_name(models.device),
+        "ranks": models.ranks.target.size,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "block_size": config.cache.block_size,

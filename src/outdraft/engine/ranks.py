@@ -161,7 +161,11 @@ class RankProcesses:
         """
         self._engine += 1
         self._order(Prepare.of(config))
-        own = plan()
+        try:
+            own = plan()
+        except BaseException:
+            self.end()
+            raise
         others = self._answers(Planned)
         return own.agreed([others[rank].plan for rank in sorted(others)])
 
