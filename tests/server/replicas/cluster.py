@@ -1,0 +1,104 @@
+"""A Ray cluster of two nodes on one machine: its own network namespace, and another one."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+import psutil
+
+NEAR, FAR = "10.177.0.1", "10.177.0.2"  # where the server runs, and the other node
+PORT = 26_379
+ENVIRON = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+START_S = 240
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    namespace: str  # of the far node
+    link: str  # this node's end of the cable
+
+    @property
+    def address(self) -> str:
+        return f"{NEAR}:{PORT}"
+
+    def cut(self) -> None:
+        """Take the cable off."""
+        ip("link", "set", self.link, "down")
+
+    def mend(self) -> None:
+        ip("link", "set", self.link, "up")
+
+    def far_engines(self) -> list[int]:
+        """Ids of engine processes on the far node."""
+        network = os.stat(f"/run/netns/{self.namespace}").st_ino
+        return [
+            one.pid
+            for one in psutil.process_iter(["cmdline"])
+            if "outdraft.server.core_process" in (one.info["cmdline"] or ())
+            and os.stat(f"/proc/{one.pid}/ns/net").st_ino == network
+        ]
+
+
+@contextmanager
+def two_nodes() -> Iterator[Cluster]:
+    """Two nodes with one core each, and a cable between them."""
+    name = f"od{os.getpid()}"
+    cluster = Cluster(name, f"{name}a")
+    folder = mkdtemp(prefix="od-", dir="/tmp")  # paths of sockets must be short
+    nodes: list[subprocess.Popen[bytes]] = []
+    ip("netns", "add", name)
+    try:
+        ip("link", "add", cluster.link, "type", "veth", "peer", "name", f"{name}b", "netns", name)
+        ip("addr", "add", f"{NEAR}/24", "dev", cluster.link)
+        ip("link", "set", cluster.link, "up")
+        ip("-n", name, "addr", "add", f"{FAR}/24", "dev", f"{name}b")
+        ip("-n", name, "link", "set", f"{name}b", "up")
+        ip("-n", name, "link", "set", "lo", "up")
+        head = ["--head", f"--port={PORT}", "--include-dashboard=false", f"--temp-dir={folder}"]
+        nodes.append(_node([], NEAR, head, Path(folder) / "near.log"))
+        other = [f"--address={cluster.address}"]
+        inside = ["ip", "netns", "exec", name]
+        nodes.append(_node(inside, FAR, other, Path(folder) / "far.log"))
+        yield cluster
+    finally:
+        for node in nodes:
+            _end(node)
+        ip("netns", "del", name)  # and the cable with it
+        rmtree(folder, ignore_errors=True)
+
+
+def _node(prefix: list[str], address: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:
+    command = [*prefix, sys.executable, "-m", "ray.scripts.scripts", "start", "--block"]
+    command += [f"--node-ip-address={address}", "--num-cpus=1", "--object-store-memory=80000000"]
+    with log.open("w") as file:
+        node = subprocess.Popen(
+            [*command, *flags], stdout=file, stderr=file, env={**os.environ, **ENVIRON}
+        )
+    deadline_s = time.monotonic() + START_S
+    while "Ray runtime started" not in log.read_text():
+        assert node.poll() is None, log.read_text()
+        assert time.monotonic() < deadline_s, log.read_text()
+        time.sleep(0.2)
+    return node
+
+
+def _end(node: subprocess.Popen[bytes]) -> None:
+    """End a node at once, with all that it has started."""
+    started = psutil.Process(node.pid).children(recursive=True) if node.poll() is None else []
+    node.kill()
+    node.wait()
+    for process in started:
+        if process.is_running():
+            process.kill()
+    psutil.wait_procs(started, timeout=30)
