@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -130,18 +131,44 @@ async def _start(ready: Coroutine[Any, Any, None], deploy: Callable[[], None]) -
 
     What a replica tells of its failure says more than what Ray Serve tells of it.
     """
-    waiting = asyncio.create_task(ready)
-    deploying = asyncio.create_task(asyncio.to_thread(deploy))
-    await asyncio.wait({waiting, deploying}, return_when=asyncio.FIRST_EXCEPTION)
-    if waiting.done():
-        waiting.result()
-    waiting.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await waiting
+    waiting, deploying = asyncio.create_task(ready), asyncio.create_task(_in_thread(deploy))
     try:
+        await asyncio.wait({waiting, deploying}, return_when=asyncio.FIRST_EXCEPTION)
+        if waiting.done():
+            waiting.result()
         deploying.result()
     except RuntimeError as error:
         raise EngineDeadError(f"Ray Serve could not start the replicas: {error}") from None
+    finally:
+        for task in (waiting, deploying):
+            task.cancel()
+        await asyncio.gather(waiting, deploying, return_exceptions=True)
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    """As asyncio.to_thread, but nobody waits for the thread when the program ends."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def tell(error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        error: BaseException | None = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(tell, error)
+
+    threading.Thread(target=run, daemon=True).start()
+    await done
 
 
 def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:

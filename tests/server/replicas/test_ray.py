@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import httpx
 import pytest
 
 from tests.server.replicas.cluster import ENVIRON, FAR, NEAR, Cluster, two_nodes
-from tests.server.served import Server, serving, wait_for
+from tests.server.served import START_S, Server, serving, wait_for
 
 if importlib.util.find_spec("ray") is None:
     pytest.skip("Ray is not installed: pip install 'outdraft[ray]'", allow_module_level=True)
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 RECOVERY_S = 240.0
 FLAGS = (
     *("--data-parallel-size", "2", "--replica-cpus", "1", "--replica-timeout", "3"),
-    *("--max-model-len", "2048", "--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8"),
+    *("--max-model-len", "1024", "--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8"),
 )
 
 
@@ -50,18 +52,31 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory) -> Iterator[Served]:
+def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch, two_nodes() as cluster:
         for name, value in ENVIRON.items():
             patch.setenv(name, value)
-        flags = ("--ray-address", cluster.address, *FLAGS)
-        with serving(tmp_path_factory.mktemp("ray"), *flags) as server:
-            yield Served(cluster, server)
-            assert server.stop() == 0
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def served(cluster, tmp_path_factory) -> Iterator[Served]:
+    flags = ("--ray-address", cluster.address, *FLAGS)
+    with serving(tmp_path_factory.mktemp("ray"), *flags) as server:
+        yield Served(cluster, server)
+        assert server.stop() == 0
 
 
 def events(lines: Iterator[str]) -> list[Any]:
     return [json.loads(line[6:]) for line in lines if line != "data: [DONE]"]
+
+
+def test_what_a_replica_finds_wrong_ends_the_server(cluster):
+    flags = ("--ray-address", cluster.address, *FLAGS, "--max-model-len=4096")
+    command = [sys.executable, "-m", "outdraft.cli", "serve", "--port", "0", *flags]
+    ended = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=START_S)
+    assert ended.returncode == 2
+    assert "max_model_len 4,096 is more than the 1,024 positions" in ended.stderr.splitlines()[-1]
 
 
 def test_both_nodes_answer(served):
@@ -103,7 +118,7 @@ def test_of_200_requests_none_is_lost_when_a_replica_is_killed(served):
 def test_a_node_that_is_cut_off_costs_the_streams_that_it_had_begun(served):
     wait_for(lambda: served.num_replicas() == 2, RECOVERY_S)
     server = served.server
-    long = {"max_tokens": 1800}
+    long = {"max_tokens": 900}
     with server.stream(prompt="class One:", **long) as one, server.stream(**long) as two:
         begun = [next(one), next(two)]
         served.cluster.cut()
