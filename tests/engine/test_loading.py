@@ -8,7 +8,7 @@ import torch
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
-from outdraft.engine.loading import NO_LIBRARY, choose_dtype, load_models
+from outdraft.engine.loading import NO_LIBRARY, check_division, choose_dtype, load_models
 from outdraft.kernels.choose import kernels_options
 from outdraft.kernels.native import library
 from tests.models.checkpoints import llama, randomised, save
@@ -61,3 +61,29 @@ def test_without_a_library_the_reference_computes_and_one_line_says_so(
 def test_unknown_kernels_are_refused_before_a_model_is_looked_for():
     with pytest.raises(ConfigError, match="unknown kernels 'flash'"):
         load_models(EngineConfig(model="/there/is/no/such/model", kernels="flash"))
+
+
+@pytest.mark.parametrize(
+    ("size", "draft_size", "message"),
+    [
+        (3, 1, "--tensor-parallel-size 3 does not divide .* 4 attention heads.*: choose 1, 2, 4$"),
+        (4, 2, "draft_tensor_parallel_size 2 does not divide .* 3 attention heads.*: choose 1, 3$"),
+    ],
+)
+def test_ranks_that_do_not_divide_a_network_are_refused_before_weights_are_read(
+    size: int, draft_size: int, message: str, tmp_path: Path
+):
+    for name, heads in (("target", 4), ("drafter", 3)):
+        shape = llama(num_attention_heads=heads, num_key_value_heads=1, hidden_size=24 * heads)
+        save(shape, tmp_path / name)
+        (tmp_path / name / "model.safetensors").unlink()
+
+    def check(size: int, draft_size: int) -> None:
+        speculative = {"model": str(tmp_path / "drafter"), "num_speculative_tokens": 2}
+        speculative["draft_tensor_parallel_size"] = draft_size
+        options = {"tensor_parallel_size": size, "speculative_config": speculative}
+        check_division(EngineConfig.from_options(model=str(tmp_path / "target"), **options))
+
+    with pytest.raises(ConfigError, match=message):
+        check(size, draft_size)
+    check(4, 1)

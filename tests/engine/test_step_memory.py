@@ -10,6 +10,7 @@ from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
+from outdraft.distributed.group import RankGroup
 from outdraft.drafting.device.state_window import STATE_WINDOW
 from outdraft.engine import build, memory_plan
 from outdraft.engine.build import build_engine
@@ -111,6 +112,40 @@ def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
     small = model_config(64, 64, 1, 1)
     planned = activation_bytes(shape, [own, small])
     assert planned == activation_bytes(shape, [small, own])  # the drafter's may be the widest
+    assert 0.6 * planned <= taken <= planned
+
+
+class Echo:
+    """All ranks send what this one sends; as Gloo, it keeps the parts side by side as well."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, data: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(data) for _ in range(self.size)]
+        torch._foreach_copy_(parts, list(data.repeat(self.size, 1)))
+        return parts
+
+    def exchange(self, *_: object) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sizes", [(512, 64, 4, 4), (256, 2048, 4, 4)])
+def test_activations_of_a_rank_hold_the_parts_of_all_ranks(sizes, size, dtype):
+    whole, group = model_config(*sizes), RankGroup(0, size, Echo(size))
+    kernels = replace(reference_kernels(), attention=NoAttention())
+    model = CausalLM(whole, kernels, dtype, group=group)
+    for weight in model.parameters():
+        weight.fill_(0.01)
+    ids_T = torch.zeros(256, dtype=torch.int64)
+    metadata = SimpleNamespace(slots_T=None, positions_T=torch.arange(256))
+    model.pack()
+    with torch.inference_mode():
+        taken = peak_bytes(lambda: model(ids_T, [None] * 2, metadata))
+    shape = step_shape(dtype=dtype, max_num_batched_tokens=256)
+    planned = activation_bytes(shape, [model.shard], size)
     assert 0.6 * planned <= taken <= planned
 
 

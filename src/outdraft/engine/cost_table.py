@@ -193,10 +193,11 @@ def default_machine(device: torch.device) -> Machine:
 
 
 def _target_size(model: CausalLM) -> PassSize:
-    config = model.config
+    """Of this rank's part."""
+    config = model.shard
     layer = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_size
     layer += 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    weights = config.num_layers * layer + model.vocabulary.width * config.hidden_size
     token_bytes = _token_bytes(config, model.dtype)
     return PassSize(model.weight_bytes, 2 * weights, token_bytes, config.num_layers)
 

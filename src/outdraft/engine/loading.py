@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outdraft.config.engine import EngineConfig
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
@@ -16,7 +17,8 @@ from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
-from outdraft.models.config import ModelConfig
+from outdraft.models.config import DRAFT_RANKS, TARGET_RANKS, ModelConfig, read_json
+from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
 
@@ -94,6 +96,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
             f"tensor_parallel_size must be at most {torch.cuda.device_count()}, the number of "
             f"GPUs, got {size}"
         )
+    check_division(config)
     # What is missing or must be downloaded is so once, not on every rank.
     resolve_model_path(config.model, config.revision, with_weights=config.load_format != "dummy")
     if (network := config.speculation.network) is not None:
@@ -106,6 +109,22 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
         processes.end()
         raise
     return replace(models, processes=processes)
+
+
+def check_division(config: EngineConfig) -> None:
+    """Raise ConfigError if the ranks that the configuration asks for cannot have equal parts of the
+    target, or of the layers of what drafts. Reads config.json only."""
+    path = resolve_model_path(config.model, config.revision, with_weights=False)
+    ModelConfig.from_directory(path).shard(config.parallel.tensor_parallel_size, TARGET_RANKS)
+    network, draft_size = config.speculation.network, config.draft_tensor_parallel_size
+    if network is None or draft_size == 1:
+        return
+    path = resolve_model_path(network.model, with_weights=False)
+    if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
+        layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
+        layers.shard(draft_size, DRAFT_RANKS)
+    elif network.source is DraftSource.MODEL:
+        ModelConfig.from_directory(path).shard(draft_size, DRAFT_RANKS)
 
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:

@@ -90,9 +90,14 @@ class StepMemory:
         return self.texts + self.states
 
 
-def activation_bytes(shape: StepShape, models: Sequence[ModelConfig]) -> int:
-    """What the widest model's layers take; the models run one after the other."""
-    return shape.num_rows * max(_row_bytes(model, shape.dtype) for model in models)
+def activation_bytes(shape: StepShape, models: Sequence[ModelConfig], num_ranks: int = 1) -> int:
+    """What the widest model's layers take; the models run one after the other.
+
+    Args:
+        models: the parts of this rank.
+        num_ranks: that a model is spread over at most.
+    """
+    return shape.num_rows * max(_row_bytes(model, shape.dtype, num_ranks) for model in models)
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -135,7 +140,7 @@ def text_bytes(shape: StepShape) -> int:
     return shape.scheduler.max_num_seqs * (shape.max_model_len + 1) * 8
 
 
-def _row_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def _row_bytes(model: ModelConfig, dtype: torch.dtype, num_ranks: int) -> int:
     """What one row takes in the middle of a layer, its residual included."""
     own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     hidden = model.hidden_size
@@ -146,7 +151,14 @@ def _row_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
     attention = (2 * hidden + 2 * qkv) * own + queries * (own + wide)
     feed_forward = (3 * hidden + 4 * model.intermediate_size) * own
     feed_forward += 2 * model.intermediate_size * wide
-    return model.head_size * wide + max(norm, rotary, attention, feed_forward)  # angles: all along
+    # Where ranks sum: the parts of all of them, side by side once more as they arrive, or with what
+    # their sum takes.
+    summed = 0
+    if num_ranks > 1:
+        summed = (4 * hidden + max(2 * qkv, model.intermediate_size)) * own
+        summed += num_ranks * hidden * own + max(num_ranks * own, 3 * wide) * hidden
+    most = max(norm, rotary, attention, feed_forward, summed)
+    return model.head_size * wide + most  # angles: all along
 
 
 ROOT = Path("/sys/fs/cgroup")

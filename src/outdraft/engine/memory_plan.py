@@ -135,7 +135,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     )
     return StepMemory(
         texts=text_bytes(shape),
-        activations=activation_bytes(shape, layers),
+        activations=activation_bytes(shape, layers, models.ranks.target.size),
         attention=attention,
         sampling=sampling_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),
