@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from outdraft.core.outputs import RequestOutput
+from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels
 from tests.oracle import forms
@@ -146,6 +148,17 @@ def test_outputs_keep_to_their_grammars(method: str, temperature: float) -> None
     llm = LLM.from_config(alone.config, loaded[0])
     with Spread(llm, loaded):
         assert ids(run(llm, forms.PROMPTS, params)) == ids(want)
+
+
+@pytest.mark.parametrize(("draft_size", "owners"), [(1, [0, 1, 0, 1]), (2, [0, 0, 0, 0])])
+def test_measured_steps_draft_in_all_groups(draft_size: int, owners: list[int]) -> None:
+    with spread("draft_model", (2, draft_size)) as (llm, _):
+        runner, plans = llm.engine.runner, list[StepPlan]()
+        launch = runner.launch
+        runner.launch = lambda plan: plans.append(plan) or launch(plan)
+        steps = ScratchSteps(runner, llm.config.scheduler, 64)
+        steps.run(Step(4, 12, is_network=True), Samples())
+    assert [[work.owner for work in plan.works] for plan in plans] == [owners]
 
 
 def test_owners_draft_alone_and_what_they_drew_from_stays_with_them() -> None:

@@ -109,6 +109,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
         "ranks": models.ranks.target.size,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
+        "tensor_parallel_size": config.parallel.tensor_parallel_size,
         "block_size": config.cache.block_size,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "max_num_batched_tokens": config.scheduler.max_num_batched_tokens,

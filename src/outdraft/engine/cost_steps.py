@@ -139,8 +139,9 @@ class ScratchSteps:
             teaches = choice is not None and not choice.model.is_tree
             taught = num_taught(step.lag) if teaches else 0
             start = text.num_tokens - 1
+            owner = index % self._runner.num_draft_groups
             work = Work(slot, start, 1, True, choice, *blocks, num_read, max_taught=taught)
-            works.append(work)
+            works.append(work._replace(owner=owner))
         proposer = self._runner.proposer
         reads_states = proposer is not None and proposer.drafter.state_window > 0
         keeps_states = step.is_network and reads_states

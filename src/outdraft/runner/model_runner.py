@@ -130,6 +130,11 @@ class ModelRunner:
         self._slots: dict[int, RequestSlot] = {}
         self._sampling: dict[tuple[RequestSlot, ...], SamplingBatch] = {}
 
+    @property
+    def num_draft_groups(self) -> int:
+        """Groups of ranks that draft at the same time, each for the requests that it owns."""
+        return 1
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
         """Issue a whole step and the copy of its results; it waits for nothing.

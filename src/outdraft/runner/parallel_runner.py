@@ -71,6 +71,10 @@ class ParallelRunner:
     def proposer(self) -> DeviceProposer | None:
         return self.own.proposer
 
+    @property
+    def num_draft_groups(self) -> int:
+        return self.own.num_draft_groups
+
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
         """As ModelRunner.launch, on all ranks.
 

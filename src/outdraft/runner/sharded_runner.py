@@ -66,6 +66,11 @@ class ShardedRunner(ModelRunner):
         super().__init__(model, cache, state, verifier, proposer)
         self.ranks = ranks
 
+    @property
+    def num_draft_groups(self) -> int:
+        """As of ModelRunner."""
+        return self.ranks.num_draft_groups
+
     def _drafts(
         self, works: Sequence[Work], slots: Sequence[RequestSlot], sampling: SamplingBatch
     ) -> tuple[DraftBatch, DraftBatch]:
