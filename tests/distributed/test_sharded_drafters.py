@@ -169,10 +169,42 @@ def test_eagle_drafts_as_on_one_rank(
         assert all(own < num_bytes + VOCAB * HIDDEN * 8 for own in found)
 
 
-def spread_eagle(path: Path, target_path: Path, ranks: Ranks) -> EagleNetwork:
-    target = load(target_path, ranks.target)
+def spread_eagle(
+    path: Path, target_path: Path, ranks: Ranks, kernels: str = "reference"
+) -> EagleNetwork:
+    dtype = torch.float64 if kernels == "reference" else torch.float32
+    table = choose_kernels(kernels, CPU, dtype)
+    target = load_model(target_path, dtype, CPU, table, group=ranks.target)
     tables = TargetTables(target, ranks.draft, target_path)
     return load_eagle(path, target, target.kernels, None, tables)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3-nothing-own"])
+def test_a_whole_eagle_beside_a_spread_target_has_the_bits_of_its_compiled_pass(
+    name: str, eagle_target: Path, tmp_path: Path
+):
+    LAYOUTS[name].save(tmp_path)
+    ids_T, states_TD = random_tokens(9), random_hidden(9, torch.float32)
+
+    def logits(ranks: Ranks) -> Tensor:
+        network = spread_eagle(tmp_path, eagle_target, ranks, "auto")
+        return network.logits(Drive(network).read(ids_T, states_TD))
+
+    want_TV = logits(Ranks())
+    assert all(torch.equal(got_TV, want_TV) for got_TV in on_ranks(2, 1, logits))
+
+
+@over_ranks
+def test_a_drafter_of_another_vocabulary_is_refused_on_all_ranks(
+    size: int, draft_size: int, eagle_target: Path, tmp_path: Path
+):
+    layout = LAYOUTS["eagle"]
+    tensors = layout.tensors()
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"][:20].clone()
+    (tmp_path / "config.json").write_text(json.dumps(layout.config | {"vocab_size": 20}))
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="the drafter knows 20 tokens, but the target 61"):
+        on_ranks(size, draft_size, lambda ranks: spread_eagle(tmp_path, eagle_target, ranks))
 
 
 @over_ranks

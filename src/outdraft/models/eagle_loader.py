@@ -94,7 +94,7 @@ def _drop_the_targets_embedding(found: dict[str, Place], target: CausalLM) -> No
     if place is not None:
         own_ND = target.embed_tokens.weight
         stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
-        is_own = torch.equal(stored_ND.to(target.device, target.dtype), own_ND)
+        is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
         if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
             del found["embed_tokens.weight"]
 

@@ -258,10 +258,12 @@ def read_tensor(place: Place) -> Tensor:
         return tensors.get_tensor(name)
 
 
-def read_part(place: Place, slot: Slot) -> Tensor:
-    """What of one tensor belongs into the slot."""
+def read_part(place: Place, slot: Slot) -> Tensor | None:
+    """What of one tensor belongs into the slot; None: the tensor has another shape."""
     file, name = place
     with safe_open(file, framework="pt") as tensors:
+        if list(tensors.get_slice(name).get_shape()) != slot.shape:
+            return None
         return _part(tensors, name, slot)
 
 
