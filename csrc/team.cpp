@@ -36,7 +36,10 @@ constexpr uint64_t kStop = ~uint64_t{0};  // as a job
 constexpr auto kLooking = std::chrono::microseconds(100);  // what lies between two jobs of a pass
 constexpr auto kYielding = std::chrono::microseconds(400);  // and between two passes
 constexpr auto kPatience = std::chrono::microseconds(20);  // beside what the unit should take
-constexpr int kBackOff = 64;  // turns to work alone after a helper was late: the cores are busy
+// After a helper was late, the cores are busy: so many turns go on alone, but those of prompts take
+// milliseconds, in which another process may have had its share of the core.
+constexpr int kBackOff = 64;
+constexpr auto kLongestBackOff = std::chrono::milliseconds(4);
 constexpr int kSpins = 32;    // between two looks at the clock
 constexpr size_t kAlignment = 64;
 constexpr size_t kHugePage = 1 << 21;
@@ -64,6 +67,7 @@ class Team {
   // Of who has the turn.
   uint64_t last_job = 0;
   int turns_alone = 0;
+  Clock::time_point alone_until{};
   bool loses_next_unit = false;
   std::atomic<int64_t> num_shared{0}, num_late{0};
 
@@ -239,6 +243,7 @@ void run_shared(Team* shared, const Calls& calls, const void* work, size_t work_
   for (int64_t unit = 0; unit < num_units; ++unit) {
     if (is_done_in_time(team, unit, job, until)) continue;
     team.turns_alone = kBackOff;
+    team.alone_until = Clock::now() + kLongestBackOff;
     team.num_late.fetch_add(1, std::memory_order_relaxed);
     calls.compute(work, unit, scratch);
     calls.store(work, unit, scratch);
@@ -275,11 +280,12 @@ Turn::Turn(Team* team) : team_(nullptr) {
       !team->is_taken.compare_exchange_strong(is_taken, 1, std::memory_order_acquire)) {
     return;
   }
-  if (team->turns_alone > 0) {
+  if (team->turns_alone > 0 && Clock::now() < team->alone_until) {
     --team->turns_alone;
     team->is_taken.store(0, std::memory_order_release);
     return;
   }
+  team->turns_alone = 0;
   team_ = team;
 }
 
