@@ -14,9 +14,11 @@ from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.process_groups import join_ranks
+from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.engine.build import build_engine
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from tests.reference.plain_data import as_bytes, from_bytes
 
@@ -24,15 +26,23 @@ TIMEOUT_S = 60.0
 Result = TypeVar("Result")
 
 
-def on_ranks(size: int, draft_size: int, work: Callable[[Ranks], Result]) -> list[Result]:
-    """What each rank returns."""
+def on_ranks(
+    size: int,
+    draft_size: int,
+    work: Callable[[Ranks], Result],
+    over_memory: Sequence[MemoryTransports | None] | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> list[Result]:
+    """What each rank returns; `over_memory`: of each rank, None: as in an engine."""
+    transports = over_memory or [memory_transports()] * size
     store = HashStore()
     results: dict[int, Result] = {}
     errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
-            ranks = join_ranks(store, rank, size, draft_size, torch.device("cpu"), TIMEOUT_S)
+            how = torch.device("cpu"), timeout_s, transports[rank]
+            ranks = join_ranks(store, rank, size, draft_size, *how)
             results[rank] = work(ranks)
         except BaseException as error:
             errors.append(error)

@@ -1,13 +1,30 @@
-"""Ranks of a group against the same operations on whole tensors."""
+"""Ranks of a group against the same operations on whole tensors, over memory and over sockets."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import Ranks
-from tests.ranks import on_ranks
+from outdraft.kernels.choose import has_library, memory_transports
+from tests import ranks
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+@pytest.fixture(
+    params=[
+        "sockets",
+        pytest.param("memory", marks=pytest.mark.skipif(not has_library(), reason="no library")),
+    ]
+)
+def on_ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """As ranks.on_ranks, over one of the transports."""
+    transports = memory_transports() if request.param == "memory" else None
+    return partial(ranks.on_ranks, over_memory=[transports] * 4)
 
 
 def parts_of(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
@@ -19,7 +36,7 @@ def parts_of(size: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[torc
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_of_a_sum_has_the_same_bits_in_calls_of_any_number_of_rows(
-    size: int, dtype: torch.dtype
+    on_ranks: Callable[..., list[Any]], size: int, dtype: torch.dtype
 ) -> None:
     parts = parts_of(size, dtype, (64, 33))
 
@@ -40,7 +57,9 @@ def test_a_row_of_a_sum_has_the_same_bits_in_calls_of_any_number_of_rows(
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ranks_gather_join_and_turn_what_they_have(size: int, dtype: torch.dtype) -> None:
+def test_ranks_gather_join_and_turn_what_they_have(
+    on_ranks: Callable[..., list[Any]], size: int, dtype: torch.dtype
+) -> None:
     counts = [3, 0, 1, 2][:size]
     whole_RV = parts_of(1, dtype, (sum(counts), 5 * size))[0]
     rows = list(whole_RV.split(counts))
@@ -63,7 +82,7 @@ def test_ranks_gather_join_and_turn_what_they_have(size: int, dtype: torch.dtype
         assert torch.equal(turned, rows[rank])
 
 
-def test_what_a_rank_sends_is_counted() -> None:
+def test_what_a_rank_sends_is_counted(on_ranks: Callable[..., list[Any]]) -> None:
     def work(ranks: Ranks) -> dict[str, int]:
         group = ranks.target
         group.sum(torch.zeros(3, 8))
@@ -76,7 +95,9 @@ def test_what_a_rank_sends_is_counted() -> None:
 
 
 @pytest.mark.parametrize(("size", "draft_size"), [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2)])
-def test_each_rank_knows_its_draft_group_and_its_peers(size: int, draft_size: int) -> None:
+def test_each_rank_knows_its_draft_group_and_its_peers(
+    on_ranks: Callable[..., list[Any]], size: int, draft_size: int
+) -> None:
     def work(ranks: Ranks) -> tuple[list[int], list[int]]:
         own = torch.tensor([ranks.target.rank])
         return ranks.draft.gather(own).flatten().tolist(), ranks.peers.gather(
@@ -90,7 +111,7 @@ def test_each_rank_knows_its_draft_group_and_its_peers(size: int, draft_size: in
         assert peers == [other for other in range(size) if other % draft_size == rank % draft_size]
 
 
-def test_a_rank_that_is_left_alone_says_so() -> None:
+def test_a_rank_that_is_left_alone_says_so(on_ranks: Callable[..., list[Any]]) -> None:
     def work(ranks: Ranks) -> None:
         if ranks.target.rank == 0:
             ranks.target.sum(torch.zeros(1))

@@ -35,8 +35,12 @@ class Traffic:
 class Transport(Protocol):
     """Moves bytes between the ranks of a group; every rank calls the same."""
 
-    def gather(self, data: Tensor) -> list[Tensor]:
-        """The uint8 tensors of all ranks, which are of one size, in rank order."""
+    def gather(self, data: Tensor) -> Tensor:
+        """uint8 [t, bytes]: the data of all ranks, which are of one size, in rank order."""
+        ...
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As `gathered_sum`."""
         ...
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -48,41 +52,59 @@ class Transport(Protocol):
         """
         ...
 
+    def abort(self) -> None:
+        """End operations in which other threads wait, on all ranks; there are no more of them."""
+        ...
+
+
+def gathered_sum(transport: Transport, part: Tensor) -> Tensor:
+    """The sum of all ranks' tensors, which are of one shape, in rank order.
+
+    16-bit numbers are summed in float32, and rounded once.
+    """
+    first, *further = _gathered(transport, part)
+    total = first.to(torch.promote_types(part.dtype, torch.float32))
+    for other in further:
+        total = total + other
+    return total.to(part.dtype)
+
 
 class RankGroup:
     """One rank's view of a group.
 
     Attributes:
         rank: among the ranks of the group, from 0.
+        transport: None: this rank is alone.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, transport: Transport | None = None) -> None:
-        """`transport`: of a group of several ranks."""
         assert 0 <= rank < size
         assert (transport is None) == (size == 1), "one rank sends nothing"
         self.rank, self.size, self.traffic = rank, size, Traffic()
-        self._transport = transport
+        self.transport = transport
+
+    def meet(self, device: torch.device) -> None:
+        """Wait until all ranks have come."""
+        if self.transport is not None:
+            self.transport.gather(torch.zeros(1, dtype=torch.uint8, device=device))
 
     def sum(self, part: Tensor) -> Tensor:
         """The sum of all ranks' tensors, in rank order, so that each number has the same bits
         on all ranks and in tensors of any shape. Sums of 16-bit numbers are rounded once."""
         if self.size == 1:
             return part
-        first, *further = self._gathered("sum", part)
-        total = first.to(torch.promote_types(part.dtype, torch.float32))
-        for other in further:
-            total = total + other
-        return total.to(part.dtype)
+        self._count("sum", part)
+        return self._connected.sum(part)
 
     def gather(self, part: Tensor) -> Tensor:
         """[t, *shape]: the tensors of all ranks, which are of one shape."""
-        return torch.stack(self._gathered("gather", part)) if self.size > 1 else part[None]
+        return self._gathered("gather", part) if self.size > 1 else part[None]
 
     def join_columns(self, part_RS: Tensor) -> Tensor:
         """[R, t * S]: the columns of all ranks, in rank order."""
         if self.size == 1:
             return part_RS
-        return torch.cat(self._gathered("join_columns", part_RS), dim=-1)
+        return torch.cat([*self._gathered("join_columns", part_RS)], dim=-1)
 
     def join_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """[sum(counts), ...]: the rows of all ranks, in rank order.
@@ -108,21 +130,31 @@ class RankGroup:
         assert part_RS.shape[0] == sum(counts)
         if self.size == 1:
             return part_RS
-        assert self._transport is not None
         width = part_RS.shape[1]
         row_bytes, own = width * part_RS.element_size(), counts[self.rank]
         sent = [count * row_bytes for count in counts]
         received = [own * row_bytes] * self.size
         self.traffic.add("turn", sum(sent) - sent[self.rank])
-        data = self._transport.exchange(_as_bytes(part_RS), sent, received)
+        data = self._connected.exchange(_as_bytes(part_RS), sent, received)
         parts_tRS = data.view(part_RS.dtype).view(self.size, own, width)
         return parts_tRS.transpose(0, 1).reshape(own, self.size * width)
 
-    def _gathered(self, operation: str, part: Tensor) -> list[Tensor]:
-        assert self._transport is not None
+    def abort(self) -> None:
+        """End the waits of other threads, on all ranks; every later operation fails."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    @property
+    def _connected(self) -> Transport:
+        assert self.transport is not None
+        return self.transport
+
+    def _gathered(self, operation: str, part: Tensor) -> Tensor:
+        self._count(operation, part)
+        return _gathered(self._connected, part)
+
+    def _count(self, operation: str, part: Tensor) -> None:
         self.traffic.add(operation, (self.size - 1) * part.nbytes)
-        parts = self._transport.gather(_as_bytes(part))
-        return [one.view(part.dtype).view(part.shape) for one in parts]
 
 
 ALONE = RankGroup()
@@ -151,8 +183,19 @@ class Ranks:
         """Which draft group this rank belongs to."""
         return self.peers.rank
 
+    def abort(self) -> None:
+        """As `RankGroup.abort`, for all groups."""
+        for group in (self.target, self.draft, self.peers):
+            group.abort()
+
 
 ONE_RANK = Ranks()
+
+
+def _gathered(transport: Transport, part: Tensor) -> Tensor:
+    """[t, *shape]."""
+    data = transport.gather(_as_bytes(part))
+    return data.flatten().view(part.dtype).view(len(data), *part.shape)
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Groups of processes: Gloo between CPUs, NCCL between GPUs."""
+"""Groups of processes, which tell each other things over shared memory, Gloo or NCCL."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed does not name them
 
 from outdraft.core.errors import RanksError
-from outdraft.distributed.group import ALONE, RankGroup, Ranks
+from outdraft.distributed.group import ALONE, RankGroup, Ranks, Transport, gathered_sum
+from outdraft.distributed.shared_memory import MemoryTransports, shared_memory
 
 
 def join_ranks(
@@ -20,15 +21,18 @@ def join_ranks(
     draft_size: int,
     device: torch.device,
     timeout_s: float,
+    over_memory: MemoryTransports | None,
 ) -> Ranks:
     """The groups of one rank, once all ranks have come.
 
+    CPU ranks of one machine share memory, others use Gloo; GPU ranks use NCCL.
     No global state of torch.distributed is used, so that one process can have several engines.
 
     Args:
         store: one of all ranks, and of no other groups.
         size, draft_size: t and d; d divides t.
         timeout_s: how long one rank waits for another in an operation.
+        over_memory: None: this rank cannot share memory.
 
     Raises:
         RanksError: another rank did not come.
@@ -39,16 +43,38 @@ def join_ranks(
     def group(name: str, members: Sequence[int]) -> RankGroup:
         if len(members) == 1:
             return ALONE
-        own = PrefixStore(name, store)
-        transport = ProcessTransport(own, members.index(rank), len(members), device, timeout_s)
-        return RankGroup(members.index(rank), len(members), transport)
+        own = PrefixStore(name, store), members.index(rank), len(members)
+        transport = None
+        if device.type == "cpu":
+            transport = _over_memory(*own, timeout_s, over_memory)
+        if transport is None:
+            transport = ProcessTransport(*own, device, timeout_s)
+        return RankGroup(*own[1:], transport)
 
     first, place = rank - rank % draft_size, rank % draft_size
-    return Ranks(
+    ranks = Ranks(
         target=group("target", range(size)),
         draft=group(f"draft-{first}", range(first, first + draft_size)),
         peers=group(f"peers-{place}", range(place, size, draft_size)),
     )
+    ranks.target.meet(device)  # nobody needs the store any more, which may end with one of them
+    return ranks
+
+
+def _over_memory(
+    store: Store, rank: int, size: int, timeout_s: float, transports: MemoryTransports | None
+) -> Transport | None:
+    """None: not all ranks of the group can share memory."""
+    num_bytes = None if transports is None else transports.num_bytes(size)
+    try:
+        memory = shared_memory(
+            PrefixStore("memory", store), rank, size, num_bytes, timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as error:
+        raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
+    if transports is None or memory is None:
+        return None
+    return transports.transport(memory, rank, size, timeout_s)
 
 
 class ProcessTransport:
@@ -74,17 +100,25 @@ class ProcessTransport:
         except RuntimeError as error:
             raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
 
-    def gather(self, data: Tensor) -> list[Tensor]:
+    def gather(self, data: Tensor) -> Tensor:
         """As `Transport.gather`."""
-        parts = [torch.empty_like(data) for _ in range(self._size)]
-        self._wait(lambda: self._group.allgather([parts], [data]))
-        return parts
+        result = data.new_empty(self._size * data.numel())
+        self._wait(lambda: self._group._allgather_base(result, data))
+        return result.view(self._size, data.numel())
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As `Transport.sum`."""
+        return gathered_sum(self, part)
 
     def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """As `Transport.exchange`."""
         result = data.new_empty(sum(received))
         self._wait(lambda: self._group.alltoall_base(result, data, list(received), list(sent)))
         return result
+
+    def abort(self) -> None:
+        """As `Transport.abort`, where NCCL can; Gloo notices the end of a process by itself."""
+        self._group.abort()
 
     def _wait(self, start: Callable[[], dist.Work]) -> None:
         try:

@@ -48,6 +48,7 @@ from outdraft.engine.rank_messages import (
     as_bytes,
     order_of_bytes,
 )
+from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner
 from outdraft.runner.same_steps import SameSteps
 
@@ -124,6 +125,7 @@ class Rank:
             config.draft_tensor_parallel_size,
             device,
             parallel.rank_timeout_s,
+            memory_transports(),
         )
         return load_models(config, ranks)
 

@@ -51,6 +51,7 @@ from outdraft.engine.rank_messages import (
     answer_of_bytes,
     as_bytes,
 )
+from outdraft.kernels.choose import memory_transports
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import ParallelRunner
 from outdraft.runner.same_steps import SameSteps
@@ -137,10 +138,14 @@ class RankProcesses:
         self._order(Join())
         timeout_s = self._config.parallel.rank_timeout_s
         draft_size = self._config.draft_tensor_parallel_size
+        sizes = self._size, draft_size
         try:
-            return join_ranks(store, 0, self._size, draft_size, device, timeout_s)
+            ranks = join_ranks(store, 0, *sizes, device, timeout_s, memory_transports())
         except RanksError as error:
             self.give_up(error)
+        self.watch(ranks.abort)  # memory does not tell that the other one has died
+        self.check()
+        return ranks
 
     def wait_until_loaded(self) -> None:
         """Until all ranks have loaded their models.

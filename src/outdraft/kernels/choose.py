@@ -5,8 +5,10 @@ from dataclasses import fields, replace
 import torch
 
 from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.limits import Limits
+from outdraft.kernels.native.ranks import NativeMemoryTransports
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels
@@ -75,6 +77,12 @@ def machine_limits(dtype: torch.dtype) -> tuple[float, float] | None:
     readings = [(limits.bandwidth(), limits.peak()) for _ in range(LIMIT_TURNS)]
     bandwidths, peaks = zip(*readings, strict=True)
     return max(bandwidths), max(peaks)
+
+
+def memory_transports() -> MemoryTransports | None:
+    """What connects the ranks of this machine over memory; None: there is no library."""
+    library = open_library()
+    return None if library is None else NativeMemoryTransports(library)
 
 
 def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:

@@ -1,0 +1,96 @@
+"""Ranks of one machine exchange bytes through memory that they share, by the compiled library."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import addressof, c_char, c_int32, c_int64, c_void_p
+from mmap import mmap
+
+import torch
+from torch import Tensor
+
+from outdraft.core.errors import RanksError
+from outdraft.distributed.group import gathered_sum
+from outdraft.kernels.native.library import Library
+
+FAILURES = {  # by what csrc/ranks.cpp returns
+    1: "another rank does not answer: the group has ended",
+    2: "another rank does not answer in time",
+    3: "the ranks of a group do different operations",
+}
+
+
+class NativeMemoryTransports:
+    """As `MemoryTransports`, by csrc/ranks.cpp."""
+
+    def __init__(self, library: Library) -> None:
+        self._library = library
+        self._num_bytes = library.function("ranks_bytes", [c_int64], c_int64)
+
+    def num_bytes(self, size: int) -> int:
+        return self._num_bytes(size)
+
+    def transport(self, memory: mmap, rank: int, size: int, timeout_s: float) -> "MemoryTransport":
+        return MemoryTransport(self._library, memory, rank, size, timeout_s)
+
+
+class MemoryTransport:
+    """As `Transport`, through memory. A rank that lets go of it ends the group.
+
+    Raises:
+        RanksError: from every operation, if the group has ended or another rank does not answer in
+            time, which ends it.
+    """
+
+    def __init__(
+        self, library: Library, memory: mmap, rank: int, size: int, timeout_s: float
+    ) -> None:
+        """`memory`: that of all ranks of the group, zeros when the first one came."""
+
+        def function(name: str, *arguments: type) -> Callable[..., int]:
+            own = (c_void_p, c_int64, c_int64, c_int64)
+            return library.function(name, [*own, *arguments], c_int32, releases_gil=True)
+
+        self._size, self._memory = size, memory
+        self._own = addressof(c_char.from_buffer(memory)), rank, size, int(timeout_s * 1e6)
+        self._gather = function("ranks_gather", c_void_p, c_int64, c_void_p)
+        self._sum = function("ranks_sum", c_void_p, c_int64, c_void_p, c_int32)
+        self._exchange = function("ranks_exchange", c_void_p, c_void_p, c_void_p, c_void_p)
+        end = library.function("ranks_end", [c_void_p])
+        self._end = weakref.finalize(self, _end, end, self._own[0], memory)
+
+    def gather(self, data: Tensor) -> Tensor:
+        """As `Transport.gather`."""
+        result = data.new_empty(self._size, data.numel())
+        _check(self._gather(*self._own, data.data_ptr(), data.numel(), result.data_ptr()))
+        return result
+
+    def sum(self, part: Tensor) -> Tensor:
+        """As `Transport.sum`."""
+        if part.dtype not in (torch.float32, torch.bfloat16):
+            return gathered_sum(self, part)
+        part, is_bf16 = part.contiguous(), part.dtype is torch.bfloat16
+        result = torch.empty_like(part)
+        addresses = part.data_ptr(), part.numel(), result.data_ptr()
+        _check(self._sum(*self._own, *addresses, is_bf16))
+        return result
+
+    def exchange(self, data: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """As `Transport.exchange`."""
+        result = data.new_empty(sum(received))
+        sizes = ((c_int64 * self._size)(*each) for each in (sent, received))
+        _check(self._exchange(*self._own, data.data_ptr(), *sizes, result.data_ptr()))
+        return result
+
+    def abort(self) -> None:
+        """As `Transport.abort`."""
+        self._end()
+
+
+def _end(end: Callable[[int], None], address: int, _memory: mmap) -> None:
+    end(address)
+
+
+def _check(result: int) -> None:
+    """Raises RanksError unless it says that all is well."""
+    if result:
+        raise RanksError(FAILURES[result])
