@@ -134,6 +134,7 @@ def test_a_server_whose_idle_engine_loses_a_rank_starts_another_one():
             old = ranks_of(engine)
             old[0].kill()
             await until(lambda: not client.is_alive)
+            assert (client.ended_by or "").startswith("rank 1 of 2: its process was ended by SIGK")
             with pytest.raises(EngineDeadError, match="rank 1 of 2: its process was ended by SIG"):
                 await stream(client, "second", PROMPTS[0], PARAMS[0])
             await until(lambda: client.is_alive)

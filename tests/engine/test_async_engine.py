@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from outdraft.core.errors import EngineDeadError, RequestError
+from outdraft.core.errors import EngineDeadError, RanksError, RequestError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan
 from outdraft.engine.async_engine import AsyncEngine
@@ -91,6 +91,23 @@ def test_a_failing_step_is_reported_and_a_second_one_ends_the_engine(num_failure
 
     asyncio.run(main())
     assert core.scheduler.pool.usage == 0
+
+
+def test_a_step_that_loses_a_rank_ends_the_engine_and_readers_are_told_which():
+    core = engine("qwen2", "plain").engine
+
+    def losing(plan: StepPlan):
+        raise RanksError("rank 1 of 2: its process was ended by SIGKILL")
+
+    core.runner.launch = losing
+
+    async def main() -> None:
+        async with AsyncEngine(core) as streams:
+            for request_id in ("0", "1"):
+                with pytest.raises(EngineDeadError, match="rank 1 of 2: its process was ended"):
+                    await _last(streams.generate(request_id, [5, 6], greedy(5)))
+
+    asyncio.run(main())
 
 
 def test_a_failing_step_ends_only_what_ran_in_it():

@@ -49,7 +49,8 @@ class GenerationError(OutdraftError):
 class EngineDeadError(OutdraftError):
     """The step loop has ended; its cause is chained.
 
-    `ended_by` says how the engine's process ended, if it did: its signal or its exit code.
+    `ended_by` says how the engine's process ended, if it did: its signal or its exit code; or the
+    rank that it lost, and how.
     """
 
     def __init__(self, message: str, ended_by: str | None = None) -> None:

@@ -90,7 +90,8 @@ class AsyncEngine:
     def _post(self, call: Callable[[], None]) -> None:
         with self._lock:
             if self._dead is not None:
-                raise EngineDeadError("the engine has stopped") from self._dead
+                why = f": {self._dead}" if isinstance(self._dead, RanksError) else ""
+                raise EngineDeadError(f"the engine has stopped{why}") from self._dead
             self._calls.append(call)
         self._wake.set()
 

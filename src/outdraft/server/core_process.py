@@ -16,7 +16,7 @@ from typing import BinaryIO
 import zmq
 
 from outdraft.config.engine import EngineConfig
-from outdraft.core.errors import ConfigError
+from outdraft.core.errors import ConfigError, RanksError
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 
@@ -45,6 +45,9 @@ def _serve(config: EngineConfig, commands: zmq.Socket[bytes], reports: zmq.Socke
     except ConfigError as error:
         send_reports(reports, [Failed("config", str(error))])
         return 2
+    except RanksError as error:
+        send_reports(reports, [Failed("ranks", str(error))])
+        return 1
     except Exception as error:
         logging.getLogger(__name__).exception("the engine could not start")
         send_reports(reports, [Failed("engine", f"{type(error).__name__}: {error}")])

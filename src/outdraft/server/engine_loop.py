@@ -76,7 +76,7 @@ class EngineLoop:
                 return self._run(wakes)
             except RanksError as error:
                 _logger.error("%s", error)
-                self._send([Failed("engine", str(error))])
+                self._send([Failed("ranks", str(error))])
                 return False
             finally:
                 if self._trace is not None:

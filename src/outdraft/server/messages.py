@@ -137,7 +137,7 @@ class Profiled(Struct, tag=True, frozen=True):
 class Failed(Struct, tag=True, frozen=True):
     """The last report: the engine could not start, or cannot go on."""
 
-    kind: str  # "config" if its configuration is to blame
+    kind: str  # "config" if its configuration is to blame, "ranks" if one of its ranks is
     message: str
 
 

@@ -254,6 +254,8 @@ class Supervisor:
             for on_steps in self._watchers:
                 on_steps(report)
         elif isinstance(report, messages.Failed):
+            if report.kind == "ranks":
+                self._ended_by = report.message
             self._end(report.message)
 
     def _advance(self, delta: RequestDelta) -> None:

@@ -2,13 +2,15 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
 import zmq
 
 from outdraft.core.deltas import RequestDelta
+from outdraft.core.errors import RanksError
+from outdraft.core.plan import StepPlan
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.engine import Engine
 from outdraft.engine.llm import LLM
@@ -245,6 +247,48 @@ def test_the_loop_ends_with_the_second_failure_in_a_row(sockets):
     assert isinstance(reports[-1], Failed)
     assert reports[-1].kind == "engine"
     assert "RuntimeError" in reports[-1].message
+
+
+class LostRanks:
+    """A rank ends as soon as somebody looks after it."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        def end() -> None:
+            self.has_ended = True
+            on_death()
+
+        threading.Timer(0.2, end).start()
+
+    def check(self) -> None:
+        if self.has_ended:
+            raise RanksError("rank 1 of 2: its process was ended by SIGKILL")
+
+    def end(self) -> None:
+        raise AssertionError("nobody asked for that")
+
+
+def test_an_idle_loop_that_loses_a_rank_says_which_and_ends(sockets: Sockets):
+    core = engine()
+    core.ranks = LostRanks()
+    ended_well, reports = live(core, sockets)
+    assert not ended_well
+    assert reports == [Failed("ranks", "rank 1 of 2: its process was ended by SIGKILL")]
+
+
+def test_the_loop_ends_with_the_first_step_that_loses_a_rank(sockets: Sockets):
+    core = engine()
+
+    def losing(plan: StepPlan):
+        raise RanksError("rank 1 of 2: its process was ended by SIGKILL")
+
+    core.runner.launch = losing
+    ended_well, reports = live(core, sockets, Add("0", [5], greedy(4)))
+    assert not ended_well
+    assert reports[-1] == Failed("ranks", "rank 1 of 2: its process was ended by SIGKILL")
+    assert not any(isinstance(report, Refused) for report in reports)
 
 
 def reports_finish(reports: list[Report], request_id: str, num_sequences: int = 1) -> bool:
