@@ -23,6 +23,7 @@ from outdraft.engine.assembler import Assembler, Queued, checked
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.stats import StatsTotal
+from outdraft.runner.model_runner import ModelRunner
 
 CHOSEN = "auto"  # the variant that chooses
 REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
@@ -143,9 +144,9 @@ def level_engines(
     engines = build_together(parts)
     if plan.acceptance is not None:
         for engine in engines:
-            verifier = engine.runner.verifier
-            kernels = parts[0][1].kernels
-            engine.runner.verifier = SyntheticVerifier(kernels, verifier.method, plan.acceptance)
+            runner, kernels = engine.runner, parts[0][1].kernels
+            assert isinstance(runner, ModelRunner), "engines that are compared have one rank"
+            runner.verifier = SyntheticVerifier(kernels, runner.verifier.method, plan.acceptance)
     size = len(configs)
     starts = range(0, len(engines), size)
     return [dict(zip(configs, engines[start : start + size], strict=True)) for start in starts]
