@@ -93,9 +93,10 @@ struct Sums {
   float* top;    // [L]; the highest score, which weights are relative to
 };
 
-// One step of the online softmax of some lanes: scores of a piece become weights relative to the new
-// tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was summed
-// under the old one. First come all tops, then all weights: what is short waits for nothing long.
+// One step of the online softmax of some lanes: scores of a piece become weights relative to the
+// new tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was
+// summed under the old one. First come all tops, then all weights: what is short waits for nothing
+// long.
 template <bool kAreBf16>
 void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* shrink) {
   for (int64_t lane = 0; lane < num_lanes; ++lane) {

@@ -1,4 +1,4 @@
-// What Python calls: plain C names, addresses and numbers. Everything else stays inside the library.
+// What Python calls: plain C names, addresses and numbers. All else stays inside the library.
 #pragma once
 
 #include <cstdint>

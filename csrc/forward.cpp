@@ -263,7 +263,7 @@ class DecoderOf final : public Decoder {
   template <class Call>
   void for_blocks(int64_t num_rows, const Call& call) const {
     const int64_t num_blocks = (num_rows + kBlockRows - 1) / kBlockRows;
-    for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size: each reads weights
+    for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size: all read weights
       const int64_t first = num_rows * block / num_blocks;
       call(first, num_rows * (block + 1) / num_blocks - first);
     }
@@ -439,7 +439,8 @@ class DecoderOf final : public Decoder {
     for (int64_t k = 0; k < num_taps; ++k) {
       if (taps[k] != num_layers) continue;
       for (int64_t t = 0; t < num_rows; ++t) {
-        convert(residual_ + t * size, size, static_cast<Number*>(tapped) + (t * num_taps + k) * size);
+        Number* to = static_cast<Number*>(tapped) + (t * num_taps + k) * size;
+        convert(residual_ + t * size, size, to);
       }
     }
   }

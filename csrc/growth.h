@@ -1,6 +1,6 @@
 // Trees that grow level by level, for a batch of requests, from logits behind the newest level.
 //
-// The readable twin is src/outdraft/drafting/device/grower.py. A chain is the tree whose levels have
+// Its readable twin is src/outdraft/drafting/device/grower.py. A chain is a tree whose levels have
 // one row each. Requests that draw get draws without replacement (see drawn_level.cpp), others the
 // likeliest tokens: EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
 #pragma once

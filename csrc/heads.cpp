@@ -1,5 +1,5 @@
-// What draft heads compute between their products, each row by itself. Statistics and all numbers on
-// the way are float32; what is stored is rounded once. The readable twin is
+// What draft heads compute between their products, each row by itself. Statistics and all numbers
+// on the way are float32; what is stored is rounded once. The readable twin is
 // src/outdraft/kernels/reference/heads.py.
 
 #include <cmath>
@@ -13,9 +13,9 @@
 namespace outdraft {
 namespace {
 
-// to = compute(read), where read(from) gives the numbers of `from` that belong to a vector of `to`. What
-// is left behind the vectors is computed as the first number of one: it is the same wherever it
-// stands.
+// to = compute(read), where read(from) gives the numbers of `from` that belong to a vector of `to`.
+// What is left behind the vectors is computed as the first number of one: it is the same wherever
+// it stands.
 template <class Number, class Compute>
 void for_row(int64_t size, Number* to, const Compute& compute) {
   int64_t i = 0;
@@ -62,8 +62,8 @@ OUTDRAFT_EXPORT void add_silu(int64_t size, bool is_bf16, const void* x, const v
 }
 
 // As `ScaleToRms` of draft_ops.py: rows [R, S].
-OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, float rms, float eps,
-                                  const void* x, void* to) {
+OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, float rms,
+                                  float eps, const void* x, void* to) {
   using namespace outdraft;
   with_numbers(to, is_bf16, [&](auto* out) {
     using Number = std::remove_pointer_t<decltype(out)>;
@@ -76,15 +76,18 @@ OUTDRAFT_EXPORT void scale_to_rms(int64_t num_rows, int64_t size, bool is_bf16, 
 }
 
 // As `MixTokens` of draft_ops.py: rows [R, S].
-OUTDRAFT_EXPORT void mix_tokens(int64_t num_rows, int64_t size, bool is_bf16, float share, float eps,
-                                const void* z, const void* embedding, const int64_t* ids,
-                                const void* weight, const void* bias, void* to) {
+OUTDRAFT_EXPORT void mix_tokens(int64_t num_rows, int64_t size, bool is_bf16, float share,
+                                float eps, const void* z, const void* embedding,
+                                const int64_t* ids, const void* weight, const void* bias,
+                                void* to) {
   using namespace outdraft;
   std::vector<float> mixed(static_cast<size_t>(size));
   with_numbers(to, is_bf16, [&](auto* out) {
     using Number = std::remove_pointer_t<decltype(out)>;
-    const auto *rows = static_cast<const Number*>(z), *table = static_cast<const Number*>(embedding);
-    const auto *scales = static_cast<const Number*>(weight), *shifts = static_cast<const Number*>(bias);
+    const auto* rows = static_cast<const Number*>(z);
+    const auto* table = static_cast<const Number*>(embedding);
+    const auto* scales = static_cast<const Number*>(weight);
+    const auto* shifts = static_cast<const Number*>(bias);
     for (int64_t r = 0; r < num_rows; ++r) {
       const Number *row = rows + r * size, *token = table + ids[r] * size;
       for_row(size, mixed.data(), [&](const auto& read) -> Floats {

@@ -377,9 +377,9 @@ struct Product {
   }
 };
 
-// Rows as the kernels read them: [row][inputs], `stride` numbers apart, zeros behind the last input;
-// for weights with shifts also sums: [group][row], in order, of the numbers that are multiplied. A
-// unit is some rows. Nothing is to be computed: who stores a unit copies it.
+// Rows as the kernels read them: [row][inputs], `stride` numbers apart, zeros behind the last
+// input; for weights with shifts also sums: [group][row], in order, of the numbers that are
+// multiplied. A unit is some rows. Nothing is to be computed: who stores a unit copies it.
 struct Copy {
   ConstRows x;
   LinearWeights weights;

@@ -3,8 +3,8 @@
 // A job is cut into units. The caller and its helpers claim units; whoever has claimed one computes
 // it into memory of its own, and stores it. The caller never waits for a helper that lost its core:
 // after its patience it takes the unit back, computes it again, and works alone for a while. What
-// the late helper computed is thrown away: it may store a unit only while the unit is still its own.
-// So results never depend on how the threads run, and a process that was forked, which has no
+// the late helper computed is thrown away: it may store a unit only while the unit is still its
+// own. So results never depend on how the threads run, and a process that was forked, which has no
 // helpers, computes correctly.
 //
 // A `Work` is trivially copyable. It is copied into the team, so that a late helper reads no dead

@@ -23,7 +23,7 @@ constexpr int kGroupVectors = 2, kGroupRows = 5;  // their sums fit the register
 constexpr int kGroupVectors = 4, kGroupRows = 6;
 #endif
 
-// Where sums start: out[row] = scale * x[row] . matrix, or shrink[row] * out[row] + x[row] . matrix.
+// Where sums start: out[row] = scale * x[row] . matrix, or x[row] . matrix + shrink[row] * out[row]
 enum class Start { kZero, kShrunk };
 
 // For outputs that fill vectors and at most kGroupRows rows.
@@ -118,7 +118,8 @@ void multiply_rows(const TileProduct& p) {
 namespace detail {
 
 template <int kDistance, int... kPlaces>
-[[gnu::always_inline]] inline void exchange(Words& a, Words& b, std::integer_sequence<int, kPlaces...>) {
+[[gnu::always_inline]] inline void exchange(Words& a, Words& b,
+                                            std::integer_sequence<int, kPlaces...>) {
   const Words low = __builtin_shufflevector(
       a, b, (kPlaces & kDistance ? kPlaces - kDistance + kWidth : kPlaces)...);
   b = __builtin_shufflevector(

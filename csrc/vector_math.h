@@ -71,8 +71,8 @@ inline Floats exp2_of(Floats x) {
   return power * (Floats)((whole + 127) << 23);  // of -127 it is 0
 }
 
-// The same to 3e-6, exactly 1 for 0, for numbers that become bfloat16: a polynomial of degree 4 with
-// the least relative error from -1/2 to 1/2, times a power of two.
+// The same to 3e-6, exactly 1 for 0, for numbers that become bfloat16: a polynomial of degree 4
+// with the least relative error from -1/2 to 1/2, times a power of two.
 inline Floats rough_exp2_of(Floats x) {
 #if defined(__AVX512F__)
   const Floats whole = _mm512_maskz_roundscale_ps(__mmask16(-1), x, _MM_FROUND_TO_NEAREST_INT);

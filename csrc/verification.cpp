@@ -185,7 +185,8 @@ int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
 
 using outdraft::Rule;
 
-// The verdict on a batch; arguments as in `DraftBatch` and `SamplingBatch`, results as in `Verdict`.
+// The verdict on a batch; arguments as in `DraftBatch` and `SamplingBatch`, results as in
+// `Verdict`.
 OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, const float* logits,
                             const int64_t* tokens, const int64_t* parents,
                             const int64_t* num_drafts, const float* probs, const bool* is_sampled,
