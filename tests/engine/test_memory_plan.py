@@ -8,8 +8,9 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import load_models
 from outdraft.engine.memory import DeviceMemory
-from outdraft.engine.memory_plan import plan_together
+from outdraft.engine.memory_plan import plan_memory, plan_together
 from tests.cli.pair import pair
+from tests.ranks import spread_models
 
 SHARE, MEMORY = 0.9, 24 << 20
 
@@ -76,3 +77,18 @@ def test_a_number_of_blocks_that_is_asked_for_is_each_engines():
     assert [plan.num_blocks for plan in plans] == [50] * 3
     with pytest.raises(ConfigError, match="are free"):
         plan_together([one] * 3, DeviceMemory(1 << 30, taken(plans[:2], [one] * 2), SHARE))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_of_a_machine_have_no_more_memory_together_than_one_has(size, monkeypatch):
+    memory = DeviceMemory(MEMORY, MEMORY, SHARE)
+    monkeypatch.setattr("outdraft.engine.memory_plan.device_memory", lambda device: memory)
+    config, alone = part(max_num_seqs=16, max_num_batched_tokens=16)
+    spread = spread_models(config, size, 1)
+    plans = [plan_memory(config, models) for models in spread]
+    agreed = plans[0].agreed(plans[1:])
+    held = sum(rank.total for rank in agreed.ranks)
+    assert agreed.num_blocks == min(plan.num_blocks for plan in plans)
+    assert held + sum(rank.idle for rank in agreed.ranks) <= SHARE * memory.total
+    weights = sum(models.target.memory_bytes for models in spread)
+    assert alone.target.memory_bytes <= weights < 1.5 * alone.target.memory_bytes

@@ -118,6 +118,8 @@ class Rank:
         assigned = self._assignment
         config, parallel = assigned.config, assigned.config.parallel
         device = choose_device(config.device, assigned.rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton's kernels run on it
         ranks = join_ranks(
             store,
             assigned.rank,

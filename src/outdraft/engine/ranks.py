@@ -127,7 +127,8 @@ class RankProcesses:
         """
         store, port = _store(self._size)
         all_cores = cores_of_ranks(self._size, torch.get_num_threads(), topology())
-        if device.type != "cpu":
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton's kernels run on it
             all_cores = [replace(one, cpus=()) for one in all_cores]
         for rank in range(1, self._size):
             self._processes.add(rank, self._start(rank, all_cores[rank], (HOST, port)))
