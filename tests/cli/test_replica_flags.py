@@ -11,7 +11,9 @@ from outdraft.cli.server_options import ServerOptions
 from outdraft.cli.threads import num_physical_cores
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.engine.loading import load_models
 from outdraft.server.replicas.plan import ReplicaPlan
+from tests.cli.pair import pair
 
 
 def plan(*, has_gpus: bool = False, environ: dict[str, str] | None = None, **flags) -> ReplicaPlan:
@@ -72,9 +74,18 @@ def test_a_replica_on_gpus_has_one_for_each_rank():
     ],
 )
 def test_flags_without_a_meaning_are_refused(server, replicas, message):
+    config = EngineConfig.from_options(model="m")
     with pytest.raises(ConfigError, match=message):
-        check_replicas(ServerOptions(**server), ReplicasOptions(**replicas))
-    check_replicas(ServerOptions(), ReplicasOptions())
+        check_replicas(config, ServerOptions(**server), ReplicasOptions(**replicas))
+    check_replicas(config, ServerOptions(), ReplicasOptions())
+
+
+def test_ranks_of_replicas_share_a_machine():
+    spread = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    config = EngineConfig.from_options(model="m", **spread)
+    check_replicas(config, ServerOptions(), ReplicasOptions())
+    with pytest.raises(ConfigError, match="ranks of a replica share its machine"):
+        check_replicas(config, ServerOptions(), ReplicasOptions(data_parallel_size=2))
 
 
 def test_without_ray_the_flag_says_what_to_install(command, monkeypatch):
@@ -83,3 +94,11 @@ def test_without_ray_the_flag_says_what_to_install(command, monkeypatch):
     result = command.invoke(app, ["serve", "--port", "0", "--data-parallel-size", "2"])
     assert result.exit_code == 2
     assert NO_RAY in " ".join(result.output.split())
+
+
+def test_without_ray_ranks_on_a_cluster_say_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "outdraft.engine.ray_hosts", raising=False)
+    spread = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray", "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"pip install 'outdraft\[ray\]'"):
+        load_models(EngineConfig.from_options(model=str(pair().target), **spread))

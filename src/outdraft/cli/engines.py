@@ -189,9 +189,14 @@ def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
     return msgspec.structs.replace(info, model_path=str(model), tokenizer_path=str(tokenizer))
 
 
-def check_replicas(options: ServerOptions, replicas: ReplicasOptions) -> None:
+def check_replicas(config: EngineConfig, options: ServerOptions, replicas: ReplicasOptions) -> None:
     """Raise ConfigError if a flag has no meaning with replicas, or none without them."""
     if replicas.has_replicas:
+        if config.parallel.distributed_executor_backend == "ray":
+            raise ConfigError(
+                "--distributed-executor-backend ray is for one engine: the ranks of a replica "
+                "share its machine"
+            )
         if options.profiler_config is not None:
             raise ConfigError("--profiler-config traces one engine, not several replicas")
         if options.restart_engine:

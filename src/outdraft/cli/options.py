@@ -72,6 +72,10 @@ class EngineOptions:
         "--tensor-parallel-size",
         "-tp",
     )
+    distributed_executor_backend: str | None = flag(
+        "Who starts the other ranks: mp (this machine, the default) or ray (a Ray cluster, on any "
+        "of its machines)."
+    )
     rank_timeout_s: float | None = flag(
         "Seconds that ranks wait for each other in a step, until one of them counts as hung.",
         "--rank-timeout",

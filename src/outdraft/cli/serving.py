@@ -78,7 +78,7 @@ def run(
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     has_replicas = replicas.has_replicas
-    check_replicas(options, replicas)
+    check_replicas(config, options, replicas)
 
     def show(loading: Loading) -> None:
         console.print(f"loading {loading.stage} of {config.model}", style="dim", markup=False)

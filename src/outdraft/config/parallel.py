@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
-from outdraft.config.checks import check_number, check_truth, check_whole
+from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
+from outdraft.core.errors import ConfigError
 
 MOST_RANKS = 256
+BACKENDS = ("mp", "ray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,17 +17,26 @@ class ParallelConfig:
 
     Attributes:
         tensor_parallel_size: ranks; 1: the engine's own process computes all.
+        distributed_executor_backend: who starts the other ranks: "mp": this machine; "ray": a Ray
+            cluster, on any of its machines.
         rank_timeout_s: how long one rank waits for another within a step; then that one hangs.
         check_ranks: compare on every rank, in each step, what the ranks were told and what they
             chose. Costs a few small messages and the overlap of steps; to find faults with.
     """
 
     tensor_parallel_size: int = 1
+    distributed_executor_backend: str = "mp"
     rank_timeout_s: float = 10.0
     check_ranks: bool = False
 
     def __post_init__(self) -> None:
+        check_choice("distributed_executor_backend", self.distributed_executor_backend, BACKENDS)
         check_whole("tensor_parallel_size", self.tensor_parallel_size, 1, MOST_RANKS)
+        if self.distributed_executor_backend == "ray" and self.tensor_parallel_size == 1:
+            raise ConfigError(
+                "distributed_executor_backend ray needs tensor_parallel_size above 1: there is no "
+                "other rank to start"
+            )
         check_number("rank_timeout_s", self.rank_timeout_s, 0.1)
         check_truth("check_ranks", self.check_ranks)
 

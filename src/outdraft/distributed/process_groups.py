@@ -22,6 +22,7 @@ def join_ranks(
     device: torch.device,
     timeout_s: float,
     over_memory: MemoryTransports | None,
+    host: str | None = None,
 ) -> Ranks:
     """The groups of one rank, once all ranks have come.
 
@@ -33,6 +34,7 @@ def join_ranks(
         size, draft_size: t and d; d divides t.
         timeout_s: how long one rank waits for another in an operation.
         over_memory: None: this rank cannot share memory.
+        host: address of this machine, at which Gloo listens; None: what its name stands for.
 
     Raises:
         RanksError: another rank did not come.
@@ -46,9 +48,9 @@ def join_ranks(
         own = PrefixStore(name, store), members.index(rank), len(members)
         transport = None
         if device.type == "cpu":
-            transport = _over_memory(*own, timeout_s, over_memory)
+            transport = _over_memory(*own, timeout_s, over_memory, host)
         if transport is None:
-            transport = ProcessTransport(*own, device, timeout_s)
+            transport = ProcessTransport(*own, device, timeout_s, host)
         return RankGroup(*own[1:], transport)
 
     first, place = rank - rank % draft_size, rank % draft_size
@@ -62,14 +64,23 @@ def join_ranks(
 
 
 def _over_memory(
-    store: Store, rank: int, size: int, timeout_s: float, transports: MemoryTransports | None
+    store: Store,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    transports: MemoryTransports | None,
+    host: str | None,
 ) -> Transport | None:
-    """None: not all ranks of the group can share memory."""
+    """None: not all ranks of the group can share memory, or they have several addresses."""
     num_bytes = None if transports is None else transports.num_bytes(size)
+    timeout = timedelta(seconds=timeout_s)
+    names = [f"host-{other}" for other in range(size)]
     try:
-        memory = shared_memory(
-            PrefixStore("memory", store), rank, size, num_bytes, timedelta(seconds=timeout_s)
-        )
+        store.set(names[rank], host or "")
+        store.wait(names, timeout)
+        if len({store.get(name) for name in names}) > 1:
+            return None
+        memory = shared_memory(PrefixStore("memory", store), rank, size, num_bytes, timeout)
     except RuntimeError as error:
         raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
     if transports is None or memory is None:
@@ -85,7 +96,13 @@ class ProcessTransport:
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, timeout_s: float
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        timeout_s: float,
+        host: str | None = None,
     ) -> None:
         self._size, self._device = size, device
         self._group: Any  # torch does not tell what its groups can do
@@ -96,7 +113,7 @@ class ProcessTransport:
                 options._timeout = timeout
                 self._group = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
-                self._group = dist.ProcessGroupGloo(store, rank, size, timeout)
+                self._group = _gloo(store, rank, size, timeout, host)
         except RuntimeError as error:
             raise RanksError(f"rank {rank} cannot join its group of {size}: {error}") from error
 
@@ -125,3 +142,15 @@ class ProcessTransport:
             start().wait()
         except RuntimeError as error:
             raise RanksError(f"another rank does not answer: {error}") from error
+
+
+def _gloo(
+    store: Store, rank: int, size: int, timeout: timedelta, host: str | None
+) -> dist.ProcessGroupGloo:
+    if host is None:
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    kind: Any = dist.ProcessGroupGloo  # torch does not tell that it takes options
+    options = kind._Options()
+    options._devices = [kind.create_device(hostname=host)]
+    options._timeout = timeout
+    return kind(store, rank, size, options)

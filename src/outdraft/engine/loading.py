@@ -23,7 +23,9 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
 
 if TYPE_CHECKING:
+    from outdraft.engine.rank_hosts import RankHosts
     from outdraft.engine.ranks import RankProcesses
+    from outdraft.engine.ray_hosts import RayHosts
 
 NO_LIBRARY = "no compiled library for this machine: the readable reference computes, slowly"
 _logger = logging.getLogger(__name__)
@@ -49,12 +51,15 @@ class LoadedModels:
     processes: "RankProcesses | None" = None
 
 
-def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
+def load_models(
+    config: EngineConfig, ranks: Ranks = ONE_RANK, device: torch.device | None = None
+) -> LoadedModels:
     """Load what the configuration names; of each network the part of this rank.
 
     Args:
         ranks: of whose models this rank's parts are loaded. All ranks call this together. Without
             them, the other ranks that the configuration asks for are started.
+        device: of this rank; None: the first one of the kind that the configuration names.
 
     Raises:
         ConfigError: a model is missing, unknown or damaged, or cannot be divided over its ranks, or
@@ -66,7 +71,7 @@ def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
         return _load_on_ranks(config)
     if not has_library():
         _logger.warning(NO_LIBRARY)
-    device = choose_device(config.device, ranks.target.rank if ranks.target.size > 1 else None)
+    device = device or choose_device(config.device)
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
     own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
@@ -88,10 +93,13 @@ def load_models(config: EngineConfig, ranks: Ranks = ONE_RANK) -> LoadedModels:
 
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:
     """All ranks load their parts at the same time; this process becomes rank 0."""
-    from outdraft.engine.ranks import RankProcesses  # with libraries that one rank does without
+    # With libraries that one rank does without.
+    from outdraft.engine.rank_hosts import LocalHosts
+    from outdraft.engine.ranks import RankProcesses
 
     size, device = config.parallel.tensor_parallel_size, choose_device(config.device, 0)
-    if device.type == "cuda" and size > torch.cuda.device_count():
+    on_cluster = config.parallel.distributed_executor_backend == "ray"
+    if not on_cluster and device.type == "cuda" and size > torch.cuda.device_count():
         raise ConfigError(
             f"tensor_parallel_size must be at most {torch.cuda.device_count()}, the number of "
             f"GPUs, got {size}"
@@ -101,9 +109,15 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
     resolve_model_path(config.model, config.revision, with_weights=config.load_format != "dummy")
     if (network := config.speculation.network) is not None:
         resolve_model_path(network.model)
-    processes = RankProcesses(config)
+    hosts: RankHosts
+    if on_cluster:
+        hosts = on_ray = _hosts_of_ray(size, device)
+        device = on_ray.own_device
+    else:
+        hosts = LocalHosts(size)
+    processes = RankProcesses(config, hosts)
     try:
-        models = load_models(config, processes.start(device))
+        models = load_models(config, processes.start(device), device)
         processes.wait_until_loaded()
     except BaseException:
         processes.end()
@@ -125,6 +139,16 @@ def check_division(config: EngineConfig) -> None:
         layers.shard(draft_size, DRAFT_RANKS)
     elif network.source is DraftSource.MODEL:
         ModelConfig.from_directory(path).shard(draft_size, DRAFT_RANKS)
+
+
+def _hosts_of_ray(size: int, device: torch.device) -> "RayHosts":
+    try:
+        from outdraft.engine.ray_hosts import RayHosts
+    except ImportError:
+        raise ConfigError(
+            "distributed_executor_backend ray needs Ray: pip install 'outdraft[ray]'"
+        ) from None
+    return RayHosts(size, device)
 
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:

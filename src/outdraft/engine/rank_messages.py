@@ -28,6 +28,8 @@ class RankAssignment:
         address: of rank 0's end of the channel.
         store: host and port where the ranks' groups meet.
         log_level: of the logging module, in letters.
+        host: address of the rank's machine.
+        device_index: which one of the GPUs that its process sees; None: it has none.
     """
 
     config: EngineConfig
@@ -37,6 +39,8 @@ class RankAssignment:
     store: tuple[str, int]
     cores: Cores
     log_level: str
+    host: str
+    device_index: int | None
 
 
 class Join(Struct, tag=True, frozen=True):

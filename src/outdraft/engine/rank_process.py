@@ -117,7 +117,7 @@ class Rank:
     def _models(self, store: TCPStore) -> LoadedModels:
         assigned = self._assignment
         config, parallel = assigned.config, assigned.config.parallel
-        device = choose_device(config.device, assigned.rank)
+        device = choose_device(config.device, assigned.device_index)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton's kernels run on it
         ranks = join_ranks(
@@ -128,8 +128,9 @@ class Rank:
             device,
             parallel.rank_timeout_s,
             memory_transports(),
+            assigned.host,
         )
-        return load_models(config, ranks)
+        return load_models(config, ranks, device)
 
     def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
         config = order.config

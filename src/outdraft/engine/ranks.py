@@ -1,19 +1,14 @@
 """The other ranks of an engine: started, told what to do, watched and ended by rank 0's process."""
 
 import logging
-import os
-import pickle
 import secrets
 import socket
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from tempfile import TemporaryDirectory
 from typing import NoReturn, TypeVar
 
 import psutil
@@ -29,9 +24,10 @@ from outdraft.distributed.channel import KEY_BYTES, Speaker
 from outdraft.distributed.group import Ranks
 from outdraft.distributed.plan_bytes import allowed_as_bytes, plan_as_bytes
 from outdraft.distributed.process_groups import join_ranks
-from outdraft.engine.cores import Cores, cores_of_ranks, stay_on, topology
+from outdraft.engine.cores import Cores, stay_on, topology
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.memory import MemoryPlan
+from outdraft.engine.rank_hosts import RankHosts, RankProcess
 from outdraft.engine.rank_messages import (
     LOST,
     STORE_TIMEOUT_S,
@@ -56,7 +52,6 @@ from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import ParallelRunner
 from outdraft.runner.same_steps import SameSteps
 
-HOST = "127.0.0.1"
 POLL_S = 0.1  # between two looks for a process that died, while an answer is awaited
 GRACE_S = 2.0  # for other ranks to end that lost the same one
 LAST_WORDS_S = 0.2
@@ -69,13 +64,13 @@ _logger = logging.getLogger(__name__)
 class _Processes:
     """The processes by rank, and how those ended that have; threads wait for them."""
 
-    by_rank: dict[int, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    by_rank: dict[int, RankProcess] = field(default_factory=dict[int, RankProcess])
     endings: dict[int, int] = field(default_factory=dict[int, int])
     news: threading.Condition = field(default_factory=threading.Condition)
     on_death: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     are_wanted: bool = True
 
-    def add(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def add(self, rank: int, process: RankProcess) -> None:
         self.by_rank[rank] = process
         args = rank, process
         threading.Thread(target=self._wait, args=args, name=f"rank-{rank}", daemon=True).start()
@@ -88,11 +83,9 @@ class _Processes:
             process.kill()
         for process in self.by_rank.values():
             process.wait()
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):
-                process.stdin.close()
+            process.close()
 
-    def _wait(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def _wait(self, rank: int, process: RankProcess) -> None:
         code = process.wait()
         with self.news:
             self.endings[rank] = code
@@ -108,16 +101,18 @@ class RankProcesses:
     They end with this object, with `end`, or with this process, however that ends.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, hosts: RankHosts) -> None:
         """Starts nothing."""
         self._config, self._size = config, config.parallel.tensor_parallel_size
+        self._hosts = hosts
         self._processes = _Processes()
         self._failure: RanksError | None = None
         self._engine = 0  # the newest one
-        self._folder = TemporaryDirectory(prefix="outdraft-")
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._speaker = Speaker(self._key, self._size, f"ipc://{self._folder.name}/ranks")
-        self._ending = weakref.finalize(self, _end, self._processes, self._speaker, _Threads())
+        self._speaker = Speaker(self._key, self._size, hosts.channel)
+        self._ending = weakref.finalize(
+            self, _end, self._processes, self._speaker, hosts, _Threads()
+        )
 
     def start(self, device: torch.device) -> Ranks:
         """Start all processes and meet them; they begin to load their models.
@@ -125,15 +120,16 @@ class RankProcesses:
         Raises:
             ConfigError, RanksError: one of them cannot.
         """
-        store, port = _store(self._size)
-        all_cores = cores_of_ranks(self._size, torch.get_num_threads(), topology())
         if device.type == "cuda":
             torch.cuda.set_device(device)  # Triton's kernels run on it
-            all_cores = [replace(one, cpus=()) for one in all_cores]
+        host = self._hosts.host
+        store, port = _store(self._size, host)
+        all_cores = self._hosts.cores(device)
         for rank in range(1, self._size):
-            self._processes.add(rank, self._start(rank, all_cores[rank], (HOST, port)))
+            assignment = self._assignment(rank, all_cores[rank], (host, port))
+            self._processes.add(rank, self._hosts.start(assignment))
         self._answers(Here)
-        self._folder.cleanup()  # all are connected
+        self._hosts.met()
         torch.set_num_threads(all_cores[0].num_threads)
         stay_on(all_cores[0].cpus)
         self._order(Join())
@@ -141,7 +137,7 @@ class RankProcesses:
         draft_size = self._config.draft_tensor_parallel_size
         sizes = self._size, draft_size
         try:
-            ranks = join_ranks(store, 0, *sizes, device, timeout_s, memory_transports())
+            ranks = join_ranks(store, 0, *sizes, device, timeout_s, memory_transports(), host)
         except RanksError as error:
             self.give_up(error)
         self.watch(ranks.abort)  # memory does not tell that the other one has died
@@ -228,16 +224,9 @@ class RankProcesses:
         if self._failure is None:
             self._failure = RanksError("the ranks were ended")
         self._ending()
-        self._folder.cleanup()
 
-    def _start(self, rank: int, cores: Cores, store: tuple[str, int]) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen(
-            [sys.executable, "-m", "outdraft.engine.rank_process"],
-            stdin=subprocess.PIPE,
-            # OpenMP reads it as a process begins.
-            env={**os.environ, "OMP_NUM_THREADS": str(cores.num_threads)},
-        )
-        assignment = RankAssignment(
+    def _assignment(self, rank: int, cores: Cores, store: tuple[str, int]) -> RankAssignment:
+        return RankAssignment(
             self._config,
             rank,
             self._speaker.address,
@@ -245,12 +234,9 @@ class RankProcesses:
             store,
             cores,
             logging.getLevelName(_logger.getEffectiveLevel()),
+            host=store[0],
+            device_index=rank,
         )
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended: whoever waits for it is told how
-            pickle.dump(assignment, process.stdin)
-            process.stdin.flush()
-        return process
 
     def _order(self, order: Order) -> None:
         self.check()
@@ -324,8 +310,9 @@ class RankProcesses:
         return endings, last_words
 
     def _state(self, rank: int) -> str:
+        pid = self._processes.by_rank[rank].pid
         with suppress(psutil.Error):
-            if psutil.Process(self._processes.by_rank[rank].pid).status() == psutil.STATUS_STOPPED:
+            if pid is not None and psutil.Process(pid).status() == psutil.STATUS_STOPPED:
                 return " (its process is stopped)"
         return ""
 
@@ -357,18 +344,20 @@ class _Threads:
             stay_on(self._cpus)
 
 
-def _end(processes: _Processes, speaker: Speaker, threads: _Threads) -> None:
+def _end(processes: _Processes, speaker: Speaker, hosts: RankHosts, threads: _Threads) -> None:
     processes.end()
     speaker.close()
+    hosts.close()
     threads.restore()
 
 
-def _store(size: int) -> tuple[TCPStore, int]:
-    """Where the groups of an engine meet, for processes of this machine, and its port."""
-    listening = socket.create_server((HOST, 0))
+def _store(size: int, host: str) -> tuple[TCPStore, int]:
+    """Where the groups of an engine meet, and its port. `host`: this machine's address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.create_server((host, 0), family=family)
     port: int = listening.getsockname()[1]
     store = TCPStore(
-        HOST,
+        host,
         port,
         size,
         is_master=True,

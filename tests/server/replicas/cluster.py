@@ -39,13 +39,13 @@ class Cluster:
     def mend(self) -> None:
         ip("link", "set", self.link, "up")
 
-    def far_engines(self) -> list[int]:
-        """Ids of engine processes on the far node."""
+    def far(self, module: str) -> list[int]:
+        """Ids of processes on the far node that run a module."""
         network = os.stat(f"/run/netns/{self.namespace}").st_ino
         return [
             one.pid
             for one in psutil.process_iter(["cmdline"])
-            if "outdraft.server.core_process" in (one.info["cmdline"] or ())
+            if module in (one.info["cmdline"] or ())
             and os.stat(f"/proc/{one.pid}/ns/net").st_ino == network
         ]
 
@@ -102,4 +102,6 @@ def _end(node: subprocess.Popen[bytes]) -> None:
     for process in started:
         if process.is_running():
             process.kill()
-    psutil.wait_procs(started, timeout=30)
+    # Those whose parent has gone may stay zombies: nobody is there to collect them.
+    while any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in started):
+        time.sleep(0.05)

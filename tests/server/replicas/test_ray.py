@@ -1,5 +1,5 @@
-"""`outdraft serve` with a replica on each of two nodes of a Ray cluster: none of its requests is
-lost in silence, whatever happens to a replica."""
+"""`outdraft serve` on a Ray cluster of two nodes: a replica on each, or a rank on each. None of its
+requests is lost in silence, whatever happens to a node."""
 
 import importlib.util
 import json
@@ -16,6 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
+from outdraft.core.sampling import SamplingParams
+from outdraft.engine.llm import LLM
+from tests.cli.pair import pair
+from tests.server.process.engines import PROMPTS, config
 from tests.server.replicas.cluster import ENVIRON, FAR, NEAR, Cluster, two_nodes
 from tests.server.served import START_S, Server, serving, wait_for
 
@@ -27,6 +31,7 @@ if os.geteuid() != 0:
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
 
 RECOVERY_S = 240.0
+ENGINE, RANK = "outdraft.server.core_process", "outdraft.engine.rank_process"
 FLAGS = (
     *("--data-parallel-size", "2", "--replica-cpus", "1", "--replica-timeout", "3"),
     *("--max-model-len", "1024", "--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8"),
@@ -54,7 +59,7 @@ class Served:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with pytest.MonkeyPatch.context() as patch, two_nodes() as cluster:
-        for name, value in ENVIRON.items():
+        for name, value in (*ENVIRON.items(), ("RAY_ADDRESS", cluster.address)):
             patch.setenv(name, value)
         yield cluster
 
@@ -79,6 +84,41 @@ def test_what_a_replica_finds_wrong_ends_the_server(cluster):
     assert "max_model_len 4,096 is more than the 1,024 positions" in ended.stderr.splitlines()[-1]
 
 
+@pytest.fixture(scope="module")
+def spread(cluster, tmp_path_factory) -> Iterator[Server]:
+    """A server whose two ranks are on two nodes: none has room for both."""
+    flags = ["-tp", "2", "--distributed-executor-backend", "ray", "--rank-timeout", "3"]
+    flags += ["--dtype", "float64", "--kv-cache-memory-bytes", "4Mi"]
+    flags += ["--speculative-config", '{"method": "suffix", "control": "fixed"}']
+    with serving(tmp_path_factory.mktemp("ranks"), str(pair().target), *flags) as server:
+        yield server
+
+
+def test_ranks_on_two_nodes_answer_as_one_process_does(cluster, spread):
+    assert len(cluster.far(RANK)) == 1
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    alone = LLM.from_config(config(dtype="float64", speculative_config=None))
+    expected = [one.outputs[0].text for one in alone.generate(PROMPTS, params, use_tqdm=False)]
+    replies = [spread.complete(prompt=prompt, max_tokens=24).json() for prompt in PROMPTS]
+    assert [reply["choices"][0]["text"] for reply in replies] == expected
+
+
+def test_a_rank_that_is_cut_off_ends_the_server_with_an_error(cluster, spread):
+    with spread.stream(max_tokens=150) as lines:
+        begun = json.loads(next(lines)[6:])
+        cluster.cut()
+        try:
+            *_, last = events(lines)
+            code = spread.wait()
+        finally:
+            cluster.mend()
+    assert "choices" in begun
+    assert last["error"]["code"] == "engine_dead"
+    assert "rank 1 of 2 did not answer for 3 s" in spread.log.read_text()
+    assert code == 1
+    wait_for(lambda: not cluster.far(RANK), RECOVERY_S)
+
+
 def test_both_nodes_answer(served):
     log = served.server.log.read_text()
     assert {NEAR, FAR} == set(re.findall(r"replica \d on (\S+) is ready", log))
@@ -100,7 +140,7 @@ def test_both_nodes_answer(served):
 def test_of_200_requests_none_is_lost_when_a_replica_is_killed(served):
     """Their answers have not begun to be sent, so each of them is computed again."""
     expected = served.server.complete(max_tokens=16).json()["choices"][0]["text"]
-    [engine] = served.cluster.far_engines()
+    [engine] = served.cluster.far(ENGINE)
 
     def ask(number: int) -> httpx.Response:
         if number == 60:
@@ -112,7 +152,7 @@ def test_of_200_requests_none_is_lost_when_a_replica_is_killed(served):
     assert [reply.status_code for reply in replies] == [200] * 200
     assert {reply.json()["choices"][0]["text"] for reply in replies} == {expected}
     wait_for(lambda: served.num_replicas() == 2, RECOVERY_S)
-    assert served.cluster.far_engines() != [engine]
+    assert served.cluster.far(ENGINE) != [engine]
 
 
 def test_a_node_that_is_cut_off_costs_the_streams_that_it_had_begun(served):

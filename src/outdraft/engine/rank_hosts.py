@@ -1,0 +1,125 @@
+"""Where the processes of ranks run: on this machine, or wherever somebody else starts them."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import torch
+
+from outdraft.engine.cores import Cores, cores_of_ranks, topology
+from outdraft.engine.rank_messages import RankAssignment
+
+COMMAND = (sys.executable, "-m", "outdraft.engine.rank_process")
+
+
+class RankProcess(Protocol):
+    """The process of one rank."""
+
+    @property
+    def pid(self) -> int | None:
+        """Its id; None: it runs on another machine."""
+        ...
+
+    def wait(self) -> int:
+        """Its exit code once it has ended, as in subprocess."""
+        ...
+
+    def kill(self) -> None:
+        """End it, and whoever waits for it; it may have ended."""
+        ...
+
+    def close(self) -> None:
+        """Free what is left of it."""
+        ...
+
+
+class RankHosts(Protocol):
+    """Starts the ranks but rank 0, and says where they find it.
+
+    Attributes:
+        host: address of this machine.
+        channel: address that rank 0's channel gets, as ZeroMQ writes it.
+    """
+
+    host: str
+    channel: str
+
+    def cores(self, device: torch.device) -> list[Cores]:
+        """What each rank computes with, rank 0 included."""
+        ...
+
+    def start(self, assignment: RankAssignment) -> RankProcess:
+        """Start a rank's process."""
+        ...
+
+    def met(self) -> None:
+        """All ranks are connected."""
+        ...
+
+    def close(self) -> None:
+        """No rank is left."""
+        ...
+
+
+class LocalHosts:
+    """This machine."""
+
+    def __init__(self, size: int) -> None:
+        self.host = "127.0.0.1"
+        self._size = size
+        self._folder = TemporaryDirectory(prefix="outdraft-")
+        self.channel = f"ipc://{self._folder.name}/ranks"
+
+    def cores(self, device: torch.device) -> list[Cores]:
+        """Equal parts of this machine's cores; on GPUs any of them."""
+        parts = cores_of_ranks(self._size, torch.get_num_threads(), topology())
+        return parts if device.type == "cpu" else [replace(one, cpus=()) for one in parts]
+
+    def start(self, assignment: RankAssignment) -> "LocalProcess":
+        """A child of this process."""
+        return LocalProcess(pickle.dumps(assignment), assignment.cores.num_threads, os.environ)
+
+    def met(self) -> None:
+        """The address is not needed any more."""
+        self._folder.cleanup()
+
+    def close(self) -> None:
+        """The same, if they never met."""
+        self._folder.cleanup()
+
+
+class LocalProcess:
+    """A rank's process on this machine. It ends when this process does, however that ends."""
+
+    def __init__(self, assignment: bytes, num_threads: int, environ: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            COMMAND,
+            stdin=subprocess.PIPE,
+            # OpenMP reads it as a process begins.
+            env={**environ, "OMP_NUM_THREADS": str(num_threads)},
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended: whoever waits for it is told how
+            self._process.stdin.write(assignment)
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def wait(self) -> int:
+        return self._process.wait()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()

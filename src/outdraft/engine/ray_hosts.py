@@ -1,0 +1,175 @@
+"""Ranks on the machines of a Ray cluster: each in a process beside an actor that watches it.
+
+The actors have a placement group: all on one machine where that has room, else on several. Rank 0
+is the engine's own process; an actor holds its place in the group.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from outdraft.core.errors import ConfigError, RanksError
+from outdraft.engine.cores import Cores
+from outdraft.engine.rank_hosts import LocalProcess
+from outdraft.engine.rank_messages import RankAssignment
+
+TOGETHER_S = 5.0  # to find a machine with room for all ranks
+APART_S = 60.0  # to find room for them anywhere
+POLL_S = 0.2
+
+
+class RankActor:
+    """What Ray runs: it starts a rank's process on its machine, and ends with it."""
+
+    def __init__(self) -> None:
+        self._process: LocalProcess | None = None
+
+    def place(self) -> tuple[str, list[str]]:
+        """The address of its machine, and the GPUs that it was given."""
+        gpus = ray.get_runtime_context().get_accelerator_ids().get("GPU", [])
+        return ray.util.get_node_ip_address(), gpus
+
+    def start(self, assignment: bytes, num_threads: int) -> None:
+        """Start the process. It is a child of the actor, so it ends with it."""
+        self._process = LocalProcess(assignment, num_threads, os.environ)
+
+    def wait(self) -> int:
+        """The exit code of the process."""
+        assert self._process is not None
+        return self._process.wait()
+
+
+class RayHosts:
+    """The machines of a Ray cluster; see RankHosts."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Reserve the room.
+
+        Raises:
+            ConfigError: there is none, or no cluster.
+        """
+        _connect()
+        self.host = ray.util.get_node_ip_address()
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        self.channel = f"tcp://{shown}:*"
+        self._device = device
+        self._group = _room(size, self.host, device.type == "cuda")
+        kind: Any = ray.remote(RankActor)
+        self._actors: list[Any] = [
+            kind.options(
+                num_cpus=1,
+                num_gpus=int(device.type == "cuda"),
+                max_concurrency=4,  # one of them waits
+                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
+            ).remote()
+            for rank in range(size)
+        ]
+        self._places: list[tuple[str, list[str]]] = ray.get(
+            [actor.place.remote() for actor in self._actors]
+        )
+
+    @property
+    def own_device(self) -> torch.device:
+        """The device of rank 0."""
+        gpus = self._places[0][1]
+        return torch.device(f"cuda:{gpus[0]}") if gpus else self._device
+
+    def cores(self, device: torch.device) -> list[Cores]:
+        """Machines are taken to be alike: ranks on one share as many threads as this one has."""
+        neighbours = Counter(host for host, _ in self._places)
+        threads = torch.get_num_threads()
+        return [Cores(max(1, threads // neighbours[host])) for host, _ in self._places]
+
+    def start(self, assignment: RankAssignment) -> "RayProcess":
+        """Have its actor start a rank."""
+        host, gpus = self._places[assignment.rank]
+        # Its process sees the GPUs of its actor only.
+        index = 0 if gpus else None
+        placed = replace(assignment, host=host, device_index=index)
+        actor = self._actors[assignment.rank]
+        return RayProcess(actor, pickle.dumps(placed), assignment.cores.num_threads)
+
+    def met(self) -> None:
+        """Nothing changes."""
+
+    def close(self) -> None:
+        """Give the room back."""
+        for actor in self._actors:
+            ray.kill(actor)
+        remove_placement_group(self._group)
+
+
+class RayProcess:
+    """A rank's process on a machine of the cluster."""
+
+    pid = None
+
+    def __init__(self, actor: Any, assignment: bytes, num_threads: int) -> None:
+        self._actor = actor
+        self._is_killed = threading.Event()
+        try:
+            ray.get(actor.start.remote(assignment, num_threads))
+        except ray.exceptions.RayError as error:
+            raise RanksError(f"Ray lost a rank: {error}") from None
+        self._code = actor.wait.remote()
+
+    def wait(self) -> int:
+        """As RankProcess.wait. A process whose machine is gone counts as killed."""
+        while not self._is_killed.is_set():
+            done, _ = ray.wait([self._code], timeout=POLL_S)
+            if done:
+                with contextlib.suppress(ray.exceptions.RayError):
+                    return ray.get(self._code)
+                break
+        return -signal.SIGKILL
+
+    def kill(self) -> None:
+        """End it when its machine hears of it; whoever waits here is told at once."""
+        self._is_killed.set()
+        ray.kill(self._actor)
+
+    def close(self) -> None:
+        """Nothing is left."""
+
+
+def _connect() -> None:
+    """Join the cluster that RAY_ADDRESS names, or that was started on this machine; else a new one.
+
+    Ray's own handler of SIGTERM is not wanted: the engine's launcher judges signals.
+    """
+    if ray.is_initialized():
+        return
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(include_dashboard=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"distributed_executor_backend ray: {error}") from None
+    if is_main:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _room(size: int, host: str, has_gpus: bool) -> PlacementGroup:
+    """A place for each rank, the first one on this machine."""
+    one = {"CPU": 1.0, "GPU": 1.0} if has_gpus else {"CPU": 1.0}
+    bundles = [{**one, f"node:{host}": 0.001}, *[dict(one) for _ in range(size - 1)]]
+    for strategy, seconds in (("STRICT_PACK", TOGETHER_S), ("PACK", APART_S)):
+        group = placement_group(bundles, strategy=strategy)
+        if group.wait(seconds):
+            return group
+        remove_placement_group(group)
+    what = "a core and a GPU" if has_gpus else "a core"
+    raise ConfigError(
+        f"the Ray cluster has no room for {size} ranks with {what} each, one of them on {host}: "
+        "see `ray status`"
+    )
