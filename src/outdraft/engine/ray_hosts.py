@@ -15,6 +15,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -119,7 +120,7 @@ class RayProcess:
         self._is_killed = threading.Event()
         try:
             ray.get(actor.start.remote(assignment, num_threads))
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise RanksError(f"Ray lost a rank: {error}") from None
         self._code = actor.wait.remote()
 
@@ -128,7 +129,7 @@ class RayProcess:
         while not self._is_killed.is_set():
             done, _ = ray.wait([self._code], timeout=POLL_S)
             if done:
-                with contextlib.suppress(ray.exceptions.RayError):
+                with contextlib.suppress(RayError):
                     return ray.get(self._code)
                 break
         return -signal.SIGKILL
