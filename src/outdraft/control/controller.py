@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from outdraft.control.answers import Answers, Question, question
 from outdraft.control.costs import CostTable
-from outdraft.control.decision import Option, Pick, Plan, Prices, best_plan, plain
+from outdraft.control.decision import Option, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
+from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
@@ -29,7 +30,6 @@ RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patie
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
-SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
 RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
 # began is slow for a second or so
@@ -203,8 +203,7 @@ class Controller:
         if self._held is not None:
             self._watch(self._held)
         key = question(facts)
-        has_offers = any(request.offers for request in facts.requests)
-        answer = self._answers.find(key, self._num_steps, has_offers=has_offers)
+        answer = self._answers.find(key, self._num_steps, has_offers=facts.has_offers)
         self._is_answered = answer is not None
         if answer is not None:
             self._held = answer
@@ -214,10 +213,10 @@ class Controller:
         if decision is None:
             decision = self._decide(facts)
             is_lasting = decision.reason not in EXPERIMENTS
-            self._known = (key, decision) if is_lasting and not has_offers else None
+            self._known = (key, decision) if is_lasting and not facts.has_offers else None
             self._reused = 0
             self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
-            is_common = has_offers and decision.reason is Reason.GAIN
+            is_common = facts.has_offers and decision.reason is Reason.GAIN
             is_common |= decision.reason is Reason.NOTHING_OFFERED
             if is_common and self._is_dear(decision):
                 self._answers.put(key, self._held, self._num_steps)
@@ -261,7 +260,7 @@ class Controller:
             self._last_lesson = self._num_steps
         if decision.reason is Reason.GAIN and not outcome.is_held:
             # A step that took very long met something else: it counts as twice the prediction.
-            if any(request.offers for request in facts.requests):
+            if facts.has_offers:
                 actual_s += outcome.deciding_s
             outlook = Outlook.of(facts, self.costs)
             plain_tokens = outlook.plain_tokens(min(actual_s, 2 * decision.step_s))
@@ -336,7 +335,7 @@ class Controller:
         count = len(facts.requests)
         regime = self._regime(count)
         steps = regime.lessons.steps(decision.plain_s)
-        if any(request.offers for request in facts.requests):
+        if facts.has_offers:
             if self._num_steps - self._last_lesson < steps:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)
@@ -435,54 +434,8 @@ class Controller:
     def _decision(
         self, facts: StepFacts, outlook: Outlook, reason: Reason, plan: Plan | None = None
     ) -> Decision:
-        picks = plan.picks if plan is not None else ()
-        drafting = {pick.request: pick for pick in picks}
-        draft_s, target_s, host_s = 0.0, outlook.plain_s - outlook.host_s, outlook.host_s
-        tokens, step_s = float(outlook.num_requests), outlook.plain_s
-        price, row_cap = 0.0, 0
-        grants = ()
-        if plan is not None:
-            lag, network = _lag(facts, picks)
-            beside_s = self.costs.beside_s(network) if network else 0.0
-            draft_s = plan.draft_s - outlook.drafting_s - beside_s
-            draft_s += self.costs.catch_up_s(network, lag) if lag else 0.0
-            host_s += outlook.drafting_s
-            target_s, price = plan.target_s + beside_s, plan.price
-            tokens, step_s = tokens + plan.tokens, outlook.step_s(plan)
-            has_room = len(picks) * max(pick.levels for pick in picks) <= facts.max_rows
-            grants = tuple(
-                self.estimates.grant(
-                    facts.requests[index], pick.option, pick.levels, plan, has_room=has_room
-                )
-                for index, pick in sorted(drafting.items())
-            )
-            rows = sum(grant.rows for grant in grants)
-            edge = self.costs.table.target.edge(outlook.first_row + plan.rows)
-            free = edge - outlook.first_row if edge is not None else rows
-            row_cap = min(rows, facts.max_rows, free)
-        return Decision(
-            grants,
-            price,
-            row_cap,
-            reason,
-            draft_s,
-            target_s,
-            host_s,
-            outlook.plain_s,
-            tokens,
-            outlook.gain(tokens, step_s),
-            self._shadows(facts, drafting),
-        )
-
-    def _shadows(self, facts: StepFacts, drafting: dict[int, Pick]) -> tuple[str, ...]:
-        """Whose unused offers should be compared with the text; the others' turn comes later."""
-        unused = [
-            request.request_id
-            for index, request in enumerate(facts.requests)
-            if len(request.offers) > (index in drafting and not drafting[index].option.is_network)
-        ]
-        start = self._num_steps * SHADOWS % len(unused) if len(unused) > SHADOWS else 0
-        return tuple((unused + unused)[start : start + min(SHADOWS, len(unused))])
+        turn = self._num_steps
+        return decision_of(facts, outlook, reason, plan, self.estimates, self.costs, turn)
 
     def _count(self, facts: StepFacts, decision: Decision) -> None:
         """Steps since plain ones, since offers were taken, since the network drafted."""
@@ -490,7 +443,7 @@ class Controller:
             self._since_plain = 0
             self._num_plain += 1
             self.probe.pass_by()
-            if any(request.offers for request in facts.requests):
+            if facts.has_offers:
                 looking_s = len(facts.requests) * self.costs.table.offer_s
                 self._looks.refuse(
                     looking_s / decision.plain_s, self._deciding_s / decision.plain_s
@@ -507,10 +460,3 @@ class Controller:
 
     def _regime(self, num_requests: int) -> Regime:
         return self._regimes.setdefault(num_requests.bit_length(), Regime())
-
-
-def _lag(facts: StepFacts, picks: Sequence[Pick]) -> tuple[int, str]:
-    """Tokens that networks catch up with in this step, and the network."""
-    used = [pick for pick in picks if pick.option.is_network]
-    source = used[0].option.source if used else ""
-    return sum(facts.requests[pick.request].lag_tokens for pick in used), source

@@ -4,7 +4,7 @@ A request says which sources could draft for it now. The decision says who draft
 Times are seconds, lengths are tokens, a level is a depth of a draft (the first one is 1).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 Shape = tuple[int, ...]
@@ -101,12 +101,17 @@ class StepFacts:
         prompt_rows: rows of prompts that the step reads beside them.
         free_rows: rows that drafts may have.
         free_slots: places in the KV cache that drafts may have.
+        has_offers: whether a source of the host has a draft for anybody.
     """
 
     requests: tuple[RequestFacts, ...]
     prompt_rows: int = 0
     free_rows: int = 1 << 30
     free_slots: int = 1 << 30
+    has_offers: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "has_offers", any(one.offers for one in self.requests))
 
     @property
     def max_rows(self) -> int:

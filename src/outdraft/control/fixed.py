@@ -85,7 +85,7 @@ class FixedLength:
         rows = sum(grant.rows for grant in grants)
         reason = Reason.GAIN if grants else Reason.NOTHING_OFFERED
         self.standing = Decision(grants, 0.0, rows, reason, 0, 0, 0, 0, 0, 0)
-        is_lasting = not facts.prompt_rows and not any(r.offers for r in facts.requests)
+        is_lasting = not facts.prompt_rows and not facts.has_offers
         self._left = STANDING_STEPS if is_lasting else 0
         self._num_requests = len(facts.requests)
         self.wants_outcome = True

@@ -54,8 +54,8 @@ class Outlook:
             plain_s = host_s + costs.target_s(first, context, count)
         drafting_s = costs.drafting_s(count)
         if lessons is not None:
-            has_offers = any(request.offers for request in facts.requests)
-            drafting_s += lessons.seconds_a_step(alone_s, new_share if has_offers else 0.0)
+            share = new_share if facts.has_offers else 0.0
+            drafting_s += lessons.seconds_a_step(alone_s, share)
         return cls(count, first, context, host_s, alone_s, plain_s, drafting_s)
 
     def plain_tokens(self, step_s: float) -> float:

@@ -16,7 +16,6 @@ from outdraft.control.facts import (
     CHAIN,
     Decision,
     DraftOutcome,
-    Fate,
     Grant,
     Reason,
     RequestFacts,
@@ -36,8 +35,6 @@ from outdraft.core.plan import (
     ModelDrafting,
     StepRoom,
     StepStats,
-    WorkResult,
-    drafted_levels,
 )
 from outdraft.core.request import Request
 from outdraft.core.scheduled import BookedWork
@@ -54,6 +51,7 @@ from outdraft.drafting.host_sources import (
     verification_rule,
     wished_drafts,
 )
+from outdraft.drafting.outcomes import draft_outcome, fates
 from outdraft.drafting.shadows import Shadows
 
 _logger = logging.getLogger(__name__)
@@ -288,8 +286,8 @@ class DraftPolicy:
             self._observe_plain(booked, stats)
         elif self._decision is not None and self.control.is_passing:
             host_s = stats.host_s - self._decided_s(stats)
-            fates = () if step is not None else _fates(booked)
-            self.control.pass_by(stats.num_emitted, host_s, stats.step_s, fates)
+            told = () if step is not None else fates(booked)
+            self.control.pass_by(stats.num_emitted, host_s, stats.step_s, told)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)
@@ -463,7 +461,7 @@ class DraftPolicy:
             num_tokens += len(added)
             if work.drafts is not None and result.is_finite:
                 drafts_network |= work.drafts.num_model_drafts > 0
-                outcomes.append(_draft_outcome(work.drafts, one.request_id, result))
+                outcomes.append(draft_outcome(work.drafts, one.request_id, result))
         if prompt_rows != facts.prompt_rows:
             facts = replace(facts, prompt_rows=prompt_rows)
         times = stats.times
@@ -483,18 +481,3 @@ class DraftPolicy:
             self._deciding_s + self._learning_s,
             self._is_held,
         )
-
-
-def _fates(booked: Booked) -> list[Fate]:
-    """How the drafts of a step fared that is no lesson."""
-    return [
-        (one.request.id, drafted_levels(draft, one.outcome), len(one.outcome.accepted_rows))
-        for one in booked
-        if (draft := one.work.drafts) is not None and one.outcome.is_finite
-    ]
-
-
-def _draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:
-    drafted = drafted_levels(choice, result)
-    margins = () if result.margins is None else tuple(result.margins.tolist())
-    return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins, *result.taught)
