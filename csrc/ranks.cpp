@@ -26,7 +26,7 @@ using Word = std::atomic<uint64_t>;
 static_assert(Word::is_always_lock_free, "processes share words, but no locks");
 
 constexpr int64_t kCapacity = 1 << 18;  // bytes of a message that a buffer holds
-constexpr int kSpins = 500;             // some microseconds
+constexpr int kSpins = 100;             // some microseconds
 constexpr auto kYielding = std::chrono::milliseconds(1);
 constexpr timespec kSleep = {0, 50'000};
 
