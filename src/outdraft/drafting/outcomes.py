@@ -8,7 +8,7 @@ from outdraft.core.scheduled import BookedWork
 
 
 def fates(booked: Sequence[BookedWork]) -> list[Fate]:
-    """Of the drafts of a step that is no lesson."""
+    """How each draft of a step fared that is no lesson."""
     return [
         (one.request.id, drafted_levels(draft, one.outcome), len(one.outcome.accepted_rows))
         for one in booked
@@ -17,7 +17,7 @@ def fates(booked: Sequence[BookedWork]) -> list[Fate]:
 
 
 def draft_outcome(choice: DraftChoice, request_id: str, result: WorkResult) -> DraftOutcome:
-    """Of one draft of a lesson."""
+    """How a draft of a lesson fared."""
     drafted = drafted_levels(choice, result)
     margins = () if result.margins is None else tuple(result.margins.tolist())
     return DraftOutcome(request_id, drafted, len(result.accepted_rows), margins, *result.taught)
