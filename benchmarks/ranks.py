@@ -28,6 +28,7 @@ from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.engine.llm import LLM
+from outdraft.kernels.choose import memory_transports
 from outdraft.planning.hardware import Link, Machine, find_machine
 from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import Drafter, find_network
@@ -207,7 +208,8 @@ def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
     """Bytes a second that this rank reads, seconds of a small sum, and of a large one."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     store = TCPStore("127.0.0.1", port, None, is_master=False)
-    group = join_ranks(store, rank, size, size, torch.device("cpu"), 60.0).target
+    cpu = torch.device("cpu")
+    group = join_ranks(store, rank, size, size, cpu, 60.0, memory_transports()).target
     weights = torch.ones(BANDWIDTH_BYTES // 4)
     medians: list[float] = []
     for work, repeats in (
