@@ -1,7 +1,7 @@
 """What a drafted token takes on one rank and on several, beside a target that is spread over them.
 
-A target and a drafter with random weights draft chains of fixed length. One engine for each size of
-the drafter lives at a time beside the others; they take turns. A drafted token's time is that of a
+A target and a drafter with random weights draft chains of fixed length. Engines with drafters of
+each size are started in turn, several times. A drafted token's time is that of a
 step's drafting, divided by the length. Beside it stands what `outdraft plan` says: the bandwidth of
 one rank and the time of a sum over ranks are measured here, everything else is the plan's own.
 
@@ -15,6 +15,7 @@ import os
 import statistics
 import tempfile
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,32 +67,30 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         target = checkpoint(Path(name) / "target", 2)
         drafter = checkpoint(Path(name) / "drafter", args.layers)
-        engines = {d: engine(target, drafter, size, d) for d in sizes}
-        cells: list[dict[str, Any]] = []
-        for number in map(int, args.requests.split(",")):
-            times_ms: dict[int, list[float]] = {d: [] for d in sizes}
-            for _ in range(args.rounds):
-                for d, llm in engines.items():
-                    times_ms[d].append(drafted_token_ms(llm, number))
-            setup = Setup(
-                target=find_network(str(target)),
-                drafter=Drafter("draft_model", find_network(str(drafter))),
-                machine=machine,
-                tp=size,
-                workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
-            )
-            cells += [
-                {
-                    "requests": number,
-                    "draft_tensor_parallel_size": d,
-                    "ms_per_drafted_token": statistics.median(times_ms[d]),
-                    "planned_ms_per_drafted_token": planned_ms(setup, d, size, number),
-                    "samples_ms": times_ms[d],
-                }
-                for d in sizes
-            ]
-        for llm in engines.values():
-            llm.close()
+        numbers = [int(number) for number in args.requests.split(",")]
+        times_ms = {(number, d): list[float]() for number in numbers for d in sizes}
+        for _ in range(args.rounds):
+            for d in sizes:  # one after the other: each engine's ranks want cores of their own
+                with closing(engine(target, drafter, size, d)) as llm:
+                    for number in numbers:
+                        times_ms[number, d].append(drafted_token_ms(llm, number))
+        setup = Setup(
+            target=find_network(str(target)),
+            drafter=Drafter("draft_model", find_network(str(drafter))),
+            machine=machine,
+            tp=size,
+            workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
+        )
+        cells = [
+            {
+                "requests": number,
+                "draft_tensor_parallel_size": d,
+                "ms_per_drafted_token": statistics.median(samples),
+                "planned_ms_per_drafted_token": planned_ms(setup, d, size, number),
+                "samples_ms": samples,
+            }
+            for (number, d), samples in times_ms.items()
+        ]
     link = machine.link
     assert link is not None
     result = {
