@@ -36,6 +36,7 @@ from outdraft.runner.shares import (
     DraftedColumns,
     Shares,
     back_in_order,
+    caps_of_groups,
     chosen_rows,
     owned_states,
     packed_verdict,
@@ -83,7 +84,7 @@ class ShardedRunner(ModelRunner):
         columns = DraftedColumns.of([works[place] for place in asked])
         by_group = [[i for i in group if i in set(asked)] for group in shares.groups]
         mine = by_group[self.ranks.draft_group]
-        made = self._made(works, slots, mine)
+        made = self._made(works, slots, by_group)
         if made is None:
             rows_MC = torch.zeros(0, columns.number, dtype=torch.int64, device=self.device)
         else:
@@ -101,9 +102,15 @@ class ShardedRunner(ModelRunner):
         return drafts, joined_drafts(own_works, asked_own, made, self.device)
 
     def _made(
-        self, works: Sequence[Work], slots: Sequence[RequestSlot], mine: Sequence[int]
+        self, works: Sequence[Work], slots: Sequence[RequestSlot], by_group: Sequence[Sequence[int]]
     ) -> ModelDrafts | None:
-        """What this rank's draft group drafts; None: nothing."""
+        """What this rank's draft group drafts; None: nothing.
+
+        Args:
+            by_group: places of the works that each group drafts for.
+        """
+        group = self.ranks.draft_group
+        mine = by_group[group]
         if not mine:
             return None
         assert self.proposer is not None
@@ -111,7 +118,8 @@ class ShardedRunner(ModelRunner):
         host_rows = 0
         if any(ask.stop for ask in asks):
             host_rows = num_host_rows(works)
-            asks = _with_part_of_cap(asks, host_rows, works)
+            planned = [sum([works[i].num_drafts for i in places]) for places in by_group]
+            asks = [_with_part_of_cap(ask, host_rows, planned, group) for ask in asks]
         sampling = self._sampling_batch([slots[i] for i in mine])
         return self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
 
@@ -195,20 +203,10 @@ class ShardedRunner(ModelRunner):
 
 
 def _with_part_of_cap(
-    asks: Sequence[DraftModelAsk], num_host_rows: int, works: Sequence[Work]
-) -> list[DraftModelAsk]:
-    """The asks of one draft group, with the group's part of the step's cap on rows.
-
-    A rule counts the rows of its own group only, as groups draft at the same time. The part follows
-    from the plan, as all of a rule must.
-    """
-    planned = sum(work.drafts.num_model_drafts for work in works if work.drafts is not None)
-    own = sum(ask.num_drafts for ask in asks)
-    capped: list[DraftModelAsk] = []
-    for ask in asks:
-        stop = ask.stop
-        if stop is not None and stop.row_cap < num_host_rows + planned:
-            left = max(0, stop.row_cap - num_host_rows)
-            stop = replace(stop, row_cap=num_host_rows + left * own // planned)
-        capped.append(replace(ask, stop=stop))
-    return capped
+    ask: DraftModelAsk, num_host_rows: int, planned: Sequence[int], group: int
+) -> DraftModelAsk:
+    """An ask of a draft group, with the group's part of the step's cap on rows."""
+    if ask.stop is None:
+        return ask
+    row_cap = caps_of_groups(ask.stop.row_cap, num_host_rows, planned)[group]
+    return replace(ask, stop=replace(ask.stop, row_cap=row_cap))

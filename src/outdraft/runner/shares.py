@@ -7,6 +7,7 @@ Dimension key: B requests that sample, M of them that the network drafts for, K 
 one of them, C columns of integers, R rows whose logits are needed, V vocabulary.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -77,6 +78,23 @@ def back_in_order(places: Sequence[int], device: torch.device) -> Tensor:
     """int64: what puts rows, which came in the order of `places`, back in theirs."""
     (order,) = to_device([np.argsort(np.array(places, dtype=np.int64))], device)
     return order
+
+
+def caps_of_groups(row_cap: int, num_host_rows: int, planned: Sequence[int]) -> list[int]:
+    """A step's cap on rows of drafts, for each draft group, which counts the host's rows and its
+    own.
+
+    Groups draft at the same time, so each has a part of the rows that the host leaves, in
+    proportion to what it was planned to draft. It follows from the plan, as all of a rule must.
+
+    Args:
+        planned: rows of each group.
+    """
+    total, left = sum(planned), max(0, row_cap - num_host_rows)
+    if left >= total:
+        return [row_cap] * len(planned)
+    ends = [0, *(left * before // total for before in itertools.accumulate(planned))]
+    return [num_host_rows + end - start for start, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,11 @@ K best tokens.
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from outdraft.attention.rows import to_device
 from outdraft.distributed.group import RankGroup
 from outdraft.runner.logprobs import LogprobRows, Scores
 from outdraft.runner.shares import Shares
@@ -66,7 +68,7 @@ def joined_logprobs(
         firsts[place] = first
         first += counts[place]
     rows = [row for b, count in enumerate(counts) for row in range(firsts[b], firsts[b] + count)]
-    order = torch.tensor(rows, dtype=torch.int64, device=device)
+    (order,) = to_device([np.array(rows, dtype=np.int64)], device)
     packed_JC = packed_JC.index_select(0, order)
     scores = _unpacked(packed_JC[:, 1:].contiguous(), most)
     return LogprobRows(tuple(counts), packed_JC[:, 0].contiguous(), *scores)
