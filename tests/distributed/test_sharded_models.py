@@ -146,7 +146,7 @@ def bfloat16_bound(size: int) -> float:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_best_token_of_all_ranks_is_that_of_one(size: int):
-    """Of equal ones the first, a NaN before all; it is told whether its logit is finite."""
+    """The first of equal ones, and a NaN before all; it is told whether its logit is finite."""
     logits_RV = torch.randint(0, 4, (200, 61), generator=torch.Generator().manual_seed(0)).float()
     logits_RV[0] = -torch.inf
     logits_RV[1] = 3.0

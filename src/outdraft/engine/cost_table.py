@@ -193,7 +193,7 @@ def default_machine(device: torch.device) -> Machine:
 
 
 def _target_size(model: CausalLM) -> PassSize:
-    """Of this rank's part."""
+    """For this rank's part."""
     config = model.shard
     layer = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_size
     layer += 3 * config.hidden_size * config.intermediate_size

@@ -35,7 +35,7 @@ def traced(engine: Engine, path: Path) -> Generator[None, None, None]:
 
 
 def _phases(engine: Engine) -> list[tuple[object, str, str]]:
-    """Which method is which phase; drafts come from the host's sources and from the model. Of
+    """Which method is which phase; drafts come from the host's sources and from the model. With
     several ranks this one is traced."""
     runner = engine.runner
     if isinstance(runner, ParallelRunner):
