@@ -1,6 +1,7 @@
 """A Ray cluster of two nodes on one machine: its own network namespace, and another one."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -8,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import rmtree
 from tempfile import mkdtemp
 
 import psutil
@@ -21,6 +21,17 @@ START_ATTEMPTS = 4
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
+
+
+def may_make_namespaces() -> bool:
+    """Whether this machine lets us; a container may not, even root."""
+    if shutil.which("ip") is None:
+        return False
+    name = f"od{os.getpid()}t"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode:
+        return False
+    ip("netns", "del", name)
+    return True
 
 
 @dataclass(frozen=True)
@@ -75,7 +86,7 @@ def two_nodes() -> Iterator[Cluster]:
         for node in nodes:
             _end(node)
         ip("netns", "del", name)  # and the cable with it
-        rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _node(prefix: list[str], address: str, flags: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import count
 from typing import Protocol
 
-from outdraft.core.errors import EngineDeadError, OutdraftError, ReplicaLostError
+from outdraft.core.errors import EngineDeadError, ReplicaLostError
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.inputs import EncodedPrompt, InputProcessor
 from outdraft.kv.prefix_cache import extend_hashes
@@ -87,7 +87,7 @@ class ReplicaPool:
         self._calls: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._closed = asyncio.Event()
-        self._failure: OutdraftError | None = None
+        self._failure: Exception | None = None
         self._num_unfinished = 0
         self._ended_by: str | None = None
 
@@ -198,14 +198,15 @@ class ReplicaPool:
             client.record(self._trace)
         try:
             await client.start()
-        except OutdraftError as error:
+            if self._known is None:
+                info = await asyncio.to_thread(self._localised, client.info)
+                self._known = self._known or (info, client.inputs)
+        except Exception as error:  # whatever it is, whoever waits for replicas is told
             _logger.error("a replica on %s could not start: %s", engine.node, error)
+            client.close("it could not start")
             self._failure = error
             self._changed.set()
             return
-        if self._known is None:
-            info = await asyncio.to_thread(self._localised, client.info)
-            self._known = self._known or (info, client.inputs)
         places = {replica.place for replica in self._replicas.values()}
         place = next(number for number in count() if number not in places)
         self._watcher.joined(place, client)
