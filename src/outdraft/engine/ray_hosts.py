@@ -152,6 +152,8 @@ def _connect() -> None:
         return
     is_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
+    # If a cluster begins here: else what Ray runs gives way to every other program.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as error:

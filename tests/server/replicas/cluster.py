@@ -15,7 +15,12 @@ import psutil
 
 NEAR, FAR = "10.177.0.1", "10.177.0.2"  # where the server runs, and the other node
 PORT = 26_379
-ENVIRON = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRON = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",
+    "OMP_NUM_THREADS": "1",
+}
 START_ATTEMPTS = 4
 
 

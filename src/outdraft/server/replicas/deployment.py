@@ -134,6 +134,8 @@ def connect(address: str | None, **options: Any) -> str:
     Raises:
         ConfigError: there is no cluster at the address.
     """
+    # If a cluster begins here: else what Ray runs gives way to every other program.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         ray.init(address=address, include_dashboard=False, log_to_driver=False, **options)
     except (ConnectionError, ValueError, RuntimeError) as error:
