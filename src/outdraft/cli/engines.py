@@ -1,13 +1,11 @@
 """Starts what answers a server's requests: one engine, or several behind one client."""
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -24,6 +22,11 @@ from outdraft.server.metrics import Metrics
 from outdraft.server.process_client import Supervisor
 from outdraft.server.trace_file import TraceFile
 
+if TYPE_CHECKING:
+    from outdraft.server.replicas.deployment import Deployment
+    from outdraft.server.replicas.pool import ReplicaPool
+
+STATUS_POLL_S = 2.0
 NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraft[ray]'"
 
 
@@ -114,7 +117,7 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
         pool.record(parts.trace)
     deployment = Deployment(config, plan, pool.address)
     try:
-        await _start(pool.start(plan.num_replicas), deployment.start)
+        await _start(pool, deployment, plan.num_replicas)
 
         def show(feed: LiveFeed) -> None:
             metrics.watch(feed)
@@ -126,49 +129,20 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
         await asyncio.to_thread(deployment.delete)
 
 
-async def _start(ready: Coroutine[Any, Any, None], deploy: Callable[[], None]) -> None:
+async def _start(pool: "ReplicaPool", deployment: "Deployment", num_replicas: int) -> None:
     """Wait until all replicas are ready. Raises ConfigError, EngineDeadError: they never will be.
 
     What a replica tells of its failure says more than what Ray Serve tells of it.
     """
-    waiting, deploying = asyncio.create_task(ready), asyncio.create_task(_in_thread(deploy))
+    await asyncio.to_thread(deployment.start)
+    starting = asyncio.create_task(pool.start(num_replicas))
     try:
-        await asyncio.wait({waiting, deploying}, return_when=asyncio.FIRST_EXCEPTION)
-        if waiting.done():
-            waiting.result()
-        deploying.result()
-    except RuntimeError as error:
-        raise EngineDeadError(f"Ray Serve could not start the replicas: {error}") from None
+        while not (await asyncio.wait({starting}, timeout=STATUS_POLL_S))[0]:
+            if (failure := await asyncio.to_thread(deployment.failure)) is not None:
+                raise EngineDeadError(f"Ray Serve could not start the replicas: {failure}")
+        starting.result()
     finally:
-        for task in (waiting, deploying):
-            task.cancel()
-        await asyncio.gather(waiting, deploying, return_exceptions=True)
-
-
-async def _in_thread(work: Callable[[], None]) -> None:
-    """As asyncio.to_thread, but nobody waits for the thread when the program ends."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
-
-    def tell(error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
-
-    def run() -> None:
-        error: BaseException | None = None
-        try:
-            work()
-        except Exception as raised:
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(tell, error)
-
-    threading.Thread(target=run, daemon=True).start()
-    await done
+        starting.cancel()
 
 
 def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:

@@ -14,6 +14,7 @@ from uuid import uuid4
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.schema import ApplicationStatus
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
@@ -105,13 +106,20 @@ class Deployment:
         self._application = deployment.bind(config, plan, address)
 
     def start(self) -> None:
-        """Start the replicas; returns when they are ready. For a thread: it may take minutes.
-
-        Raises:
-            RuntimeError: Serve gave up.
-        """
+        """Have Serve start the replicas. Takes seconds, and does not wait for them."""
         serve.start(proxy_location="Disabled")
-        serve.run(self._application, name=self._name, route_prefix=None)
+        serve.run_many(
+            [serve.RunTarget(self._application, name=self._name, route_prefix=None)],
+            wait_for_ingress_deployment_creation=False,
+            wait_for_applications_running=False,
+        )
+
+    def failure(self) -> str | None:
+        """Why Serve has given up, if it has."""
+        status = serve.status().applications.get(self._name)
+        if status is not None and status.status == ApplicationStatus.DEPLOY_FAILED:
+            return status.message or "it does not say why"
+        return None
 
     def delete(self) -> None:
         """Have Serve end what is left of it."""
