@@ -765,3 +765,21 @@ def test_check_invariants_sees_a_leaked_block():
     sched.pool.allocate(1)
     with pytest.raises(AssertionError):
         sched.check_invariants()
+
+
+def test_a_cached_prefix_goes_to_the_draft_group_that_has_read_it():
+    sched = scheduler(num_draft_groups=2)
+    first, busy = request("first", [1] * 12, 6), request("busy", [2] * 12, 6)
+    sched.add(busy)
+    run_plainly(sched, 1)
+    sched.add(first)
+    run_plainly(sched, 1)
+    assert (busy.owner, first.owner) == (0, 1)
+    step = sched.schedule({"first": model_drafts(2)})
+    sched.commit(step, plain_results(step))
+    for one in (first, busy):
+        sched.abort(one.id)
+    again = request("again", [1] * 12 + [3], 6)
+    sched.add(again)
+    run_plainly(sched, 1)
+    assert again.owner == 1

@@ -29,7 +29,8 @@ from outdraft.models.llama import CausalLM
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
     """The plan of an engine that lives alone, before anything but its weights is allocated.
 
-    With several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's memory.
+    With several ranks it is that of this one. Ranks on CPUs have equal parts of the machine's
+    memory.
 
     Raises:
         ConfigError: such an engine cannot be built, or its memory is not there.

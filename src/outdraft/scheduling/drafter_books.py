@@ -64,6 +64,17 @@ class DrafterBooks:
         missing = (len(known) - len(filled)) * self._block_size
         request.drafter_gap = DrafterGap(missing, filled, len(known)) if missing else NO_GAP
 
+    def best_read(self, request: Request, known: Sequence[int], groups: Sequence[int]) -> int:
+        """The draft group that has read most of these blocks of the prefix cache; of equal ones the
+        first."""
+
+        def num_filled(group: int) -> int:
+            ahead = (self._token_behind(request, place) for place in range(len(known)))
+            is_filled = self._pool.is_drafter_filled
+            return sum(map(is_filled, known, ahead, [group] * len(known)))
+
+        return max(groups, key=num_filled) if len(groups) > 1 else groups[0]
+
     def drop(self, request: Request) -> None:
         """All that was kept for the request is gone."""
         request.num_drafter_computed = request.num_states = 0

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from outdraft.core.request import Request
 
 
-def freest_group(running: Sequence[Request], num_groups: int) -> int:
-    """The group that owns the fewest requests."""
+def freest_groups(running: Sequence[Request], num_groups: int) -> list[int]:
+    """The groups that own the fewest requests."""
     counts = _counts(running, num_groups)
-    return counts.index(min(counts))
+    return [group for group, count in enumerate(counts) if count == min(counts)]
 
 
 def overdue_move(running: Sequence[Request], num_groups: int) -> tuple[Request, int] | None:

@@ -18,7 +18,7 @@ from outdraft.kv.block_pool import BlockPool
 from outdraft.kv.block_table import BlockTable
 from outdraft.kv.prefix_cache import extend_hashes
 from outdraft.scheduling.drafter_books import DrafterBooks
-from outdraft.scheduling.owners import freest_group, overdue_move
+from outdraft.scheduling.owners import freest_groups, overdue_move
 
 # Which request comes first: the one of the lowest key. Priorities are as in vLLM.
 _ORDERS: dict[str, Callable[[Request], tuple[float, ...]]] = {
@@ -351,7 +351,8 @@ class Scheduler:
             table.truncate(0)
             return None
         self.waiting.remove(request)
-        request.owner = freest_group(self.running, self._num_draft_groups)
+        groups = freest_groups(self.running, self._num_draft_groups)
+        request.owner = self._books.best_read(request, known, groups)
         insort(self.running, request, key=self._order)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
