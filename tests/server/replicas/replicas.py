@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,17 @@ LOST_AFTER_S = 2.0
 
 
 def replica(config: EngineConfig, address: Address, name: str) -> None:
-    """The main function of a replica's process."""
+    """The main function of a replica's process. SIGUSR1 has it leave, as Ray Serve does."""
 
     async def run() -> None:
         engine = EngineProcess(config, {**os.environ, "OMP_NUM_THREADS": "1"}, "WARNING")
-        await Relay(engine, address, name, f"node of {name}", lost_after_s=60.0).run()
+        relay = Relay(engine, address, name, f"node of {name}", lost_after_s=60.0)
+        leaving: list[asyncio.Task[None]] = []
+        asyncio.get_running_loop().add_signal_handler(
+            signal.SIGUSR1, lambda: leaving.append(asyncio.create_task(relay.leave()))
+        )
+        await relay.run()
+        await asyncio.gather(*leaving)
 
     asyncio.run(run())
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from prometheus_client import generate_latest
@@ -19,6 +19,11 @@ pytestmark = pytest.mark.slow
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
 SYSTEM = "def add(left, right):\n    return left + right\n\n\ndef subtract(left, right):\n"
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -117,21 +122,38 @@ def test_a_lost_engine_costs_only_what_it_had_begun(two):
 
 
 def test_a_new_replica_takes_the_place_of_a_lost_one(two):
-    async def until_ready() -> None:
-        while len(two.pool.clients) < 2:
-            await asyncio.sleep(0.05)
-
     async def both():
         return await asyncio.gather(two.output("one", GREEDY), two.output("two", GREEDY))
 
     two.add("c")
-    two.run(until_ready())
+    two.run(until(lambda: len(two.pool.clients) == 2))
     assert two.counted("replicas") == 2
     before = [two.counted("routed_requests_total", replica=place) for place in "01"]
     outputs = two.run(both())
     after = [two.counted("routed_requests_total", replica=place) for place in "01"]
     assert [new - old for old, new in zip(before, after, strict=True)] == [1, 1]
     assert all(one.finished for one in outputs)
+
+
+def test_a_replica_that_leaves_ends_what_it_has_and_gets_no_more(two):
+    expected = complete(["def"], [LONG])[0].outputs[0].token_ids
+
+    async def leave():
+        stream = two.pool.generate("id", two.pool.inputs.encoded("def"), LONG)
+        await anext(stream)
+        [name] = [name for name, one in two.pool.clients.items() if one.num_unfinished]
+        os.kill(two.replicas[name].pid, signal.SIGUSR1)
+        updates = [update async for update in stream]
+        await asyncio.to_thread(two.replicas[name].join, 60)
+        await until(lambda: len(two.pool.clients) == 1)
+        return name, updates[-1].output, await two.output("def", GREEDY)
+
+    name, output, after = two.run(leave())
+    assert output.outputs[0].token_ids == expected
+    assert two.replicas[name].exitcode == 0
+    assert after.finished
+    two.add("d")
+    two.run(until(lambda: len(two.pool.clients) == 2))
 
 
 def test_a_silent_replica_counts_as_lost_and_is_not_taken_back(two):
