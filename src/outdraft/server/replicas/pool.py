@@ -136,11 +136,14 @@ class ReplicaPool:
             ConfigError, EngineDeadError: one of them could not start.
         """
         self._calls = asyncio.create_task(self._switchboard.run(self._arrived))
+        self._calls.add_done_callback(lambda _: self._changed.set())
         while len(self._router.replicas) < num_replicas:
             await self._changed.wait()
             self._changed.clear()
             if self._failure is not None:
                 raise self._failure
+            if self._calls.done():
+                self._calls.result()  # nobody hears replicas any more
 
     async def run(self) -> None:
         """Until it is closed. A pool without replicas waits for some."""
@@ -273,7 +276,8 @@ class ReplicaPool:
                     avoided.add(route.replica)
                     if has_begun:
                         raise ReplicaLostError(str(error), error.ended_by) from error
-                    if len(avoided) == ATTEMPTS or self._closed.is_set():
+                    others = set(self._router.replicas) - avoided
+                    if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
                         raise
                     self._watcher.retried()
                 finally:
