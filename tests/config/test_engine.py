@@ -75,6 +75,7 @@ def test_parts_are_no_flat_options(part):
         ("tensor_parallel_size", 0),
         ("tensor_parallel_size", "2"),
         ("rank_timeout_s", 0),
+        ("rank_timeout_s", float("inf")),
         ("distributed_executor_backend", "ssh"),
         ("check_ranks", 1),
     ],

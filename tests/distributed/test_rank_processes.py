@@ -5,6 +5,8 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from shutil import copytree
 from typing import Any
 
 import psutil
@@ -113,6 +115,25 @@ def test_an_error_of_rank_0_in_a_step_ends_all_ranks():
         with pytest.raises(RanksError, match="rank 0 of 2 left a step: TypeError"):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
         assert not ranks_of(os.getpid())
+
+
+def test_an_older_engine_of_the_same_ranks_is_refused_and_the_newer_one_goes_on():
+    with spread() as llm:
+        newer = LLM.from_config(llm.config, llm.models)
+        with pytest.raises(RanksError, match="a newer engine runs on these ranks"):
+            llm.generate(PROMPTS, PARAMS[0], use_tqdm=False)
+        assert all(one.finished for one in newer.generate(PROMPTS, PARAMS[0], use_tqdm=False))
+
+
+def test_an_engine_that_cannot_be_built_leaves_no_ranks(tmp_path):
+    folder = tmp_path / "model"
+    copytree(pair().target, folder)
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{% if %}"}')
+    chosen = replace(config(tensor_parallel_size=2, speculative_config=SUFFIX), model=str(folder))
+    with pytest.raises(ConfigError) as told:
+        LLM.from_config(chosen)
+    assert told.tb is not None  # it holds all that had been built
+    assert not ranks_of(os.getpid())
 
 
 def test_what_is_wrong_with_the_model_is_told_before_a_process_is_started(tmp_path):

@@ -6,6 +6,7 @@ from outdraft.config.checks import check_choice, check_number, check_truth, chec
 from outdraft.core.errors import ConfigError
 
 MOST_RANKS = 256
+MOST_TIMEOUT_S = 86_400.0  # infinity is no time that processes can wait
 BACKENDS = ("mp", "ray")
 
 
@@ -37,7 +38,7 @@ class ParallelConfig:
                 "distributed_executor_backend ray needs tensor_parallel_size above 1: there is no "
                 "other rank to start"
             )
-        check_number("rank_timeout_s", self.rank_timeout_s, 0.1)
+        check_number("rank_timeout_s", self.rank_timeout_s, 0.1, MOST_TIMEOUT_S)
         check_truth("check_ranks", self.check_ranks)
 
     @property

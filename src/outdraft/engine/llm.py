@@ -60,10 +60,15 @@ class LLM:
         self.models = models
         self.engine: Engine
         self.memory: MemoryPlan
-        self.engine, self.memory = build_engine(config, models)
-        _logger.info("memory of %s:\n%s", config.model, self.memory)
-        self._default_sampling = default_sampling(config, models.path)
-        self._chat_template = ChatTemplate.from_directory(models.path)
+        try:
+            self.engine, self.memory = build_engine(config, models)
+            _logger.info("memory of %s:\n%s", config.model, self.memory)
+            self._default_sampling = default_sampling(config, models.path)
+            self._chat_template = ChatTemplate.from_directory(models.path)
+        except BaseException:
+            if models.processes is not None:
+                models.processes.end()  # whoever keeps the error shall not keep them
+            raise
         self._num_requests = 0
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -186,10 +186,14 @@ class RankProcesses:
             same_steps = SameSteps(models.ranks.target, models.device)
         return ParallelRunner(own, _OneEngine(self, self._engine), same_steps)
 
+    def are_of(self, engine: int) -> bool:
+        """Whether no newer engine was built on the ranks."""
+        return engine == self._engine
+
     def tell(self, engine: int, message: StepPlan | AllowedTokens) -> bytes:
         """As OtherRanks.tell, of one of the engines that were built here."""
         self.check()
-        if engine != self._engine:
+        if not self.are_of(engine):
             raise RanksError("a newer engine runs on these ranks")
         if isinstance(message, StepPlan):
             data = plan_as_bytes(message)
@@ -328,6 +332,8 @@ class _OneEngine:
         return self.processes.tell(self.number, message)
 
     def give_up(self, error: BaseException) -> NoReturn:
+        if not self.processes.are_of(self.number):
+            raise error  # they have no part in it
         self.processes.give_up(error)
 
 
