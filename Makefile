@@ -5,11 +5,11 @@ BIN := .venv/bin
 STAMP := .venv/.set-up
 TORCH := $(shell grep '^torch==' constraints.txt)
 QUICK := core scheduling kv config sampling structured oracle/test_every_method.py
-ALL := "not gpu and not network"
-QUICK_ONES := "not slow and not gpu and not network"
+ALL := "not gpu and not network and not cluster"
+QUICK_ONES := "not slow and not gpu and not network and not cluster"
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
-.PHONY: setup lib demo lint pytest quick check test test-full test-gpu fix bench
+.PHONY: setup lib demo lint pytest quick check test test-full test-gpu test-cluster fix bench
 
 setup: $(STAMP)
 
@@ -51,6 +51,9 @@ pytest: lib
 
 test-gpu: lib
 	$(BIN)/python -m pytest -m gpu
+
+test-cluster: lib
+	$(BIN)/python -m pytest -m cluster
 
 fix: setup
 	$(BIN)/ruff format .

@@ -10,7 +10,7 @@ from outdraft.attention.base import AttentionSizes
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
-from outdraft.distributed.group import RankGroup
+from outdraft.distributed.group import RankGroup, gathered_sum
 from outdraft.drafting.device.state_window import STATE_WINDOW
 from outdraft.engine import build, memory_plan
 from outdraft.engine.build import build_engine
@@ -116,15 +116,19 @@ def test_activations_are_what_the_widest_layer_takes(sizes, dtype):
 
 
 class Echo:
-    """All ranks send what this one sends; as Gloo, it keeps the parts side by side as well."""
+    """All ranks send what this one sends; as with Gloo, the parts lie side by side."""
 
     def __init__(self, size: int) -> None:
         self.size = size
 
-    def gather(self, data: torch.Tensor) -> list[torch.Tensor]:
-        parts = [torch.empty_like(data) for _ in range(self.size)]
-        torch._foreach_copy_(parts, list(data.repeat(self.size, 1)))
-        return parts
+    def gather(self, data: torch.Tensor) -> torch.Tensor:
+        return data.repeat(self.size, 1)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        return gathered_sum(self, part)
+
+    def abort(self) -> None:
+        raise NotImplementedError
 
     def exchange(self, *_: object) -> torch.Tensor:
         raise NotImplementedError

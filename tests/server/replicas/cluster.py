@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import mkdtemp
@@ -103,10 +103,16 @@ def _node(prefix: list[str], address: str, flags: list[str], log: Path) -> subpr
             node = subprocess.Popen(
                 [*command, *flags], stdout=file, stderr=file, env={**os.environ, **ENVIRON}
             )
+        started: list[psutil.Process] = []
         while node.poll() is None:
             if "Ray runtime started" in log.read_text():
                 return node
+            with suppress(psutil.NoSuchProcess):
+                started = psutil.Process(node.pid).children(recursive=True) or started
             time.sleep(0.2)
+        for process in started:  # they outlive the one that gave up, and hold its port
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     raise AssertionError(log.read_text())
 
 

@@ -35,7 +35,7 @@ if importlib.util.find_spec("ray") is None:
 if not may_make_namespaces():
     pytest.skip("needs root and `ip`, to make network namespaces", allow_module_level=True)
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
+pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("ray")]
 
 RECOVERY_S = 240.0
 ENGINE, RANK = "outdraft.server.core_process", "outdraft.engine.rank_process"
