@@ -82,7 +82,8 @@ class ShardedRunner(ModelRunner):
         if not asked:
             return host_drafts(works, self.device), host_drafts(own_works, self.device)
         columns = DraftedColumns.of([works[place] for place in asked])
-        by_group = [[i for i in group if i in set(asked)] for group in shares.groups]
+        are_asked = set(asked)
+        by_group = [[i for i in group if i in are_asked] for group in shares.groups]
         mine = by_group[self.ranks.draft_group]
         made = self._made(works, slots, by_group)
         if made is None:
