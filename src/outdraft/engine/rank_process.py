@@ -10,13 +10,9 @@ exchange in their groups. Signals are for the first process to judge.
 import gc
 import logging
 import os
-import pickle
-import signal
-import sys
-import threading
 from dataclasses import replace
 from datetime import timedelta
-from typing import BinaryIO, Never, TypeVar
+from typing import Never, TypeVar
 
 import torch
 from torch._C._distributed_c10d import TCPStore  # torch.distributed does not name it
@@ -25,6 +21,7 @@ from outdraft.core.errors import ConfigError, RanksError
 from outdraft.distributed.channel import Listener
 from outdraft.distributed.plan_bytes import allowed_of_bytes, plan_of_bytes
 from outdraft.distributed.process_groups import join_ranks
+from outdraft.engine import child_process
 from outdraft.engine.build import build_runner
 from outdraft.engine.cores import stay_on
 from outdraft.engine.loading import LoadedModels, choose_device, load_models
@@ -59,10 +56,7 @@ _logger = logging.getLogger(__name__)
 def main() -> int:
     """Until rank 0 has no more need of it, or something goes wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    assignment: RankAssignment = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    assignment: RankAssignment = child_process.assignment()
     logging.basicConfig(
         level=assignment.log_level,
         format=f"rank {assignment.rank}: %(levelname)s %(name)s: %(message)s",
@@ -173,12 +167,6 @@ def _expected(kind: type[Told], order: Order) -> Told:
     if not isinstance(order, kind):
         raise RanksError(f"rank 0 orders {type(order).__name__} where {kind.__name__} was due")
     return order
-
-
-def _end_with(stdin: BinaryIO) -> None:
-    """End the process when nobody holds the other end of its stdin any more."""
-    stdin.read()
-    os._exit(1)  # whatever the main thread is doing
 
 
 if __name__ == "__main__":

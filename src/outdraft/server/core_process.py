@@ -6,17 +6,13 @@ Signals are for the launcher to judge, so a terminal's Ctrl-C does not reach the
 
 import gc
 import logging
-import os
-import pickle
-import signal
 import sys
-import threading
-from typing import BinaryIO
 
 import zmq
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError, RanksError
+from outdraft.engine import child_process
 from outdraft.server.engine_loop import EngineLoop, send_reports
 from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 
@@ -24,10 +20,7 @@ from outdraft.server.messages import Assignment, EngineInfo, Failed, Loading
 def main() -> int:
     """Until the engine is told to stop; 0 if nothing went wrong."""
     gc.disable()  # while it starts, next to nothing becomes garbage
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    assignment: Assignment = pickle.load(sys.stdin.buffer)
-    threading.Thread(target=_end_with, args=(sys.stdin.buffer,), daemon=True).start()
+    assignment: Assignment = child_process.assignment()
     logging.basicConfig(level=assignment.log_level, format="%(levelname)s %(name)s: %(message)s")
     with zmq.Context() as context:
         commands, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -90,12 +83,6 @@ def _start(
         draft_tensor_parallel_size=config.draft_tensor_parallel_size,
     )
     return EngineLoop(engine, commands, reports), info
-
-
-def _end_with(stdin: BinaryIO) -> None:
-    """End the process when nobody holds the other end of its stdin any more."""
-    stdin.read()
-    os._exit(1)  # whatever the main thread is doing
 
 
 if __name__ == "__main__":
