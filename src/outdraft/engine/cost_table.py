@@ -27,8 +27,8 @@ from outdraft.engine.cost_measurement import (
 from outdraft.engine.cost_steps import ScratchSteps
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
-from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
+from outdraft.models.shape import ModelShape
 from outdraft.runner.parallel_runner import StepRunner
 
 AUTO, ROOFLINE = "auto", "roofline"
@@ -213,6 +213,6 @@ def _drafter_size(drafter: LoadedDrafter) -> PassSize:
     return PassSize(num_bytes, operations, token_bytes, layers.num_layers)
 
 
-def _token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def _token_bytes(config: ModelShape, dtype: torch.dtype) -> int:
     """Keys and values of one token."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_size * dtype.itemsize

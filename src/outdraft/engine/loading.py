@@ -17,10 +17,11 @@ from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
-from outdraft.models.config import DRAFT_RANKS, TARGET_RANKS, ModelConfig, read_json
+from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model, resolve_model_path
+from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 if TYPE_CHECKING:
     from outdraft.engine.rank_hosts import RankHosts

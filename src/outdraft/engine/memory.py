@@ -15,7 +15,7 @@ import torch
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
-from outdraft.models.config import ModelConfig
+from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
 NOISE_BYTES = 90  # for each logit where noise is not compiled: eleven int64 and float64 tensors
@@ -90,7 +90,7 @@ class StepMemory:
         return self.texts + self.states
 
 
-def activation_bytes(shape: StepShape, models: Sequence[ModelConfig], num_ranks: int = 1) -> int:
+def activation_bytes(shape: StepShape, models: Sequence[ModelShape], num_ranks: int = 1) -> int:
     """What the widest model's layers take; the models run one after the other.
 
     Args:
@@ -140,7 +140,7 @@ def text_bytes(shape: StepShape) -> int:
     return shape.scheduler.max_num_seqs * (shape.max_model_len + 1) * 8
 
 
-def _row_bytes(model: ModelConfig, dtype: torch.dtype, num_ranks: int) -> int:
+def _row_bytes(model: ModelShape, dtype: torch.dtype, num_ranks: int) -> int:
     """What one row takes in the middle of a layer, its residual included."""
     own, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     hidden = model.hidden_size

@@ -148,7 +148,7 @@ def _check_context(config: EngineConfig, models: LoadedModels) -> None:
     """Engines that share weights may differ in max_model_len, unless the frequencies of the rotary
     embedding depend on it."""
     is_same = config.max_model_len == models.config.max_model_len
-    if models.target.config.rope.depends_on_context and not is_same:
+    if models.target.config.depends_on_context and not is_same:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but the models were loaded for "
             f"{models.config.max_model_len}, on which their rotary embedding depends"

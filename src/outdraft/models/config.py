@@ -12,45 +12,30 @@ from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.core.shards import can_spread
-from outdraft.models.counts import read_count
+from outdraft.models.counts import read_count, read_token_ids
 from outdraft.models.rope_config import RopeConfig, read_rope
-
-# What numbers of ranks are asked for by.
-TARGET_RANKS, DRAFT_RANKS = "--tensor-parallel-size", "draft_tensor_parallel_size"
+from outdraft.models.shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """The shape of one decoder-only model.
+class ModelConfig(ModelShape):
+    """One decoder-only model of the families that have a network here.
 
     Attributes:
         windows: per layer, how many positions back a row sees (itself included), None for all.
-        eos_token_ids: every token that ends a text, as generation_config.json names them, else
-            config.json.
-        torch_dtype: what the checkpoint was saved in, such as "bfloat16", None if not told.
     """
 
-    architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    max_model_len: int
     rope: RopeConfig
     rms_norm_eps: float
-    tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    torch_dtype: str | None
+
+    @property
+    def depends_on_context(self) -> bool:
+        return self.rope.depends_on_context
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
@@ -107,9 +92,9 @@ class ModelConfig:
             mlp_bias=bool(raw.get("mlp_bias")) and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
             windows=family.windows(raw, num_layers),
-            bos_token_id=next(iter(_token_ids(raw, "bos_token_id")), None),
-            eos_token_ids=_token_ids(generation or {}, "eos_token_id")
-            or _token_ids(raw, "eos_token_id"),
+            bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
+            eos_token_ids=read_token_ids(generation or {}, "eos_token_id")
+            or read_token_ids(raw, "eos_token_id"),
             torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
         )
 
@@ -119,38 +104,6 @@ class ModelConfig:
             return self
         context_len = min(max_model_len, self.max_model_len)
         return replace(self, rope=replace(self.rope, context_len=context_len))
-
-    def shard(self, size: int, flag: str = TARGET_RANKS) -> "ModelConfig":
-        """The part that each of `size` ranks has: heads, kv heads and the width of the feed-forward
-        block. Where there are fewer kv heads than ranks, several ranks have the same one.
-
-        Args:
-            flag: what the size was asked for by.
-
-        Raises:
-            ConfigError: the model cannot be divided so.
-        """
-        if size == 1:
-            return self
-        if not self._divides_into(size):
-            sizes = [one for one in range(1, self.num_heads + 1) if self._divides_into(one)]
-            raise ConfigError(
-                f"{flag} {size} does not divide this model, which has {self.num_heads} attention "
-                f"heads, {self.num_kv_heads} key-value heads, an intermediate size of "
-                f"{self.intermediate_size} and {self.vocab_size} tokens: choose "
-                f"{', '.join(map(str, sizes))}"
-            )
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=max(1, self.num_kv_heads // size),
-            intermediate_size=self.intermediate_size // size,
-        )
-
-    def _divides_into(self, size: int) -> bool:
-        least, most = sorted((size, self.num_kv_heads))
-        is_even = self.num_heads % size == 0 and self.intermediate_size % size == 0
-        return is_even and most % least == 0 and can_spread(self.vocab_size, size)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -252,12 +205,3 @@ def _head_size(raw: Mapping[str, Any], family: _Family, hidden_size: int, num_he
     if head_size % 2:
         raise ConfigError(f"config.json: head_dim must be even, got {head_size}")
     return head_size
-
-
-def _token_ids(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
-    """One id, a list of ids, or nothing."""
-    value = raw.get(key)
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
-        raise ConfigError(f"{key} must be a token id or a list of them, got {value!r}")
-    return tuple(dict.fromkeys(ids))

@@ -41,3 +41,16 @@ def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:
             f"config.json: {key} must be a token id below {vocab_size}, got {value!r}"
         )
     return value
+
+
+def read_token_ids(raw: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """One id, a list of ids, or nothing.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    value = raw.get(key)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token, int) and not isinstance(token, bool) for token in ids):
+        raise ConfigError(f"{key} must be a token id or a list of them, got {value!r}")
+    return tuple(dict.fromkeys(ids))

@@ -20,13 +20,13 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.models.config import DRAFT_RANKS
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import Entry, TapFusion
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm, norm_weight
+from outdraft.models.shape import DRAFT_RANKS
 from outdraft.models.slots import Slot, rows_of, slot_of
 from outdraft.models.target_tables import TargetTables, joined_linear
 
