@@ -177,11 +177,18 @@ struct Strip {
   int64_t num_steps, group_steps;
   const typename Kernel::Number* x;
   int64_t x_stride;
-  const uint16_t *scales, *shifts;  // of the first group
-  const float* x_sums;              // of each row over it, for weights with shifts
-  int64_t num_rows;                 // from the sums over a group to those over the next
-  float* out;                       // [rows, kTile]
+  const char *scales, *shifts;  // of the first group
+  int64_t scale_bytes;          // of one
+  const float* x_sums;          // of each row over the group, for weights with shifts
+  int64_t num_rows;             // from the sums over a group to those over the next
+  float* out;                   // [rows, kTile]
 };
+
+// Scales or shifts of a vector of outputs.
+OUTDRAFT_INLINE Floats scale_numbers(const char* at, int64_t scale_bytes, int v) {
+  if (scale_bytes == 4) return load<Floats>(at + v * kWidth * 4);
+  return numbers(reinterpret_cast<const uint16_t*>(at) + v * kWidth);
+}
 
 // out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step.
 template <class Kernel, int R, int kLines>
@@ -207,16 +214,17 @@ void multiply_strip(Strip<Kernel> all) {
         if constexpr (Kernel::kIsQuantised) {
           const Floats total = first == 0 ? Floats{} : load<Floats>(at);
           if (all.shifts != nullptr) {
-            sum = fused(numbers(all.shifts + v * kWidth), broadcast(all.x_sums[r]), sum);
+            const Floats shifts = scale_numbers(all.shifts, all.scale_bytes, v);
+            sum = fused(shifts, broadcast(all.x_sums[r]), sum);
           }
-          sum = fused(numbers(all.scales + v * kWidth), sum, total);
+          sum = fused(scale_numbers(all.scales, all.scale_bytes, v), sum, total);
         }
         store(at, sum);
       }
     }
     if constexpr (Kernel::kIsQuantised) {
-      all.scales += kTile;
-      if (all.shifts != nullptr) all.shifts += kTile;
+      all.scales += kTile * all.scale_bytes;
+      if (all.shifts != nullptr) all.shifts += kTile * all.scale_bytes;
       all.x_sums += all.num_rows;
     }
   }
@@ -247,7 +255,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   const bool is_alone = num_blocks * (kTile / kStrip) == 1;
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
   const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
-  const int64_t scale = tile * weights.num_groups * kTile;
+  const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
   Strip<Kernel> all;
   all.num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
   all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
@@ -255,6 +263,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
                         : all.num_steps;
   all.x_stride = x.stride;
   all.num_rows = num_rows;
+  all.scale_bytes = scale_bytes;
   for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
     const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
     for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
@@ -263,8 +272,8 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
       all.ahead = ahead + call * all.num_steps * kLine;
       all.weights = tile_at + e * Kernel::kLaneBytes;
       all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride;
-      all.scales = weights.scales == nullptr ? nullptr : weights.scales + scale + e;
-      all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + scale + e;
+      all.scales = weights.scales == nullptr ? nullptr : weights.scales + (scale + e) * scale_bytes;
+      all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + (scale + e) * scale_bytes;
       all.x_sums = x.sums + r;
       all.out = sums + r * kTile + e;
       const auto& calls = is_alone   ? kStripCalls<Kernel, 2>

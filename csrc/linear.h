@@ -26,8 +26,9 @@ struct LinearWeights {
   int64_t group_inputs, num_groups;  // that share a scale; without scales one group of all
   int64_t tile_bytes;                // of one tile, all inputs
   char* tiles;
-  uint16_t* scales;  // bfloat16 [tile][group][kTile], or null
-  uint16_t* shifts;  // the same of weights with a zero point
+  char* scales;         // [tile][group][kTile], or null
+  char* shifts;         // the same of weights with a zero point
+  int64_t scale_bytes;  // of a scale or shift: 2, bfloat16, or 4, float32
   float* bias;       // [E], or null
   int64_t num_bytes;  // of the mapping that holds all
 };

@@ -6,6 +6,7 @@
 // number (zero among them) become 0 and 15. Scales are rounded to bfloat16, so that those of small
 // groups are not long to read. Numbers are divided by the scale and rounded to the
 // nearest code, ties to even; src/outdraft/kernels/reference/linear.py has the same rules.
+// Codes that come with their scales are kept as they are.
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -98,6 +99,13 @@ void put_code(Format format, char* tile, int64_t lane, int64_t input, int32_t co
   std::memcpy(at, &word, 4);
 }
 
+void put_scale(const LinearWeights& weights, char* scales, int64_t at, float number) {
+  const uint16_t rounded = to_bf16(number);
+  const void* from = &number;
+  if (weights.scale_bytes == 2) from = &rounded;
+  std::memcpy(scales + at * weights.scale_bytes, from, weights.scale_bytes);
+}
+
 void quantize_output(const LinearWeights& weights, const Source& source, int64_t output) {
   char* tile = weights.tiles + output / kTile * weights.tile_bytes;
   for (int64_t g = 0; g < weights.num_groups; ++g) {
@@ -105,8 +113,8 @@ void quantize_output(const LinearWeights& weights, const Source& source, int64_t
     const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
     const Group group = group_of(source, weights, output, first, end);
     const int64_t at = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
-    weights.scales[at] = to_bf16(group.scale);
-    if (weights.shifts != nullptr) weights.shifts[at] = to_bf16(group.shift);
+    put_scale(weights, weights.scales, at, group.scale);
+    if (weights.shifts != nullptr) put_scale(weights, weights.shifts, at, group.shift);
     for (int64_t k = first; k < end; ++k) {
       put_code(weights.format, tile, output % kTile, k, group.code(source.at(output, k)));
     }
@@ -143,7 +151,7 @@ void read_words(Format format, const Source& source, int64_t row, int64_t first,
 }
 
 // A row is read in pieces of whole cache lines, which then lie in a tile some words apart.
-void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+void place_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
   constexpr int64_t kPieceWords = 64;
   auto* to = reinterpret_cast<uint32_t*>(weights.tiles + tile * weights.tile_bytes);
   const int64_t num_words = weights.tile_bytes / (4 * kTile), first_row = tile * kTile;
@@ -158,10 +166,41 @@ void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile)
   }
 }
 
+// Codes [E, D] with scales [E, groups], and shifts or null.
+struct Codes {
+  const int8_t* numbers;
+  const float *scales, *shifts;
+};
+
+void keep_output(const LinearWeights& weights, const Codes& codes, int64_t output) {
+  char* tile = weights.tiles + output / kTile * weights.tile_bytes;
+  const int8_t* numbers = codes.numbers + output * weights.num_inputs;
+  for (int64_t k = 0; k < weights.num_inputs; ++k) {
+    put_code(weights.format, tile, output % kTile, k, numbers[k]);
+  }
+  for (int64_t g = 0; g < weights.num_groups; ++g) {
+    const int64_t at = (output / kTile * weights.num_groups + g) * kTile + output % kTile;
+    const int64_t from = output * weights.num_groups + g;
+    put_scale(weights, weights.scales, at, codes.scales[from]);
+    if (weights.shifts != nullptr) put_scale(weights, weights.shifts, at, codes.shifts[from]);
+  }
+}
+
+void pack_tile(const LinearWeights& weights, const Source& source, int64_t tile) {
+  weights.scales == nullptr ? place_tile(weights, source, tile)
+                            : quantize_tile(weights, source, tile);
+}
+
+void pack_tile(const LinearWeights& weights, const Codes& codes, int64_t tile) {
+  const int64_t end = std::min((tile + 1) * kTile, weights.num_outputs);
+  for (int64_t output = tile * kTile; output < end; ++output) keep_output(weights, codes, output);
+}
+
 // A unit is some tiles. Nothing is to be computed: who stores a unit packs it.
+template <class From>
 struct Packing {
   LinearWeights weights;
-  Source source;
+  From source;
 
   int64_t num_tiles() const { return (weights.num_outputs + kTile - 1) / kTile; }
   int64_t unit_tiles() const { return (num_tiles() + kMaxUnits - 1) / kMaxUnits; }
@@ -172,14 +211,58 @@ struct Packing {
   void store(int64_t unit, const void*) const {
     const int64_t end = std::min((unit + 1) * unit_tiles(), num_tiles());
     for (int64_t tile = unit * unit_tiles(); tile < end; ++tile) {
-      weights.scales == nullptr ? pack_tile(weights, source, tile)
-                                : quantize_tile(weights, source, tile);
+      pack_tile(weights, source, tile);
     }
   }
 };
 
 // Inputs of a step of 32 words.
 constexpr int64_t kStepInputs[] = {1, 2, 4, 8};
+
+// How weights are to lie.
+struct Layout {
+  Format format;
+  int64_t group_inputs;  // 0: all
+  bool has_zero;
+  int64_t scale_bytes;
+};
+
+// Tiles of zeros, and a bias [E] or null; null: no memory.
+LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inputs,
+                            const float* bias) {
+  const bool is_quantised = layout.format >= Format::kInt8;
+  const int64_t step_inputs = kStepInputs[static_cast<int64_t>(layout.format)];
+  const int64_t num_tiles = (num_outputs + kTile - 1) / kTile;
+  const int64_t of_group = layout.group_inputs == 0 ? num_inputs : layout.group_inputs;
+  const int64_t num_groups = (num_inputs + of_group - 1) / of_group;
+  const int64_t tile_bytes = kTile * 4 * ((num_inputs + step_inputs - 1) / step_inputs);
+  const int64_t tiles_bytes = num_tiles * tile_bytes;
+  const int64_t scales_bytes =
+      is_quantised ? num_tiles * num_groups * kTile * layout.scale_bytes : 0;
+  const int64_t shifts_bytes = layout.has_zero ? scales_bytes : 0;
+  const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
+  const int64_t num_bytes =
+      tiles_bytes + scales_bytes + shifts_bytes + bias_bytes + sizeof(LinearWeights);
+  char* memory = map_memory(num_bytes);
+  if (memory == nullptr) return nullptr;
+  char *scales = memory + tiles_bytes, *shifts = scales + scales_bytes;
+  char* behind = shifts + shifts_bytes;
+  auto* weights = reinterpret_cast<LinearWeights*>(behind + bias_bytes);
+  *weights = {layout.format,
+              num_inputs,
+              num_outputs,
+              of_group,
+              num_groups,
+              tile_bytes,
+              memory,
+              is_quantised ? scales : nullptr,
+              layout.has_zero ? shifts : nullptr,
+              layout.scale_bytes,
+              bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
+              num_bytes};
+  if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
+  return weights;
+}
 
 }  // namespace
 }  // namespace outdraft
@@ -208,44 +291,33 @@ OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* const* rows, int64_t dtype,
 
 // Weights [E, D], given by the address of each row, and a bias [E] of float32 or null, in tiles;
 // null: no memory. bfloat16 tiles round what bfloat16 does not hold. Of quantised formats:
-// `group_inputs` share a scale, 0: all, for int4 32 or 128; `has_zero`: int4 with a zero point.
+// `group_inputs` share a scale, 0: all, else 32 or 128; `has_zero`: int4 with a zero point.
 OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
                                            int64_t group_inputs, int64_t has_zero,
                                            const void* const* rows, int64_t dtype,
                                            int64_t num_outputs, int64_t num_inputs,
                                            const float* bias) {
   using namespace outdraft;
-  const bool is_quantised = format >= static_cast<int64_t>(Format::kInt8);
-  const int64_t step_inputs = kStepInputs[format];
-  const int64_t num_tiles = (num_outputs + kTile - 1) / kTile;
-  const int64_t of_group = group_inputs == 0 ? num_inputs : group_inputs;
-  const int64_t num_groups = (num_inputs + of_group - 1) / of_group;
-  const int64_t tile_bytes = kTile * 4 * ((num_inputs + step_inputs - 1) / step_inputs);
-  const int64_t tiles_bytes = num_tiles * tile_bytes;
-  const int64_t scale_bytes = is_quantised ? num_tiles * num_groups * kTile * 2 : 0;
-  const int64_t shift_bytes = has_zero ? scale_bytes : 0;
-  const int64_t bias_bytes = bias == nullptr ? 0 : (num_outputs + 1) / 2 * 8;
-  const int64_t num_bytes =
-      tiles_bytes + scale_bytes + shift_bytes + bias_bytes + sizeof(LinearWeights);
-  char* memory = map_memory(num_bytes);
-  if (memory == nullptr) return nullptr;
-  auto* scales = reinterpret_cast<uint16_t*>(memory + tiles_bytes);
-  auto* shifts = reinterpret_cast<uint16_t*>(memory + tiles_bytes + scale_bytes);
-  char* behind = memory + tiles_bytes + scale_bytes + shift_bytes;
-  auto* weights = reinterpret_cast<LinearWeights*>(behind + bias_bytes);
-  *weights = {Format{format},
-              num_inputs,
-              num_outputs,
-              of_group,
-              num_groups,
-              tile_bytes,
-              memory,
-              is_quantised ? scales : nullptr,
-              has_zero ? shifts : nullptr,
-              bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
-              num_bytes};
-  if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
-  run(team, Packing{*weights, {rows, Dtype{dtype}}});
+  LinearWeights* weights = make_weights({Format{format}, group_inputs, has_zero != 0, 2},
+                                        num_outputs, num_inputs, bias);
+  if (weights == nullptr) return nullptr;
+  run(team, Packing<Source>{*weights, {rows, Dtype{dtype}}});
+  return weights;
+}
+
+// The same of weights scale * (code + shift), codes int8 [E, D], scales and shifts float32
+// [E, groups], kept as bfloat16 if `scale_bytes` is 2; shifts are null for codes without them.
+OUTDRAFT_EXPORT LinearWeights* linear_pack_codes(outdraft::Team* team, int64_t format,
+                                                 int64_t group_inputs, int64_t scale_bytes,
+                                                 const int8_t* codes, const float* scales,
+                                                 const float* shifts, int64_t num_outputs,
+                                                 int64_t num_inputs, const float* bias) {
+  using namespace outdraft;
+  LinearWeights* weights =
+      make_weights({Format{format}, group_inputs, shifts != nullptr, scale_bytes}, num_outputs,
+                   num_inputs, bias);
+  if (weights == nullptr) return nullptr;
+  run(team, Packing<Codes>{*weights, {codes, scales, shifts}});
   return weights;
 }
 
@@ -258,7 +330,7 @@ OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
 // Of the tiles and their scales.
 OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
-  const int64_t of_scales = num_tiles * weights->num_groups * outdraft::kTile * 2;
+  const int64_t num_scales = num_tiles * weights->num_groups * outdraft::kTile;
   const int64_t kinds = (weights->scales != nullptr) + (weights->shifts != nullptr);
-  return num_tiles * weights->tile_bytes + kinds * of_scales;
+  return num_tiles * weights->tile_bytes + kinds * num_scales * weights->scale_bytes;
 }

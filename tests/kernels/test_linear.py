@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
@@ -50,11 +51,55 @@ def compare_pack_linear(case: Case) -> None:
     assert_quantized_products(got_TE, x_TD, exact_ED, bias_E)
 
 
+def random_codes(
+    format: WeightFormat, num_outputs: int, num_inputs: int, scale_dtype: torch.dtype
+) -> CodedWeight:
+    """All codes, and scales of many sizes that the dtype holds."""
+    least, most = (-128, 127) if format.is_int8 else (-8, 7)
+    shape = (num_outputs, -(-num_inputs // (format.group_inputs or num_inputs)))
+    return CodedWeight(
+        format,
+        torch.randint(least, most + 1, (num_outputs, num_inputs), dtype=torch.int8),
+        torch.randn(shape).exp().to(scale_dtype).float(),
+        torch.randn(shape).mul(4).to(scale_dtype).float() if format.has_zero else None,
+    )
+
+
+def compare_pack_codes(case: Case) -> None:
+    draw = case.data.draw
+    num_inputs, num_outputs = draw(st.integers(1, 300), "D"), draw(st.integers(1, 150), "E")
+    num_rows = draw(st.integers(1, 50), "T")
+    torch.manual_seed(draw(st.integers(0, 2**31), "seed"))
+    format = draw(st.sampled_from(QUANTIZATIONS), "format")
+    scale_dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), "scales")
+    weight = random_codes(format, num_outputs, num_inputs, scale_dtype)
+    bias_E = torch.randn(num_outputs).to(case.dtype) if draw(st.booleans(), "bias") else None
+    x_TD = torch.randn(num_rows, num_inputs).to(case.dtype)
+
+    product = case.kernels.pack_codes(weight, bias_E, case.dtype)
+
+    assert product.format is format
+    exact_ED = weight.numbers()
+    if case.kernels.name == "reference":
+        exact_ED = exact_ED.to(case.dtype)
+    # Neither a code nor a shift is larger than 128, and a sum of them has no more roundings.
+    largest_E1 = 128 * weight.scales_EN.amax(dim=1, keepdim=True)
+    assert_quantized_products(product(x_TD), x_TD, exact_ED, bias_E, largest_E1)
+
+
 def assert_quantized_products(
-    got_TE: Tensor, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None
+    got_TE: Tensor,
+    x_TD: Tensor,
+    weight_ED: Tensor,
+    bias_E: Tensor | None,
+    largest_E1: Tensor | None = None,
 ) -> None:
-    """As assert_float32_products; a code's size may be up to twice that of its number."""
-    largest_E1 = weight_ED.abs().amax(dim=1, keepdim=True)
+    """As assert_float32_products; a code's size may be up to twice that of its number.
+
+    `largest_E1`: of all numbers that a code of an output may stand for; None: the largest one.
+    """
+    if largest_E1 is None:
+        largest_E1 = weight_ED.abs().amax(dim=1, keepdim=True)
     want_TE = F.linear(x_TD.double(), weight_ED.double(), None)
     size_TE = F.linear(x_TD.abs().double(), 3 * largest_E1.double().expand_as(weight_ED), None)
     if bias_E is not None:
@@ -64,7 +109,7 @@ def assert_quantized_products(
     assert ((got_TE.double() - want_TE).abs() <= bound_TE).all()
 
 
-COMPARISONS = {"pack_linear": compare_pack_linear}
+COMPARISONS = {"pack_linear": compare_pack_linear, "pack_codes": compare_pack_codes}
 
 
 @pytest.fixture(scope="module", params=usable_instruction_sets())
@@ -194,5 +239,28 @@ def test_quantized_weights_take_their_share_of_the_bytes(linear):
     bytes_of = {one: linear.pack_linear(weight_ED, None, one).nbytes for one in QUANTIZATIONS}
     numbers = weight_ED.numel()
     assert bytes_of[WeightFormat.INT8] == numbers + 64 * 2
+    assert bytes_of[WeightFormat.INT8_G32] == numbers + 64 * 16 * 2
     assert bytes_of[WeightFormat.INT4] == numbers // 2 + 64 * 4 * 2
     assert bytes_of[WeightFormat.INT4_G32_ZERO] == numbers // 2 + 2 * 64 * 16 * 2
+
+
+@pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("format", QUANTIZATIONS)
+def test_unit_rows_read_the_numbers_of_the_codes(linear, format, scale_dtype):
+    torch.manual_seed(0)
+    weight = random_codes(format, 40, 300, scale_dtype)
+    product = linear.pack_codes(weight, None, torch.float32)
+
+    got_DE = product(torch.eye(300))
+
+    # Codes and scales are kept as they came. A shift is added to the product, not to the code.
+    tolerance = 1e-6 if format.has_zero else 0
+    torch.testing.assert_close(got_DE.T, weight.numbers(), rtol=tolerance, atol=32 * tolerance)
+
+
+def test_scales_that_bfloat16_holds_take_two_bytes_and_others_four(linear):
+    kinds = [
+        linear.pack_codes(random_codes(WeightFormat.INT4_ZERO, 64, 512, dtype), None, torch.float32)
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+    assert [kind.nbytes for kind in kinds] == [64 * (256 + 2 * 4 * size) for size in (2, 4)]

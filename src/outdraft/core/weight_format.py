@@ -10,6 +10,8 @@ class WeightFormat(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     INT8 = "int8"  # a scale for each output
+    INT8_G128 = "int8-g128"  # a scale for every 128 inputs of an output
+    INT8_G32 = "int8-g32"  # the same for every 32 inputs
     INT4 = "int4"  # a scale for every 128 inputs of an output
     INT4_ZERO = "int4-zero"  # and a zero point
     INT4_G32 = "int4-g32"  # the same for every 32 inputs
@@ -18,9 +20,14 @@ class WeightFormat(StrEnum):
     @property
     def group_inputs(self) -> int:
         """How many inputs share a scale; 0: all."""
-        if not self.startswith("int4"):
-            return 0
-        return 32 if "-g32" in self else 128
+        if "-g32" in self:
+            return 32
+        return 128 if self.startswith("int4") or "-g128" in self else 0
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether codes have 8 bits."""
+        return self.startswith("int8")
 
     @property
     def has_zero(self) -> bool:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.draft_ops import (
     AddSilu,
     DraftStart,
@@ -228,6 +230,14 @@ class PackLinear(Protocol):
         ...
 
 
+class PackCodes(Protocol):
+    """Make the product with a weight that comes as integers, which are kept as they are."""
+
+    def __call__(self, weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> Product:
+        """`dtype`: of the rows that it is for."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """One layer: attention, then the feed-forward block, each behind a norm and added to the
@@ -435,6 +445,7 @@ class Kernels:
     read_token_ids: ReadTokenIds
     append_token_ids: AppendTokenIds
     pack_linear: PackLinear
+    pack_codes: PackCodes
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker
     place_level: PlaceLevel

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.team import Team
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
@@ -32,6 +33,12 @@ class NativeLinear:
             c_void_p,
             releases_gil=True,
         )
+        self.pack_coded = function(
+            "linear_pack_codes",
+            [c_void_p, *[c_int64] * 3, *[c_void_p] * 3, *[c_int64] * 2, c_void_p],
+            c_void_p,
+            releases_gil=True,
+        )
         self.free = function("linear_free", [c_void_p, c_void_p], releases_gil=True)
         self.bytes = function("linear_bytes", [c_void_p], c_int64)
         of_product = [*[c_void_p] * 3, c_int64, c_int64, c_void_p, *[c_int64] * 3]
@@ -46,7 +53,46 @@ class NativeLinear:
     ) -> "NativeProduct":
         """As `ops.PackLinear`, for float32 and bfloat16 on the CPU."""
         parts_ED = [weight_ED] if isinstance(weight_ED, Tensor) else weight_ED
-        return NativeProduct(self, parts_ED, bias_E, quantization)
+        parts_ED = [part if part.stride(1) == 1 else part.contiguous() for part in parts_ED]
+        bias_E = _float32(bias_E)
+        dtype = parts_ED[0].dtype
+        rows_E = torch.cat([_row_addresses(part) for part in parts_ED])
+        weight = rows_E.data_ptr(), _DTYPES[dtype], len(rows_E), parts_ED[0].shape[1]
+        fitting = WeightFormat.BFLOAT16 if self.fits(*weight) else WeightFormat.FLOAT32
+        kept = quantization or fitting
+        handle = self.pack(
+            self.team.address,
+            _format(kept),
+            kept.group_inputs,
+            kept.has_zero,
+            *weight,
+            _address(bias_E),
+        )
+        return NativeProduct(self, handle, kept, (len(rows_E), parts_ED[0].shape[1]), dtype)
+
+    def pack_codes(
+        self, weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype
+    ) -> "NativeProduct":
+        """As `ops.PackCodes`, for float32 and bfloat16 on the CPU.
+
+        Scales and shifts are kept as bfloat16 if that holds all of them, else as float32.
+        """
+        bias_E, codes_ED = _float32(bias_E), weight.codes_ED.contiguous()
+        numbers = [_float32(weight.scales_EN), _float32(weight.shifts_EN)]
+        fits = all(one is None or torch.equal(one.bfloat16().float(), one) for one in numbers)
+        num_outputs, num_inputs = codes_ED.shape
+        handle = self.pack_coded(
+            self.team.address,
+            _format(weight.format),
+            weight.format.group_inputs,
+            2 if fits else 4,
+            codes_ED.data_ptr(),
+            *map(_address, numbers),
+            num_outputs,
+            num_inputs,
+            _address(bias_E),
+        )
+        return NativeProduct(self, handle, weight.format, (num_outputs, num_inputs), dtype)
 
 
 class NativeProduct:
@@ -59,29 +105,22 @@ class NativeProduct:
     def __init__(
         self,
         functions: NativeLinear,
-        parts_ED: Sequence[Tensor],
-        bias_E: Tensor | None,
-        quantization: WeightFormat | None,
+        handle: int | None,
+        kept: WeightFormat,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
     ) -> None:
-        parts_ED = [part if part.stride(1) == 1 else part.contiguous() for part in parts_ED]
-        bias_E = None if bias_E is None else bias_E.detach().float().contiguous()
-        self._dtype = parts_ED[0].dtype
-        rows_E = torch.cat([_row_addresses(part) for part in parts_ED])
-        self.num_outputs, self.num_inputs = len(rows_E), parts_ED[0].shape[1]
-        weight = rows_E.data_ptr(), _DTYPES[self._dtype], self.num_outputs, self.num_inputs
-        fitting = WeightFormat.BFLOAT16 if functions.fits(*weight) else WeightFormat.FLOAT32
-        self.format = quantization or fitting
-        handle = functions.pack(
-            functions.team.address,
-            _FORMATS[self.format.split("-")[0]],
-            self.format.group_inputs,
-            self.format.has_zero,
-            *weight,
-            0 if bias_E is None else bias_E.data_ptr(),
-        )
+        """
+        Args:
+            handle: None: there was no memory.
+            shape: outputs and inputs.
+            dtype: of the rows that it multiplies.
+        """
+        self.num_outputs, self.num_inputs = shape
         if not handle:
             raise MemoryError(f"no memory for {self.num_outputs} x {self.num_inputs} weights")
         self.handle: int = handle
+        self.format, self._dtype = kept, dtype
         self._team_address = functions.team.address
         # Not at the end of the process: a late helper may still read them.
         end = weakref.finalize(self, _free, functions, self.handle)
@@ -111,6 +150,20 @@ class NativeProduct:
             num_rows,
         )
         return out_TE
+
+
+def _format(kept: WeightFormat) -> int:
+    """Format of csrc/linear.h."""
+    return _FORMATS[kept.split("-")[0]]
+
+
+def _float32(numbers: Tensor | None) -> Tensor | None:
+    return None if numbers is None else numbers.detach().float().contiguous()
+
+
+def _address(numbers: Tensor | None) -> int:
+    """0: there are none."""
+    return 0 if numbers is None else numbers.data_ptr()
 
 
 def _row_addresses(weight_ED: Tensor) -> Tensor:

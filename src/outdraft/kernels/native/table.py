@@ -53,7 +53,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     kernels = native_host_kernels(library, reference_kernels(in_order=True), is_cpu=True)
     team = shared_team(library.name, num_threads)
     sampling, verification = NativeSampling(library), NativeVerification(library)
-    drafting, heads = NativeDrafting(library), NativeHeads(library)
+    drafting, heads, linear = NativeDrafting(library), NativeHeads(library), NativeLinear(team)
     return replace(
         kernels,
         name=library.name,
@@ -65,7 +65,8 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         match=verification.match,
         verify=verification.verify,
         attention=NativeAttention(team),
-        pack_linear=NativeLinear(team).pack_linear,
+        pack_linear=linear.pack_linear,
+        pack_codes=linear.pack_codes,
         compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,

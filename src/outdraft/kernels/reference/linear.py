@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 
 
 def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
@@ -27,7 +28,7 @@ def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
 def quantized(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
     """The numbers that a format makes of a weight, in its dtype.
 
-    int8: the largest size of an output becomes 127. int4: the number of the largest size in a group
+    int8: the largest size of an output, or of a group, becomes 127. int4: the number of the largest size in a group
     becomes -8; or with a zero point the smallest and the largest one, zero among them, 0 and 15.
     Scales are rounded to bfloat16.
     """
@@ -42,7 +43,7 @@ def _quantized_group(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
     high_E1 = weight_ED.amax(dim=1, keepdim=True).clamp(min=0)
     largest_E1 = torch.where(-low_E1 > high_E1, low_E1, high_E1)
     least, most = -8, 7
-    if quantization is WeightFormat.INT8:
+    if quantization.is_int8:
         least, most, size_E1 = -127, 127, largest_E1.abs() / 127
     elif quantization.has_zero:
         size_E1 = (high_E1 - low_E1) / 15
@@ -88,3 +89,10 @@ def pack_linear(
     quantization: WeightFormat | None = None,
 ) -> PlainProduct:
     return PlainProduct(weight_ED, bias_E, quantization)
+
+
+def pack_codes(weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:
+    """The numbers of the codes, rounded to `dtype`."""
+    product = PlainProduct([weight.numbers().to(dtype)], bias_E, None)
+    product.format = weight.format
+    return product
