@@ -28,9 +28,9 @@ def linear(x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Ten
 def quantized(weight_ED: Tensor, quantization: WeightFormat) -> Tensor:
     """The numbers that a format makes of a weight, in its dtype.
 
-    int8: the largest size of an output, or of a group, becomes 127. int4: the number of the largest size in a group
-    becomes -8; or with a zero point the smallest and the largest one, zero among them, 0 and 15.
-    Scales are rounded to bfloat16.
+    int8: the largest size of an output, or of a group, becomes 127. int4: the number of the largest
+    size in a group becomes -8; or with a zero point the smallest and the largest one, zero among
+    them, 0 and 15. Scales are rounded to bfloat16.
     """
     group_inputs = quantization.group_inputs or weight_ED.shape[1]
     groups = [_quantized_group(part, quantization) for part in weight_ED.split(group_inputs, dim=1)]
