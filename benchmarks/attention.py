@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.attention.rows import Span, lay_out
 from outdraft.bench.environment import compute, environment
 from outdraft.kernels.choose import choose_kernels
@@ -32,6 +32,7 @@ from outdraft.kernels.reference.table import reference_kernels
 
 NUM_KV_HEADS, HEADS_PER_KV, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
 SCALE = HEAD_SIZE**-0.5
+FORM = AttentionForm(SCALE)
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 28}
 FLUSH_BYTES = 1 << 28  # more than any last-level cache that is measured here
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 1e-4}
@@ -85,7 +86,7 @@ def make_inputs(setting: Setting, dtype: torch.dtype, device: torch.device) -> I
     q_THC = torch.randn(num_rows, num_heads, HEAD_SIZE, dtype=dtype, device=device)
     gathered = [
         part[blocks_BP.to(device)].flatten(1, 2)[:, : setting.seq_len].transpose(1, 2).contiguous()
-        for part in (cache.k_PSGC, cache.v_PSGC)
+        for part in (cache.k_PSGC, cache.v_PSGE)
     ]
     key_K = torch.arange(setting.seq_len, device=device)
     bits_BR1 = metadata.ancestors_T.view(setting.batch, setting.rows, 1)
@@ -97,7 +98,7 @@ def make_inputs(setting: Setting, dtype: torch.dtype, device: torch.device) -> I
 
 def paged(attention, inputs: Inputs) -> Run:
     """One of our backends."""
-    return lambda: attention.attend(inputs.q_THC, inputs.cache, inputs.metadata, SCALE, None)
+    return lambda: attention.attend(inputs.q_THC, inputs.cache, inputs.metadata, FORM)
 
 
 def sdpa(inputs: Inputs) -> Run:

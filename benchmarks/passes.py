@@ -14,6 +14,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.ops import DecoderSpec, Kernels, LayerSpec
 from outdraft.kv.cache import KVCache
+from outdraft.kv.shapes import LayerCacheShape
 
 HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_SIZE = 1024, 28, 16, 8, 128
 INTERMEDIATE, VOCABULARY, POSITIONS = 3072, 8192, 4096
@@ -124,10 +125,11 @@ class Network:
         )
         self._kernels, self._decoder = kernels, kernels.compile_decoder(spec)
         num_blocks = MAX_REQUESTS * REQUEST_BLOCKS
-        self._cache = KVCache(layers, num_blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE, dtype, CPU)
+        shapes = [LayerCacheShape(KV_HEADS, HEAD_SIZE, HEAD_SIZE)] * layers
+        self._cache = KVCache(shapes, num_blocks, BLOCK_SIZE, dtype, CPU)
         for one in self._cache.layers:
             one.k_PSGC.normal_(generator=generator)
-            one.v_PSGC.normal_(generator=generator)
+            one.v_PSGE.normal_(generator=generator)
 
     def step(self, case: Case) -> Callable[[], int]:
         """A call that makes the pass and the best tokens of its rows; it returns how many."""

@@ -153,7 +153,7 @@ def build_batch(
         seen = torch.tensor(request.seen_keys())
         places = metadata.block_table_BP[b, seen // model.block_size], seen % model.block_size
         cache.k_PSGC[places] = keys[b][seen]
-        cache.v_PSGC[places] = values[b][seen]
+        cache.v_PSGE[places] = values[b][seen]
     num_rows = sum(request.num_rows for request in requests)
     size = (num_rows, model.num_heads, model.head_size)
     q_THC = torch.randn(size, generator=rng, dtype=torch.float64).to(dtype)
@@ -162,4 +162,4 @@ def build_batch(
 
 def converted(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
     """The same numbers in another dtype."""
-    return LayerCache(cache.k_PSGC.to(dtype), cache.v_PSGC.to(dtype))
+    return LayerCache(cache.k_PSGC.to(dtype), cache.v_PSGE.to(dtype))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outdraft.attention.base import LayerCache
+from outdraft.attention.base import AttentionForm, LayerCache
 from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
 from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
@@ -52,7 +52,7 @@ def test_reference_equals_rows_computed_one_by_one(
 ):
     batch = build_batch(requests, Model(*heads, 3, block_size), torch.float64, seed)
     attention = ReferenceAttention(max_elements, in_order=in_order)
-    got = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.7, window)
+    got = attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.7, window))
     want = dense_rows(batch, requests, 0.7, window)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
@@ -64,8 +64,10 @@ def test_a_drafted_chain_reads_what_the_same_tokens_read_as_causal_rows(context_
     causal = Shape(context_len, 1 + size, ())
     model, attention = Model(4, 2, 8, 4), ReferenceAttention()
     drafted, plain = (build_batch([s], model, torch.float64, seed=5) for s in (chain, causal))
-    got = attention.attend(drafted.q_THC, drafted.cache, drafted.metadata, 0.5, window)
-    want = attention.attend(plain.q_THC, plain.cache, plain.metadata, 0.5, window)
+    got = attention.attend(
+        drafted.q_THC, drafted.cache, drafted.metadata, AttentionForm(0.5, window)
+    )
+    want = attention.attend(plain.q_THC, plain.cache, plain.metadata, AttentionForm(0.5, window))
     assert torch.equal(got, want)
 
 
@@ -75,14 +77,14 @@ def test_a_tree_read_level_by_level_reads_what_it_reads_at_once(attention, windo
     parents = (0, 0, 1, 2, 2, 3, 5, 1)
     model, whole = Model(4, 2, 8, 4), Shape(9, 1, parents)
     batch = build_batch([whole], model, torch.float32, seed=5)
-    want = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.5, window)
+    want = attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.5, window))
     depths = tree_depths(parents)
     for depth in range(1, max(depths) + 1):
         level = tuple(j for j in reversed(range(len(parents))) if depths[j] == depth)
         part = build_metadata([Shape(10, 0, parents, level)], model.block_size, seed=5)
         assert torch.equal(part.block_table_BP, batch.metadata.block_table_BP)
         rows_L = torch.tensor([1 + j for j in level])
-        got = attention.attend(batch.q_THC[rows_L], batch.cache, part, 0.5, window)
+        got = attention.attend(batch.q_THC[rows_L], batch.cache, part, AttentionForm(0.5, window))
         torch.testing.assert_close(got, want[rows_L], rtol=1e-6, atol=1e-6)
 
 
@@ -90,8 +92,8 @@ def test_rows_behind_the_last_request_are_zero():
     batch = build_batch([Shape(3, 2, (0, 0))], Model(2, 1, 4, 4), torch.float64, seed=1)
     padding = torch.ones(2, 2, 4, dtype=torch.float64)
     q_THC = torch.cat([batch.q_THC, padding])
-    got = ReferenceAttention().attend(q_THC, batch.cache, batch.metadata, 1.0, None)
-    want = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+    got = ReferenceAttention().attend(q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
+    want = ReferenceAttention().attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0))
     assert torch.equal(got, torch.cat([want, torch.zeros_like(padding)]))
 
 
@@ -113,7 +115,9 @@ class _Sizes(TorchDispatchMode):
 def sizes(requests: list[Shape], model: Model, max_elements: int = MAX_ELEMENTS) -> _Sizes:
     batch = build_batch(requests, model, torch.float32, seed=0)
     with _Sizes() as made:
-        ReferenceAttention(max_elements).attend(batch.q_THC, batch.cache, batch.metadata, 1.0, None)
+        ReferenceAttention(max_elements).attend(
+            batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0)
+        )
     return made
 
 
@@ -141,19 +145,19 @@ def test_write_stores_at_slots_and_drops_rows_without_one():
     cache = LayerCache(torch.zeros(shape), torch.zeros(shape))
     k_TGC, v_TGC = torch.randn(4, 1, 4), torch.randn(4, 1, 4)
     ReferenceAttention().write(k_TGC, v_TGC, cache, torch.tensor([-1, 5, 0, -1]))
-    for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+    for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGE)):
         want = torch.zeros(6, 1, 4)
         want[5], want[0] = new_TGC[1], new_TGC[2]
         assert torch.equal(cached_PSGC.flatten(0, 1), want)
 
 
 def test_writing_only_rows_without_a_slot_leaves_the_cache_untouched():
-    k_PSGC, v_PSGC = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4)
-    cache = LayerCache(k_PSGC.clone(), v_PSGC.clone())
+    k_PSGC, v_PSGE = torch.randn(3, 2, 1, 4), torch.randn(3, 2, 1, 4)
+    cache = LayerCache(k_PSGC.clone(), v_PSGE.clone())
     new_TGC = torch.randn(2, 1, 4)
     ReferenceAttention().write(new_TGC, new_TGC, cache, torch.tensor([-1, -1]))
     assert torch.equal(cache.k_PSGC, k_PSGC)
-    assert torch.equal(cache.v_PSGC, v_PSGC)
+    assert torch.equal(cache.v_PSGE, v_PSGE)
 
 
 def test_causal_metadata_is_ordinary_causal_attention():
@@ -164,7 +168,7 @@ def test_causal_metadata_is_ordinary_causal_attention():
     attention = ReferenceAttention()
     attention.write(k_TGC, -k_TGC, cache, slots_T)
     metadata = causal_metadata(4, 6, slots_T[4:], blocks_P)
-    got = attention.attend(q_TGC[4:], cache, metadata, 0.5, None)
+    got = attention.attend(q_TGC[4:], cache, metadata, AttentionForm(0.5))
     q, k = q_TGC.transpose(0, 1), k_TGC.transpose(0, 1)
     want = torch.nn.functional.scaled_dot_product_attention(q, k, -k, is_causal=True, scale=0.5)
     torch.testing.assert_close(got, want.transpose(0, 1)[4:], rtol=1e-12, atol=1e-12)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.attention.base import AttentionBackend, LayerCache
+from outdraft.attention.base import AttentionBackend, AttentionForm, LayerCache
 from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.causal import causal_metadata
 from tests.attention.ragged import Batch, Model, Shape, build_batch, shapes
@@ -42,7 +42,9 @@ def as_text(
     attention.write(batch.k_by_request[0][keys], batch.v_by_request[0][keys], cache, all_K)
     table_P = torch.arange(num_blocks, dtype=torch.int32)
     metadata = causal_metadata(len(keys) - 1, 1, all_K[-1:], table_P)
-    return attention.attend(batch.q_THC[row : row + 1], cache, metadata, 0.4, window)[0]
+    return attention.attend(
+        batch.q_THC[row : row + 1], cache, metadata, AttentionForm(0.4, window)
+    )[0]
 
 
 @pytest.mark.parametrize(("attention", "dtype"), BACKENDS)
@@ -60,7 +62,7 @@ def test_a_row_of_a_tree_is_the_same_as_the_end_of_its_text(
     model = Model(*heads, head_size, BLOCK_SIZE)
     batch = build_batch([shape], model, dtype, seed)
 
-    got_THC = attention.attend(batch.q_THC, batch.cache, batch.metadata, 0.4, window)
+    got_THC = attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.4, window))
 
     for row in range(shape.num_rows):
         assert torch.equal(got_THC[row], as_text(attention, batch, shape, row, window))
@@ -70,7 +72,7 @@ def test_a_row_of_a_tree_is_the_same_as_the_end_of_its_text(
 def test_a_request_is_the_same_beside_longer_ones(attention, dtype):
     model, small = Model(4, 2, 16, BLOCK_SIZE), Shape(21, 3, (0, 0, 1, 2, 2))
     alone = build_batch([small], model, dtype, seed=3)
-    want_THC = attention.attend(alone.q_THC, alone.cache, alone.metadata, 0.4, None)
+    want_THC = attention.attend(alone.q_THC, alone.cache, alone.metadata, AttentionForm(0.4))
 
     others = [Shape(150, 40, ()), Shape(90, 1, (0, 1, 2))]
     beside = build_batch([small, *others], model, dtype, seed=4)
@@ -78,11 +80,11 @@ def test_a_request_is_the_same_beside_longer_ones(attention, dtype):
     beside.q_THC[first] = alone.q_THC
     for both_PSGC, own_KGC in (
         (beside.cache.k_PSGC, alone.k_by_request[0]),
-        (beside.cache.v_PSGC, alone.v_by_request[0]),
+        (beside.cache.v_PSGE, alone.v_by_request[0]),
     ):
         keys_K = torch.arange(small.seq_len)
         blocks_K = beside.metadata.block_table_BP[0][keys_K // BLOCK_SIZE].long()
         both_PSGC[blocks_K, keys_K % BLOCK_SIZE] = own_KGC
-    got_THC = attention.attend(beside.q_THC, beside.cache, beside.metadata, 0.4, None)
+    got_THC = attention.attend(beside.q_THC, beside.cache, beside.metadata, AttentionForm(0.4))
 
     assert torch.equal(got_THC[first], want_THC)

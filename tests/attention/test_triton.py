@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache
+from outdraft.attention.base import AttentionForm, AttentionMetadata, AttentionSizes, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kv.shapes import LayerCacheShape
 from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted
 
 triton_attention = pytest.importorskip("outdraft.kernels.triton.attention", reason="needs triton")
@@ -74,9 +75,11 @@ def on(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
 
 
 def attend(attention, q_THC, cache, metadata, window, device="cpu") -> torch.Tensor:
-    cache = LayerCache(cache.k_PSGC.to(device), cache.v_PSGC.to(device))
+    cache = LayerCache(cache.k_PSGC.to(device), cache.v_PSGE.to(device))
     scale = q_THC.shape[2] ** -0.5
-    return attention.attend(q_THC.to(device), cache, on(metadata, device), scale, window).cpu()
+    return attention.attend(
+        q_THC.to(device), cache, on(metadata, device), AttentionForm(scale, window)
+    ).cpu()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -146,7 +149,7 @@ def test_rows_behind_the_last_request_are_zero(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_nan_in_one_request_stays_there(device):
     batch = build_batch([Shape(60, 2, ()), Shape(20, 2, ())], Model(2, 1, 16, 4), FP32, seed=4)
-    batch.cache.v_PSGC[batch.metadata.block_table_BP[0, :16]] = torch.nan
+    batch.cache.v_PSGE[batch.metadata.block_table_BP[0, :16]] = torch.nan
     got = attend(TritonAttention(), batch.q_THC, batch.cache, batch.metadata, None, device)
     assert got[:2].isnan().all()
     assert not got[2:].isnan().any()
@@ -176,14 +179,14 @@ def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_d
     # The interpreter cuts off where a GPU rounds.
     ulp = 2**-7 if device == "cpu" and cache_dtype is BF16 else 0
     torch.testing.assert_close(got.k_PSGC, want.k_PSGC, rtol=ulp, atol=0)
-    torch.testing.assert_close(got.v_PSGC, want.v_PSGC, rtol=ulp, atol=0)
+    torch.testing.assert_close(got.v_PSGE, want.v_PSGE, rtol=ulp, atol=0)
 
 
 def test_no_more_memory_is_taken_than_was_told():
     requests, model = [Shape(520, 1, ())] * 3, Model(2, 1, 16, 16)
     batch = build_batch(requests, model, FP32, seed=0)
     told = TritonAttention().temporary_bytes(
-        AttentionSizes(3, 3, batch.metadata.max_seq_len, 2, 1, 16, FP32)
+        AttentionSizes(3, 3, batch.metadata.max_seq_len, 2, LayerCacheShape(1, 16, 16), FP32)
     )
     taken = []
     empty = torch.empty

@@ -41,7 +41,7 @@ def test_each_rank_is_told_its_part_of_weights_and_cache(tmp_path: Path, size: i
     plans = [plan for _, plan in built]
     for engine, plan in built:
         layers = engine.runner.cache.layers
-        cache_bytes = sum(layer.k_PSGC.nbytes + layer.v_PSGC.nbytes for layer in layers)
+        cache_bytes = sum(layer.k_PSGC.nbytes + layer.v_PSGE.nbytes for layer in layers)
         assert plan.block_bytes * plan.num_blocks == cache_bytes
     alone = 2 * (2 * (1024 * 64 * (2 * 16 + 2 * 4) + 3 * 1024 * 2816) + 2 * 16_000 * 1024)
     assert [plan.target_weights for plan in plans] == pytest.approx([alone / size] * size, rel=0.05)

@@ -21,12 +21,11 @@ def small_network(kind: str, num_blocks: int, folder: Path) -> tuple[DraftNetwor
     kernels = cpu_kernels()
     target = random_target(kernels, torch.float32)
     if kind == "language model":
-        shape, drafting = target.config, DraftNetwork(target)
+        shapes, drafting = target.config.cache_shapes, DraftNetwork(target)
     else:
-        shape = load_eagle(LAYOUTS[kind].save(folder), target, kernels)
-        drafting = DraftNetwork(shape)
-    sizes = (shape.num_kv_heads, shape.head_size, torch.float32, CPU)
-    return drafting, KVCache(shape.num_layers, num_blocks, BLOCK_SIZE, *sizes)
+        network = load_eagle(LAYOUTS[kind].save(folder), target, kernels)
+        shapes, drafting = network.shard.cache_shapes, DraftNetwork(network)
+    return drafting, KVCache(shapes, num_blocks, BLOCK_SIZE, torch.float32, CPU)
 
 
 def random_window(

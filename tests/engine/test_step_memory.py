@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from outdraft.attention.base import AttentionSizes
+from outdraft.attention.base import AttentionForm, AttentionSizes
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.tree_shape import TreeShape
@@ -26,6 +26,7 @@ from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
@@ -67,7 +68,7 @@ class NoAttention:
 
     def write(self, *args) -> None: ...
 
-    def attend(self, q_THC, cache, metadata, scale, window):
+    def attend(self, q_THC, cache, metadata, form):
         return q_THC
 
 
@@ -258,9 +259,11 @@ def test_the_reference_attention_takes_no_more_than_it_says(
     model = Model(8, 4, 32, 16)
     batch = build_batch(requests, model, dtype, seed=0)
     attention = ReferenceAttention(max_elements, in_order=in_order)
-    taken = peak_bytes(lambda: attention.attend(batch.q_THC, batch.cache, batch.metadata, 1.0, 100))
-    sizes = (len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8, 4, 32)
-    said = attention.temporary_bytes(AttentionSizes(*sizes, dtype))
+    taken = peak_bytes(
+        lambda: attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0, 100))
+    )
+    sizes = (len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8)
+    said = attention.temporary_bytes(AttentionSizes(*sizes, LayerCacheShape(4, 32, 32), dtype))
     queries = len(batch.q_THC) * 8 * 32 * 8 * 4
     assert taken <= said + queries
     assert said < 12 * taken or max_elements == 1

@@ -11,6 +11,7 @@ from outdraft.attention.rows import Span, lay_out
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, StateEntry
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
+from outdraft.kv.shapes import LayerCacheShape
 
 NUM_TOKENS, NUM_POSITIONS, NUM_BLOCKS, BLOCK_SIZE = 61, 400, 60, 8
 CPU = torch.device("cpu")
@@ -106,8 +107,8 @@ def make_spec(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0)
 
 def make_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:
     """Enough for `blocks_of` three requests."""
-    shape = (len(sizes.windows), NUM_BLOCKS, BLOCK_SIZE, sizes.heads[1], sizes.head_size)
-    return KVCache(*shape, dtype, CPU)
+    shape = LayerCacheShape(sizes.heads[1], sizes.head_size, sizes.head_size)
+    return KVCache([shape] * len(sizes.windows), NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
 
 
 def blocks_of(request: int) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ def filled_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:
     """As `make_cache`, with random keys and values."""
     cache, generator = make_cache(sizes, dtype), torch.Generator().manual_seed(5)
     for layer in cache.layers:
-        for tensor in (layer.k_PSGC, layer.v_PSGC):
+        for tensor in (layer.k_PSGC, layer.v_PSGE):
             tensor.normal_(generator=generator)
     return cache
 

@@ -3,6 +3,7 @@
 import torch
 from hypothesis import strategies as st
 
+from outdraft.attention.base import AttentionForm
 from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.ragged import build_batch, converted, models, shapes
 from tests.kernels.comparisons import Case
@@ -20,9 +21,13 @@ def compare_attention(case: Case) -> None:
         q_THC = (
             q_THC.float()
         )  # its interpreter multiplies bfloat16 numbers as if they were integers
-    got = case.kernels.attention.attend(q_THC, batch.cache, batch.metadata, scale, window)
+    got = case.kernels.attention.attend(
+        q_THC, batch.cache, batch.metadata, AttentionForm(scale, window)
+    )
     exact = converted(batch.cache, torch.float64)
-    want = ReferenceAttention().attend(q_THC.double(), exact, batch.metadata, scale, window)
+    want = ReferenceAttention().attend(
+        q_THC.double(), exact, batch.metadata, AttentionForm(scale, window)
+    )
     assert got.dtype == q_THC.dtype
     tolerance = TOLERANCE[case.dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

@@ -89,7 +89,7 @@ def compare_compile_decoder(case: Case) -> None:
             results += decoder(ids_T, cache.layers, metadata, taps, states_TD, wanted_R)
             results.append(decoder.logits(results[-2]))
         found.append(
-            [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC))]
+            [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
         )
     for got, want in zip(*found, strict=True):
         assert_near(got, want, case.dtype)
@@ -109,7 +109,7 @@ def test_a_row_has_the_same_bits_in_chunks_of_any_size(name, kind, dtype):
         assert torch.equal(taps, whole_taps)
         for mine, other in zip(cache.layers, whole_cache.layers, strict=True):
             assert torch.equal(mine.k_PSGC, other.k_PSGC)
-            assert torch.equal(mine.v_PSGC, other.v_PSGC)
+            assert torch.equal(mine.v_PSGE, other.v_PSGE)
 
 
 @each_library
@@ -129,7 +129,7 @@ def test_rows_that_are_left_out_change_no_bit_of_the_others(name, kind, dtype):
         for rows_R in (None, wanted_R):
             cache = filled_cache(sizes, dtype)
             states_RD, _ = decoder(ids_T, cache.layers, metadata, (), entry, rows_R)
-            keys = [x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC)]
+            keys = [x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE)]
             found.append((states_RD, keys))
         (all_TD, all_keys), (wanted_RD, keys) = found
         assert torch.equal(wanted_RD, all_TD[wanted_R])

@@ -6,23 +6,26 @@ from hypothesis import strategies as st
 
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kv.cache import KVCache
+from outdraft.kv.shapes import LayerCacheShape
 from tests.attention.ragged import trees
 
 CPU = torch.device("cpu")
+# Of equal and different sizes, as a target with several kinds of layers has them.
+SHAPES = [LayerCacheShape(2, 5, 5), LayerCacheShape(1, 6, 4), LayerCacheShape(2, 5, 3)]
 
 
 def random_cache(seed: int, num_blocks: int = 20, block_size: int = 4) -> KVCache:
-    cache = KVCache(3, num_blocks, block_size, 2, 5, torch.float32, CPU)
+    cache = KVCache(SHAPES, num_blocks, block_size, torch.float32, CPU)
     rng = torch.Generator().manual_seed(seed)
     for layer in cache.layers:
         layer.k_PSGC.copy_(torch.randn(layer.k_PSGC.shape, generator=rng))
-        layer.v_PSGC.copy_(torch.randn(layer.v_PSGC.shape, generator=rng))
+        layer.v_PSGE.copy_(torch.randn(layer.v_PSGE.shape, generator=rng))
     return cache
 
 
 def slots_of(cache: KVCache) -> list[torch.Tensor]:
     """[P * S, G, C] of every layer, keys then values."""
-    tensors = [t for layer in cache.layers for t in (layer.k_PSGC, layer.v_PSGC)]
+    tensors = [t for layer in cache.layers for t in (layer.k_PSGC, layer.v_PSGE)]
     return [t.flatten(0, 1).clone() for t in tensors]
 
 
@@ -44,7 +47,8 @@ def test_compaction_equals_writing_the_accepted_tokens_straight(parents, context
     rng = torch.Generator().manual_seed(2)
     attention = ReferenceAttention()
     for layer, twin in zip(cache.layers, straight.layers, strict=True):
-        k, v = (torch.randn(len(slots), 2, 5, generator=rng) for _ in range(2))
+        shapes = (layer.k_PSGC.shape[2:], layer.v_PSGE.shape[2:])
+        k, v = (torch.randn(len(slots), *shape, generator=rng) for shape in shapes)
         attention.write(k, v, layer, slots)
         attention.write(k, v, twin, slots)
         path = torch.tensor(accepted, dtype=torch.long)
@@ -80,8 +84,18 @@ def test_compacting_nothing_leaves_slot_0_alone():
 
 
 def test_bytes_per_block_is_what_the_tensors_take():
-    cache = KVCache(3, 7, 4, 2, 5, torch.bfloat16, CPU)
-    tensors = [t for layer in cache.layers for t in (layer.k_PSGC, layer.v_PSGC)]
+    cache = KVCache(SHAPES, 7, 4, torch.bfloat16, CPU)
+    tensors = [t for layer in cache.layers for t in (layer.k_PSGC, layer.v_PSGE)]
     taken = sum(t.numel() * t.element_size() for t in tensors)
-    assert all(t.shape == (7, 4, 2, 5) for t in tensors)
-    assert taken == 7 * KVCache.bytes_per_block(3, 4, 2, 5, torch.bfloat16)
+    for layer, shape in zip(cache.layers, SHAPES, strict=True):
+        assert layer.k_PSGC.shape == (7, 4, shape.num_kv_heads, shape.key_size)
+        assert layer.v_PSGE.shape == (7, 4, shape.num_kv_heads, shape.value_size)
+    assert taken == 7 * KVCache.bytes_per_block(SHAPES, 4, torch.bfloat16)
+
+
+def test_layers_share_no_memory():
+    cache = random_cache(seed=5)
+    for i, layer in enumerate(cache.layers):
+        layer.k_PSGC.fill_(10 + i)
+        layer.v_PSGE.fill_(20 + i)
+    assert [int(t.unique().item()) for t in slots_of(cache)] == [10, 20, 11, 21, 12, 22]

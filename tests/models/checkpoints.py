@@ -118,11 +118,9 @@ def chunked_logits(
     """[T, V]: a prompt that is fed in chunks, over blocks in no order."""
     config, num_blocks = model.shard, len(token_ids_T) // block_size + 2
     cache = KVCache(
-        config.num_layers,
+        config.cache_shapes,
         num_blocks,
         block_size,
-        config.num_kv_heads,
-        config.head_size,
         model.dtype,
         model.device,
     )

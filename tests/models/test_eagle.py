@@ -44,8 +44,8 @@ class Drive:
 
     def __init__(self, network: EagleNetwork) -> None:
         self.network, self.num_read = network, 0
-        shape = (network.num_layers, NUM_BLOCKS, BLOCK_SIZE, network.num_kv_heads)
-        self.cache = KVCache(*shape, network.head_size, network.dtype, network.device)
+        sizes = (NUM_BLOCKS, BLOCK_SIZE, network.dtype, network.device)
+        self.cache = KVCache(network.shard.cache_shapes, *sizes)
         generator = torch.Generator().manual_seed(1)
         self.table_P = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
 

@@ -31,8 +31,7 @@ def networks(path: Path, layout: str) -> list[EagleNetwork]:
 
 
 def new_cache(network: EagleNetwork) -> KVCache:
-    sizes = (network.num_kv_heads, network.head_size, torch.float32, CPU)
-    return KVCache(network.num_layers, 12, 4, *sizes)
+    return KVCache(network.shard.cache_shapes, 12, 4, torch.float32, CPU)
 
 
 def batch_of(spans: list[Span]) -> AttentionMetadata:
@@ -61,7 +60,7 @@ def test_it_agrees_with_the_layers(layout: str, tmp_path: Path):
             with torch.inference_mode():
                 states_TD = network(ids_T, states_TF, cache.layers, batch_of(spans))
                 results += [states_TD, network.logits(states_TD)]
-        keys = (x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC))
+        keys = (x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))
         found.append([*results, *keys])
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, **CLOSE)

@@ -20,9 +20,7 @@ CPU = torch.device("cpu")
 def states_and_keys(path: Path, kernels: Kernels) -> list[Tensor]:
     """Two requests: prompt chunks, then a chunk with a drafted tree and one with a chain."""
     model = load_model(path, torch.float32, "cpu", kernels)
-    config = model.config
-    sizes = (config.num_kv_heads, config.head_size, torch.float32, CPU)
-    cache = KVCache(config.num_layers, 12, 4, *sizes)
+    cache = KVCache(model.config.cache_shapes, 12, 4, torch.float32, CPU)
     generator = torch.Generator().manual_seed(3)
     found: list[Tensor] = []
     for spans in (
@@ -35,7 +33,7 @@ def states_and_keys(path: Path, kernels: Kernels) -> list[Tensor]:
         with torch.inference_mode():
             states_TD, tapped_TKD = model.forward_tapped(ids_T, cache.layers, metadata, (2, 0, 1))
             found += [states_TD, tapped_TKD, model.logits(states_TD)]
-    return [*found, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGC))]
+    return [*found, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
 
 
 def assert_layers_are_computed(path: Path) -> None:

@@ -39,8 +39,7 @@ EXACT = {"dtype": "float64", "kernels": "reference", "num_blocks": 300}
 
 
 def cache_of(layers: ModelConfig, num_tokens: int) -> KVCache:
-    sizes = layers.num_kv_heads, layers.head_size
-    return KVCache(layers.num_layers, 1, num_tokens, *sizes, torch.float64, torch.device("cpu"))
+    return KVCache(layers.cache_shapes, 1, num_tokens, torch.float64, torch.device("cpu"))
 
 
 def read_afresh(target: CausalLM, text: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,8 @@ what each row sees, and slots_T says where each row is written. Everything that 
 written when `attend` is called. What no row of a request sees does not change its results, not even
 if it is NaN.
 
-Dimension key: B requests, T rows, H heads, G kv heads, C head size, P blocks, S slots per block.
+Dimension key: B requests, T rows, H heads, G kv heads, C size of a query and a key, E size of a
+value, P blocks, S slots per block.
 """
 
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kv.cache import LayerCache
+from outdraft.kv.shapes import LayerCacheShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +62,68 @@ class AttentionMetadata:
     max_seq_len: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionForm:
+    """What one layer computes from queries, keys and values.
+
+    A row at text position p sees no key before `first_seen` of p. A key of the text has its cache
+    index as position; the position of a drafted ancestor is p less the number of the row's
+    ancestors after it. So a drafted row sees what a causal row at the end of its text would see.
+
+    Attributes:
+        scale: of the products of queries and keys.
+        window: a row sees positions above p - window only (Beltagy, Peters, Cohan 2020; as in
+            Mistral).
+        chunk: a row sees positions from p // chunk * chunk on only: the text falls into chunks
+            that do not see each other (Llama 4's `attention_chunk_size`).
+        soft_cap: a score s becomes soft_cap * tanh(s / soft_cap) before the softmax (Bello et al.
+            2016; Gemma 2's `attn_logit_softcapping`).
+        sinks_H: of any floating dtype, on the model's device. One learned score of each query
+            head joins the softmax's denominator, as that of a key whose value is zero; it is
+            neither scaled nor capped (GPT-OSS's `sinks`, `s_aux` of its kernels).
+
+    Raises:
+        ValueError: a window, a chunk or a cap that is not positive.
+    """
+
+    scale: float
+    window: int | None = None
+    chunk: int | None = None
+    soft_cap: float | None = None
+    sinks_H: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk", "soft_cap"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"{name} of attention must be positive, not {value}")
+
+    def first_seen(self, positions_T: Tensor) -> Tensor:
+        """int64, of the same shape: the lowest position that each position may see, or less."""
+        lowest_T = torch.zeros_like(positions_T)
+        if self.chunk is not None:
+            lowest_T = positions_T // self.chunk * self.chunk
+        if self.window is not None:
+            lowest_T = torch.maximum(lowest_T, positions_T - self.window + 1)
+        return lowest_T
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionSizes:
-    """How large a batch of a model may be; queries and cache have one dtype."""
+    """How large a batch of a layer may be; queries and cache have one dtype."""
 
     num_requests: int
     num_rows: int
     num_keys: int
     num_heads: int
-    num_kv_heads: int
-    head_size: int
+    cache: LayerCacheShape
     dtype: torch.dtype
 
 
 class AttentionBackend(Protocol):
     """Writes new keys and values to the paged cache, and attends over it."""
 
-    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+    def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped."""
         ...
 
@@ -85,16 +132,13 @@ class AttentionBackend(Protocol):
         q_THC: Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        form: AttentionForm,
     ) -> Tensor:
-        """[T, H, C] of q's dtype: softmax(scale * q k^T) v over what each row sees.
+        """[T, H, E] of q's dtype: softmax(scale * q k^T) v over what each row sees, in the layer's
+        form.
 
         The rows' own keys and values are already written. H is a multiple of G; query head h
-        reads kv head h // (H // G). With a sliding `window`, a row at text position p sees
-        positions above p - window only: a key of the text has its cache index as position, and
-        the position of an ancestor is p less the number of ancestors after it. Scores and softmax
-        are float32 at least.
+        reads kv head h // (H // G). Scores and softmax are float32 at least.
         """
         ...
 

@@ -96,8 +96,8 @@ class ScratchSteps:
         self._long = [self._text(self.num_long, 0, range(length // size))]
         self._admitted: dict[int, _Text] = {}  # by slot
         for layer in runner.cache.layers:  # memory that nobody has written is read too fast
-            for kv_PSGC in (layer.k_PSGC, layer.v_PSGC):
-                kv_PSGC[: -(-self.num_long // size)].fill_(0.01)
+            for cached in (layer.k_PSGC, layer.v_PSGE):
+                cached[: -(-self.num_long // size)].fill_(0.01)
 
     def fits(self, step: Step) -> bool:
         """Whether there is room for it."""

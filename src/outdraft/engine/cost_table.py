@@ -27,6 +27,7 @@ from outdraft.engine.cost_measurement import (
 from outdraft.engine.cost_steps import ScratchSteps
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
+from outdraft.kv.cache import KVCache
 from outdraft.models.llama import CausalLM
 from outdraft.models.shape import ModelShape
 from outdraft.runner.parallel_runner import StepRunner
@@ -215,4 +216,4 @@ def _drafter_size(drafter: LoadedDrafter) -> PassSize:
 
 def _token_bytes(config: ModelShape, dtype: torch.dtype) -> int:
     """Keys and values of one token."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_size * dtype.itemsize
+    return KVCache.bytes_per_block(config.cache_shapes, 1, dtype)

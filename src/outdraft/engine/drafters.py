@@ -29,13 +29,13 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.shape import ModelShape
 from outdraft.models.target_tables import TargetTables
 
 _logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class LoadedDrafter:
     """
 
     network: Network
-    layers: ModelConfig | None
+    layers: ModelShape | None
     feature_size: int = 0
     num_taps: int = 0
     max_drafts: int = MAX_DRAFTS
@@ -80,11 +80,9 @@ class LoadedDrafter:
         return cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
 
 
-def cache_bytes(layers: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+def cache_bytes(layers: ModelShape, block_size: int, dtype: torch.dtype) -> int:
     """Bytes of a block's keys and values."""
-    return KVCache.bytes_per_block(
-        layers.num_layers, block_size, layers.num_kv_heads, layers.head_size, dtype
-    )
+    return KVCache.bytes_per_block(layers.cache_shapes, block_size, dtype)
 
 
 def load_drafter(
@@ -233,18 +231,10 @@ def _layered_drafter(
 
 
 def kv_cache(
-    layers: ModelConfig, memory: MemoryPlan, dtype: torch.dtype, device: torch.device
+    layers: ModelShape, memory: MemoryPlan, dtype: torch.dtype, device: torch.device
 ) -> KVCache:
     """Room for keys and values of these layers in every block of the pool."""
-    return KVCache(
-        layers.num_layers,
-        memory.num_blocks,
-        memory.block_size,
-        layers.num_kv_heads,
-        layers.head_size,
-        dtype,
-        device,
-    )
+    return KVCache(layers.cache_shapes, memory.num_blocks, memory.block_size, dtype, device)
 
 
 def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[HostProposer]:

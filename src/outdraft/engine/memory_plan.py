@@ -130,9 +130,10 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(
-            AttentionSizes(*most, one.num_heads, one.num_kv_heads, one.head_size, target.dtype)
+            AttentionSizes(*most, one.num_heads, shape, target.dtype)
         )
         for one in layers
+        for shape in set(one.cache_shapes)
     )
     return StepMemory(
         texts=text_bytes(shape),

@@ -3,23 +3,28 @@
 The target and the drafter each have a KVCache with the same number of blocks, so one block id
 names the same token positions in both.
 
-Dimension key: L layers, P blocks, S slots per block, G kv heads, C head size, R rows to move.
+Dimension key: N keys or values of layers, P blocks, S slots per block, G kv heads, C size of a key,
+E size of a value, R rows to move.
 """
 
 import math
 import mmap
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from outdraft.kv.shapes import LayerCacheShape
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's keys and values: two [P, S, G, C] tensors."""
+    """One layer's keys [P, S, G, C] and values [P, S, G, E]."""
 
     k_PSGC: Tensor
-    v_PSGC: Tensor
+    v_PSGE: Tensor
 
 
 class KVCache:
@@ -31,26 +36,37 @@ class KVCache:
 
     def __init__(
         self,
-        num_layers: int,
+        shapes: Sequence[LayerCacheShape],
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_size: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_size)
-        self._kv_L2PSGC = _zeros(shape, dtype, device)
-        self.layers = [LayerCache(kv[0], kv[1]) for kv in self._kv_L2PSGC]
+        """`shapes`: one for each layer; they may differ.
+
+        Keys and values of one shape are parts of one tensor, so that `compact` moves them at once.
+        """
+        keys = [(shape.num_kv_heads, shape.key_size) for shape in shapes]
+        values = [(shape.num_kv_heads, shape.value_size) for shape in shapes]
+        self._alike_NPSGC = [
+            _zeros((count, num_blocks, block_size, *size), dtype, device)
+            for size, count in Counter([*keys, *values]).items()
+        ]
+        parts = {tuple(alike.shape[3:]): iter(alike) for alike in self._alike_NPSGC}
+        self.layers = [
+            LayerCache(next(parts[key]), next(parts[value]))
+            for key, value in zip(keys, values, strict=True)
+        ]
         self.num_blocks = num_blocks
         self.block_size = block_size
 
     @staticmethod
     def bytes_per_block(
-        num_layers: int, block_size: int, num_kv_heads: int, head_size: int, dtype: torch.dtype
+        shapes: Sequence[LayerCacheShape], block_size: int, dtype: torch.dtype
     ) -> int:
         """Bytes that one block takes over all layers, keys and values together."""
-        return 2 * num_layers * block_size * num_kv_heads * head_size * dtype.itemsize
+        numbers = sum(one.num_kv_heads * (one.key_size + one.value_size) for one in shapes)
+        return numbers * block_size * dtype.itemsize
 
     def compact(self, source_slots_R: Tensor, target_slots_R: Tensor) -> None:
         """Copy row source_slots[r] to target_slots[r] in every layer, all at once.
@@ -60,7 +76,6 @@ class KVCache:
         """
         if source_slots_R.numel() == 0:
             return
-        slots = self._kv_L2PSGC.flatten(0, 1).flatten(1, 2)  # [2L, P * S, G, C]
         source_R, target_R = source_slots_R.long(), target_slots_R.long()
         moves_R = (source_R >= 0) & (target_R >= 0)
         # A skipped row repeats the first row that moves; if none moves, slot 0 goes to slot 0.
@@ -68,7 +83,9 @@ class KVCache:
         any_moves = moves_R.any()
         source_R = torch.where(moves_R, source_R, source_R[stand_in] * any_moves)
         target_R = torch.where(moves_R, target_R, target_R[stand_in] * any_moves)
-        slots.index_copy_(1, target_R, slots.index_select(1, source_R))
+        for alike in self._alike_NPSGC:
+            slots = alike.flatten(1, 2)  # [N, P * S, G, C]
+            slots.index_copy_(1, target_R, slots.index_select(1, source_R))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

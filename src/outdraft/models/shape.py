@@ -5,6 +5,7 @@ from typing import Self
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.shards import can_spread
+from outdraft.kv.shapes import LayerCacheShape
 
 # What numbers of ranks are asked for by.
 TARGET_RANKS, DRAFT_RANKS = "--tensor-parallel-size", "draft_tensor_parallel_size"
@@ -42,6 +43,12 @@ class ModelShape:
     def depends_on_context(self) -> bool:
         """Whether weights or positions are others with another max_model_len."""
         return False
+
+    @property
+    def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
+        """What each layer keeps of a token: the same in all of them."""
+        one = LayerCacheShape(self.num_kv_heads, self.head_size, self.head_size)
+        return (one,) * self.num_layers
 
     def shard(self, size: int, flag: str = TARGET_RANKS) -> Self:
         """The part that each of `size` ranks has: heads, kv heads and the width of the feed-forward

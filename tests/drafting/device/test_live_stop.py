@@ -138,7 +138,7 @@ def test_requests_that_have_ended_are_in_no_later_pass(kind: str, sampled: int, 
     for stops in ([None] * 4, [None, stopped, stopped, replace(stopped, price=0.6)]):
         for layer in cache.layers:
             layer.k_PSGC.fill_(0)
-            layer.v_PSGC.fill_(0)
+            layer.v_PSGE.fill_(0)
         asks = [
             DraftModelAsk(b, length, 0, number, range(b * num_blocks, (b + 1) * num_blocks), (), s)
             for b, (length, number, s) in enumerate(zip(texts, wanted, stops, strict=True))

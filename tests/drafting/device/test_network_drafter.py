@@ -65,7 +65,7 @@ def drafter_of(network: Network) -> NetworkDrafter:
     drafting, cache = network
     for layer in cache.layers:
         layer.k_PSGC.fill_(0)
-        layer.v_PSGC.fill_(0)
+        layer.v_PSGE.fill_(0)
     window = random_window(drafting, MOST_REQUESTS, MOST_TOKENS)
     return NetworkDrafter(drafting, cache, 100, DraftSource.EAGLE3, window)
 

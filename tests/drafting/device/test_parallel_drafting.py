@@ -23,6 +23,7 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
+from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model
 from tests.drafting.drafting import SEEDED, check_drafts, sampling_batch, texts
@@ -61,11 +62,9 @@ class Pair:
     def proposer(self, max_rows: int = 1000, *, samples: bool = True) -> DeviceProposer:
         config = self.model.config
         cache = KVCache(
-            config.num_layers,
+            config.cache_shapes,
             4 * BLOCKS_EACH,
             BLOCK,
-            config.num_kv_heads,
-            config.head_size,
             self.model.dtype,
             self.model.device,
         )
@@ -218,7 +217,9 @@ def test_masks_of_a_network_with_states_read_the_learned_one():
     network = ScriptedNetwork()
     drafter = ParallelDrafter(
         network,
-        KVCache(1, 4 * BLOCKS_EACH, BLOCK, 1, 2, torch.float64, torch.device("cpu")),
+        KVCache(
+            [LayerCacheShape(1, 2, 2)], 4 * BLOCKS_EACH, BLOCK, torch.float64, torch.device("cpu")
+        ),
         100,
         DraftSource.EAGLE3,
         MASK,

@@ -78,7 +78,7 @@ def drafter_of(kind: str, max_rows: int) -> Drafter:
     drafting, cache = network("language model" if kind == "parallel" else kind)
     for layer in cache.layers:
         layer.k_PSGC.fill_(0)
-        layer.v_PSGC.fill_(0)
+        layer.v_PSGE.fill_(0)
     if kind == "parallel":
         return ParallelDrafter(drafting, cache, max_rows, DraftSource.MODEL, MASK)
     window = random_window(drafting, NUM_TEXTS, LENGTH)

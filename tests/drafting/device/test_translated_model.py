@@ -64,11 +64,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def cache_of(model: CausalLM) -> KVCache:
     config = model.config
     return KVCache(
-        config.num_layers,
+        config.cache_shapes,
         4,
         8,
-        config.num_kv_heads,
-        config.head_size,
         model.dtype,
         model.device,
     )

@@ -7,7 +7,13 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache, with_dense_rows
+from outdraft.attention.base import (
+    AttentionForm,
+    AttentionMetadata,
+    AttentionSizes,
+    LayerCache,
+    with_dense_rows,
+)
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
@@ -51,13 +57,13 @@ class NativeAttention:
         self._memory = create(team.address)
         weakref.finalize(self, destroy, self._memory)
 
-    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+    def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """As `AttentionBackend`.
 
         Raises:
             ConfigError: a dtype that the library does not read.
         """
-        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGE, cache.v_PSGE)):
             new_TGC = with_dense_rows(new_TGC)
             self._write(
                 new_TGC.data_ptr(),
@@ -75,14 +81,14 @@ class NativeAttention:
         q_THC: Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        form: AttentionForm,
     ) -> Tensor:
         """As `AttentionBackend`.
 
         Raises:
-            ConfigError: a dtype that the library does not read.
+            ConfigError: a dtype or a form that the library does not read.
         """
+        _check_form(form, cache)
         q_THC = with_dense_rows(q_THC)
         num_rows, num_heads, head_size = q_THC.shape
         out_THC = torch.empty((num_rows, num_heads, head_size), dtype=q_THC.dtype)
@@ -92,7 +98,7 @@ class NativeAttention:
             q=q_THC.data_ptr(),
             out=out_THC.data_ptr(),
             k=address_of(cache.k_PSGC, cache.k_PSGC.dtype),
-            v=address_of(cache.v_PSGC, cache.k_PSGC.dtype),
+            v=address_of(cache.v_PSGE, cache.k_PSGC.dtype),
             query_start=address_of(metadata.query_start_B1, torch.int32),
             context_lens=address_of(metadata.context_lens_B, torch.int32),
             num_causal=address_of(metadata.num_causal_B, torch.int32),
@@ -107,8 +113,8 @@ class NativeAttention:
             block_size=block_size,
             q_stride=q_THC.stride(0),
             table_stride=table_BP.shape[1],
-            window=NO_WINDOW if window is None else window,
-            scale=scale,
+            window=NO_WINDOW if form.window is None else form.window,
+            scale=form.scale,
             is_bf16_query=_is_bf16(q_THC),
             is_bf16_out=_is_bf16(q_THC),
             is_bf16_cache=_is_bf16(cache.k_PSGC),
@@ -119,6 +125,15 @@ class NativeAttention:
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """As `AttentionBackend`; sums over parts of a context are too small to count."""
         return 0
+
+
+def _check_form(form: AttentionForm, cache: LayerCache) -> None:
+    is_plain = form.chunk is None and form.soft_cap is None and form.sinks_H is None
+    if not is_plain or cache.k_PSGC.shape != cache.v_PSGE.shape:
+        raise ConfigError(
+            "native attention has no chunks, soft caps, sinks, or keys and values of two sizes: "
+            "use the reference kernels"
+        )
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -162,14 +162,14 @@ class NativeDecoder:
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""
-        first, last = caches[0].k_PSGC, caches[-1].v_PSGC
+        first, last = caches[0].k_PSGC, caches[-1].v_PSGE
         key = (first.data_ptr(), last.data_ptr(), first.shape[1])
         handle = self._bound.get(key)
         if handle is None:
             addresses = [
                 address_of(tensor, self._dtype)
                 for cache in caches
-                for tensor in (cache.k_PSGC, cache.v_PSGC)
+                for tensor in (cache.k_PSGC, cache.v_PSGE)
             ]
             assert len(addresses) == 2 * len(self._layers)
             array = (c_void_p * len(addresses))(*addresses)

@@ -6,7 +6,8 @@ bounds, since requests are sorted by their number of rows: a long prompt chunk d
 other request as long.
 
 Dimension key: B requests, T rows, N requests and M rows of each in one piece, K keys of the longest
-request, H heads, G kv heads, R query heads per kv head, C head size, P blocks, S slots per block.
+request, H heads, G kv heads, R query heads per kv head, C size of a key, E size of a value, P
+blocks, S slots per block.
 
 An engine on a CPU lets sums run in the order of the keys, one number after the other, so that a
 row's result does not depend on the rows beside it: what a row does not see adds zeros, wherever it
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache
+from outdraft.attention.base import AttentionForm, AttentionMetadata, AttentionSizes, LayerCache
 from outdraft.core.draft import MAX_DRAFTS
 
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32
@@ -45,9 +46,10 @@ class ReferenceAttention:
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """As `AttentionBackend`."""
         own, wide = most.dtype.itemsize, torch.promote_types(most.dtype, torch.float32).itemsize
-        key = most.num_keys * most.num_kv_heads * most.head_size
+        key_size, value_size = most.cache.key_size, most.cache.value_size
+        key = most.num_keys * most.cache.num_kv_heads * max(key_size, value_size)
         keys = min(most.num_requests * key, max(self._max_elements, key))
-        size = most.head_size if self._in_order else 1  # of what is summed for a score
+        size = max(key_size, value_size) if self._in_order else 1  # of what is summed for a score
         score = most.num_keys * most.num_heads * size
         # The bounds of _pieces pad a piece to twice the rows of the batch at most.
         numbers = min(2 * most.num_rows * score, max(self._max_elements, score))
@@ -56,7 +58,7 @@ class ReferenceAttention:
             keys += 2 * numbers // 3  # the products, and their running sums
         return keys * (own + 3 * wide) + scores * 3 * wide + scores // most.num_heads * _MASK_BYTES
 
-    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+    def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped."""
         if slots_T.numel() == 0:
             return
@@ -66,7 +68,7 @@ class ReferenceAttention:
         rows_T = torch.arange(len(slots_T), device=slots_T.device)
         rows_T = torch.where(kept_T, rows_T, stand_in)
         slots_T = slots_T[rows_T].clamp(min=0)
-        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGC, cache.v_PSGC)):
+        for new_TGC, cached_PSGC in ((k_TGC, cache.k_PSGC), (v_TGE, cache.v_PSGE)):
             cached = cached_PSGC.flatten(0, 1)
             new = new_TGC[rows_T].to(cached.dtype)
             cached.index_copy_(0, slots_T, torch.where(any_kept, new, cached[slots_T]))
@@ -76,34 +78,34 @@ class ReferenceAttention:
         q_THC: Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        form: AttentionForm,
     ) -> Tensor:
-        """[T, H, C] of q's dtype: softmax(scale * q k^T) v over what each row sees."""
-        num_rows, num_heads, head_size = q_THC.shape
-        num_kv_heads = cache.k_PSGC.shape[2]
+        """[T, H, E] of q's dtype, as `AttentionBackend`."""
+        num_rows, num_heads, key_size = q_THC.shape
+        num_kv_heads, value_size = cache.v_PSGE.shape[2:]
+        head_size = max(key_size, value_size)
         dtype = torch.promote_types(q_THC.dtype, torch.float32)
         num_keys = metadata.max_seq_len
-        key_size = num_kv_heads * head_size
         row_size = num_heads * head_size if self._in_order else num_heads  # for each key
-        most_requests = max(1, self._max_elements // (num_keys * max(key_size, row_size)))
+        most_size = max(num_kv_heads * head_size, row_size)
+        most_requests = max(1, self._max_elements // (num_keys * most_size))
         softmax = _softmax_in_order if self._in_order else _softmax
-        out_THC = torch.zeros(q_THC.shape, dtype=dtype, device=q_THC.device)
+        out_THE = q_THC.new_zeros((num_rows, num_heads, value_size), dtype=dtype)
         for requests_N, longest in _pieces(metadata, num_rows, most_requests):
             all_rows_M = torch.arange(longest, device=q_THC.device)
             padded_rows = _padded_rows(metadata, requests_N, all_rows_M, num_rows)
-            k_NKGC, v_NKGC = _gather(cache, metadata, requests_N, padded_rows, dtype)
+            k_NKGC, v_NKGE = _gather(cache, metadata, requests_N, padded_rows, dtype)
             most_rows = max(1, self._max_elements // (len(requests_N) * row_size * num_keys))
             for first in range(0, longest, most_rows):
                 rows_M = all_rows_M[first : first + most_rows]
                 rows_NM, is_row_NM = (x_NM[:, first : first + most_rows] for x_NM in padded_rows)
-                mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, window)
+                mask_NMK = visible_keys(metadata, requests_N, rows_M, rows_NM, form)
                 q_NMHC = q_THC[rows_NM].to(dtype)
-                out_NMHC = softmax(q_NMHC, k_NKGC, v_NKGC, mask_NMK, scale)
+                out_NMHE = softmax(q_NMHC, k_NKGC, v_NKGE, mask_NMK, form)
                 # Add rather than assign: padding points at some row too, and adds zero to it.
-                out_NMHC = out_NMHC.masked_fill(~is_row_NM[:, :, None, None], 0.0)
-                out_THC.index_add_(0, rows_NM.flatten(), out_NMHC.flatten(0, 1))
-        return out_THC.to(q_THC.dtype)
+                out_NMHE = out_NMHE.masked_fill(~is_row_NM[:, :, None, None], 0.0)
+                out_THE.index_add_(0, rows_NM.flatten(), out_NMHE.flatten(0, 1))
+        return out_THE.to(q_THC.dtype)
 
 
 def visible_keys(
@@ -111,7 +113,7 @@ def visible_keys(
     requests_N: Tensor,
     rows_M: Tensor,
     rows_NM: Tensor,
-    window: int | None,
+    form: AttentionForm,
 ) -> Tensor:
     """bool [N, M, K]: whether a row sees the key at cache index k of its request.
 
@@ -123,57 +125,80 @@ def visible_keys(
     key_K = torch.arange(metadata.max_seq_len, device=rows_M.device)
 
     seen_NMK = key_K <= context_N11 + torch.minimum(row_M1, causal_N11 - 1)
-    if window is not None:  # the text position of a committed or causal key is its cache index
-        seen_NMK = seen_NMK & (key_K > metadata.positions_T[rows_NM][:, :, None] - window)
+    ancestors_NM = metadata.ancestors_T[rows_NM]
+    if form.window is not None or form.chunk is not None:
+        position_NM = metadata.positions_T[rows_NM]
+        first_NM = form.first_seen(position_NM)
+        # The text position of a committed or causal key is its cache index.
+        seen_NMK = seen_NMK & (key_K >= first_NM[:, :, None])
+        if form.chunk is not None or (form.window or 0) < MAX_DRAFTS:
+            ancestors_NM = _nearest(ancestors_NM, position_NM - first_NM + 1)
     draft_N1K = key_K - context_N11 - causal_N11  # which drafted token the key is, if not negative
-    ancestors_NM = _nearest(metadata.ancestors_T[rows_NM], window)
     bits_NMK = ancestors_NM[:, :, None] >> draft_N1K.clamp(0, MAX_DRAFTS)
     is_ancestor_NMK = (bits_NMK & 1).bool() & (draft_N1K >= 0) & (draft_N1K < MAX_DRAFTS)
     return seen_NMK | (is_ancestor_NMK & (row_M1 >= causal_N11))
 
 
-def _nearest(ancestors_NM: Tensor, window: int | None) -> Tensor:
-    """The masks' `window` highest bits: the rank of an ancestor from the top is its distance."""
-    if window is None or window >= MAX_DRAFTS:
-        return ancestors_NM
+def _nearest(ancestors_NM: Tensor, count_NM: Tensor) -> Tensor:
+    """The `count` highest bits of masks: the rank of an ancestor from the top is its distance."""
     kept_NM = seen_NM = torch.zeros_like(ancestors_NM)
     for draft in reversed(range(MAX_DRAFTS)):
         bit_NM = ancestors_NM & (1 << draft)
-        kept_NM = torch.where(seen_NM < window, kept_NM | bit_NM, kept_NM)
+        kept_NM = torch.where(seen_NM < count_NM, kept_NM | bit_NM, kept_NM)
         seen_NM = seen_NM + (bit_NM != 0)
     return kept_NM
 
 
 def _softmax(
-    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGC: Tensor, mask_NMK: Tensor, scale: float
+    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGE: Tensor, mask_NMK: Tensor, form: AttentionForm
 ) -> Tensor:
-    """[N, M, H, C]; rows that see nothing have a finite result that means nothing."""
+    """[N, M, H, E]; rows that see nothing have a finite result that means nothing."""
     num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
-    q_NMGRC = q_NMHC.unflatten(2, (num_kv_heads, num_heads // num_kv_heads))
-    scores_NGRMK = torch.einsum("nmgrc,nkgc->ngrmk", q_NMGRC, k_NKGC) * scale
+    sizes = (num_kv_heads, num_heads // num_kv_heads)
+    scores_NGRMK = torch.einsum("nmgrc,nkgc->ngrmk", q_NMHC.unflatten(2, sizes), k_NKGC)
+    scores_NGRMK *= form.scale
+    if form.soft_cap is not None:
+        scores_NGRMK.div_(form.soft_cap).tanh_().mul_(form.soft_cap)
     scores_NGRMK.masked_fill_(~mask_NMK[:, None, None], torch.finfo(scores_NGRMK.dtype).min)
-    weights_NGRMK = scores_NGRMK.softmax(dim=-1)
-    return torch.einsum("ngrmk,nkgc->nmgrc", weights_NGRMK, v_NKGC).flatten(2, 3)
+    if form.sinks_H is None:
+        weights_NGRMK = scores_NGRMK.softmax(dim=-1)
+    else:
+        sinks_GR11 = form.sinks_H.to(scores_NGRMK).view(*sizes, 1, 1)
+        top_NGRM1 = torch.maximum(scores_NGRMK.amax(dim=-1, keepdim=True), sinks_GR11)
+        weights_NGRMK = scores_NGRMK.sub_(top_NGRM1).exp_()
+        weights_NGRMK /= weights_NGRMK.sum(-1, keepdim=True) + (sinks_GR11 - top_NGRM1).exp()
+    return torch.einsum("ngrmk,nkge->nmgre", weights_NGRMK, v_NKGE).flatten(2, 3)
 
 
 def _softmax_in_order(
-    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGC: Tensor, mask_NMK: Tensor, scale: float
+    q_NMHC: Tensor, k_NKGC: Tensor, v_NKGE: Tensor, mask_NMK: Tensor, form: AttentionForm
 ) -> Tensor:
     """As `_softmax`, on a CPU: each sum adds one number after the other, in the order of the keys.
 
-    A key that is not seen adds zero. exp is numpy's: torch computes vectors by one method and what
-    is left behind them by another.
+    A key that is not seen adds zero. exp and tanh are numpy's: torch computes vectors by one method
+    and what is left behind them by another.
     """
     num_heads, num_kv_heads = q_NMHC.shape[2], k_NKGC.shape[2]
-    q_NM1GRC = q_NMHC.unflatten(2, (num_kv_heads, num_heads // num_kv_heads))[:, :, None]
-    scores_NMKGR = _last_sum(q_NM1GRC * k_NKGC[:, None, :, :, None], -1) * scale
+    sizes = (num_kv_heads, num_heads // num_kv_heads)
+    q_NM1GRC = q_NMHC.unflatten(2, sizes)[:, :, None]
+    scores_NMKGR = _last_sum(q_NM1GRC * k_NKGC[:, None, :, :, None], -1) * form.scale
+    if form.soft_cap is not None:
+        scores_NMKGR /= form.soft_cap
+        np.tanh(scores_NMKGR.numpy(), out=scores_NMKGR.numpy())
+        scores_NMKGR *= form.soft_cap
     hidden_NMK11 = ~mask_NMK[..., None, None]
     scores_NMKGR.masked_fill_(hidden_NMK11, torch.finfo(scores_NMKGR.dtype).min)
-    scores_NMKGR -= scores_NMKGR.amax(dim=2, keepdim=True)
+    top_NM1GR = scores_NMKGR.amax(dim=2, keepdim=True)
+    sinks_GR = None if form.sinks_H is None else form.sinks_H.to(scores_NMKGR).view(sizes)
+    if sinks_GR is not None:
+        top_NM1GR = torch.maximum(top_NM1GR, sinks_GR)
+    scores_NMKGR -= top_NM1GR
     np.exp(scores_NMKGR.numpy(), out=scores_NMKGR.numpy())
     total_NMGR = _last_sum(scores_NMKGR, 2)
-    out_NMGRC = _last_sum(scores_NMKGR[..., None] * v_NKGC[:, None, :, :, None], 2)
-    return (out_NMGRC / total_NMGR[..., None]).flatten(2, 3)
+    if sinks_GR is not None:
+        total_NMGR += torch.from_numpy(np.exp((sinks_GR - top_NM1GR[:, :, 0]).numpy()))
+    out_NMGRE = _last_sum(scores_NMKGR[..., None] * v_NKGE[:, None, :, :, None], 2)
+    return (out_NMGRE / total_NMGR[..., None]).flatten(2, 3)
 
 
 def _last_sum(x: Tensor, dim: int) -> Tensor:
@@ -210,11 +235,11 @@ def _gather(
     padded_rows: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values [N, K, G, C] of some requests in the order of their cache index."""
+    """Keys [N, K, G, C] and values [N, K, G, E] of some requests, in the order of the cache."""
     block_size, num_keys = cache.k_PSGC.shape[1], metadata.max_seq_len
     blocks_NP = metadata.block_table_BP[requests_N, : -(-num_keys // block_size)]
     k_NKGC = cache.k_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)
-    v_NKGC = cache.v_PSGC[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)  # a copy: gathered
+    v_NKGE = cache.v_PSGE[blocks_NP].flatten(1, 2)[:, :num_keys].to(dtype)  # a copy: gathered
     # A reused block may hold a NaN from before, and a weight of zero would not remove it.
     rows_NM, is_row_NM = padded_rows
     bits_N1 = _union(metadata.ancestors_T[rows_NM] * is_row_NM)
@@ -222,7 +247,7 @@ def _gather(
     draft_NK = torch.arange(num_keys, device=rows_NM.device) - first_draft_N1
     is_bit_NK = (bits_N1 >> draft_NK.clamp(0, MAX_DRAFTS)) & 1 == 1
     is_seen_NK = (draft_NK < 0) | (is_bit_NK & (draft_NK < MAX_DRAFTS))
-    return k_NKGC, v_NKGC.masked_fill_(~is_seen_NK[:, :, None, None], 0.0)
+    return k_NKGC, v_NKGE.masked_fill_(~is_seen_NK[:, :, None, None], 0.0)
 
 
 def _union(bits_NM: Tensor) -> Tensor:

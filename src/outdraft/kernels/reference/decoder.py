@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderSpec, LayerSpec
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
@@ -107,5 +107,6 @@ class ReferenceDecoder:
         k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
         attention = self._spec.attention
         attention.write(k_TGC, v_TGC, cache, metadata.slots_T)
-        out_THC = attention.attend(q_THC, cache, metadata, self._spec.scale, layer.window)
+        form = AttentionForm(self._spec.scale, layer.window)
+        out_THC = attention.attend(q_THC, cache, metadata, form)
         return layer.o(out_THC.flatten(1))

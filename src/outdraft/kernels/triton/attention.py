@@ -15,7 +15,13 @@ import torch
 import triton
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, AttentionSizes, LayerCache, with_dense_rows
+from outdraft.attention.base import (
+    AttentionForm,
+    AttentionMetadata,
+    AttentionSizes,
+    LayerCache,
+    with_dense_rows,
+)
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.triton import attention_kernels as kernels
@@ -51,25 +57,25 @@ class TritonAttention:
         """`max_elements`: of the parts that are merged at once; one tile may take more."""
         self._max_elements = max_elements
 
-    def write(self, k_TGC: Tensor, v_TGC: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
+    def write(self, k_TGC: Tensor, v_TGE: Tensor, cache: LayerCache, slots_T: Tensor) -> None:
         """Store k and v at their slots; rows with slot -1 are dropped.
 
         Raises:
             ConfigError: a dtype that the kernels do not read.
         """
-        _check_dtypes(k_TGC, v_TGC, cache.k_PSGC, cache.v_PSGC)
+        _check_dtypes(k_TGC, v_TGE, cache.k_PSGC, cache.v_PSGE)
         if len(slots_T) == 0:
             return
-        k_TGC, v_TGC = with_dense_rows(k_TGC), with_dense_rows(v_TGC)
+        k_TGC, v_TGE = with_dense_rows(k_TGC), with_dense_rows(v_TGE)
         row_size = k_TGC.shape[1] * k_TGC.shape[2]
         kernels.write_rows[(len(slots_T),)](
             k_TGC,
-            v_TGC,
+            v_TGE,
             cache.k_PSGC,
-            cache.v_PSGC,
+            cache.v_PSGE,
             slots_T,
             k_TGC.stride(0),
-            v_TGC.stride(0),
+            v_TGE.stride(0),
             ROW_SIZE=row_size,
             WIDTH=triton.next_power_of_2(row_size),
             enable_fp_fusion=True,
@@ -80,18 +86,18 @@ class TritonAttention:
         q_THC: Tensor,
         cache: LayerCache,
         metadata: AttentionMetadata,
-        scale: float,
-        window: int | None,
+        form: AttentionForm,
     ) -> Tensor:
-        """[T, H, C] of q's dtype: softmax(scale * q k^T) v over what each row sees.
+        """[T, H, E] of q's dtype, as `AttentionBackend`.
 
         Raises:
-            ConfigError: a dtype that the kernels do not read.
+            ConfigError: a dtype or a form that the kernels do not read.
         """
-        _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGC)
+        _check_form(form, cache)
+        _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGE)
         q_THC = with_dense_rows(q_THC)
         out_THC = torch.zeros(q_THC.shape, dtype=q_THC.dtype, device=q_THC.device)
-        call = _Call(out_THC, q_THC, cache, metadata, scale, window)
+        call = _Call(out_THC, q_THC, cache, metadata, form.scale, form.window)
         wide = max(q_THC.dtype.itemsize, cache.k_PSGC.dtype.itemsize)
         for launch in _launches(call.heads_per_kv, call.head_size, wide):
             if _is_needed(launch, call.num_requests, len(q_THC), metadata.max_rows):
@@ -100,11 +106,11 @@ class TritonAttention:
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """As `AttentionBackend`."""
-        heads_per_kv = most.num_heads // most.num_kv_heads
+        heads_per_kv = most.num_heads // most.cache.num_kv_heads
         found = 0
-        for launch in _launches(heads_per_kv, most.head_size, most.dtype.itemsize):
+        for launch in _launches(heads_per_kv, most.cache.key_size, most.dtype.itemsize):
             if most.num_keys > launch.split_keys and most.num_rows >= launch.min_rows:
-                sizes = (most.num_kv_heads, most.head_size)
+                sizes = (most.cache.num_kv_heads, most.cache.key_size)
                 numbers = self._part_numbers(launch, most.num_keys, *sizes)
                 num_tiles = most.num_rows // (launch.lanes // heads_per_kv) + most.num_requests
                 found = max(found, numbers * min(num_tiles, max(1, self._max_elements // numbers)))
@@ -195,7 +201,7 @@ def _attend_tiles(
         *parts,
         q_THC,
         k_PSGC,
-        call.cache.v_PSGC,
+        call.cache.v_PSGE,
         *call.rows,
         table_BP,
         q_THC.stride(0),
@@ -262,6 +268,15 @@ def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int)
 
 def _tile_size(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
+
+
+def _check_form(form: AttentionForm, cache: LayerCache) -> None:
+    is_plain = form.chunk is None and form.soft_cap is None and form.sinks_H is None
+    if not is_plain or cache.k_PSGC.shape != cache.v_PSGE.shape:
+        raise ConfigError(
+            "triton attention has no chunks, soft caps, sinks, or keys and values of two sizes: "
+            "use the reference kernels"
+        )
 
 
 def _check_dtypes(*tensors: Tensor) -> None:
