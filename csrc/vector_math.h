@@ -106,6 +106,22 @@ inline Floats exp_of(Floats x) {
   return series * (Floats)((__builtin_convertvector(whole, Ints) + 127) << 23);
 }
 
+inline Floats magnitude(Floats x) { return x < 0.0f ? -x : x; }
+
+// erf within 2e-7 (Abramowitz and Stegun 1964, 7.1.26).
+inline Floats erf_of(Floats x) {
+  const Floats size = magnitude(x), t = 1.0f / (size * 0.3275911f + 1.0f);
+  Floats series = broadcast(1.061405429f);
+  for (const float factor : {-1.453152027f, 1.421413741f, -0.284496736f, 0.254829592f, 0.0f}) {
+    series = fused(series, t, broadcast(factor));
+  }
+  const Floats positive = 1.0f - series * exp_of(-size * size);
+  return x < 0.0f ? -positive : positive;
+}
+
+// x times the normal distribution's share below x (Hendrycks, Gimpel 2016).
+inline Floats gelu_of(Floats x) { return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f); }
+
 namespace detail {
 
 // Number i of the result comes from the one or the other, as bit `kDistance` of i says.

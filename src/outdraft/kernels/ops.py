@@ -3,7 +3,7 @@
 `Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
 operation is in `reference/`. Those on texts are described in text_ops.py,
-those on logits and drafts in sampling_ops.py.
+those on logits and drafts in sampling_ops.py, mixtures of experts in expert_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
 P blocks, N most drafts of one request, F rows of a level of a growing tree,
@@ -32,6 +32,7 @@ from outdraft.kernels.draft_ops import (
     TreeLevels,
     UnreadTexts,
 )
+from outdraft.kernels.expert_ops import PackExperts
 from outdraft.kernels.sampling_ops import (
     FiniteRows,
     Gumbel,
@@ -446,6 +447,7 @@ class Kernels:
     append_token_ids: AppendTokenIds
     pack_linear: PackLinear
     pack_codes: PackCodes
+    pack_experts: PackExperts
     ngram_texts: NgramTextsMaker
     suffix_texts: SuffixTextsMaker
     place_level: PlaceLevel

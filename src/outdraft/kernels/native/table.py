@@ -8,6 +8,7 @@ import torch
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
+from outdraft.kernels.native.experts import NativeExpertKernels
 from outdraft.kernels.native.heads import NativeHeads
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.linear import NativeLinear
@@ -67,6 +68,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         attention=NativeAttention(team),
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
+        pack_experts=NativeExpertKernels(linear).pack_experts,
         compile_decoder=partial(compile_decoder, team),
         draw_level=drafting.draw_level,
         grow=NativeGrowth(library).grow,

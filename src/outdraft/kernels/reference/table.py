@@ -5,6 +5,7 @@ from outdraft.kernels.reference import heads, noise, rows, sampling, verificatio
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.drawn_level import draw_level, grow
+from outdraft.kernels.reference.experts import pack_experts
 from outdraft.kernels.reference.linear import pack_codes, pack_linear
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
@@ -33,6 +34,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         append_token_ids=rows.append_token_ids,
         pack_linear=pack_linear,
         pack_codes=pack_codes,
+        pack_experts=pack_experts,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
         gumbel=noise.gumbel,

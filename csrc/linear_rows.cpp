@@ -1,0 +1,117 @@
+// What happens to rows before and behind products with tiles: see linear_tiles.h.
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear_tiles.h"
+#include "vector_math.h"
+
+namespace outdraft {
+namespace {
+
+constexpr int64_t kLine = 64;  // bytes that memory gives at once
+
+Floats highest(Floats x, float limit) { return x > limit ? broadcast(limit) : x; }  // keeps NaN
+
+Floats gated(const Gate& gate, Floats x, Floats up) {
+  switch (gate.activation) {
+    case Activation::kGelu:
+      return gelu_of(x) * up;
+    case Activation::kGeluTanh:  // (1 + tanh(y)) / 2 = sigmoid(2 y)
+      return x / (exp_of(x * (x * x * 0.044715f + 1.0f) * -1.5957691216f) + 1.0f) * up;
+    case Activation::kClamped:
+      x = highest(x, gate.limit);
+      up = -highest(-highest(up, gate.limit), gate.limit);
+      return x / (exp_of(x * -gate.alpha) + 1.0f) * (up + 1.0f);
+    default:
+      return x / (exp_of(-x) + 1.0f) * up;
+  }
+}
+
+// As the first number of a vector: it is the same wherever it stands.
+float gated(const Gate& gate, float x, float up) {
+  return gated(gate, broadcast(x), broadcast(up))[0];
+}
+
+}  // namespace
+
+// Lines, which whole steps fill; an odd number, as rows at even distances share parts of a cache.
+InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
+    : keeps_bf16(kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32),
+      stride((((keeps_bf16 ? 2 : 4) * weights.num_inputs + kLine - 1) / kLine | 1) * kLine / 4) {}
+
+// What gates meet may lie in two tiles.
+void multiply_gated(MultiplyTile multiply, const LinearWeights& weights, const Inputs& x,
+                    int64_t num_rows, int64_t tile, const Gate& gate, float* gates, float* up) {
+  const int64_t num_results = weights.num_outputs / 2, first = tile * kTile;
+  const int64_t count = std::min(kTile, num_results - first), second = num_results + first;
+  const int64_t shift = second % kTile, tile_sums = num_rows * kTile;
+  multiply(weights, x, num_rows, tile, gates);
+  multiply(weights, x, num_rows, second / kTile, up);
+  const bool is_cut = shift + count > kTile;
+  if (is_cut) multiply(weights, x, num_rows, second / kTile + 1, up + tile_sums);
+  for (int64_t r = 0; r < num_rows; ++r, gates += kTile, up += kTile) {
+    float both[2 * kTile];
+    std::memcpy(both, up, sizeof(float) * kTile);
+    if (is_cut) std::memcpy(both + kTile, up + tile_sums, sizeof(float) * kTile);
+    for_numbers(count, [&](int64_t e, auto kind) {
+      using Kind = decltype(kind);
+      Kind a = read<Kind>(gates + e), b = read<Kind>(both + shift + e);
+      if (weights.bias != nullptr) {
+        a += read<Kind>(weights.bias + first + e);
+        b += read<Kind>(weights.bias + second + e);
+      }
+      put(gates + e, gated(gate, a, b));
+    });
+  }
+}
+
+void store_tile(const float* sums, const float* bias, Rows y, int64_t num_rows, int64_t first,
+                int64_t count) {
+  with_numbers(y.numbers, y.dtype == Dtype::kBfloat16, [&](auto* to) {
+    for (int64_t r = 0; r < num_rows; ++r) {
+      for_numbers(count, [&](int64_t e, auto sum) {
+        using Kind = decltype(sum);
+        sum = read<Kind>(sums + r * kTile + e);
+        if (bias != nullptr) sum += read<Kind>(bias + first + e);
+        put(to + r * y.stride + first + e, sum);
+      });
+    }
+  });
+}
+
+void Copy::store(int64_t unit, const void*) const {
+  const int64_t end = std::min((unit + 1) * kUnitRows, num_rows);
+  for (int64_t r = unit * kUnitRows; r < end; ++r) {
+    copy_row(r);
+    for (int64_t group = 0; weights.shifts != nullptr && group < weights.num_groups; ++group) {
+      sum_group(r, group);
+    }
+  }
+}
+
+void Copy::copy_row(int64_t row) const {
+  char* to = block + 4 * layout.stride * row;
+  const int64_t count = weights.num_inputs, bytes = (layout.keeps_bf16 ? 2 : 4) * count;
+  const int64_t at = (picked == nullptr ? row : picked[row]) * x.stride;
+  with_numbers(x.numbers, x.dtype == Dtype::kBfloat16, [&](const auto* from) {
+    if (layout.keeps_bf16) {
+      std::memcpy(to, from + at, bytes);
+    } else {
+      convert(from + at, count, reinterpret_cast<float*>(to));
+    }
+  });
+  std::memset(to + bytes, 0, 4 * layout.stride - bytes);
+}
+
+// In order, of the numbers that are multiplied.
+void Copy::sum_group(int64_t row, int64_t group) const {
+  const int64_t from = picked == nullptr ? row : picked[row];
+  const int64_t first = group * weights.group_inputs;
+  const int64_t end = std::min(first + weights.group_inputs, weights.num_inputs);
+  float sum = 0;
+  for (int64_t k = first; k < end; ++k) sum += x.at(from, k);
+  sums[group * num_rows + row] = sum;
+}
+
+}  // namespace outdraft

@@ -1,0 +1,299 @@
+// Products of rows with one tile of weights: see linear_tiles.h.
+//
+// A tile holds 32 outputs, and of all inputs, step by step, what one instruction meets:
+//   float32    a step is one input: 32 numbers
+//   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
+//   int8       a step is four inputs: twice 32 pairs of bytes
+//   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
+// int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
+// scale, and int4 with a zero point a shift: w = scale * (q + shift).
+// Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. The
+// sum of an output runs over the inputs of a group, or over all, in order, in one register that
+// begins with zero; groups, each times its scale, are added in order; then comes the bias. That
+// order is the same for any number of rows, of threads, and any instruction set, but bfloat16 dot
+// products round as the machine does.
+//
+// Tiles of outputs by pairs of inputs are the layout of oneDNN's and llama.cpp's bfloat16 products.
+
+#include "linear_tiles.h"
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "simd.h"
+#include "vector_math.h"
+
+namespace outdraft {
+namespace {
+
+constexpr int64_t kStepBytes = 128;  // of a tile
+constexpr int64_t kLine = 64;        // bytes that memory gives at once
+constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
+
+// Sums that fit the registers: kVectors of outputs by kMaxRows.
+#if defined(__AVX512F__)
+constexpr int kVectors = 2, kMaxRows = 12;
+#elif defined(__AVX2__)
+constexpr int kVectors = 2, kMaxRows = 5;
+#else
+constexpr int kVectors = 4, kMaxRows = 5;
+#endif
+constexpr int kStrip = kVectors * kWidth;  // outputs that are computed together
+
+#if defined(__AVX512BW__)
+// The numbers of the codes 0 to 15, twice: q - 8.
+alignas(64) constexpr uint16_t kInt4Numbers[32] = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+#endif
+
+// A call in the innermost loop would put the sums into memory.
+#define OUTDRAFT_INLINE [[gnu::always_inline]] inline
+
+template <int R>
+using Sums = Floats[R][kVectors];
+
+// Each kernel adds one step, for the outputs of a strip, to the sums of R rows.
+
+struct Float32Kernel {
+  static constexpr bool kIsQuantised = false;
+  using Number = float;  // of a row
+  static constexpr int kInputs = 1, kLaneBytes = 4, kRowNumbers = 1;
+  template <int R>
+  OUTDRAFT_INLINE static void add(const char* step, const float* x, int64_t stride,
+                                  Sums<R>& sums) {
+    Floats w[kVectors];
+    for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
+    for (int r = 0; r < R; ++r) {
+      const Floats a = broadcast(x[r * stride]);
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
+    }
+  }
+};
+
+// The words of a step, as pairs of bfloat16 inputs, for a vector of outputs.
+
+struct Bf16Words {
+  static constexpr bool kIsQuantised = false;
+  static constexpr int kInputs = 2, kLaneBytes = 4;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    return load<Words>(lanes);
+  }
+};
+
+struct Int8Words {
+  static constexpr bool kIsQuantised = true;
+  static constexpr int kInputs = 4, kLaneBytes = 2;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    const char* bytes = lanes + kPair * kTile * kLaneBytes;
+    return pairs_of(floats_of(bytes), floats_of(bytes + kWidth),
+                    std::make_integer_sequence<int, 2 * kWidth>());
+  }
+  OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
+    return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
+  }
+  template <int... kPlaces>
+  OUTDRAFT_INLINE static Words pairs_of(Floats a, Floats b,
+                                        std::integer_sequence<int, kPlaces...>) {
+    typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
+    return (Words)__builtin_shufflevector((PairHalves)a, (PairHalves)b, (2 * kPlaces + 1)...);
+  }
+};
+
+struct Int4Words {
+  static constexpr bool kIsQuantised = true;
+  static constexpr int kInputs = 8, kLaneBytes = 4;
+  template <int kPair>
+  OUTDRAFT_INLINE static Words pair(const char* lanes) {
+    const Words codes = load<Words>(lanes) >> (4 * kPair);
+#if defined(__AVX512BW__)
+    // By the low five bits of each half; the fifth is the next input's.
+    return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
+#else
+    const Floats even = __builtin_convertvector((Ints)(codes & 15) - kInt4Zero, Floats);
+    const Floats odd = __builtin_convertvector((Ints)(codes >> 16 & 15) - kInt4Zero, Floats);
+    return (Words)even >> 16 | (Words)odd;
+#endif
+  }
+};
+
+// `kDots`: rows are pairs of bfloat16, for the machine's dot products; else float32.
+template <class Decoder, bool kDots>
+struct PairKernel {
+  using Number = std::conditional_t<kDots, uint32_t, float>;
+  static constexpr int kInputs = Decoder::kInputs, kLaneBytes = Decoder::kLaneBytes;
+  static constexpr bool kIsQuantised = Decoder::kIsQuantised;
+  static constexpr int kRowNumbers = kDots ? kInputs / 2 : kInputs;
+
+  template <int R>
+  OUTDRAFT_INLINE static void add(const char* step, const Number* x, int64_t stride,
+                                  Sums<R>& sums) {
+    add_pairs<R>(step, x, stride, sums, std::make_index_sequence<kInputs / 2>());
+  }
+  template <int R, size_t... kPairs>
+  OUTDRAFT_INLINE static void add_pairs(const char* step, const Number* x, int64_t stride,
+                                        Sums<R>& sums, std::index_sequence<kPairs...>) {
+    (add_pair<R, kPairs>(step, x + kPairs * (kDots ? 1 : 2), stride, sums), ...);
+  }
+  template <int R, size_t kPair>
+  OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, int64_t stride,
+                                       Sums<R>& sums) {
+    Words pairs[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
+    }
+    if constexpr (kDots) {
+      for (int r = 0; r < R; ++r) {
+        const Words a = broadcast_word(x[r * stride]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
+      }
+    } else {
+      for (int r = 0; r < R; ++r) {
+        const Floats a = broadcast(x[r * stride]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const Floats b = broadcast(x[r * stride + 1]);
+        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
+      }
+    }
+  }
+};
+
+// A strip of a tile and the rows that it meets. Null: the weights have none.
+template <class Kernel>
+struct Strip {
+  const char* weights;
+  const char* ahead;  // what the cache fetches meanwhile
+  int64_t num_steps, group_steps;
+  const typename Kernel::Number* x;
+  int64_t x_stride;
+  const char *scales, *shifts;  // of the first group
+  int64_t scale_bytes;          // of one
+  const float* x_sums;          // of each row over the group, for weights with shifts
+  int64_t sums_stride;          // from the sums over a group to those over the next
+  float* out;                   // [rows, kTile]
+};
+
+// Scales or shifts of a vector of outputs.
+OUTDRAFT_INLINE Floats scale_numbers(const char* at, int64_t scale_bytes, int v) {
+  if (scale_bytes == 4) return load<Floats>(at + v * kWidth * 4);
+  return numbers(reinterpret_cast<const uint16_t*>(at) + v * kWidth);
+}
+
+// out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step.
+template <class Kernel, int R, int kLines>
+void multiply_strip(Strip<Kernel> all) {
+  for (int64_t first = 0; first < all.num_steps; first += all.group_steps) {
+    Sums<R> sums;
+    for (auto& of_row : sums) {
+      for (Floats& sum : of_row) sum = Floats{};
+    }
+    int64_t left = std::min(all.group_steps, all.num_steps - first);
+    do {  // at least once: else the compiler keeps the sums in memory, too
+      for (int line = 0; line < kLines; ++line, all.ahead += kLine) {
+        kLines == 2 ? prefetch(all.ahead) : prefetch_far(all.ahead);  // soon, or a tile later
+      }
+      Kernel::template add<R>(all.weights, all.x, all.x_stride, sums);
+      all.weights += kStepBytes;
+      all.x += Kernel::kRowNumbers;
+    } while (--left > 0);
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        float* at = all.out + r * kTile + v * kWidth;
+        Floats sum = sums[r][v];
+        if constexpr (Kernel::kIsQuantised) {
+          const Floats total = first == 0 ? Floats{} : load<Floats>(at);
+          if (all.shifts != nullptr) {
+            const Floats shifts = scale_numbers(all.shifts, all.scale_bytes, v);
+            sum = fused(shifts, broadcast(all.x_sums[r]), sum);
+          }
+          sum = fused(scale_numbers(all.scales, all.scale_bytes, v), sum, total);
+        }
+        store(at, sum);
+      }
+    }
+    if constexpr (Kernel::kIsQuantised) {
+      all.scales += kTile * all.scale_bytes;
+      if (all.shifts != nullptr) all.shifts += kTile * all.scale_bytes;
+      all.x_sums += all.sums_stride;
+    }
+  }
+}
+
+// By the number of rows less one.
+template <class Kernel, int kLines, int... kRows>
+constexpr auto strip_calls(std::integer_sequence<int, kRows...>) {
+  return std::array{multiply_strip<Kernel, kRows + 1, kLines>...};
+}
+template <class Kernel, int kLines>
+constexpr auto kStripCalls =
+    strip_calls<Kernel, kLines>(std::make_integer_sequence<int, kMaxRows>());
+
+// sums[num_rows, kTile] = the products with one tile.
+template <class Kernel>
+void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
+                   float* sums) {
+  const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  const bool is_alone = num_blocks * (kTile / kStrip) == 1;
+  const char* tile_at = weights.tiles + tile * weights.tile_bytes;
+  const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
+  const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
+  Strip<Kernel> all;
+  all.num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
+  all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
+                        ? weights.group_inputs / Kernel::kInputs
+                        : all.num_steps;
+  all.x_stride = x.stride;
+  all.sums_stride = x.sums_stride;
+  all.scale_bytes = scale_bytes;
+  for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
+    const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
+    for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
+      // Who is alone fetches all that comes soon, else the first two half of the next tile each: a
+      // block that waits for memory leaves nothing to do for it while the next one computes.
+      all.ahead = ahead + call * all.num_steps * kLine;
+      all.weights = tile_at + e * Kernel::kLaneBytes;
+      all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride;
+      all.scales = weights.scales == nullptr ? nullptr : weights.scales + (scale + e) * scale_bytes;
+      all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + (scale + e) * scale_bytes;
+      all.x_sums = x.sums + r;
+      all.out = sums + r * kTile + e;
+      const auto& calls = is_alone   ? kStripCalls<Kernel, 2>
+                          : call < 2 ? kStripCalls<Kernel, 1>
+                                     : kStripCalls<Kernel, 0>;
+      calls[end - r - 1](all);
+    }
+    r = end;
+  }
+}
+
+template <class Decoder>
+MultiplyTile kernel_of(bool keeps_bf16) {
+  if constexpr (kHasBf16Dot) {
+    if (keeps_bf16) return multiply_tile<PairKernel<Decoder, true>>;
+  }
+  return multiply_tile<PairKernel<Decoder, false>>;
+}
+
+}  // namespace
+
+MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
+  switch (weights.format) {
+    case Format::kFloat32:
+      return multiply_tile<Float32Kernel>;
+    case Format::kBfloat16:
+      return kernel_of<Bf16Words>(keeps_bf16);
+    case Format::kInt8:
+      return kernel_of<Int8Words>(keeps_bf16);
+    default:
+      return kernel_of<Int4Words>(keeps_bf16);
+  }
+}
+
+}  // namespace outdraft

@@ -1,0 +1,80 @@
+// Parts of products with weights in tiles, for whoever puts them together: linear.cpp, experts.cpp.
+#pragma once
+
+#include <cstdint>
+
+#include "linear.h"
+#include "team.h"
+
+namespace outdraft {
+
+constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
+constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
+
+// Rows as the kernels read them: [row][inputs], `stride` words apart, and for weights with shifts
+// their sums: [group][row], `sums_stride` apart.
+struct Inputs {
+  const void* rows;
+  int64_t stride;
+  const float* sums;
+  int64_t sums_stride;
+};
+
+// sums[num_rows, kTile] = the products with one tile.
+using MultiplyTile = void (*)(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
+                              int64_t tile, float* sums);
+
+// `keeps_bf16`: of the rows' layout.
+MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16);
+
+// How rows of a dtype lie for the kernels of a weight.
+struct InputLayout {
+  bool keeps_bf16;  // else they become float32
+  int64_t stride;   // words: a float32 number or a pair
+
+  InputLayout(const LinearWeights& weights, Dtype dtype);
+};
+
+// What two products become.
+enum class Activation : int64_t { kSilu = 0, kGelu = 1, kGeluTanh = 2, kClamped = 3 };
+
+// kClamped: (up + 1) * gate * sigmoid(alpha * gate), the gate at most `limit`, `up` between -limit
+// and limit. The others: act(gate) * up, with silu or a gelu.
+struct Gate {
+  Activation activation = Activation::kSilu;
+  float alpha = 1, limit = 0;
+};
+
+// gates[num_rows, kTile] = what outputs [first, first + kTile) of the first half of a weight become
+// with those of the second half. `up`: scratch memory for 2 * num_rows * kTile numbers.
+void multiply_gated(MultiplyTile multiply, const LinearWeights& weights, const Inputs& x,
+                    int64_t num_rows, int64_t tile, const Gate& gate, float* gates, float* up);
+
+// y[row, first + e] = sums[row, e] (+ bias), for `count` outputs; a tile lies behind each row's.
+void store_tile(const float* sums, const float* bias, Rows y, int64_t num_rows, int64_t first,
+                int64_t count);
+
+// Copies rows for the kernels, zeros behind the last input. A unit is some rows. Nothing is to be
+// computed: who stores a unit copies it.
+struct Copy {
+  ConstRows x;
+  const int64_t* picked;  // which rows, or null: all in order
+  LinearWeights weights;
+  int64_t num_rows;
+  InputLayout layout;
+  char* block;
+  float* sums;  // [group][num_rows]
+
+  static constexpr int64_t kUnitRows = 32;
+
+  int64_t num_units() const { return (num_rows + kUnitRows - 1) / kUnitRows; }
+  size_t scratch_bytes() const { return 0; }
+  void compute(int64_t, void*) const {}
+  void store(int64_t unit, const void*) const;
+
+ private:
+  void copy_row(int64_t row) const;
+  void sum_group(int64_t row, int64_t group) const;
+};
+
+}  // namespace outdraft

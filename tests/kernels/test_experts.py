@@ -1,0 +1,237 @@
+"""Mixtures of experts by every table, against float64.
+
+Dimension key: as in expert_ops.py.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor
+
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
+from outdraft.kernels.native.experts import NativeExpertKernels
+from outdraft.kernels.native.library import open_library, usable_instruction_sets
+from outdraft.kernels.native.linear import NativeLinear
+from outdraft.kernels.native.team import Team
+from outdraft.kernels.reference.experts import ReferenceExperts
+from outdraft.kernels.reference.linear import quantized
+from tests.kernels.comparisons import Case
+from tests.rounding import UNIT
+
+QUANTIZATIONS = [one for one in WeightFormat if one.startswith("int")]
+GATE = Gate(Activation.SILU)
+
+
+def random_weights(
+    sizes: tuple[int, int, int], dtype: torch.dtype, *, has_bias: bool = False
+) -> ExpertWeights:
+    """Of X experts, D, I."""
+    X, D, I = sizes  # noqa: E741
+    biases = (torch.randn(X, 2 * I), torch.randn(X, D)) if has_bias else (None, None)
+    return ExpertWeights(
+        (torch.randn(X, 2 * I, D) / D**0.5).to(dtype).unbind(),
+        (torch.randn(X, D, I) / I**0.5).to(dtype).unbind(),
+        *(None if bias is None else bias.to(dtype) for bias in biases),
+    )
+
+
+def routes(draw, num_rows: int, num_experts: int) -> Tensor:
+    """int64 [T, K]: drawn evenly, to one expert only, or to all but one; some lead nowhere."""
+    num_picked = draw(st.integers(1, min(8, num_experts)), "K")
+    kind = draw(st.sampled_from(["even", "one", "all but one", "nowhere"]), "routes")
+    ids_TK = torch.stack([torch.randperm(num_experts)[:num_picked] for _ in range(num_rows)])
+    if kind == "one":
+        return torch.full_like(ids_TK, num_experts - 1)
+    if kind == "all but one":
+        ids_TK[ids_TK == 0] = num_experts - 1  # which some rows then meet twice
+    if kind == "nowhere":
+        ids_TK[torch.rand(ids_TK.shape) < 0.3] = num_experts
+    return ids_TK
+
+
+def compare_pack_experts(case: Case) -> None:
+    draw, dtype = case.data.draw, case.dtype
+    num_experts, num_rows = draw(st.integers(1, 10), "X"), draw(st.integers(1, 40), "T")
+    sizes = num_experts, draw(st.integers(1, 150), "D"), draw(st.integers(1, 100), "I")
+    torch.manual_seed(draw(st.integers(0, 2**31), "seed"))
+    weights = random_weights(sizes, dtype, has_bias=draw(st.booleans(), "bias"))
+    gate = Gate(draw(st.sampled_from(list(Activation)), "activation"), limit=1.5)
+    quantization = draw(st.none() | st.sampled_from(QUANTIZATIONS), "quantization")
+    ids_TK = routes(draw, num_rows, num_experts)
+    weights_TK, x_TD = torch.rand(ids_TK.shape), torch.randn(num_rows, sizes[1]).to(dtype)
+
+    experts = case.kernels.pack_experts(weights, gate, quantization)
+    got_TD = experts(x_TD, ids_TK, weights_TK)
+
+    assert got_TD.dtype is dtype
+    if quantization is not None:
+        assert experts.format is quantization
+    exact = in_float64(weights, quantization, dtype if case.kernels.name == "reference" else None)
+    want_TD, error_TD = bounded(exact, gate, x_TD, ids_TK, weights_TK, dtype)
+    assert ((got_TD.double() - want_TD).abs() <= error_TD).all()
+    alone = [
+        experts(x_TD[t : t + 1], ids_TK[t : t + 1], weights_TK[t : t + 1]) for t in range(num_rows)
+    ]
+    assert torch.equal(got_TD, torch.cat(alone))
+
+
+COMPARISONS = {"pack_experts": compare_pack_experts}
+
+
+def in_float64(
+    weights: ExpertWeights, quantization: WeightFormat | None, rounded: torch.dtype | None
+) -> ExpertWeights:
+    """The numbers that are multiplied; `rounded`: to which those of a format are."""
+
+    def exact(weight_ED: Tensor) -> Tensor:
+        if quantization is None:
+            return weight_ED.double()
+        found_ED = quantized(weight_ED.float(), quantization)
+        return found_ED.to(rounded or torch.float32).double()
+
+    biases = (weights.gate_up_bias_XE, weights.down_bias_XD)
+    return ExpertWeights(
+        [exact(one) for one in weights.gate_up_X if isinstance(one, Tensor)],
+        [exact(one) for one in weights.down_X],
+        *(None if bias is None else bias.double() for bias in biases),
+    )
+
+
+def bounded(
+    exact: ExpertWeights,
+    gate: Gate,
+    x_TD: Tensor,
+    ids_TK: Tensor,
+    weights_TK: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """The result in float64, and how far it may be off: each product may be rounded to dtype."""
+    eps = torch.finfo(dtype).eps
+    x_TD, weights_TK = x_TD.double(), weights_TK.double()
+    want_TD, error_TD, size_TD = (torch.zeros_like(x_TD) for _ in range(3))
+    for t, ids_K in enumerate(ids_TK.tolist()):
+        for k, expert in enumerate(ids_K):
+            if expert == len(exact.down_X):
+                continue
+            biases = [
+                None if bias is None else bias[expert]
+                for bias in (exact.gate_up_bias_XE, exact.down_bias_XD)
+            ]
+            gate_up = exact.gate_up_X[expert]
+            assert isinstance(gate_up, Tensor)
+            x_1D = x_TD[t : t + 1]
+            both_1E, error_1E = product(x_1D, torch.zeros_like(x_1D), gate_up, biases[0], eps)
+            h_1I, error_1I = gated(both_1E, error_1E, gate, eps)
+            out_1D, error_1D = product(h_1I, error_1I, exact.down_X[expert], biases[1], eps)
+            want_TD[t] += weights_TK[t, k] * out_1D[0]
+            error_TD[t] += weights_TK[t, k] * error_1D[0]
+            size_TD[t] += (weights_TK[t, k] * out_1D[0]).abs()
+    return want_TD, error_TD + 12 * UNIT * size_TD + eps * (want_TD.abs() + error_TD)
+
+
+def product(
+    x_1D: Tensor, error_1D: Tensor, weight_ED: Tensor, bias_E: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """A code's size may be up to twice that of its number."""
+    largest_ED = 3 * weight_ED.abs().amax(dim=1, keepdim=True).expand_as(weight_ED)
+    want_1E, size_1E = F.linear(x_1D, weight_ED, bias_E), F.linear(x_1D.abs(), largest_ED)
+    if bias_E is not None:
+        size_1E = size_1E + bias_E.abs()
+    error_1E = (2 * x_1D.shape[1] + 8) * UNIT * size_1E + F.linear(error_1D, weight_ED.abs())
+    return want_1E, error_1E + eps * (want_1E.abs() + error_1E)
+
+
+def gated(both_1E: Tensor, error_1E: Tensor, gate: Gate, eps: float) -> tuple[Tensor, Tensor]:
+    """No activation here is steeper than 1.2."""
+    (x_1I, up_1I), (x_error_1I, up_error_1I) = both_1E.chunk(2, -1), error_1E.chunk(2, -1)
+    if gate.activation is Activation.CLAMPED:
+        x_1I, up_1I = x_1I.clamp(max=gate.limit), up_1I.clamp(-gate.limit, gate.limit) + 1
+        act_1I = x_1I * torch.sigmoid(gate.alpha * x_1I)
+    elif gate.activation is Activation.SILU:
+        act_1I = F.silu(x_1I)
+    else:
+        tanh = "tanh" if gate.activation is Activation.GELU_TANH else "none"
+        act_1I = F.gelu(x_1I, approximate=tanh)
+    act_error_1I = 1.2 * x_error_1I + (8 * UNIT + eps) * (x_1I.abs() + x_error_1I)
+    up_error_1I = up_error_1I + eps * (up_1I.abs() + up_error_1I)
+    h_1I = act_1I * up_1I
+    error_1I = act_error_1I * (up_1I.abs() + up_error_1I) + act_1I.abs() * up_error_1I
+    return h_1I, error_1I + eps * (h_1I.abs() + error_1I)
+
+
+@pytest.fixture(scope="module", params=usable_instruction_sets())
+def instruction_set(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def native(instruction_set: str, num_threads: int) -> NativeExpertKernels:
+    library = open_library(instruction_set)
+    assert library is not None
+    return NativeExpertKernels(NativeLinear(Team(library, num_threads)))
+
+
+@pytest.mark.parametrize("quantization", [None, WeightFormat.INT8, WeightFormat.INT4_G32_ZERO])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_have_the_same_bits_with_any_number_of_threads_and_rows(
+    instruction_set, dtype, quantization
+):
+    torch.manual_seed(0)
+    weights = random_weights((6, 64, 48), dtype, has_bias=True)
+    x_TD, weights_TK = torch.randn(700, 64).to(dtype), torch.rand(700, 3)
+    ids_TK = torch.stack([torch.randperm(6)[:3] for _ in range(700)])
+    ids_TK[:400, 0] = 5  # more rows than meet a tile at a time
+    found = []
+    for num_threads in (1, 2, 4):
+        experts = native(instruction_set, num_threads).pack_experts(weights, GATE, quantization)
+        found.append(experts(x_TD, ids_TK, weights_TK))
+        for part in (slice(0, 1), slice(390, 397), slice(100, 690)):
+            few_TD = experts(x_TD[part], ids_TK[part], weights_TK[part])
+            assert torch.equal(few_TD, found[0][part])
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_more_tiles_than_units_are_all_computed(instruction_set):
+    torch.manual_seed(0)
+    weights = random_weights((40, 33, 32 * 40 + 5), torch.float32)
+    experts = native(instruction_set, 2).pack_experts(weights, GATE)
+    x_TD, ids_TK, weights_TK = torch.randn(40, 33), torch.arange(40)[:, None], torch.ones(40, 1)
+    want_TD = ReferenceExperts(weights, GATE, None)(x_TD, ids_TK, weights_TK)
+    torch.testing.assert_close(experts(x_TD, ids_TK, weights_TK), want_TD, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_an_id_out_of_range_is_refused_by_every_table(instruction_set, wrong):
+    weights = random_weights((3, 8, 8), torch.float32)
+    ids_TK = torch.tensor([[0, 1], [2, wrong]])
+    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
+        with pytest.raises(IndexError, match="from 0 to 3"):
+            pack(weights, GATE, None)(torch.randn(2, 8), ids_TK, torch.ones(2, 2))
+
+
+def test_no_rows_and_rows_without_experts_give_nothing(instruction_set):
+    weights = random_weights((3, 8, 8), torch.float32)
+    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
+        experts = pack(weights, GATE, None)
+        no_ids_0K = torch.zeros((0, 2), dtype=torch.int64)
+        assert experts(torch.randn(0, 8), no_ids_0K, torch.rand(0, 2)).shape == (0, 8)
+        nowhere_TK = torch.full((2, 2), 3)
+        assert torch.equal(
+            experts(torch.randn(2, 8), nowhere_TK, torch.rand(2, 2)), torch.zeros(2, 8)
+        )
+
+
+def test_gate_and_up_may_come_in_parts_and_across(instruction_set):
+    torch.manual_seed(0)
+    whole = random_weights((3, 24, 40), torch.float32)
+    turned = [weight.T.contiguous().T for weight in whole.gate_up_X if isinstance(weight, Tensor)]
+    parts = ExpertWeights(
+        [weight.split(40) for weight in turned], [one.T.contiguous().T for one in whole.down_X]
+    )
+    x_TD, ids_TK, weights_TK = torch.randn(9, 24), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
+    pack = native(instruction_set, 1).pack_experts
+    for gate in (GATE, Gate(Activation.CLAMPED)):
+        got_TD = pack(parts, gate)(x_TD, ids_TK, weights_TK)
+        assert torch.equal(got_TD, pack(whole, gate)(x_TD, ids_TK, weights_TK))
