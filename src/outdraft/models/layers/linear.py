@@ -104,7 +104,7 @@ def pack_linears(
 def memory_bytes(module: nn.Module) -> int:
     """What the weights of a module take, packed ones included."""
     plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())
-    return plain + sum(part.packed_bytes for part in linears_of(module))
+    return plain + sum(getattr(part, "packed_bytes", 0) for part in module.modules())
 
 
 def _parameter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:

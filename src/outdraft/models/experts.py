@@ -1,0 +1,138 @@
+"""Mixtures of experts of transformers models, computed by the table of kernels.
+
+The library gives its modules of experts one interface (its integrations/moe.py): rows, the ids of
+their experts, and weights. A module whose arithmetic is known is replaced by one that calls the
+kernels, with its weights packed. All others stay as they are.
+
+Dimension key: as in kernels/expert_ops.py.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
+from outdraft.kernels.ops import Kernels
+
+_logger = logging.getLogger(__name__)
+
+# The library's classes of activations, by name.
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUActivation": Activation.GELU,
+    "GELUTanh": Activation.GELU_TANH,
+    "NewGELUActivation": Activation.GELU_TANH,
+}
+_USUAL_GATE = "_default_apply_gate"  # act(gate) * up
+_CLAMPING = ("GptOssExperts", "OpenAIPrivacyFilterExperts")  # with an alpha and a limit
+_DENSE = "Llama4TextExperts"  # is called with all rows for each expert, most of them zeros
+
+
+class PackedExperts(nn.Module):
+    """In place of a transformers module of experts.
+
+    Attributes:
+        num_experts: those of the layer.
+        packed_bytes: of the weights of all of them.
+    """
+
+    def __init__(self, experts: Experts, num_experts: int, plain_bytes: int) -> None:
+        """`plain_bytes`: of the weights that `experts` was made from; it may still read them."""
+        super().__init__()
+        self.experts, self.num_experts = experts, num_experts
+        self.packed_bytes = experts.nbytes or plain_bytes
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """[T, D] of [T, D], int64 [T, K] and [T, K]."""
+        return self.experts(hidden_states, top_k_index, top_k_weights)
+
+
+class PackedDenseExperts(PackedExperts):
+    """The same for Llama 4, which weights what goes in: each expert gets all rows, and those that
+    do not go to it are zeros, of which it makes zeros."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """[X T, D] of the same shape, expert by expert."""
+        num_rows = len(hidden_states) // self.num_experts
+        ids_X = torch.arange(self.num_experts, device=hidden_states.device)
+        rows_R = hidden_states.any(dim=1).nonzero()[:, 0]
+        ids_R1 = ids_X.repeat_interleave(num_rows)[rows_R, None]
+        out_RD = self.experts(hidden_states[rows_R], ids_R1, torch.ones_like(ids_R1).float())
+        return torch.zeros_like(hidden_states).index_copy_(0, rows_R, out_RD)
+
+
+def replace_experts(
+    module: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+) -> int:
+    """Replace the experts inside a transformers model; returns how many layers of them.
+
+    Each layer is packed as it is reached and then given free, so that few weights are there twice.
+    Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
+    """
+    count, left = 0, dict[str, str]()
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if not _holds_experts(child):
+                continue
+            gate = _gate_of(child)
+            if isinstance(gate, str):
+                left[type(child).__name__] = gate
+                continue
+            setattr(parent, name, _packed(child, gate, kernels, quantization))
+            count += 1
+    for name, why in left.items():
+        _logger.warning("%s stays the transformers library's own code: %s", name, why)
+    return count
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    weights = module.parameters(recurse=False)
+    return "Expert" in type(module).__name__ and any(weight.dim() == 3 for weight in weights)
+
+
+def _gate_of(module: Any) -> Gate | str:
+    """What becomes of the products of gate and up; or why the kernels do not have it."""
+    name = type(module).__name__
+    if name != _DENSE:
+        if not hasattr(module, "is_transposed"):
+            return "it does not have the library's interface of experts"
+        if not module.has_gate:
+            return "its experts have no gate"
+        if module.has_post_expert_norm:
+            return "it has a norm behind its experts"
+        if name in _CLAMPING:
+            return Gate(Activation.CLAMPED, float(module.alpha), float(module.limit))
+        if type(module)._apply_gate.__name__ != _USUAL_GATE:
+            return "its gate is not one that the kernels have"
+    activation = type(module.act_fn).__name__
+    if activation not in _ACTIVATIONS:
+        return f"the kernels have no {activation}"
+    return Gate(_ACTIVATIONS[activation])
+
+
+def _packed(
+    module: Any, gate: Gate, kernels: Kernels, quantization: WeightFormat | None
+) -> PackedExperts:
+    is_dense = type(module).__name__ == _DENSE
+    is_transposed = is_dense or module.is_transposed
+    is_interleaved = not is_dense and not module.is_concatenated
+    gate_up_XED, down_XDI = module.gate_up_proj.detach(), module.down_proj.detach()
+    if is_transposed:
+        gate_up_XED, down_XDI = gate_up_XED.transpose(1, 2), down_XDI.transpose(1, 2)
+    biases: list[Tensor | None] = [None, None]
+    if not is_dense and module.has_bias:
+        biases = [module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()]
+    gate_up_X: Sequence[Tensor | Sequence[Tensor]] = gate_up_XED.unbind()
+    if is_interleaved:
+        gate_up_X = [(weight_ED[::2], weight_ED[1::2]) for weight_ED in gate_up_XED]
+        if biases[0] is not None:
+            biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
+    weights = ExpertWeights(gate_up_X, down_XDI.unbind(), *biases)
+    experts = kernels.pack_experts(weights, gate, quantization)
+    kind = PackedDenseExperts if is_dense else PackedExperts
+    return kind(experts, len(down_XDI), gate_up_XED.nbytes + down_XDI.nbytes)
