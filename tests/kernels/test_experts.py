@@ -27,7 +27,7 @@ GATE = Gate(Activation.SILU)
 def random_weights(
     sizes: tuple[int, int, int], dtype: torch.dtype, *, has_bias: bool = False
 ) -> ExpertWeights:
-    """Of X experts, D, I."""
+    """Random ones; sizes: X, D, I."""
     X, D, I = sizes  # noqa: E741
     biases = (torch.randn(X, 2 * I), torch.randn(X, D)) if has_bias else (None, None)
     return ExpertWeights(
