@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from outdraft.control.roofline import ROWS as PRIOR_ROWS
 from outdraft.control.roofline import Launches, Machine, PassSize, prior_table
+from outdraft.core.routed_weights import RoutedWeights
 
 # 1 GB/s; 100 Gop/s; a million weights of two bytes: 2 ms to read, 20 us for each row.
 MACHINE = Machine(bandwidth=1e9, peak=1e11)
@@ -43,3 +45,25 @@ def test_a_table_of_a_pair():
     assert drafter.passes.at(np.array([1, 1000])) == pytest.approx([200e-6, 2e-3], rel=1e-4)
     more = drafter.passes.seconds[3] - drafter.passes.seconds[0]
     assert drafter.catch_up.at(np.array([0, 1, 200])) == pytest.approx([0, 0, more])
+
+
+def test_a_pass_reads_those_experts_that_its_rows_meet():
+    """Ten of eleven parts of the weights are experts, of which a row meets a quarter."""
+    routed = RoutedWeights(20_000_000, num_experts=8, per_row=2)
+    size = PassSize(2_000_000, 10, token_bytes=0, num_layers=1, routed=routed)
+    met_R = [1 / 4, 7 / 16, 37 / 64, 1]
+    assert size.curve(MACHINE, (1, 2, 3, 1000)).seconds == pytest.approx(
+        [2e-3 + 20e-3 * met for met in met_R], rel=1e-4
+    )
+
+
+@pytest.mark.parametrize(("num_experts", "per_row"), [(4, 1), (8, 2), (32, 4), (128, 8), (256, 8)])
+def test_between_the_points_of_a_table_experts_are_found_within_a_few_percent(num_experts, per_row):
+    """The cost of experts is concave in rows: lines between points are below it, a little."""
+    routed = RoutedWeights(1_000_000_000, num_experts, per_row)
+    size = PassSize(0, 1, token_bytes=0, num_layers=1, routed=routed)
+    rows_R = np.arange(1, 513)
+    want_R = np.array(size.curve(MACHINE, tuple(rows_R.tolist())).seconds)
+    found_R = size.curve(MACHINE, PRIOR_ROWS).at(rows_R)
+    assert (found_R <= want_R * (1 + 1e-9)).all()
+    assert (found_R >= 0.95 * want_R).all()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.roofline import ROWS, Machine, PassSize, prior_table
 from outdraft.core.draft import MAX_TAUGHT
+from outdraft.core.routed_weights import RoutedWeights
 from outdraft.engine.cost_measurement import (
     LAGS,
     TURNS,
@@ -55,6 +56,14 @@ def test_rows_that_nobody_measured_follow_the_prior():
     assert stretched(prior, {1: 2.0, 8: 3.0}) == CostCurve((1, 8, 64, 128), (2.0, 3.0, 12.0, 24.0))
     assert stretched(prior, {8: 3.0}).seconds == (3.0, 3.0, 12.0, 24.0)
     assert stretched(prior, {}) == prior
+
+
+def test_few_measured_steps_tell_what_many_rows_of_experts_take():
+    """The machine is half as fast as the prior says; only the shape of the curve is known."""
+    size = PassSize(10**7, 10**6, 0, 1, RoutedWeights(10**9, num_experts=64, per_row=4))
+    prior, truth = size.curve(Machine(1e10, 1e12)), size.curve(Machine(5e9, 5e11))
+    points = {rows: float(truth.at(np.array(rows))) for rows in (1, 2)}
+    assert stretched(prior, points).seconds == pytest.approx(truth.seconds)
 
 
 @pytest.mark.parametrize("tree", [(), (3, 5, 2)])

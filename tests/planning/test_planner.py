@@ -110,6 +110,90 @@ def test_experts_that_are_hit_grow_from_those_of_a_token_to_all():
     assert hit == pytest.approx([8, 15.5, 29.1, 128], abs=0.05)
 
 
+MIXTRAL = {
+    "architectures": ["MixtralForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 100,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 8,
+    "vocab_size": 1000,
+}
+# What a row meets in the feed-forward blocks of the six layers, and all of them, in products of
+# hidden size by a width: 3 a block.
+FAMILIES = {
+    "mixtral": ({}, 6 * 2 * 100, 6 * 8 * 100),
+    "qwen2_moe": (
+        {
+            "num_local_experts": None,
+            "num_experts": 16,
+            "moe_intermediate_size": 30,
+            "shared_expert_intermediate_size": 70,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+        },
+        2 * (2 * 30 + 70) + 4 * 100,
+        2 * (16 * 30 + 70) + 4 * 100,
+    ),
+    "glm4_moe": (
+        {
+            "num_local_experts": None,
+            "n_routed_experts": 16,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 30,
+            "first_k_dense_replace": 1,
+        },
+        5 * (2 * 30 + 60) + 100,
+        5 * (16 * 30 + 60) + 100,
+    ),
+    "llama4_text": (
+        {
+            "model_type": "llama4_text",
+            "num_experts_per_tok": 1,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 150,
+        },
+        3 * (100 + 100) + 3 * 150,
+        3 * (8 * 100 + 100) + 3 * 150,
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_of_a_family_with_experts_tells_what_rows_read(family, tmp_path):
+    changes, of_row, of_all = FAMILIES[family]
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL | changes))
+    network = find_network(str(path))
+    attention = 6 * 64 * (64 + 2 * 32 + 64)
+    want = [2 * (attention + 3 * 64 * widths) for widths in (of_row, of_all)]
+    assert network.layer_bytes(np.array([1, 10_000])) == pytest.approx(want)
+    assert network.row_operations == want[0]
+    assert network.weight_bytes == want[1] + 2 * 2 * 64 * 1000
+
+
+def test_a_drafted_row_of_experts_costs_what_it_reads_until_all_are_read():
+    """Mixtral on one GPU at batch 1: two rows read 3.5 experts of 8, a hundred read all."""
+    mixtral, eagle = setup("mixtral-8x7b", "suffix"), np.array([0, 1, 99, 100])
+    times_s = [step_time(mixtral, 1, length, 1.0).target_s for length in eagle]
+    expert_s = 2 * 32 * mixtral.target.expert_parameters / (0.88 * 3350e9)
+    assert times_s[1] - times_s[0] == pytest.approx(1.5 * expert_s, rel=0.01)
+    assert times_s[3] - times_s[2] < 0.01 * expert_s
+
+
+def test_with_experts_drafts_may_pay_for_more_requests_where_they_do_not_for_one():
+    predictor = RooflinePredictor(setup("mixtral-8x7b", "suffix"))
+    tokens = Acceptance((0.3,)).tokens(4)
+    assert best_length(predictor, tokens, 1) == 0
+    most = break_even_concurrency(predictor, tokens)
+    assert most is not None
+    assert most > 16
+    assert best_length(predictor, tokens, most) > 0
+    assert best_length(predictor, tokens, most + 1) == 0
+
+
 chances = st.floats(0.05, 0.95)
 
 

@@ -1,6 +1,7 @@
 """What passes take at least, from bytes and operations: costs before anything was measured.
 
 A pass reads every weight once, whatever its rows are, and multiplies each row with every weight.
+It reads those experts that some row meets: more rows, drafted ones too, meet more of them.
 Reading and multiplying overlap, so the longer one counts ("LLM Inference Unveiled", arXiv
 2402.16363); near the ridge neither reaches its peak. Where a device is told what to do layer by
 layer, a pass takes at least the launches of its kernels. What the kernels of a layer take to begin
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
+from outdraft.core.routed_weights import RoutedWeights
 
 ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048)
 
@@ -69,20 +71,25 @@ class PassSize:
     """What a pass of a network reads and computes.
 
     Attributes:
-        weight_bytes: read once, whatever the number of rows.
+        weight_bytes: read once, whatever the number of rows; without those of experts.
         row_operations: of one row; two for each weight that it meets.
         token_bytes: keys and values of one token of a context.
+        routed: the weights of experts; None: it has none.
     """
 
     weight_bytes: int
     row_operations: int
     token_bytes: int
     num_layers: int
+    routed: RoutedWeights | None = None
 
     def curve(self, machine: Machine, rows: Sequence[int] = ROWS) -> CostCurve:
         """Passes without contexts."""
         multiplying_s = np.array(rows) * (self.row_operations / machine.peak)
-        seconds = overlapped(self.weight_bytes / machine.bandwidth, multiplying_s)
+        num_bytes = np.full(len(rows), float(self.weight_bytes))
+        if self.routed is not None:
+            num_bytes += self.routed.bytes_read(np.array(rows))
+        seconds = overlapped(num_bytes / machine.bandwidth, multiplying_s)
         seconds = machine.call_s + machine.launches.around(seconds, self.num_layers)
         return CostCurve(tuple(rows), tuple(np.atleast_1d(seconds).tolist()))
 

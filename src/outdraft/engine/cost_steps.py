@@ -1,6 +1,7 @@
 """Steps of made-up texts, run by an idle engine's runner to see what they take.
 
 The texts lie in the first blocks of the cache, which hold nothing yet, and no scheduler knows them.
+Their tokens differ: equal rows would all meet the same experts, where a network has any.
 Nothing is booked, so that a step can be repeated. What is measured is what the runner's clock tells
 of any step.
 """
@@ -133,7 +134,7 @@ class ScratchSteps:
                 self._admitted[slot] = text
                 admissions.append(text.admission)
                 blocks = 0, text.block_ids
-            choice = self._choice(step, step.num_drafts(index))
+            choice = self._choice(step, index)
             # After a usual step a network reads the newest token and at most the one before.
             num_read = text.num_tokens - 2 - step.lag
             teaches = choice is not None and not choice.model.is_tree
@@ -147,19 +148,22 @@ class ScratchSteps:
         keeps_states = step.is_network and reads_states
         return StepPlan(tuple(works), keeps_states, tuple(admissions))
 
-    def _choice(self, step: Step, count: int) -> DraftChoice | None:
+    def _choice(self, step: Step, index: int) -> DraftChoice | None:
+        count = step.num_drafts(index)
         if count == 0:
             return None
         if not step.is_network:
-            return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count)))
+            return DraftChoice(DraftSource.NGRAM, Draft.chain(self._ids(count, -1 - index)))
         assert self._runner.proposer is not None
         proposer = self._runner.proposer
         drafting = proposer.drafting if step.is_tree else proposer.chain or proposer.drafting
         return DraftChoice(drafting.source, num_model_drafts=count, model=drafting)
 
-    def _ids(self, count: int) -> list[int]:
-        return [7 * place % self._runner.model.config.vocab_size for place in range(count)]
+    def _ids(self, count: int, text: int) -> list[int]:
+        """Of a text, by its number, or of drafts."""
+        vocab_size = self._runner.model.config.vocab_size
+        return [(7 * place + 1009 * text) % vocab_size for place in range(count)]
 
     def _text(self, num_tokens: int, slot: int, block_ids: range) -> _Text:
-        ids = np.array(self._ids(num_tokens), dtype=np.int32)
+        ids = np.array(self._ids(num_tokens, slot), dtype=np.int32)
         return _Text(Admission(slot, ids, num_tokens, TokenRules(seed=slot)), tuple(block_ids))

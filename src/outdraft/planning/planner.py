@@ -160,18 +160,19 @@ def best_length(predictor: Predictor, tokens_of: Sequence[float], num_requests: 
 
 
 def break_even_concurrency(predictor: Predictor, tokens_of: Sequence[float]) -> int | None:
-    """Most requests at which some length beats plain decoding; None: beyond _MOST_REQUESTS."""
+    """Most requests at which some length beats plain decoding; 0: none; None: beyond
+    _MOST_REQUESTS. With experts a few requests may not pay while more do: their rows meet experts
+    that others read anyway."""
 
     def pays(num_requests: int) -> bool:
         return best_length(predictor, tokens_of, num_requests) > 0
 
-    if not pays(1):
+    doubled = [2**power for power in range(_MOST_REQUESTS.bit_length())]
+    low = max(filter(pays, doubled), default=0)
+    if low == 0:
         return 0
-    low = 1
-    while pays(low * 2):
-        low *= 2
-        if low >= _MOST_REQUESTS:
-            return None
+    if low >= _MOST_REQUESTS:
+        return None
     high = low * 2
     while high - low > 1:
         middle = (low + high) // 2

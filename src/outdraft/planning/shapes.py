@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from outdraft.core.errors import ConfigError, did_you_mean
+from outdraft.core.routed_weights import distinct_experts
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 
@@ -31,7 +32,10 @@ class Network:
 
     Attributes:
         attention_inputs: what queries, keys and values are made of.
-        num_experts: a layer; 0 for layers without experts.
+        num_experts: a layer; 0 for networks without experts.
+        shared_intermediate_size: of the block beside the experts, which every row meets.
+        num_dense_layers: those that have one block instead of experts,
+        dense_intermediate_size: of this size.
         extra_parameters: read once by the first pass of a draft, such as EAGLE-3's fusion.
         head_parameters: the products behind the last layer, always in bf16.
         embedding_parameters: beside the head's; looked up, never read whole.
@@ -51,6 +55,9 @@ class Network:
     embedding_parameters: int
     num_experts: int = 0
     experts_per_token: int = 0
+    shared_intermediate_size: int = 0
+    num_dense_layers: int = 0
+    dense_intermediate_size: int = 0
     extra_parameters: int = 0
     dtype: str = "bf16"
     kv_dtype: str = "bf16"
@@ -71,16 +78,22 @@ class Network:
         """Bytes of weights that a pass of so many rows reads; experts count if a row hits them."""
         mlps = np.ones_like(num_rows, dtype=float)
         if self.num_experts:
-            missed = (1 - self.experts_per_token / self.num_experts) ** num_rows
-            mlps = self.num_experts * (1 - missed)
-        parameters = self.attention_parameters + mlps * self.expert_parameters
-        return self.num_layers * parameters * BYTES[self.dtype]
+            mlps = distinct_experts(self.num_experts, self.experts_per_token, num_rows)
+        return self._layer_parameters(mlps) * BYTES[self.dtype]
+
+    def _layer_parameters(self, mlps: Any) -> Any:
+        """Those of all layers, with so many blocks in those that have experts."""
+        with_experts = self.num_layers - self.num_dense_layers
+        sizes = with_experts * self.shared_intermediate_size
+        sizes += self.num_dense_layers * self.dense_intermediate_size
+        always = self.num_layers * self.attention_parameters + 3 * self.hidden_size * sizes
+        return always + with_experts * mlps * self.expert_parameters
 
     @property
     def row_operations(self) -> float:
         """Multiplications and additions of one row in the layers' products."""
         mlps = self.experts_per_token if self.num_experts else 1
-        return 2.0 * self.num_layers * (self.attention_parameters + mlps * self.expert_parameters)
+        return 2.0 * self._layer_parameters(mlps)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -90,8 +103,8 @@ class Network:
     @property
     def weight_bytes(self) -> float:
         """Bytes of memory for all weights."""
-        layer = self.attention_parameters + max(1, self.num_experts) * self.expert_parameters
-        layers = (self.num_layers * layer + self.extra_parameters) * BYTES[self.dtype]
+        layers = self._layer_parameters(max(1, self.num_experts)) + self.extra_parameters
+        layers *= BYTES[self.dtype]
         return layers + (self.head_parameters + self.embedding_parameters) * BYTES["bf16"]
 
 
@@ -198,6 +211,33 @@ def _network(label: str, raw: Mapping[str, Any]) -> Network:
         embedding_parameters=0 if raw.get("tie_word_embeddings") else words,
         num_experts=num_experts if has_experts else 0,
         experts_per_token=read_count(raw, "num_experts_per_tok") if has_experts else 0,
+        shared_intermediate_size=_shared_size(raw) if has_experts else 0,
+        num_dense_layers=_num_dense_layers(raw) if has_experts else 0,
+        dense_intermediate_size=read_count(
+            raw, "intermediate_size_mlp", "intermediate_size", default=1
+        )
+        if has_experts
+        else 0,
+    )
+
+
+def _shared_size(raw: Mapping[str, Any]) -> int:
+    """Of what every row meets beside its experts, as the families write it."""
+    if size := raw.get("shared_expert_intermediate_size") or raw.get("shared_intermediate_size"):
+        return size
+    if count := raw.get("n_shared_experts"):
+        return count * read_count(raw, "moe_intermediate_size")
+    return read_count(raw, "intermediate_size") if "llama4" in raw.get("model_type", "") else 0
+
+
+def _num_dense_layers(raw: Mapping[str, Any]) -> int:
+    """Layers without experts: the first ones, named ones, or all but every n-th."""
+    num_layers = read_count(raw, "num_hidden_layers")
+    first = raw.get("first_k_dense_replace") or 0
+    step = read_count(raw, "decoder_sparse_step", "interleave_moe_layer_step", default=1)
+    named = raw.get("mlp_only_layers") or ()
+    return sum(
+        layer < first or layer in named or (layer + 1) % step != 0 for layer in range(num_layers)
     )
 
 
@@ -249,4 +289,5 @@ def _medusa(target: Network) -> Network:
         embedding_parameters=0,
         num_experts=0,
         experts_per_token=0,
+        num_dense_layers=0,
     )
