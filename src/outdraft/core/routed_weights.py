@@ -17,7 +17,7 @@ class RoutedWeights:
     """The weights of all experts of a network.
 
     Attributes:
-        nbytes: of all experts of all layers.
+        nbytes: those of all experts of all layers.
         num_experts: of each layer that has any, and
         per_row: those that a row meets.
     """

@@ -160,7 +160,7 @@ class ScratchSteps:
         return DraftChoice(drafting.source, num_model_drafts=count, model=drafting)
 
     def _ids(self, count: int, text: int) -> list[int]:
-        """Of a text, by its number, or of drafts."""
+        """Tokens of a text, by its number, or of drafts."""
         vocab_size = self._runner.model.config.vocab_size
         return [(7 * place + 1009 * text) % vocab_size for place in range(count)]
 

@@ -222,7 +222,7 @@ def _network(label: str, raw: Mapping[str, Any]) -> Network:
 
 
 def _shared_size(raw: Mapping[str, Any]) -> int:
-    """Of what every row meets beside its experts, as the families write it."""
+    """The width of what every row meets beside its experts, as the families write it."""
     if size := raw.get("shared_expert_intermediate_size") or raw.get("shared_intermediate_size"):
         return size
     if count := raw.get("n_shared_experts"):
