@@ -10,7 +10,7 @@ from outdraft.kv.shapes import LayerCacheShape
 from tests.attention.ragged import trees
 
 CPU = torch.device("cpu")
-# Of equal and different sizes, as a target with several kinds of layers has them.
+# With equal and different sizes, as a target with several kinds of layers has them.
 SHAPES = [LayerCacheShape(2, 5, 5), LayerCacheShape(1, 6, 4), LayerCacheShape(2, 5, 3)]
 
 

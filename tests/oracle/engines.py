@@ -28,9 +28,11 @@ from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
+from tests.models.families import randomised_family
 from tests.oracle.heads import random_head
 
 VOCAB_SIZE = 61
+LIBRARY = "transformers/"  # before a family whose network the library computes
 FAMILIES = ("llama-llama3-rope", "mistral-window", "qwen2", "qwen3-window")
 
 
@@ -47,13 +49,16 @@ class Pair:
 def pair(family: str) -> Pair:
     """Made once; the drafter is another random model."""
     folder = Path(mkdtemp())
-    oracle = randomised(VARIANTS[family]())
+    if family in VARIANTS:
+        oracle = randomised(VARIANTS[family]())
+    else:
+        oracle = randomised_family(family.removeprefix(LIBRARY))
     for name in ("eos_token_id", "bos_token_id", "pad_token_id"):
         setattr(oracle.generation_config, name, None)
     drafter = randomised(llama(num_hidden_layers=1), seed=5)
     if family != "qwen2":  # on a CPU such weights take the compiled pass, others the layers
-        for model in (oracle, drafter):
-            model.bfloat16().float()
+        for weight in (*oracle.parameters(), *drafter.parameters()):  # not frequencies
+            weight.data = weight.data.bfloat16().float()
     paths = save(oracle, folder / "target"), save(drafter, folder / "drafter")
     for path in paths:
         tokenizer().save(str(path / "tokenizer.json"))
@@ -89,6 +94,7 @@ def config(family: str, speculative: dict[str, Any] | None, **options: Any) -> E
         "max_num_batched_tokens": 24,
         "num_blocks": 64,
         "cost_table": "roofline",  # nothing hangs on the machine
+        "model_impl": "transformers" if family.startswith(LIBRARY) else "outdraft",
     }
     return EngineConfig.from_options(
         model=str(pair(family).target), speculative_config=speculative, **defaults | options

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 NUM_HEADS, DRAFT_SHARE = 4, 0.7
 SAMPLED_LOGITS = 2.0  # spread of the logits: some tokens are likelier, none is sure
@@ -14,7 +15,7 @@ SAMPLED_LOGITS = 2.0  # spread of the logits: some tokens are likelier, none is 
 
 def random_head(kind: str, target: Path, folder: Path) -> Path:
     """A checkpoint of "eagle", "eagle3", "p-eagle", "medusa" or "mlp_speculator"."""
-    config = json.loads((target / "config.json").read_text())
+    config = _shape_of(target)
     makers = {
         "eagle": _eagle,
         "eagle3": _eagle3,
@@ -27,6 +28,19 @@ def random_head(kind: str, target: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(written))
     save_file(tensors, folder / "model.safetensors")
     return folder
+
+
+def _shape_of(target: Path) -> dict[str, Any]:
+    """The keys of config.json that heads have, whatever the target calls them."""
+    config = AutoConfig.from_pretrained(target)
+    defaults = {
+        "num_key_value_heads": config.num_attention_heads,
+        "intermediate_size": 2 * config.hidden_size,
+        "rms_norm_eps": 1e-5,
+    }
+    names = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+    known = {name: getattr(config, name) for name in (*names, "max_position_embeddings")}
+    return {**defaults, **config.to_dict(), **known}
 
 
 class _Noise:

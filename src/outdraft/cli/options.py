@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from outdraft import assets
-from outdraft.config.engine import DTYPES, LOAD_FORMATS, POLICIES, EngineConfig
+from outdraft.config.engine import DTYPES, LOAD_FORMATS, MODEL_IMPLS, POLICIES, EngineConfig
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.sampling import SamplingParams
@@ -32,6 +32,10 @@ class EngineOptions:
     revision: str | None = flag("Branch, tag or commit of a model of the hub.")
     load_format: str | None = flag(
         f"One of {', '.join(LOAD_FORMATS)}; dummy: random weights, without a download."
+    )
+    model_impl: str | None = flag(
+        f"What computes the target's network, one of {', '.join(MODEL_IMPLS)}; auto (the default): "
+        "outdraft where it has the family, else the transformers library."
     )
     generation_config: str | None = flag(
         "Where sampling parameters come from that nobody gives: auto (the model's "

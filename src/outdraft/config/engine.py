@@ -12,6 +12,7 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weight_format import QUANTIZATIONS
 
 DTYPES = ("auto", "float32", "float", "bfloat16", "float16", "half", "float64")
+MODEL_IMPLS = ("auto", "outdraft", "transformers")
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
 POLICIES = ("fcfs", "priority")
 
@@ -77,6 +78,8 @@ class EngineConfig:
             half and float are other names of float16 and float32.
         revision: branch, tag or commit of a model of the hub.
         load_format: "dummy": random weights, of the shapes that config.json says; else safetensors.
+        model_impl: what computes the target's network: "outdraft", "transformers" (the library), or
+            "auto": this engine where it has the family, else the library.
         generation_config: whose sampling parameters a request has that leaves them open: "auto":
             the model's generation_config.json, "vllm": nobody's, else the directory of another one.
         enforce_eager: accepted for scripts that set it: no step is ever captured as a graph.
@@ -95,6 +98,7 @@ class EngineConfig:
     tokenizer: str | None = None
     revision: str | None = None
     load_format: str = "auto"
+    model_impl: str = "auto"
     generation_config: str = "auto"
     enforce_eager: bool = False
     dtype: str = "auto"
@@ -112,6 +116,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
+        check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
         check_truth("enforce_eager", self.enforce_eager)
         check_whole("max_model_len", self.max_model_len, 2, optional=True)

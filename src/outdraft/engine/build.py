@@ -27,7 +27,7 @@ from outdraft.engine.memory import MemoryPlan
 from outdraft.engine.memory_plan import drafter_of, longest_text, plan_memory
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.block_pool import BlockPool
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import ModelRunner
 from outdraft.runner.parallel_runner import StepRunner
@@ -133,7 +133,7 @@ def _verifier(kernels: Kernels, config: SpeculationConfig) -> Verifier:
 
 def _drafter_limits(
     config: DraftNetworkConfig | None,
-    target: CausalLM,
+    target: LanguageModel,
     drafter: LoadedDrafter | None,
     proposer: DeviceProposer | None,
     lag_tokens: Callable[[Request], int],

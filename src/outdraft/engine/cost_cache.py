@@ -103,6 +103,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
         "outdraft": installed_version("outdraft"),
         "model": identity(models.path),
         "load_format": config.load_format,
+        "model_impl": config.model_impl,
         "numbers": models.target.numbers,
         "kernels": models.kernels.name,
         "device": device_name(models.device),

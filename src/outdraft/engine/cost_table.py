@@ -28,7 +28,7 @@ from outdraft.engine.cost_steps import ScratchSteps
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 from outdraft.models.shape import ModelShape
 from outdraft.runner.parallel_runner import StepRunner
 
@@ -193,7 +193,7 @@ def default_machine(device: torch.device) -> Machine:
     return replace(CPU, peak=CPU.peak * torch.get_num_threads())
 
 
-def _target_size(model: CausalLM) -> PassSize:
+def _target_size(model: LanguageModel) -> PassSize:
     """For this rank's part."""
     config = model.shard
     layer = config.hidden_size * 2 * (config.num_heads + config.num_kv_heads) * config.head_size

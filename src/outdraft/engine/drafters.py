@@ -19,7 +19,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
 from outdraft.drafting.device.state_window import HEAD_WINDOW, STATE_WINDOW, StateWindow
-from outdraft.drafting.device.translated_model import LanguageModel, TranslatedModel
+from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.drafting.host.ngram import NgramProposer
 from outdraft.drafting.host.proposer import HostProposer
@@ -29,10 +29,11 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
+from outdraft.models.base import LanguageModel
+from outdraft.models.choose import load_language_model
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, resolve_model_path
+from outdraft.models.loader import resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
 from outdraft.models.shape import ModelShape
@@ -40,7 +41,7 @@ from outdraft.models.target_tables import TargetTables
 
 _logger = logging.getLogger(__name__)
 
-Network = LanguageModel | EagleNetwork | MedusaHeads | MLPSpeculator
+Network = DraftModel | EagleNetwork | MedusaHeads | MLPSpeculator
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def cache_bytes(layers: ModelShape, block_size: int, dtype: torch.dtype) -> int:
 def load_drafter(
     config: DraftNetworkConfig,
     target_path: Path,
-    target: CausalLM,
+    target: LanguageModel,
     kernels: Kernels,
     group: RankGroup = ALONE,
 ) -> LoadedDrafter:
@@ -117,7 +118,7 @@ def load_drafter(
         heads = load(path, target, kernels, kept, tables)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)
     place = target.dtype, target.device
-    model = load_model(path, *place, kernels, quantization=kept, group=group, drafts=True)
+    model = load_language_model(path, *place, kernels, quantization=kept, group=group, drafts=True)
     vocabulary = check_vocabularies(target_path, target, path, model, config.min_vocabulary_overlap)
     mask = mask_token_id(path, model.config.vocab_size) if config.parallel_drafting else None
     if vocabulary is not None:
@@ -132,7 +133,11 @@ def load_drafter(
 
 
 def check_vocabularies(
-    target_path: Path, target: CausalLM, drafter_path: Path, drafter: CausalLM, least_overlap: float
+    target_path: Path,
+    target: LanguageModel,
+    drafter_path: Path,
+    drafter: LanguageModel,
+    least_overlap: float,
 ) -> VocabularyMap | None:
     """How the drafter's ids map to the target's; None: they mean the same.
 

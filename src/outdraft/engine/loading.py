@@ -17,10 +17,11 @@ from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
-from outdraft.models.config import ModelConfig, read_json
+from outdraft.models.base import LanguageModel
+from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
+from outdraft.models.config import read_json
 from outdraft.models.eagle_config import EagleConfig
-from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, random_model, resolve_model_path
+from outdraft.models.loader import resolve_model_path
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class LoadedModels:
     """
 
     config: EngineConfig
-    target: CausalLM
+    target: LanguageModel
     drafter: LoadedDrafter | None
     tokenizer: Tokenizer | None
     path: Path
@@ -75,12 +76,20 @@ def load_models(
     device = device or choose_device(config.device)
     is_dummy = config.load_format == "dummy"
     path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
-    own_dtype = ModelConfig.from_directory(path).torch_dtype or "float32"
-    dtype = choose_dtype(config.dtype, own_dtype, device, config.kernels)
+    dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
-    load = random_model if is_dummy else load_model
     kept = WeightFormat(config.quantization) if config.quantization else None
-    target = load(path, dtype, device, kernels, config.max_model_len, kept, ranks.target)
+    target = load_language_model(
+        path,
+        dtype,
+        device,
+        kernels,
+        implementation=config.model_impl,
+        max_model_len=config.max_model_len,
+        quantization=kept,
+        group=ranks.target,
+        has_random_weights=is_dummy,
+    )
     drafter = None
     if (network := config.speculation.network) is not None:
         if is_dummy:
@@ -130,7 +139,7 @@ def check_division(config: EngineConfig) -> None:
     """Raise ConfigError if the ranks that the configuration asks for cannot have equal parts of the
     target, or of the layers of what drafts. Reads config.json only."""
     path = resolve_model_path(config.model, config.revision, with_weights=False)
-    ModelConfig.from_directory(path).shard(config.parallel.tensor_parallel_size, TARGET_RANKS)
+    check_shards(path, config.parallel.tensor_parallel_size, TARGET_RANKS, config.model_impl)
     network, draft_size = config.speculation.network, config.draft_tensor_parallel_size
     if network is None or draft_size == 1:
         return
@@ -139,7 +148,7 @@ def check_division(config: EngineConfig) -> None:
         layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
         layers.shard(draft_size, DRAFT_RANKS)
     elif network.source is DraftSource.MODEL:
-        ModelConfig.from_directory(path).shard(draft_size, DRAFT_RANKS)
+        check_shards(path, draft_size, DRAFT_RANKS)
 
 
 def _hosts_of_ray(size: int, device: torch.device) -> "RayHosts":
@@ -178,7 +187,7 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     """Raise ConfigError if the configuration asks for other models than those that were loaded."""
     names = ("model", "tokenizer", "revision", "load_format", "dtype", "device", "kernels")
-    for name in (*names, "quantization", "parallel"):
+    for name in (*names, "model_impl", "quantization", "parallel"):
         if getattr(config, name) != getattr(loaded, name):
             raise ConfigError(
                 f"{name} is {getattr(config, name)!r}, but the models were loaded with "

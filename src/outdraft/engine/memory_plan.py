@@ -23,7 +23,7 @@ from outdraft.engine.memory import (
     text_bytes,
 )
 from outdraft.kernels.choose import computed_by
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 
 
 def plan_memory(config: EngineConfig, models: LoadedModels) -> MemoryPlan:
@@ -88,7 +88,7 @@ def drafter_of(config: EngineConfig, models: LoadedModels) -> LoadedDrafter | No
     return models.drafter if config.speculation.network else None
 
 
-def longest_text(config: EngineConfig, target: CausalLM) -> int:
+def longest_text(config: EngineConfig, target: LanguageModel) -> int:
     """Tokens of the longest prompt and output.
 
     Raises:

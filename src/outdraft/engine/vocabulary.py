@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.engine.chat import special_tokens
-from outdraft.models.config import ModelConfig
+from outdraft.models.shape import ModelShape
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -42,7 +42,7 @@ class Vocabulary:
     roles: Mapping[str, int]
 
     @classmethod
-    def of(cls, path: Path, tokenizer: Tokenizer, config: ModelConfig) -> "Vocabulary":
+    def of(cls, path: Path, tokenizer: Tokenizer, config: ModelShape) -> "Vocabulary":
         """That of a checkpoint. tokenizer_config.json knows best with what a turn ends."""
         names = special_tokens(path)
         found = {role: tokenizer.token_to_id(names[role]) for role in ROLES if role in names}

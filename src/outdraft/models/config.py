@@ -106,6 +106,12 @@ class ModelConfig(ModelShape):
         return replace(self, rope=replace(self.rope, context_len=context_len))
 
 
+def is_known(raw: Mapping[str, Any]) -> bool:
+    """Whether the content of config.json names a family that has a network here."""
+    names = raw.get("architectures") or []
+    return len(names) == 1 and names[0] in _FAMILIES
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file.
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
+from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
-from outdraft.models.llama import CausalLM
 from outdraft.models.loader import (
     Place,
     fill_slots,
@@ -46,7 +46,7 @@ _VOCABULARY = ("d2t", "t2d")
 
 def load_eagle(
     path: Path,
-    target: CausalLM,
+    target: LanguageModel,
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     tables: TargetTables | None = None,
@@ -87,7 +87,7 @@ def _canonical_name(name: str) -> str | None:
     return None if name in _OF_TRAINING else name
 
 
-def _drop_the_targets_embedding(found: dict[str, Place], target: CausalLM) -> None:
+def _drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
     """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
     vectors of its own tokens."""
     place = found.get("embed_tokens.weight")
@@ -122,7 +122,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
     )
 
 
-def _check_fit(config: EagleConfig, target: CausalLM) -> None:
+def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
     """Whether the drafter can read this target's states, and both mean the same tokens."""
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     if config.target_hidden_size != size:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from outdraft.core.errors import ConfigError
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 
 
 def check_target(
-    raw: Mapping[str, Any], target: CausalLM, *, hidden_key: str, vocab_key: str = "vocab_size"
+    raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str, vocab_key: str = "vocab_size"
 ) -> None:
     """Raise ConfigError if config.json names another hidden or vocabulary size than the target's.
 

@@ -24,12 +24,12 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
+from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
-from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
 from outdraft.models.target_tables import BorrowedHead, TargetTables, joined_linear
@@ -60,7 +60,7 @@ class MedusaConfig:
 
     @classmethod
     def from_checkpoint(
-        cls, raw: Mapping[str, Any], names: Collection[str], target: CausalLM
+        cls, raw: Mapping[str, Any], names: Collection[str], target: LanguageModel
     ) -> "MedusaConfig":
         """From the content of config.json and the names of the tensors.
 
@@ -193,7 +193,7 @@ class MedusaHeads(nn.Module):
 
 def load_medusa(
     path: Path,
-    target: CausalLM,
+    target: LanguageModel,
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     tables: TargetTables | None = None,

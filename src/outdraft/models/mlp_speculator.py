@@ -30,13 +30,13 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
+from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count
 from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
-from outdraft.models.llama import CausalLM
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
 from outdraft.models.target_tables import TargetTables, joined_linear
@@ -66,7 +66,7 @@ class MLPSpeculatorConfig:
     scale_input: bool
 
     @classmethod
-    def from_mapping(cls, raw: Mapping[str, Any], target: CausalLM) -> "MLPSpeculatorConfig":
+    def from_mapping(cls, raw: Mapping[str, Any], target: LanguageModel) -> "MLPSpeculatorConfig":
         """From the content of config.json.
 
         Raises:
@@ -206,7 +206,7 @@ class MLPSpeculator(nn.Module):
 
 def load_mlp_speculator(
     path: Path,
-    target: CausalLM,
+    target: LanguageModel,
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     tables: TargetTables | None = None,

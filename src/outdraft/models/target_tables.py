@@ -13,10 +13,11 @@ from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Product
+from outdraft.models.base import LanguageModel
 from outdraft.models.decoder import Kind, product_of
 from outdraft.models.layers.linear import Linear, memory_bytes
 from outdraft.models.layers.rank_products import JoinedProduct
-from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
+from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import fill_slots, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
 
@@ -57,7 +58,7 @@ class TargetTables:
     """
 
     def __init__(
-        self, target: CausalLM, group: RankGroup = ALONE, path: Path | None = None
+        self, target: LanguageModel, group: RankGroup = ALONE, path: Path | None = None
     ) -> None:
         """
         Args:

@@ -22,7 +22,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import (
     as_drafted,
@@ -114,7 +114,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         cache: KVCache,
         state: DeviceState,
         verifier: Verifier,

@@ -8,7 +8,7 @@ from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from outdraft.runner.same_steps import SameSteps
@@ -52,7 +52,7 @@ class ParallelRunner:
         self._same_steps = same_steps
 
     @property
-    def model(self) -> CausalLM:
+    def model(self) -> LanguageModel:
         return self.own.model
 
     @property

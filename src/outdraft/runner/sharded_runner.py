@@ -25,7 +25,7 @@ from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
 from outdraft.kv.cache import KVCache
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.drafts import draft_ask, host_drafts, joined_drafts, num_host_rows
 from outdraft.runner.grammar_masks import GrammarMasks
@@ -55,7 +55,7 @@ class ShardedRunner(ModelRunner):
 
     def __init__(
         self,
-        model: CausalLM,
+        model: LanguageModel,
         cache: KVCache,
         state: DeviceState,
         verifier: Verifier,

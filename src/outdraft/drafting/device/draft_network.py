@@ -13,7 +13,7 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.drafting.device.translated_model import LanguageModel
+from outdraft.drafting.device.translated_model import DraftModel
 from outdraft.models.eagle import EagleNetwork
 
 
@@ -31,7 +31,7 @@ class DraftNetwork:
         draft: as `DecoderPass.draft`.
     """
 
-    def __init__(self, network: LanguageModel | EagleNetwork) -> None:
+    def __init__(self, network: DraftModel | EagleNetwork) -> None:
         self.lag, self.feature_size, self.taps = 0, 0, ()
         if isinstance(network, EagleNetwork):
             self.lag, self.feature_size, self.taps = 1, network.feature_size, network.taps

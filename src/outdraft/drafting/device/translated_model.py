@@ -19,13 +19,13 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
-from outdraft.models.llama import CausalLM
+from outdraft.models.base import LanguageModel
 
 
 class TranslatedModel:
     """`model` for callers with the target's vocabulary."""
 
-    def __init__(self, model: CausalLM, vocabulary: VocabularyMap) -> None:
+    def __init__(self, model: LanguageModel, vocabulary: VocabularyMap) -> None:
         """The vocabularies share a token at least: no row of logits is all -inf."""
         assert vocabulary.num_shared > 0, "no token to draft"
         self.model, self.dtype, self.device = model, model.dtype, model.device
@@ -59,4 +59,4 @@ class TranslatedModel:
         return by_levels()
 
 
-LanguageModel = CausalLM | TranslatedModel
+DraftModel = LanguageModel | TranslatedModel

@@ -1,0 +1,102 @@
+"""What the engine asks of a language model, whoever computes it.
+
+Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S columns of logits on each
+rank, K tapped layers.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.distributed.group import RankGroup
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.ops import Kernels
+from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import Linear
+from outdraft.models.shape import ModelShape
+
+
+class LanguageModel(Protocol):
+    """A decoder-only language model over a paged cache, its weights packed.
+
+    Attributes:
+        shard: the part of the shape that this rank has, whose keys and values are in its cache.
+        vocabulary: the tokens of this rank.
+        group: the ranks that it is spread over. Each of them calls the same with the same rows.
+        embed_tokens: with the table of this rank's tokens as its weight.
+        lm_head: the product of the head, without what the family does to logits behind it.
+        weight_bytes: that one step reads as they lie in memory, whatever the number of rows.
+        memory_bytes: what the weights take, packed ones included.
+        numbers: what is computed, over which weights if they are kept otherwise: for people.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    group: RankGroup
+    vocabulary: VocabularyShard
+    lm_head: Linear
+
+    @property
+    def config(self) -> ModelShape: ...
+
+    @property
+    def shard(self) -> ModelShape: ...
+
+    @property
+    def embed_tokens(self) -> Embedding | nn.Embedding: ...
+
+    @property
+    def weight_bytes(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def numbers(self) -> str: ...
+
+    def __call__(
+        self, token_ids_T: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> Tensor:
+        """The first part of `forward_tapped`."""
+        ...
+
+    def forward_tapped(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+        wanted_R: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states of the wanted rows that `logits` reads, [R, D], and the residual stream
+        behind the first taps[k] layers, [T, K, D], all of the model's dtype.
+
+        Writes the keys and values of the rows to the caches, one cache a layer.
+
+        Args:
+            token_ids_T: int64; the positions of the metadata are below max_model_len.
+            taps: each from 0 (the embedding) to the number of layers.
+            wanted_R: as in DecoderPass.
+        """
+        ...
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """[R, V] of float32; of float64 for a float64 model. A target that is spread over
+        ranks gives [R, S], the columns of this rank's tokens, padded with -inf."""
+        ...
+
+    def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
+        same on every rank."""
+        ...
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
+        ...

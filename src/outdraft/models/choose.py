@@ -1,0 +1,104 @@
+"""Which code computes the network of a checkpoint: this engine's, or the transformers library's."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.kernels.ops import Kernels
+from outdraft.models.base import LanguageModel
+from outdraft.models.config import ModelConfig, is_known, read_json
+from outdraft.models.loader import load_model, random_model
+from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
+
+AUTO, OUTDRAFT, TRANSFORMERS = "auto", "outdraft", "transformers"
+_logger = logging.getLogger(__name__)
+
+
+def uses_transformers(path: Path, implementation: str = AUTO) -> bool:
+    """Whether the transformers library computes the network.
+
+    Args:
+        implementation: "auto": this engine where it has the family, else the library; "outdraft" or
+            "transformers": that one.
+
+    Raises:
+        ConfigError: no readable config.json.
+    """
+    if implementation != AUTO:
+        return implementation == TRANSFORMERS
+    return not is_known(read_json(path / "config.json"))
+
+
+def checkpoint_dtype(path: Path) -> str:
+    """What the checkpoint was saved in, such as "bfloat16"; "float32" if nobody tells."""
+    raw = read_json(path / "config.json")
+    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+
+
+def check_shards(path: Path, size: int, flag: str, implementation: str = AUTO) -> None:
+    """Raise ConfigError if a network cannot be spread over so many ranks. Reads config.json only.
+
+    Args:
+        flag: what the size was asked for by.
+    """
+    if not uses_transformers(path, implementation):
+        ModelConfig.from_directory(path).shard(size, flag)
+    elif size > 1:
+        raise ConfigError(_ONE_RANK.format(flag=flag, path=path))
+
+
+_ONE_RANK = "{flag} must be 1 for {path}: the transformers library computes it, on one rank"
+
+
+def load_language_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels: Kernels,
+    *,
+    implementation: str = AUTO,
+    max_model_len: int | None = None,
+    quantization: WeightFormat | None = None,
+    group: RankGroup = ALONE,
+    drafts: bool = False,
+    has_random_weights: bool = False,
+) -> LanguageModel:
+    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+
+    Args:
+        implementation: as for `uses_transformers`.
+        max_model_len: the longest text that it will read, where that is known.
+        group: the ranks that it is spread over; this one reads its part of the files.
+        drafts: as CausalLM.
+        has_random_weights: small ones, to try shapes and memory without a download.
+
+    Raises:
+        ConfigError: the config is not supported or cannot be divided over the group, a tensor is
+            missing, unknown, damaged or of another shape, or the library is not installed.
+    """
+    place = path, dtype, device, kernels, max_model_len, quantization
+    if not uses_transformers(path, implementation):
+        load = random_model if has_random_weights else load_model
+        return load(*place, group, drafts=drafts)
+    if group.size > 1:
+        flag = DRAFT_RANKS if drafts else TARGET_RANKS
+        raise ConfigError(_ONE_RANK.format(flag=flag, path=path))
+    try:
+        from outdraft.models.transformers_loader import load_transformers_model
+    except ImportError as error:
+        names = read_json(path / "config.json").get("architectures")
+        raise ConfigError(
+            f"{path} holds {names}, which outdraft runs through the transformers library: pip "
+            f"install 'outdraft[transformers]' ({error})"
+        ) from error
+    model = load_transformers_model(*place, has_random_weights=has_random_weights)
+    _logger.info(
+        "%s: the transformers library computes %s, with this engine's attention and products",
+        path,
+        model.config.architecture,
+    )
+    return model

@@ -1,0 +1,302 @@
+"""From a checkpoint of any family that the transformers library has to a model that can run.
+
+Only safetensors are read, and no code of a checkpoint is run. What cannot be computed exactly is
+refused by name: networks with recurrent state, encoders, attention that the library keeps to
+itself.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers import logging as library_logging
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from outdraft.attention.base import AttentionForm
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels
+from outdraft.kv.shapes import LayerCacheShape
+from outdraft.models.config import read_json
+from outdraft.models.counts import read_token_ids
+from outdraft.models.experts import replace_experts
+from outdraft.models.shape import ModelShape
+from outdraft.models.transformers_attention import (
+    NAME,
+    LayerAttention,
+    Survey,
+    attention_modules,
+    computed_by,
+    register,
+)
+from outdraft.models.transformers_model import TransformersModel
+from outdraft.models.transformers_operations import catch_operations
+from outdraft.models.transformers_products import pack_products
+from outdraft.models.transformers_rope import fix_frequencies
+
+_logger = logging.getLogger(__name__)
+
+# Layers whose keys and values are all that they keep of a text.
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersShape(ModelShape):
+    """The shape of a model that the library computes.
+
+    Attributes:
+        layers: what each keeps of a token.
+        has_moving_frequencies: positions turn otherwise with another max_model_len.
+    """
+
+    layers: tuple[LayerCacheShape, ...]
+    has_moving_frequencies: bool
+
+    @property
+    def depends_on_context(self) -> bool:
+        return self.has_moving_frequencies
+
+    @property
+    def cache_shapes(self) -> tuple[LayerCacheShape, ...]:
+        return self.layers
+
+
+def load_transformers_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    kernels: Kernels,
+    max_model_len: int | None = None,
+    quantization: WeightFormat | None = None,
+    *,
+    has_random_weights: bool = False,
+) -> TransformersModel:
+    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+
+    Args:
+        max_model_len: the longest text that it will read, where that is known.
+        has_random_weights: instead of those of the checkpoint.
+
+    Raises:
+        ConfigError: the model cannot run on this engine, or a tensor is missing or
+            unknown.
+    """
+    config = read_config(path)
+    kind = _causal_class(config, path)
+    name = NAME if _takes_attention(kind) else "sdpa"
+    register()
+    if has_random_weights:
+        model = _random(config, dtype, name)
+    else:
+        model = _loaded(kind, path, config, dtype, name)
+    nn.Module.to(model, device).eval().requires_grad_(False)
+    model.set_experts_implementation("eager")  # the others do not know all dtypes
+    context_len = min(max_model_len or _context_len(config), _context_len(config))
+    moves = fix_frequencies(model, context_len)
+    mask = None
+    if not _takes_attention(kind):
+        mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
+        for module in attention_modules(model):
+            catch_operations(module, kernels)
+    attention = _survey(model, config, mask)
+    shape = _shape(path, config, list(attention.values()), moves)
+    replace_experts(model, kernels, quantization)
+    pack_products(model, kernels, quantization)
+    forms = {module: layer.form for module, layer in attention.items()}
+    return TransformersModel(model, shape, forms, kernels, mask)
+
+
+def read_config(path: Path) -> PretrainedConfig:
+    """What the library makes of a checkpoint's config.json.
+
+    Raises:
+        ConfigError: it does not know the model.
+    """
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"transformers cannot read {path / 'config.json'}: {error}") from error
+
+
+def _causal_class(config: PretrainedConfig, path: Path) -> Any:
+    """The library's class for the architecture that config.json names."""
+    names = config.architectures or []
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None or len(names) != 1 or kind.__name__ != names[0]:
+        known = f"; for {config.model_type} it has {kind.__name__}" if kind is not None else ""
+        raise ConfigError(
+            f"{path} holds {' and '.join(names) or 'no named architecture'}, which transformers "
+            f"does not have as a model that only continues texts{known}"
+        )
+    types = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+    if kind._is_stateful or types:
+        what = f" ({', '.join(sorted(types))} layers)" if types else ""
+        raise ConfigError(
+            f"{names[0]} keeps a recurrent or compressed state of the text{what}: it cannot be "
+            "taken back when a draft is refused, so this engine does not run it"
+        )
+    if getattr(config, "alibi", False):
+        raise ConfigError(f"{names[0]} with alibi adds to the scores of its attention")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(f"{names[0]} with use_bidirectional_attention looks ahead in the text")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{path} is quantised: checkpoints of {names[0]} are read unquantised only"
+        )
+    return kind
+
+
+def _takes_attention(kind: Any) -> bool:
+    """Whether the class asks the library's table for its attention."""
+    module = __import__(kind.__module__, fromlist=["ALL_ATTENTION_FUNCTIONS"])
+    return hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+
+
+def _loaded(
+    kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
+    level = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()  # what is missing is an error below
+    library_logging.disable_progress_bar()
+    try:
+        model, told = kind.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            output_loading_info=True,
+            attn_implementation=attention,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"transformers cannot load {path}: {error}") from error
+    finally:
+        library_logging.set_verbosity(level)
+        library_logging.enable_progress_bar()
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if keys := sorted(map(str, told[what])):
+            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
+            raise ConfigError(
+                f"the checkpoint has {what.replace('_', ' ')}: {', '.join(keys[:5])}{more}"
+            )
+    return model
+
+
+def _random(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """The same small numbers every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+
+
+def _survey(
+    model: PreTrainedModel, config: PretrainedConfig, mask: Tensor | None
+) -> dict[nn.Module, LayerAttention]:
+    """The attention of each layer, in their order, found out by a pass of two rows."""
+    survey = Survey()
+    rows_12 = torch.arange(2, device=model.device)[None]
+    try:
+        with torch.inference_mode(), computed_by(survey):
+            model(input_ids=rows_12, position_ids=rows_12, attention_mask=mask, use_cache=False)
+    except TypeError as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot read rows at given positions: {error}"
+        ) from error
+    text_config = config.get_text_config()
+    count = text_config.num_hidden_layers
+    found = survey.found
+    if len(found) != count:
+        raise ConfigError(
+            f"{type(model).__name__} attends in {len(found)} of its {count} layers in a way that "
+            "can be replaced: it cannot run on this engine"
+        )
+    return {
+        module: _with_chunk(layer, text_config, index)
+        for index, (module, layer) in enumerate(found.items())
+    }
+
+
+def _with_chunk(layer: LayerAttention, config: PretrainedConfig, index: int) -> LayerAttention:
+    """What the library says by its masks only: chunks, and windows of some families.
+
+    Raises:
+        ConfigError: the masks and the attention do not agree.
+    """
+    types = getattr(config, "layer_types", None)
+    window, form = getattr(config, "sliding_window", None), layer.form
+    if types is None:
+        masked = window if getattr(config, "use_sliding_window", True) else None
+        chunk = None
+    else:
+        masked = window if types[index] == "sliding_attention" else None
+        chunk = config.attention_chunk_size if types[index] == "chunked_attention" else None
+    if form.window is not None and form.window != masked:
+        raise ConfigError(
+            f"layer {index} attends over a window of {form.window} tokens, but config.json says "
+            f"{masked}"
+        )
+    form = AttentionForm(form.scale, masked, chunk, form.soft_cap, form.sinks_H)
+    return LayerAttention(
+        layer.num_heads, layer.num_kv_heads, layer.key_size, layer.value_size, form
+    )
+
+
+def _context_len(config: PretrainedConfig) -> int:
+    text_config = config.get_text_config()
+    for name in _LENGTHS:
+        value = getattr(text_config, name, None)
+        if type(value) is int and value > 0:
+            return value
+    raise ConfigError(f"config.json tells no longest text: {' or '.join(_LENGTHS)}")
+
+
+def _shape(
+    path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
+) -> TransformersShape:
+    text = config.get_text_config()
+    generation_path = path / "generation_config.json"
+    generation = read_json(generation_path) if generation_path.is_file() else {}
+    raw = read_json(path / "config.json")
+    hidden = text.hidden_size
+    shapes = [LayerCacheShape(one.num_kv_heads, one.key_size, one.value_size) for one in layers]
+    return TransformersShape(
+        architecture=(config.architectures or [""])[0],
+        vocab_size=text.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=_intermediate_size(text),
+        num_layers=len(layers),
+        num_heads=max(one.num_heads for one in layers),
+        num_kv_heads=max(one.num_kv_heads for one in layers),
+        head_size=max(max(one.key_size, one.value_size) for one in layers),
+        max_model_len=_context_len(config),
+        tie_word_embeddings=bool(config.tie_word_embeddings),
+        bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
+        eos_token_ids=read_token_ids(generation, "eos_token_id")
+        or read_token_ids(raw, "eos_token_id"),
+        torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
+        layers=tuple(shapes),
+        has_moving_frequencies=moves,
+    )
+
+
+def _intermediate_size(config: PretrainedConfig) -> int:
+    """What one row computes: the dense block, or its experts side by side."""
+    names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "intermediate_size_mlp")
+    sizes = [value for name in names if type(value := getattr(config, name, None)) is int]
+    expert: Any = getattr(config, "moe_intermediate_size", None)
+    per_row: Any = getattr(config, "num_experts_per_tok", None)
+    if type(expert) is int and type(per_row) is int:
+        sizes.append(expert * per_row)
+    elif sizes and type(per_row) is int:
+        sizes.append(max(sizes) * per_row)
+    return max(sizes, default=4 * config.hidden_size)

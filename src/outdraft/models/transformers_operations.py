@@ -1,0 +1,76 @@
+"""Calls of torch inside a transformers model that have to be the engine's.
+
+Where the library has no table to register a function in, the calls of one module are caught.
+Falcon attends by torch's function; routers multiply by it, and torch's products give a row other
+bits beside other rows, so that a text could go to other experts because of its neighbours.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from outdraft.core.errors import ConfigError
+from outdraft.kernels.ops import Kernels, Product
+from outdraft.models.transformers_attention import attend
+
+_ROUTERS = ("Router", "Gate")  # how the library's classes of routers end
+
+
+def catch_operations(module: nn.Module, kernels: Kernels) -> None:
+    """Let attention and products inside this module be computed by the engine's kernels."""
+    forward = module.forward
+    products: dict[torch.dtype, Product] = {}
+
+    def own_forward(*args: Any, **kwargs: Any) -> Any:
+        with _OwnOperations(module, kernels, products):
+            return forward(*args, **kwargs)
+
+    module.forward = own_forward
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether it multiplies by a weight of its own without being a product."""
+    has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
+    return has_weight and type(module).__name__.endswith(_ROUTERS)
+
+
+class _OwnOperations(TorchFunctionMode):
+    def __init__(
+        self, module: nn.Module, kernels: Kernels, products: dict[torch.dtype, Product]
+    ) -> None:
+        """`products`: with the module's weight, by the dtype that it was converted to."""
+        super().__init__()
+        self._module, self._kernels, self._products = module, kernels, products
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            mask = options.get("attn_mask")
+            if mask is not None and mask.numel() > 1:
+                name = type(self._module).__name__
+                raise ConfigError(f"{name} adds to the scores of its attention, as ALiBi does")
+            query, key, value = args[:3]
+            scale = options.get("scale")
+            out_1THE, _ = attend(self._module, query, key, value, None, scaling=scale)
+            return out_1THE.transpose(1, 2).contiguous()
+        if func is F.linear and is_router(self._module):
+            return self._linear(*args, **options)
+        return func(*args, **options)
+
+    def _linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
+        product = self._products.get(x_TD.dtype)
+        if product is None:
+            assert weight_ED.shape == self._module.weight.shape, "a product with another weight"
+            product = self._kernels.pack_linear(weight_ED, bias_E)
+            self._products[x_TD.dtype] = product
+        return product(x_TD.flatten(0, -2)).unflatten(0, x_TD.shape[:-1])

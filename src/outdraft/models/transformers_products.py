@@ -1,0 +1,88 @@
+"""Products of a transformers model by this engine's kernels.
+
+Dimension key: T rows, D inputs, E outputs.
+"""
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.ops import Kernels
+from outdraft.models.layers.linear import Linear
+from outdraft.models.transformers_operations import catch_operations, is_router
+
+
+class FlatLinear(nn.Module):
+    """A packed product for inputs with leading dimensions [1, T] or [T]."""
+
+    def __init__(self, linear: Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x_1TD: Tensor) -> Tensor:
+        """[1, T, E], or [T, E]."""
+        if x_1TD.dim() == 2:
+            return self.linear(x_1TD)
+        y_TE = self.linear(x_1TD.flatten(0, -2))
+        return y_TE.view(*x_1TD.shape[:-1], y_TE.shape[-1])
+
+
+def pack_products(
+    model: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+) -> None:
+    """Replace all products by packed ones, each as it is reached, so that few are there twice.
+
+    A router's weight is multiplied as it lies: its product is called by name, not as a module. Its
+    rows do not depend on each other either.
+    """
+    embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if _is_product(part):
+                is_tied = id(part.weight) in embeddings
+                setattr(module, name, FlatLinear(_packed(part, kernels, quantization, is_tied)))
+    for module in model.modules():
+        if is_router(module):
+            catch_operations(module, kernels)
+
+
+def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
+    """Whether it computes x W^T + b, also where a family has written it anew."""
+    if isinstance(part, Conv1D) or type(part).forward is nn.Linear.forward:
+        return True
+    if not isinstance(part, nn.Linear):
+        return False
+    x_2D = torch.randn(2, part.in_features, dtype=part.weight.dtype, device=part.weight.device)
+    found, expected_2E = part(x_2D), nn.functional.linear(x_2D, part.weight, part.bias)
+    tolerance = 1e-2 if part.weight.itemsize < 4 else 1e-4
+    return isinstance(found, Tensor) and torch.allclose(found, expected_2E, tolerance, tolerance)
+
+
+def _packed(
+    part: nn.Linear | Conv1D,
+    kernels: Kernels,
+    quantization: WeightFormat | None,
+    is_tied: bool,
+) -> Linear:
+    """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
+    weight_ED = part.weight.data
+    if isinstance(part, Conv1D):
+        weight_ED = weight_ED.T.contiguous()
+    bias: Any = part.bias
+    linear = Linear(
+        weight_ED.shape[1],
+        weight_ED.shape[0],
+        bias=bias is not None,
+        dtype=weight_ED.dtype,
+        device=weight_ED.device,
+        weight=nn.Parameter(weight_ED, requires_grad=False),
+    )
+    if linear.bias is not None:
+        linear.bias.data.copy_(bias)
+    linear.pack(kernels, quantization)
+    if not is_tied and not isinstance(part, Conv1D):
+        part.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # it is packed now
+    return linear

@@ -1,0 +1,170 @@
+"""Tiny models of the families that the transformers library computes, made by the library."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Exaone4Config,
+    FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    Glm4Config,
+    GPT2Config,
+    GptOssConfig,
+    GraniteConfig,
+    Llama4TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    OPTConfig,
+    Phi3Config,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from tests.models.checkpoints import TINY
+
+_WINDOW: dict[str, Any] = {"sliding_window": 7}
+_HEADS: dict[str, Any] = {"head_dim": 16}
+_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_OLD: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+
+
+def _tiny(kind: type[PretrainedConfig], **changes: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: kind(**TINY | {"pad_token_id": 2} | changes)
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "deepseek-v2": _tiny(DeepseekV2Config, **_LATENT, n_routed_experts=4),
+    "deepseek-v3": _tiny(DeepseekV3Config, **_LATENT, n_routed_experts=8, n_group=2, topk_group=1),
+    "exaone-4": _tiny(Exaone4Config, **_WINDOW, num_hidden_layers=4, sliding_window_pattern=4),
+    "falcon": lambda: FalconConfig(**_OLD, alibi=False, max_position_embeddings=96),
+    "falcon-40b": lambda: FalconConfig(
+        **_OLD,
+        alibi=False,
+        max_position_embeddings=96,
+        new_decoder_architecture=True,
+        num_kv_heads=2,
+    ),
+    "gemma": _tiny(GemmaConfig, **_HEADS),
+    "gemma-2": _tiny(
+        Gemma2Config, **_HEADS, **_WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0
+    ),
+    "gemma-3": _tiny(Gemma3TextConfig, **_HEADS, **_WINDOW, query_pre_attn_scalar=16),
+    "glm-4": _tiny(Glm4Config, **_HEADS),
+    "gpt-2": lambda: GPT2Config(
+        vocab_size=61,
+        n_embd=32,
+        n_layer=3,
+        n_head=4,
+        n_positions=96,
+        bos_token_id=0,
+        eos_token_id=1,
+    ),
+    "gpt-oss": _tiny(
+        GptOssConfig,
+        **_HEADS,
+        **_WINDOW,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
+    "granite": _tiny(
+        GraniteConfig,
+        logits_scaling=4.0,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.2,
+    ),
+    "llama": _tiny(LlamaConfig),
+    "llama-4": _tiny(
+        Llama4TextConfig,
+        head_dim=8,
+        num_hidden_layers=4,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        interleave_moe_layer_step=2,
+        attention_chunk_size=16,
+        floor_scale=8,
+    ),
+    "mistral": _tiny(MistralConfig, **_WINDOW),
+    "mixtral": _tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "olmo-2": _tiny(Olmo2Config),
+    "opt": lambda: OPTConfig(
+        **_OLD, ffn_dim=48, max_position_embeddings=96, word_embed_proj_dim=32, pad_token_id=2
+    ),
+    "phi-3": _tiny(Phi3Config),
+    "qwen-2": _tiny(Qwen2Config, **_WINDOW, use_sliding_window=True, max_window_layers=1),
+    "qwen-2-moe": _tiny(Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=40),
+    "qwen-3": _tiny(Qwen3Config, **_HEADS),
+    "qwen-3-moe": _tiny(Qwen3MoeConfig, **_HEADS, **_EXPERTS),
+    "seed-oss": _tiny(SeedOssConfig, **_HEADS),
+    "smollm-3": _tiny(SmolLM3Config, num_hidden_layers=4),
+    "stablelm": _tiny(StableLmConfig),
+}
+
+
+def family_model(name: str, **changes: Any) -> PreTrainedModel:
+    """A model of the family; its weights mean nothing. `changes`: of its config's attributes."""
+    config = CONFIGS[name]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    config.architectures = [kind.__name__]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return kind(config)
+
+
+def randomised_family(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
+    """As `family_model`, weights so large that every part of the network shows in the logits."""
+    model = family_model(name, **changes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.dim() > 1:
+                weight.copy_(noise * weight.shape[-1] ** -0.5)
+            elif key.endswith("bias") or "sinks" in key:
+                weight.copy_(noise * 0.3)
+            else:
+                weight.add_(noise * 0.3)
+        model.get_input_embeddings().weight.mul_(4.0)
+    return model.eval()
