@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from dflash import DFlash
 from eagle3 import Eagle3
 from medusa import Medusa
 from mlp_speculator import MlpSpeculator
@@ -16,6 +17,7 @@ HEADS: dict[str, type[nn.Module]] = {
     "eagle3": Eagle3,
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
+    "dflash": DFlash,
 }
 DRAFT_VOCABULARY_SHARE = 0.985  # of the target's own text
 

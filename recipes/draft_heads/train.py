@@ -1,4 +1,4 @@
-"""Trains a draft head of the embedded target: `train.py eagle3|medusa|mlp_speculator`.
+"""Trains a draft head of the embedded target: `train.py eagle3|medusa|mlp_speculator|dflash`.
 
 The head learns the target's distributions at all of its drafts' places, two steps of three on
 windows that the target has continued itself (greedily and at temperature 1 in turn), else on the
@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from acceptance import Judge, draft_loss, measure
+from dflash import DFlash
 from distill_drafter import PROMPT_LENGTH, continued_parts, load_target
 from heads import HEADS, new_head, read_head, write_head
 from target_states import target_states
@@ -50,15 +51,20 @@ def chain_loss(
     overlap_share: float,
 ) -> Tensor:
     """Over all roots and drafts; a draft counts DEPTH_DISCOUNT times as much as the one before."""
+    roots_R = torch.arange(ids_BL.shape[1] - num_drafts)
+    some = {}
+    if isinstance(head, DFlash):
+        roots_R = head.training_roots(ids_BL, num_drafts)
+        some = {"roots_R": roots_R}
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states = target_states(target, ids_BL)
-        drafted = head(states, ids_BL, num_drafts)
+        drafted = head(states, ids_BL, num_drafts, **some)
     wanted_BLN = states.logits.float().softmax(-1)
     if head.draft_ids is not None:
         wanted_BLN = wanted_BLN[..., head.draft_ids]
     total, weights = torch.zeros(()), 0.0
     for draft, logits in enumerate(drafted):
-        wanted = wanted_BLN[:, draft + 1 : draft + 1 + logits.shape[1]]
+        wanted = wanted_BLN[:, roots_R + draft + 1]
         weight = DEPTH_DISCOUNT**draft
         total, weights = (
             total + weight * draft_loss(logits.float(), wanted, overlap_share),

@@ -118,6 +118,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "medusa-tree": {"method": "medusa", "model": "medusa", **TREE},
     "mlp_speculator": {"method": "mlp_speculator", "model": "mlp_speculator"},
     "mlp_speculator-tree": {"method": "mlp_speculator", "model": "mlp_speculator", **TREE},
+    "dflash": {"method": "dflash", "model": "dflash"},
+    "dflash-tree": {"method": "dflash", "model": "dflash", **TREE},
+    "dspark": {"method": "dspark", "model": "dspark"},
+    "dspark-tree": {"method": "dspark", "model": "dspark", **TREE},
 }
 HOST: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},

@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import AutoConfig
 
 NUM_HEADS, DRAFT_SHARE = 4, 0.7
+BLOCK_SIZE, PAIR_RANK = 5, 6
 SAMPLED_LOGITS = 2.0  # spread of the logits: some tokens are likelier, none is sure
 
 
 def random_head(kind: str, target: Path, folder: Path) -> Path:
-    """A checkpoint of "eagle", "eagle3", "p-eagle", "medusa" or "mlp_speculator"."""
+    """A checkpoint of "eagle", "eagle3", "p-eagle", "medusa", "mlp_speculator", "dflash"
+    or "dspark"."""
     config = _shape_of(target)
     makers = {
         "eagle": _eagle,
@@ -22,6 +24,8 @@ def random_head(kind: str, target: Path, folder: Path) -> Path:
         "p-eagle": _p_eagle,
         "medusa": _medusa,
         "mlp_speculator": _mlp_speculator,
+        "dflash": _dflash,
+        "dspark": _dspark,
     }
     written, tensors = makers[kind](config)
     folder.mkdir(parents=True)
@@ -172,5 +176,66 @@ def _mlp_speculator(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, T
         "top_k_tokens_per_head": [3] * NUM_HEADS,
         "tie_weights": False,
         "scale_input": True,
+    }
+    return written, tensors
+
+
+def _dflash(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As its authors write it; two layers that see whole blocks."""
+    noise, size, head_size = _Noise(16), config["hidden_size"], 8
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    tensors = {
+        "fc.weight": noise.weight(size, 2 * size),
+        "hidden_norm.weight": noise.norm(size),
+        "norm.weight": noise.norm(size),
+    }
+    for layer in range(2):
+        own = _layer(noise, config, size) | {
+            "self_attn.q_proj.weight": noise.weight(heads * head_size, size),
+            "self_attn.k_proj.weight": noise.weight(kv_heads * head_size, size),
+            "self_attn.v_proj.weight": noise.weight(kv_heads * head_size, size),
+            "self_attn.o_proj.weight": noise.weight(size, heads * head_size),
+            "self_attn.q_norm.weight": noise.norm(head_size),
+            "self_attn.k_norm.weight": noise.norm(head_size),
+            "input_layernorm.weight": noise.norm(size),
+        }
+        tensors |= {f"layers.{layer}.{name}": tensor for name, tensor in own.items()}
+    written = _llama(config, "DFlashDraftModel") | {
+        "model_type": "qwen3",
+        "num_hidden_layers": 2,
+        "head_dim": head_size,
+        "block_size": BLOCK_SIZE,
+        "dflash_config": {"mask_token_id": 0, "target_layer_ids": [0, 1]},
+    }
+    return written, tensors
+
+
+def _dspark(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """As the speculators library writes it, with a vocabulary of its own."""
+    noise, size, vocab_size = _Noise(17), config["hidden_size"], config["vocab_size"]
+    dflash, tensors = _dflash(config)
+    num_drafts = max(2, int(DRAFT_SHARE * vocab_size))
+    ids = torch.arange(vocab_size)[:: max(1, vocab_size // num_drafts)][:num_drafts]
+    tensors |= {
+        "lm_head.weight": noise.weight(len(ids), size, scale=SAMPLED_LOGITS),
+        "d2t": ids - torch.arange(len(ids)),
+        "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True),
+        "markov_head.markov_w1.weight": noise.weight(vocab_size, PAIR_RANK, scale=2.0),
+        "markov_head.markov_w2.weight": noise.weight(len(ids), PAIR_RANK, scale=3.0),
+        "confidence_head.proj.weight": noise.weight(1, size + PAIR_RANK),
+        "confidence_head.proj.bias": noise.weight(1),
+    }
+    layer = {key: value for key, value in dflash.items() if "dflash" not in key}
+    del layer["block_size"], layer["architectures"]
+    written = {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "transformer_layer_config": layer,
+        "block_size": BLOCK_SIZE - 1,
+        "mask_token_id": 0,
+        "aux_hidden_state_layer_ids": [1, 2],
+        "draft_vocab_size": len(ids),
+        "markov_rank": PAIR_RANK,
+        "sample_from_anchor": True,
     }
     return written, tensors

@@ -16,7 +16,10 @@ NETWORK_SOURCES = (
     DraftSource.EAGLE3,
     DraftSource.MEDUSA,
     DraftSource.MLP,
+    DraftSource.DFLASH,
+    DraftSource.DSPARK,
 )
+BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
 REJECTION_METHODS = ("block", "token", "drafter_invariant", "lossy_typical")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
@@ -118,7 +121,7 @@ class DraftNetworkConfig:
             raise ConfigError(
                 "parallel_drafting is for draft_model and eagle3; "
                 f"{self.source} makes all drafts in one pass anyway"
-                if self.source in (DraftSource.MEDUSA, DraftSource.MLP)
+                if self.source in (DraftSource.MEDUSA, DraftSource.MLP, *BLOCK_SOURCES)
                 else f"parallel_drafting is for draft_model and eagle3, not for {self.source}"
             )
         if self.parallel_drafting and self.tree is not None:

@@ -47,6 +47,8 @@ _KEYS_OF_METHOD = {
     "eagle3": (*_NETWORK_KEYS, "parallel_drafting"),
     "medusa": _NETWORK_KEYS,
     "mlp_speculator": _NETWORK_KEYS,
+    "dflash": _NETWORK_KEYS,
+    "dspark": _NETWORK_KEYS,
     "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS, "sources"),
 }
 

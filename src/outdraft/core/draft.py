@@ -31,6 +31,8 @@ class DraftSource(StrEnum):
     EAGLE3 = "eagle3"
     MEDUSA = "medusa"
     MLP = "mlp_speculator"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
 
 
 def num_taught(num_settled: int) -> int:

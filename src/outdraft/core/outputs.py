@@ -24,6 +24,8 @@ class TokenOrigin(StrEnum):
     EAGLE3 = "eagle3"
     MEDUSA = "medusa"
     MLP = "mlp_speculator"
+    DFLASH = "dflash"
+    DSPARK = "dspark"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,18 @@ from pathlib import Path
 import torch
 
 from outdraft.config.engine import EngineConfig, SchedulerConfig
-from outdraft.config.speculation import DraftNetworkConfig, NgramConfig, SourceConfig, SuffixConfig
+from outdraft.config.speculation import (
+    BLOCK_SOURCES,
+    DraftNetworkConfig,
+    NgramConfig,
+    SourceConfig,
+    SuffixConfig,
+)
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
@@ -31,6 +38,8 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
+from outdraft.models.dflash import DFlashNetwork
+from outdraft.models.dflash_loader import load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.loader import resolve_model_path
@@ -41,7 +50,7 @@ from outdraft.models.target_tables import TargetTables
 
 _logger = logging.getLogger(__name__)
 
-Network = DraftModel | EagleNetwork | MedusaHeads | MLPSpeculator
+Network = DraftModel | EagleNetwork | MedusaHeads | MLPSpeculator | DFlashNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,7 @@ class LoadedDrafter:
         num_taps: residual streams of the target that these are made of.
         max_drafts: ahead of the text.
         mask_token_id: of a network that was trained for parallel drafting.
+        block_rows: of a network that drafts blocks; 0: it does not.
     """
 
     network: Network
@@ -63,6 +73,7 @@ class LoadedDrafter:
     num_taps: int = 0
     max_drafts: int = MAX_DRAFTS
     mask_token_id: int | None = None
+    block_rows: int = 0
 
     @property
     def state_window(self) -> int:
@@ -79,6 +90,10 @@ class LoadedDrafter:
     def bytes_per_block(self, block_size: int) -> int:
         """What it keeps in a block of the pool."""
         return cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
+
+    def spare_blocks(self, block_size: int) -> int:
+        """Of each running request, beside those of the pool."""
+        return num_spare_blocks(self.block_rows, block_size) if self.block_rows else 0
 
 
 def cache_bytes(layers: ModelShape, block_size: int, dtype: torch.dtype) -> int:
@@ -113,6 +128,8 @@ def load_drafter(
         mask = eagle.config.mask_token_id if eagle.has_mask_state else None
         layers, size = eagle.shard, eagle.feature_size
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
+    if config.source in BLOCK_SOURCES:
+        return _loaded_blocks(load_dflash(path, target, kernels, kept, tables), config)
     if config.source in (DraftSource.MEDUSA, DraftSource.MLP):
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, target, kernels, kept, tables)
@@ -130,6 +147,20 @@ def load_drafter(
         translated = TranslatedModel(model, vocabulary)
         return LoadedDrafter(translated, translated.shard)
     return LoadedDrafter(model, model.shard, mask_token_id=mask)
+
+
+def _loaded_blocks(network: DFlashNetwork, config: DraftNetworkConfig) -> LoadedDrafter:
+    shape = network.config
+    if str(shape.kind) != str(config.source):
+        raise ConfigError(f"{config.model} holds {shape.kind}, but the method is {config.source}")
+    return LoadedDrafter(
+        network,
+        network.shard,
+        network.feature_size,
+        len(network.taps),
+        max_drafts=shape.num_drafts,
+        block_rows=shape.block_size,
+    )
 
 
 def check_vocabularies(
@@ -213,18 +244,23 @@ def _layered_drafter(
     memory: MemoryPlan,
     device: torch.device,
     scheduler: SchedulerConfig,
-) -> NetworkDrafter | ParallelDrafter:
+) -> NetworkDrafter | ParallelDrafter | BlockDrafter:
     """For a network with layers of its own: it reads its own drafts, or mask tokens."""
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
     window, mask_state_D = None, None
-    if isinstance(loaded, EagleNetwork):
+    if isinstance(loaded, EagleNetwork | DFlashNetwork):
         size, dtype = drafter.feature_size, drafter.network.dtype
         window = StateWindow(scheduler.max_num_seqs, size, dtype, device, drafter.state_window)
-        if config.parallel_drafting and mask is not None:
+        if isinstance(loaded, EagleNetwork) and config.parallel_drafting and mask is not None:
             mask_state_D = loaded.mask_state()
     assert not isinstance(loaded, MedusaHeads | MLPSpeculator)
-    cache = kv_cache(layers, memory, drafter.network.dtype, device)
+    spare = scheduler.max_num_seqs * drafter.spare_blocks(memory.block_size)
+    cache = kv_cache(layers, memory, drafter.network.dtype, device, spare)
+    if isinstance(loaded, DFlashNetwork):
+        assert window is not None
+        max_rows = scheduler.max_num_batched_tokens
+        return BlockDrafter(loaded, cache, max_rows, config.source, window)
     place = DraftNetwork(loaded), cache, scheduler.max_num_batched_tokens, config.source
     if not config.parallel_drafting:
         return NetworkDrafter(*place, window)
@@ -236,10 +272,16 @@ def _layered_drafter(
 
 
 def kv_cache(
-    layers: ModelShape, memory: MemoryPlan, dtype: torch.dtype, device: torch.device
+    layers: ModelShape,
+    memory: MemoryPlan,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_spare: int = 0,
 ) -> KVCache:
-    """Room for keys and values of these layers in every block of the pool."""
-    return KVCache(layers.cache_shapes, memory.num_blocks, memory.block_size, dtype, device)
+    """Room for keys and values of these layers in every block of the pool, and in blocks behind
+    these that the pool does not know."""
+    num_blocks = memory.num_blocks + num_spare
+    return KVCache(layers.cache_shapes, num_blocks, memory.block_size, dtype, device)
 
 
 def host_proposers(sources: Sequence[SourceConfig], kernels: Kernels) -> list[HostProposer]:

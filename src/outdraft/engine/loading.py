@@ -9,6 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outdraft.config.engine import EngineConfig
+from outdraft.config.speculation import BLOCK_SOURCES
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
@@ -20,6 +21,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
 from outdraft.models.config import read_json
+from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import resolve_model_path
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -147,6 +149,10 @@ def check_division(config: EngineConfig) -> None:
     if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
         layers.shard(draft_size, DRAFT_RANKS)
+    elif network.source in BLOCK_SOURCES:
+        DFlashConfig.from_mapping(read_json(path / "config.json")).layer.shard(
+            draft_size, DRAFT_RANKS
+        )
     elif network.source is DraftSource.MODEL:
         check_shards(path, draft_size, DRAFT_RANKS)
 

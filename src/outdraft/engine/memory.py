@@ -33,6 +33,7 @@ class StepShape:
         samples_drafts: the draft model draws from its distribution, which is then kept.
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
+        drafter_rows: fewest rows of a pass of the drafter.
         noise_is_compiled: and so takes no memory but its result.
     """
 
@@ -43,13 +44,15 @@ class StepShape:
     dtype: torch.dtype
     device: torch.device
     tree: TreeShape | None = None
+    drafter_rows: int = 0
     noise_is_compiled: bool = False
 
     @property
     def num_rows(self) -> int:
         """Most rows of one pass of the target or the drafter."""
         widest = max(self.tree.levels) if self.tree is not None else 0
-        return max(self.scheduler.max_num_batched_tokens, self.scheduler.max_num_seqs * widest)
+        widest *= self.scheduler.max_num_seqs
+        return max(self.scheduler.max_num_batched_tokens, widest, self.drafter_rows)
 
     @property
     def num_logit_rows(self) -> int:

@@ -120,6 +120,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
+        drafter_rows=drafter.block_rows if drafter is not None else 0,
         noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
     )
     states = 0
@@ -127,6 +128,9 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         window = drafter.state_window
         hidden_size, size = target.config.hidden_size, drafter.feature_size
         states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
+        size = config.cache.block_size
+        spare = drafter.spare_blocks(size) * drafter.bytes_per_block(size)
+        states += config.scheduler.max_num_seqs * spare
     most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(
@@ -175,6 +179,6 @@ def _check_num_drafts(
         return
     if depth > most:
         raise ConfigError(
-            f"{network.source} {network.model!r} has {most} heads, so it drafts no further than "
+            f"{network.source} {network.model!r} drafts no further than "
             f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
         )

@@ -250,6 +250,8 @@ class LayerSpec:
         gate_up: to the gate, then what it multiplies.
         q_norm_C, k_norm_C: of each head, before it turns.
         window: of its attention.
+        is_causal: a drafted row sees no drafted token that stands behind it in the text, whatever
+            its mask says; of networks whose layers differ in that.
     """
 
     input_norm_D: Tensor | None
@@ -261,6 +263,7 @@ class LayerSpec:
     gate_up: "Product"
     down: "Product"
     window: int | None
+    is_causal: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ norms and windows there are. What a pass computes is in kernels/reference/decode
 Dimension key: T rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict
 
@@ -131,6 +131,7 @@ class Decoder(nn.Module):
         *,
         has_first_norm: bool = True,
         group: RankGroup = ALONE,
+        num_positions: int | None = None,
     ) -> None:
         """
         Args:
@@ -138,18 +139,20 @@ class Decoder(nn.Module):
             input_size: what layer 0 reads.
             has_first_norm: whether it norms that.
             group: over which the layers are spread.
+            num_positions: of rows, where they are more than those of a text.
         """
         super().__init__()
         self.config, self.kernels = config.shard(group.size), kernels
-        self.rotary = Rotary(config.rope, config.head_size, config.max_model_len, **kind)
+        num_positions = num_positions or config.max_model_len
+        self.rotary = Rotary(config.rope, config.head_size, num_positions, **kind)
         first, *further = config.windows
-        self._layers = [
+        self.decoder_layers = [
             DecoderLayer(
                 config, first, kind, input_size, has_input_norm=has_first_norm, group=group
             ),
             *(DecoderLayer(config, window, kind, group=group) for window in further),
         ]
-        self.layers = nn.ModuleList(self._layers)
+        self.layers = nn.ModuleList(self.decoder_layers)
 
     def compile_passes(
         self,
@@ -161,12 +164,19 @@ class Decoder(nn.Module):
         entry: StateEntry | None = None,
         draft_ids_N: Tensor | None = None,
         shard: VocabularyShard | None = None,
+        is_causal: Sequence[bool] | None = None,
     ) -> DecoderPass:
         """The passes, once all products are packed.
 
-        `shard`: of a network that is spread over ranks, the tokens of embedding_VD.
+        Args:
+            shard: of a network that is spread over ranks, the tokens of embedding_VD.
+            is_causal: of each layer, as in LayerSpec; None: no layer is.
         """
         config = self.config
+        layers = [layer.spec() for layer in self.decoder_layers]
+        if is_causal is not None:
+            pairs = zip(layers, is_causal, strict=True)
+            layers = [replace(layer, is_causal=one) for layer, one in pairs]
         spec = DecoderSpec(
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
@@ -175,7 +185,7 @@ class Decoder(nn.Module):
             scale=config.head_size**-0.5,
             embedding_VD=embedding_VD,
             cos_sin_MC=self.rotary.cos_sin_MC,
-            layers=[layer.spec() for layer in self._layers],
+            layers=layers,
             attention=self.kernels.attention,
             final_norm_D=norm_weight(final_norm),
             entry=entry,
@@ -188,7 +198,7 @@ class Decoder(nn.Module):
 
     def parts(self, prefix: str) -> Iterator[tuple["DecoderLayer", dict[str, Slot]]]:
         """Each layer with its part of CausalLM.checkpoint_slots."""
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self.decoder_layers):
             start = f"{prefix}layers.{index}."
             yield layer, {start + name: slot for name, slot in layer.slots() if slot is not None}
 

@@ -11,24 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
+from outdraft.models.drafter_tensors import (
+    VOCABULARY_TENSORS,
+    draft_ids,
+    drop_the_targets_embedding,
+)
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.loader import (
     Place,
     fill_slots,
-    read_part,
     read_tensor,
     tensor_places,
     weight_files,
 )
-from outdraft.models.slots import rows_of
 from outdraft.models.target_tables import TargetTables
 
 # Beginnings of names, and what they are in EAGLE's repository.
@@ -41,7 +43,6 @@ _OTHER_NAMES = {
     "lm_head_layernorm.": "pre_lm_head_layernorm.",
 }
 _OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
-_VOCABULARY = ("d2t", "t2d")
 
 
 def load_eagle(
@@ -64,13 +65,13 @@ def load_eagle(
             its ranks, or a tensor is missing, unknown, damaged or of another shape.
     """
     found = tensor_places(weight_files(path), _canonical_name)
-    _drop_the_targets_embedding(found, target)
+    drop_the_targets_embedding(found, target)
     raw = read_json(path / "config.json")
     config = _completed(EagleConfig.from_mapping(raw), found)
     _check_fit(config, target)
-    ids_N = _draft_ids(config, found)
+    ids_N = draft_ids(config.draft_vocab_size, config.layer.vocab_size, found)
     network = EagleNetwork(config, tables or TargetTables(target), kernels, ids_N)
-    weights = {slot: place for slot, place in found.items() if slot not in _VOCABULARY}
+    weights = {slot: place for slot, place in found.items() if slot not in VOCABULARY_TENSORS}
     fill_slots(network.checkpoint_slots(), weights)
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)
@@ -85,18 +86,6 @@ def _canonical_name(name: str) -> str | None:
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
     return None if name in _OF_TRAINING else name
-
-
-def _drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
-    """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
-    vectors of its own tokens."""
-    place = found.get("embed_tokens.weight")
-    if place is not None:
-        own_ND = target.embed_tokens.weight
-        stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
-        is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
-        if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
-            del found["embed_tokens.weight"]
 
 
 def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
@@ -152,37 +141,3 @@ def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
             f"tensor 'mask_hidden' has shape {list(config.mask_shape)}, but config.json asks for "
             f"{widths[0] or widths[1]} numbers"
         )
-
-
-def _draft_ids(config: EagleConfig, found: Mapping[str, Place]) -> Tensor | None:
-    """int64 [N]: the target's id of each draft token; None if it is the same id."""
-    num_drafts, vocab_size = config.draft_vocab_size, config.layer.vocab_size
-    own_N = torch.arange(num_drafts)
-    ids_N = own_N
-    if "d2t" in found:
-        ids_N = own_N + _read_ints(found["d2t"], (num_drafts,))
-    elif num_drafts < vocab_size:
-        raise ConfigError(
-            f"the checkpoint lacks tensors: d2t, which a draft vocabulary of {num_drafts} of "
-            f"{vocab_size} tokens needs"
-        )
-    if not bool(((ids_N >= 0) & (ids_N < vocab_size)).all()):
-        raise ConfigError(f"tensor 'd2t' leads out of the vocabulary of {vocab_size} tokens")
-    if len(ids_N.unique()) != num_drafts:
-        raise ConfigError("tensor 'd2t' maps several draft tokens to one token")
-    if "t2d" in found:
-        is_draft_V = _read_ints(found["t2d"], (vocab_size,)) != 0
-        if not torch.equal(is_draft_V.nonzero().flatten(), ids_N.sort().values):
-            raise ConfigError("tensors 't2d' and 'd2t' contradict each other")
-    return None if num_drafts == vocab_size and torch.equal(ids_N, own_N) else ids_N
-
-
-def _read_ints(place: Place, shape: tuple[int, ...]) -> Tensor:
-    """int64, of a tensor of whole numbers or bools."""
-    tensor = read_tensor(place)
-    if tensor.shape != shape or tensor.is_floating_point():
-        raise ConfigError(
-            f"tensor {place[1]!r} is {list(tensor.shape)} of {tensor.dtype}, but config.json "
-            f"asks for {list(shape)} of whole numbers"
-        )
-    return tensor.long()

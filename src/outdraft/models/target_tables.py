@@ -55,6 +55,7 @@ class TargetTables:
     Attributes:
         group: the ranks of the drafter.
         copied_bytes: what was read anew.
+        path: of the target's checkpoint; None: nobody said it.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class TargetTables:
         """
         self.target, self.group, self.copied_bytes = target, group, 0
         self.vocabulary = VocabularyShard(group, target.config.vocab_size)
-        self._path = path
+        self.path = path
         self._embedding_ND: Tensor | None = None
         self._head: BorrowedHead | None = None
 
@@ -113,6 +114,6 @@ class TargetTables:
         return BorrowedHead(product_of(head), memory_bytes(head))
 
     def _read(self, name: str, slot: Slot) -> None:
-        assert self._path is not None, "the target has other ranks than the drafter"
-        places = tensor_places(weight_files(self._path))
+        assert self.path is not None, "the target has other ranks than the drafter"
+        places = tensor_places(weight_files(self.path))
         fill_slots({name: slot}, {name: places[name]})

@@ -12,19 +12,40 @@ state rows, L tokens of a text, D the network's state, N places of states, F num
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import Span, lay_out
-from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import SettledRows, settled_rows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.draft_ops import UnreadTexts
+from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
+
+
+class ReadsTexts(Protocol):
+    """What the reader needs of a network; as `DraftNetwork`."""
+
+    @property
+    def lag(self) -> int: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def features(self, states: TargetStates) -> Tensor: ...
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        states_TD: Tensor | None,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor: ...
 
 
 class TextReader:
@@ -32,7 +53,7 @@ class TextReader:
 
     def __init__(
         self,
-        network: DraftNetwork,
+        network: ReadsTexts,
         cache: KVCache,
         max_rows: int,
         window: StateWindow | None = None,

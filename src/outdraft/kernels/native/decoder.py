@@ -234,8 +234,10 @@ class NativeDecoder:
 
 def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
     """As `ops.CompileDecoder`. Ranks must meet between the parts of each layer: passes of a network
-    that is spread over them run layer by layer."""
-    return NativeDecoder(team, spec) if spec.shard is None else ReferenceDecoder(spec)
+    that is spread over them run layer by layer. So do those whose layers differ in their masks."""
+    are_alike = not any(layer.is_causal for layer in spec.layers)
+    is_whole = spec.shard is None and are_alike
+    return NativeDecoder(team, spec) if is_whole else ReferenceDecoder(spec)
 
 
 def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> Rows:

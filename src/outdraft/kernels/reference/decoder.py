@@ -5,6 +5,7 @@ heads, C head size, I intermediate, K tapped layers, N the head's own vocabulary
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -106,7 +107,18 @@ class ReferenceDecoder:
         q_THC = rotate(self._norm(q_THC, layer.q_norm_C), cos_sin_TC)
         k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
         attention = self._spec.attention
+        if layer.is_causal:
+            metadata = replace(metadata, ancestors_T=_earlier_drafts(metadata))
         attention.write(k_TGC, v_TGC, cache, metadata.slots_T)
         form = AttentionForm(self._spec.scale, layer.window)
         out_THC = attention.attend(q_THC, cache, metadata, form)
         return layer.o(out_THC.flatten(1))
+
+
+def _earlier_drafts(metadata: AttentionMetadata) -> Tensor:
+    """int64 [T]: the masks without the drafted tokens that stand behind their rows in the text."""
+    lens_B, num_rows = metadata.query_start_B1.diff().long(), len(metadata.positions_T)
+    firsts_B = (metadata.context_lens_B + metadata.num_causal_B).long()
+    firsts_T = firsts_B.repeat_interleave(lens_B, output_size=num_rows)
+    places_T = (metadata.positions_T - firsts_T).clamp(min=-1)
+    return metadata.ancestors_T & ((1 << (places_T + 1)) - 1)

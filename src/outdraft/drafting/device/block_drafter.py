@@ -1,0 +1,224 @@
+"""Drafts a block of tokens in one pass: DFlash and DSpark (models/dflash.py).
+
+The drafter keeps keys and values of a text for all tokens but the newest one, whose states the
+target has yet to compute. Behind them it reads a block: the newest token and mask tokens, rows
+that all see each other. So each draft depends on all mask tokens, also on those behind it: the
+block always has the size that the network was trained with, however few drafts are wanted. What
+does not fit into the blocks of a request goes to a few spare ones. Nothing in a block has a use
+later.
+
+Dimension key: B requests that draft, R rows of a block, K drafts, V vocabulary, N the draft
+vocabulary, T rows, S state rows, L tokens of a text, D state, P blocks of the cache, F nodes of a
+level.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.rows import to_device
+from outdraft.core.draft import DraftSource
+from outdraft.core.plan import ModelDrafting
+from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.settled import SettledRows
+from outdraft.drafting.device.state_window import StateWindow
+from outdraft.drafting.device.target_states import TargetStates
+from outdraft.drafting.device.text_reader import TextReader
+from outdraft.kernels.draft_ops import Frontier, TreeLevels
+from outdraft.kv.cache import KVCache
+from outdraft.models.dflash import DFlashNetwork, SparkHeads
+
+
+def num_spare_blocks(num_rows: int, block_size: int) -> int:
+    """Blocks of the cache that one request may need beyond its own for so many rows, the first of
+    which stands in a place of the text."""
+    return -(-(num_rows - 1) // block_size)
+
+
+class ContextReader:
+    """As `ReadsTexts`: the keys and values of texts, without attention."""
+
+    lag = 1
+
+    def __init__(self, network: DFlashNetwork) -> None:
+        self._network, self.kernels = network, network.kernels
+
+    def features(self, states: TargetStates) -> Tensor:
+        """[T, D]."""
+        return self._network.features(states.tapped_TKD)
+
+    def read(
+        self,
+        token_ids_T: Tensor,
+        states_TD: Tensor | None,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The features, as they were given."""
+        assert states_TD is not None
+        self._network.write_context(states_TD, caches, metadata)
+        return states_TD
+
+
+class Block(NamedTuple):
+    """Where the blocks of some requests stand, on the host."""
+
+    context_lens_B: np.ndarray
+    positions_BR: np.ndarray
+    slots_BR: np.ndarray
+    table_BP: np.ndarray
+
+
+class BlockDrafter(LevelDrafter):
+    """A network that drafts blocks, and the texts that it has read."""
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        cache: KVCache,
+        max_rows: int,
+        source: DraftSource,
+        window: StateWindow,
+    ) -> None:
+        """
+        Args:
+            cache: of the pool's blocks, and behind these of the spare ones of each state row.
+            max_rows: of one pass, if a block is not larger.
+        """
+        config = network.config
+        self._network, self._cache, self._max_rows = network, cache, max_rows
+        self.state_window, self.taps = window.num_tokens, network.taps
+        self.drafting = ModelDrafting(source, max_kept=-1)
+        self.max_drafts, self.max_passes = config.num_drafts, 1
+        self._reader = TextReader(ContextReader(network), cache, max_rows, window)
+        self.keep = self._reader.keep
+        size = config.block_size
+        self._num_spare = num_spare_blocks(size, cache.block_size)
+        num_state_rows = (len(window.features_NF) - 1) // window.num_tokens
+        self._first_spare = cache.num_blocks - num_state_rows * self._num_spare
+        is_causal = network.is_uniform and config.is_causal[0]
+        rows_R = np.arange(size)
+        masks_R = (1 << (rows_R + 1)) - 1 if is_causal else np.full(size, (1 << size) - 1)
+        self._masks_R = masks_R.astype(np.int64)
+
+    def levels(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+    ) -> tuple[TreeLevels, SettledRows | None]:
+        """As `LevelDrafter`."""
+        unread = self._reader.unread(asks, token_ids_SL)
+        self._reader.read(unread)
+        most = max(1, self._max_rows // self._network.config.block_size)
+        parts = [
+            self._block_states(asks[first : first + most], token_ids_SL, depth)
+            for first in range(0, len(asks), most)
+        ]
+        states_BKD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        network = self._network
+        logits_RN = network.known_logits(states_BKD.flatten(0, 1))
+        if network.heads is None:
+            logits_BKV = network.over_vocabulary(logits_RN).view(*states_BKD.shape[:2], -1)
+            return KnownLevels(logits_BKV), None
+        newest_B = self._newest(asks, token_ids_SL)
+        logits_BKN = logits_RN.view(*states_BKD.shape[:2], -1)
+        return SparkLevels(network, network.heads, logits_BKN, states_BKD, newest_B), None
+
+    def first_logits(self, states_RD: Tensor) -> Tensor:
+        """Nobody asks: what a block says of settled tokens would take a block for each."""
+        raise NotImplementedError("a drafter of blocks is compared with nothing")
+
+    def _block_states(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+    ) -> Tensor:
+        """[B, K, D]: of the rows of the first `depth` drafts."""
+        network, num_rows = self._network, self._network.config.block_size
+        block, num_requests = self._place(asks), len(asks)
+        starts_B1 = np.arange(num_requests + 1, dtype=np.int32) * num_rows
+        first = num_rows - network.config.num_drafts  # row of the first draft
+        drafting_BK = starts_B1[:-1, None] + np.arange(first, first + depth)
+        sent = to_device(
+            [
+                starts_B1,
+                block.context_lens_B,
+                np.zeros(num_requests, dtype=np.int32),
+                np.tile(self._masks_R, num_requests),
+                block.positions_BR.ravel(),
+                block.slots_BR.ravel(),
+                block.table_BP,
+                drafting_BK.ravel().astype(np.int64),
+            ],
+            token_ids_SL.device,
+        )
+        metadata = AttentionMetadata(
+            *sent[:7],
+            max_rows=num_rows,
+            max_seq_len=int(block.context_lens_B.max()) + num_rows,
+        )
+        ids_BR = token_ids_SL.new_full((num_requests, num_rows), network.config.mask_token_id)
+        ids_BR[:, 0] = self._newest(asks, token_ids_SL)
+        states_TD = network(ids_BR.flatten(), self._cache.layers, metadata)
+        return states_TD.index_select(0, sent[7]).view(num_requests, depth, -1)
+
+    def _place(self, asks: Sequence[DraftModelAsk]) -> Block:
+        """Behind what is kept of the texts."""
+        num_rows, size = self._network.config.block_size, self._cache.block_size
+        contexts = [ask.num_tokens - ask.num_missing - 1 for ask in asks]
+        width = -(-(max(contexts) + num_rows) // size)
+        table_BP = np.zeros((len(asks), width), dtype=np.int32)
+        for row, (ask, context) in enumerate(zip(asks, contexts, strict=True)):
+            needed = -(-(context + num_rows) // size)
+            own = ask.block_ids[:needed]
+            spare = self._first_spare + ask.state_row * self._num_spare
+            table_BP[row, : len(own)] = own
+            table_BP[row, len(own) : needed] = np.arange(spare, spare + needed - len(own))
+        positions_BR = np.array(contexts)[:, None] + np.arange(num_rows)
+        blocks_BR = np.take_along_axis(table_BP, positions_BR // size, axis=1)
+        slots_BR = blocks_BR.astype(np.int64) * size + positions_BR % size
+        return Block(np.array(contexts, dtype=np.int32), positions_BR, slots_BR, table_BP)
+
+    def _newest(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor) -> Tensor:
+        """int64 [B]."""
+        rows = np.array([ask.state_row for ask in asks])
+        ends = np.array([ask.num_tokens - 1 for ask in asks])
+        rows_B, ends_B = to_device([rows, ends], token_ids_SL.device)
+        return token_ids_SL[rows_B, ends_B]
+
+
+class SparkLevels:
+    """What may follow each draft of a block, once the token before it is known.
+
+    Sampled tokens are drawn from the sums, so that a draft's distribution is the one behind the
+    tokens that were drawn before it.
+    """
+
+    def __init__(
+        self,
+        network: DFlashNetwork,
+        heads: SparkHeads,
+        logits_BKN: Tensor,
+        states_BKD: Tensor,
+        newest_B: Tensor,
+    ) -> None:
+        self._network, self._heads = network, heads
+        self._logits_BKN, self._states_BKD, self._newest_B = logits_BKN, states_BKD, newest_B
+
+    def first_logits(self) -> Tensor:
+        """As `TreeLevels`."""
+        return self._behind(self._newest_B[:, None], 0)[:, 0]
+
+    def next_logits(self, frontier: Frontier) -> Tensor:
+        """As `TreeLevels`."""
+        return self._behind(frontier.token_ids_BF, frontier.depth)
+
+    def _behind(self, token_ids_BF: Tensor, depth: int) -> Tensor:
+        """[B, F, V]."""
+        logits_BFN = self._logits_BKN[:, depth, None].expand(-1, token_ids_BF.shape[1], -1)
+        if self._heads.markov_w1 is not None:
+            pairs_RN = self._heads.pair_logits(token_ids_BF.flatten())
+            logits_BFN = logits_BFN + pairs_RN.view(logits_BFN.shape)
+        logits_RV = self._network.over_vocabulary(logits_BFN.flatten(0, 1))
+        return logits_RV.view(*token_ids_BF.shape, -1)

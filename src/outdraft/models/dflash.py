@@ -1,0 +1,271 @@
+"""DFlash drafters: one pass drafts a block of tokens (Chen et al. 2026, arXiv 2602.06036).
+
+The network is a few layers of Qwen 3. A pass reads the newest token and mask tokens behind it, and
+every row of such a block may see all others. Of the text before it reads no tokens: the keys and
+values of a text's token are made of the target's streams at that token, tapped between the target's
+layers. So the drafter catches up with a text without attention: one product fuses the streams, and
+one gives the keys and values of all layers. The embedding and mostly the head are the target's.
+
+DSpark (arXiv 2607.05147) adds two heads. One adds logits that depend on the token before a draft,
+so that tokens are drawn one after the other behind one pass. The other says from the row of a
+draft, and from the token before it, how likely the draft is accepted.
+
+Dimension key: T rows, R rows that need logits, D hidden, S hidden of the target, K taps, L layers,
+G kv heads, C head size, X = L * 2 * G * C, N draft vocabulary, V vocabulary, M rank of pairs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.reference.pointwise import rms_norm, rotate
+from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
+from outdraft.models.dflash_config import DFlashConfig
+from outdraft.models.layers.embedding import Embedding
+from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
+from outdraft.models.layers.norm import RMSNorm
+from outdraft.models.shape import DRAFT_RANKS
+from outdraft.models.slots import Slot, rows_of, slot_of
+from outdraft.models.target_tables import TargetTables, joined_linear
+
+
+class SparkHeads(nn.Module):
+    """What DSpark has beside DFlash; every rank has it whole."""
+
+    def __init__(self, config: DFlashConfig, kind: Kind) -> None:
+        super().__init__()
+        rank, self._reads_token = config.markov_rank, config.confidence_reads_token
+        self.markov_w1: Embedding | None = None
+        self.markov_w2: Linear | None = None
+        if rank:
+            self.markov_w1 = Embedding(config.layer.vocab_size, rank, **kind)
+            self.markov_w2 = Linear(rank, config.draft_vocab_size, bias=False, **kind)
+        self.confidence: Linear | None = None
+        if config.has_confidence:
+            num_inputs = config.layer.hidden_size + (rank if self._reads_token else 0)
+            self.confidence = Linear(num_inputs, 1, bias=True, **kind)
+
+    def pair_logits(self, token_ids_R: Tensor) -> Tensor:
+        """[R, N] in the network's dtype: what to add behind these tokens."""
+        assert self.markov_w1 is not None
+        assert self.markov_w2 is not None
+        return self.markov_w2(self.markov_w1(token_ids_R))
+
+    def confidences(self, states_RD: Tensor, token_ids_R: Tensor) -> Tensor:
+        """float32 [R]: the log-odds that drafts from these rows, behind these tokens, are accepted
+        if all before them were."""
+        assert self.confidence is not None
+        inputs = [states_RD]
+        if self._reads_token:
+            assert self.markov_w1 is not None
+            inputs.append(self.markov_w1(token_ids_R))
+        return self.confidence(torch.cat(inputs, dim=1))[:, 0].float()
+
+    def slots(self) -> dict[str, Slot | None]:
+        """As DFlashNetwork.checkpoint_slots."""
+        slots: dict[str, Slot | None] = {}
+        if self.markov_w1 is not None and self.markov_w2 is not None:
+            slots["markov_head.markov_w1.weight"] = slot_of(self.markov_w1.weight)
+            slots["markov_head.markov_w2.weight"] = slot_of(self.markov_w2.weight)
+        if self.confidence is not None:
+            slots["confidence_head.proj.weight"] = slot_of(self.confidence.weight)
+            slots["confidence_head.proj.bias"] = slot_of(self.confidence.bias)
+        return slots
+
+
+class DFlashNetwork(nn.Module):
+    """A drafter of blocks over a paged cache of its own. Weights are not initialised.
+
+    Attributes:
+        taps: behind how many of the target's layers `features` wants the residual streams.
+        feature_size: D, of `features`.
+        shard: its layers as this rank has them, which is the shape of its cache.
+        heads: DSpark's; None: it is DFlash.
+    """
+
+    draft_ids_N: Tensor | None
+
+    def __init__(
+        self,
+        config: DFlashConfig,
+        tables: TargetTables,
+        kernels: Kernels,
+        draft_ids_N: Tensor | None,
+        *,
+        own_embedding: bool = False,
+        own_head: bool = False,
+    ) -> None:
+        """In the dtype and on the device of the target, spread over the ranks of the tables.
+
+        Args:
+            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
+            own_embedding, own_head: the checkpoint has them; else the target's are read.
+
+        Raises:
+            ConfigError: the target does not have the layers that the config taps, or the drafter
+                cannot be divided over its ranks.
+        """
+        super().__init__()
+        layer, target, group = config.layer, tables.target, tables.group
+        config.check_taps(target.config.num_layers)
+        self.shard = layer.shard(group.size, DRAFT_RANKS)
+        self._tables, self.kernels, self.config = tables, kernels, config
+        self.dtype, self.device = target.dtype, target.device
+        self.taps, self.feature_size = config.taps, layer.hidden_size
+        kind = Kind(dtype=self.dtype, device=self.device)
+        num_inputs = len(config.taps) * config.target_hidden_size
+        self.fc = Linear(num_inputs, layer.hidden_size, bias=False, **kind)
+        self.hidden_norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
+        # The last block of the longest text reaches so far.
+        self.decoder = Decoder(
+            layer, kernels, kind, group=group, num_positions=layer.max_model_len + config.block_size
+        )
+        self._kv_size = self.shard.num_kv_heads * layer.head_size
+        num_outputs = layer.num_layers * 2 * self._kv_size
+        self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
+        self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
+        self.embed_tokens: Embedding | None = None
+        if own_embedding:
+            num_tokens = tables.vocabulary.num_own
+            self.embed_tokens = Embedding(num_tokens, layer.hidden_size, **kind)
+        self._drafted = VocabularyShard(group, config.draft_vocab_size)
+        self.lm_head: Linear | None = None
+        self._target_head = None if own_head else tables.head()
+        if own_head:
+            self.lm_head = joined_linear(layer.hidden_size, self._drafted, kind)
+        has_heads = config.markov_rank > 0 or config.has_confidence
+        self.heads = SparkHeads(config, kind) if has_heads else None
+        ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
+        self.register_buffer("draft_ids_N", ids_N, persistent=False)
+        self._passes: DecoderPass | None = None
+        self._k_norms_L1C: Tensor | None = None
+
+    def features(self, tapped_TKS: Tensor) -> Tensor:
+        """[T, D]: what keys and values of a text's tokens are made of.
+
+        Args:
+            tapped_TKS: the target's residual streams of `taps` in their order.
+        """
+        return self.hidden_norm(self.fc(tapped_TKS.flatten(1)))
+
+    def write_context(
+        self, features_TD: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
+    ) -> None:
+        """Write the keys and values of tokens of texts, in every layer, where the rows stand."""
+        layers = self.decoder.decoder_layers
+        shape = len(layers), 2, self.shard.num_kv_heads, self.shard.head_size
+        k_TLGC, v_TLGC = self.context_kv(features_TD).unflatten(1, shape).unbind(2)
+        if self._k_norms_L1C is None:
+            norms = [layer.k_norm.weight for layer in layers if layer.k_norm is not None]
+            self._k_norms_L1C = torch.stack(norms)[:, None]
+        k_TLGC = rms_norm(k_TLGC, self._k_norms_L1C, self.shard.rms_norm_eps)
+        cos_sin_TC = self.decoder.rotary.cos_sin_MC.index_select(0, metadata.positions_T)
+        k_TLGC = rotate(k_TLGC.flatten(1, 2), cos_sin_TC).view(k_TLGC.shape)
+        for index, cache in enumerate(caches):
+            self.kernels.attention.write(
+                k_TLGC[:, index], v_TLGC[:, index], cache, metadata.slots_T
+            )
+
+    @property
+    def passes(self) -> DecoderPass:
+        """What a block's rows compute, once the weights and the target's are packed."""
+        if self._passes is None:
+            if self.lm_head is not None:
+                head = product_of(self.lm_head)
+            else:
+                assert self._target_head is not None
+                head = self._target_head.product
+            table, tables = self.embed_tokens, self._tables
+            self._passes = self.decoder.compile_passes(
+                tables.embedding() if table is None else table.weight.data,
+                head,
+                final_norm=self.norm,
+                draft_ids_N=self.draft_ids_N,
+                shard=None if tables.group.size == 1 else tables.vocabulary,
+                is_causal=None if self.is_uniform else self.config.is_causal,
+            )
+        return self._passes
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether a block's rows see the same of their block in all layers."""
+        return len(set(self.config.is_causal)) == 1
+
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        wanted_R: Tensor | None = None,
+    ) -> Tensor:
+        """[R, D]: the states of the wanted rows behind the final norm.
+
+        Args:
+            token_ids_T: int64, blocks: rows without causal ones before them.
+            wanted_R: as in DecoderPass.
+        """
+        return self.passes(token_ids_T, caches, metadata, wanted_R=wanted_R)[0]
+
+    def known_logits(self, states_RD: Tensor) -> Tensor:
+        """[R, N] of the tokens that it can draft; float32, or float64 as the target's."""
+        return self.passes.logits(states_RD)
+
+    def over_vocabulary(self, logits_RN: Tensor) -> Tensor:
+        """[R, V]: -inf where the drafter has no such token."""
+        if self.draft_ids_N is None:
+            return logits_RN
+        logits_RV = logits_RN.new_full((len(logits_RN), self.config.layer.vocab_size), -torch.inf)
+        return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What its own weights take, packed ones included, and copies of the target's."""
+        return memory_bytes(self) + self._tables.copied_bytes
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights that a pass reads as they lie in memory, the target's head included."""
+        tables = [self.embed_tokens, self.heads and self.heads.markov_w1]
+        unread = sum(memory_bytes(table) for table in tables if table is not None)
+        own = memory_bytes(self) - unread
+        return own + (0 if self._target_head is None else self._target_head.num_bytes)
+
+    def checkpoint_slots(self) -> dict[str, Slot]:
+        """Where each tensor of a checkpoint belongs: views into this network; before packing."""
+        slots: dict[str, Slot | None] = {
+            "fc.weight": slot_of(self.fc.weight),
+            "hidden_norm.weight": slot_of(self.hidden_norm.weight),
+            "norm.weight": slot_of(self.norm.weight),
+        }
+        for _, layer_slots in self.decoder.parts(""):
+            slots |= layer_slots
+        if self.embed_tokens is not None:
+            weight = self.embed_tokens.weight
+            slots["embed_tokens.weight"] = rows_of(self._tables.vocabulary, weight)
+        if self.lm_head is not None:
+            slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
+        if self.heads is not None:
+            slots |= self.heads.slots()
+        return {name: slot for name, slot in slots.items() if slot is not None}
+
+    def pack(self, quantization: WeightFormat | None = None) -> None:
+        """Make its own products, once and for good, when the weights are there. The taps' is not
+        quantized: a small error there is one of every draft."""
+        for index, layer in enumerate(self.decoder.decoder_layers):
+            self.decoder.arrange(layer)
+            self._copy_context(index, layer)
+        for linear in linears_of(self):
+            linear.pack(self.kernels, None if linear is self.fc else quantization)
+
+    def _copy_context(self, index: int, layer: DecoderLayer) -> None:
+        """A layer's keys and values, which a pass over a block reads with its queries."""
+        rows = slice(2 * index * self._kv_size, 2 * (index + 1) * self._kv_size)
+        own, fused = self.context_kv, layer.qkv_proj
+        for to, weight in ((own.weight, fused.weight), (own.bias, fused.bias)):
+            if to is not None and weight is not None:
+                to.data[rows] = weight.data[-2 * self._kv_size :]

@@ -1,0 +1,86 @@
+"""Tensors that the checkpoints of several kinds of drafters have in common.
+
+A checkpoint may hold a copy of a table of the target's, and it may draft some tokens only.
+
+Dimension key: N draft vocabulary, V vocabulary, D hidden.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from outdraft.core.errors import ConfigError
+from outdraft.models.base import LanguageModel
+from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
+from outdraft.models.loader import Place, read_part, read_tensor, tensor_places, weight_files
+from outdraft.models.slots import rows_of
+
+VOCABULARY_TENSORS = ("d2t", "t2d")
+
+
+def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
+    """Some checkpoints store it, unchanged: it is large, and not kept twice. Each rank looks at the
+    vectors of its own tokens."""
+    place = found.get("embed_tokens.weight")
+    if place is not None:
+        own_ND = target.embed_tokens.weight
+        stored_ND = read_part(place, rows_of(target.vocabulary, own_ND))
+        is_own = stored_ND is not None and torch.equal(stored_ND.to(own_ND), own_ND)
+        if bool(target.group.gather(torch.tensor(is_own, device=target.device)).all()):
+            del found["embed_tokens.weight"]
+
+
+def drop_the_targets_head(
+    found: dict[str, Place], target: LanguageModel, path: Path | None
+) -> None:
+    """As `drop_the_targets_embedding`, of the head. The target's is packed: its numbers are
+    compared in the checkpoint at `path`; None: they cannot be."""
+    place = found.get("lm_head.weight")
+    if place is None or path is None:
+        return
+    name = EMBEDDING_NAME if target.config.tie_word_embeddings else HEAD_NAME
+    places = tensor_places(weight_files(path))
+    if name not in places:
+        return
+    stored, own = read_tensor(place), read_tensor(places[name])
+    if stored.dtype == own.dtype and torch.equal(stored, own):
+        del found["lm_head.weight"]
+
+
+def draft_ids(num_drafts: int, vocab_size: int, found: Mapping[str, Place]) -> Tensor | None:
+    """int64 [N]: the target's id of each draft token; None if it is the same id.
+
+    Raises:
+        ConfigError: the tensors that tell are missing or contradict each other.
+    """
+    own_N = torch.arange(num_drafts)
+    ids_N = own_N
+    if "d2t" in found:
+        ids_N = own_N + _read_ints(found["d2t"], (num_drafts,))
+    elif num_drafts < vocab_size:
+        raise ConfigError(
+            f"the checkpoint lacks tensors: d2t, which a draft vocabulary of {num_drafts} of "
+            f"{vocab_size} tokens needs"
+        )
+    if not bool(((ids_N >= 0) & (ids_N < vocab_size)).all()):
+        raise ConfigError(f"tensor 'd2t' leads out of the vocabulary of {vocab_size} tokens")
+    if len(ids_N.unique()) != num_drafts:
+        raise ConfigError("tensor 'd2t' maps several draft tokens to one token")
+    if "t2d" in found:
+        is_draft_V = _read_ints(found["t2d"], (vocab_size,)) != 0
+        if not torch.equal(is_draft_V.nonzero().flatten(), ids_N.sort().values):
+            raise ConfigError("tensors 't2d' and 'd2t' contradict each other")
+    return None if num_drafts == vocab_size and torch.equal(ids_N, own_N) else ids_N
+
+
+def _read_ints(place: Place, shape: tuple[int, ...]) -> Tensor:
+    """int64, of a tensor of whole numbers or bools."""
+    tensor = read_tensor(place)
+    if tensor.shape != shape or tensor.is_floating_point():
+        raise ConfigError(
+            f"tensor {place[1]!r} is {list(tensor.shape)} of {tensor.dtype}, but config.json "
+            f"asks for {list(shape)} of whole numbers"
+        )
+    return tensor.long()
