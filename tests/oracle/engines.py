@@ -133,6 +133,7 @@ COMBINED = ("combined", "combined-eagle3")
 BASIC = ("plain", "ngram", "suffix", "draft_model", "perfect", "combined")
 METHODS = ("plain", *HOST, *NETWORKS, *COMBINED)
 HEADS = ("medusa", "mlp_speculator")
+BLOCKS = ("dflash", "dspark")
 OF_ONE_SIZE = tuple(name for name in NETWORKS if name.endswith("-tree"))
 
 

@@ -130,6 +130,7 @@ TREE = {"tree_levels": [2, 2, 1]}
 TREE_MODEL = {"method": "draft_model", "model": "drafter"}
 EAGLE3 = {"method": "eagle3", "model": "eagle3"}
 MEDUSA, SPECULATOR = ({"method": m, "model": m} for m in ("medusa", "mlp_speculator"))
+DFLASH, DSPARK = ({"method": m, "model": m} for m in ("dflash", "dspark"))
 NUMBER = {"num_speculative_tokens": 3}
 CASES = {
     "plain": None,
@@ -157,6 +158,11 @@ CASES = {
     "medusa-tree": {**MEDUSA, **TREE},
     "mlp_speculator": {**SPECULATOR, **NUMBER},
     "mlp_speculator-tree": {**SPECULATOR, **TREE},
+    "dflash": {**DFLASH, **NUMBER},
+    "dflash-tree": {**DFLASH, **TREE},
+    "dspark": {**DSPARK, **NUMBER},
+    "dspark-token": {**DSPARK, **NUMBER, "rejection_sample_method": "token"},
+    "dspark-tree": {**DSPARK, **TREE},
 }
 
 
@@ -173,7 +179,7 @@ def test_texts_follow_the_targets_distribution(case: str, kernels: str, checkpoi
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(2, 1), (2, 2)])
 @pytest.mark.parametrize(
-    "case", ["plain", "block", "token", "combined", "tree", "eagle3", "medusa"]
+    "case", ["plain", "block", "token", "combined", "tree", "eagle3", "medusa", "dspark"]
 )
 def test_they_do_on_two_ranks(case: str, sizes: tuple[int, int], checkpoints: Any):
     found = counts(checkpoints, CASES[case], sizes=sizes)
@@ -213,7 +219,7 @@ def test_drafts_from_another_distribution_than_told_are_caught(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["block", "token", "eagle3", "medusa", "mlp_speculator"])
+@pytest.mark.parametrize("case", ["block", "token", "eagle3", "medusa", "mlp_speculator", "dspark"])
 def test_chains_that_live_rules_end_follow_it_too(
     case: str, checkpoints: Any, monkeypatch: pytest.MonkeyPatch
 ):

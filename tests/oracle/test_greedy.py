@@ -13,6 +13,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import (
+    BLOCKS,
     FAMILIES,
     HEADS,
     METHODS,
@@ -30,7 +31,7 @@ from tests.oracle.engines import (
     prompts_of,
     run,
 )
-from tests.oracle.heads import NUM_HEADS
+from tests.oracle.heads import BLOCK_SIZE, NUM_HEADS
 from tests.pairwise import rows
 
 LENGTHS = (3, 21, 40, 9, 33)
@@ -43,6 +44,10 @@ NUM_TOKENS = 30
 def test_every_number_of_drafts_equals_transformers(method: str, num_drafts: int):
     if method in HEADS and num_drafts > NUM_HEADS:
         with pytest.raises(ConfigError, match=f"{NUM_HEADS} heads"):
+            engine("llama-llama3-rope", method, num_drafts)
+        return
+    if method in BLOCKS and num_drafts > BLOCK_SIZE - 1:
+        with pytest.raises(ConfigError, match=f"no further than {BLOCK_SIZE - 1} tokens ahead"):
             engine("llama-llama3-rope", method, num_drafts)
         return
     llm = engine("llama-llama3-rope", method, num_drafts)
@@ -193,7 +198,7 @@ def test_a_tree_deeper_than_the_heads_is_refused_and_beside_other_sources_chains
     assert llm.engine.stats.drafted_by_source[DraftSource.MEDUSA] > 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "dflash", "dspark"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
     method: str, dtype: str
@@ -202,7 +207,7 @@ def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
     exact = {"dtype": dtype, "kernels": "reference" if dtype == "float64" else "auto"}
     exact |= {"num_blocks": 200}
     path = str(checkpoint("qwen2", "drafter" if method == "draft_model" else method))
-    levels = [2, 2, 1, 1] if method == "medusa" else [2, 2, 1, 1, 1, 1]
+    levels = [2, 2, 1, 1] if method in ("medusa", *BLOCKS) else [2, 2, 1, 1, 1, 1]
     speculative = {"method": method, "model": path, "tree_levels": levels}
     shared = models("qwen2", (method, path), dtype, "cpu", exact["kernels"])
     llm = LLM.from_config(config("qwen2", speculative, **exact), shared)

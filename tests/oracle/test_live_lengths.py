@@ -38,7 +38,7 @@ def test_at_temperature_0_every_drafter_gives_the_targets_own_text(method: str):
     assert 0 < stops.num_drafted < stops.num_wanted
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "medusa", "dflash", "dspark"])
 def test_seeded_texts_beside_others_are_those_of_plain_decoding(method: str):
     params = [
         SamplingParams(temperature=1.0, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True),
@@ -89,7 +89,9 @@ def test_rows_that_were_not_drafted_are_not_computed(method: str):
     assert left_out > 0
 
 
-@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mlp_speculator", "combined-eagle3"])
+@pytest.mark.parametrize(
+    "method", ["draft_model", "eagle3", "mlp_speculator", "dspark", "combined-eagle3"]
+)
 def test_rows_stay_in_place_where_the_host_would_have_to_wait(method: str, monkeypatch):
     """As on a GPU: nothing is read back, all planned rows are computed, the text is the same."""
     monkeypatch.setattr(live_stop, "host_sees", lambda device: False)

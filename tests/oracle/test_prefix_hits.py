@@ -27,6 +27,7 @@ METHODS = (
     "eagle3",
     "p-eagle",
     "medusa",
+    "dflash",
     "combined-eagle3",
 )
 

@@ -15,7 +15,7 @@ FAMILY, PROMPTS = "mistral-window", prompts_of((19, 4, 33))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "dflash"])
 def test_greedy_and_seeded_texts_are_those_of_plain_decoding(
     method: str, quantization: WeightFormat, dtype: str
 ):

@@ -23,6 +23,8 @@ SOURCES = {  # label and style of each
     TokenOrigin.EAGLE3: ("EAGLE-3", "bold bright_blue"),
     TokenOrigin.MEDUSA: ("Medusa", "bold red"),
     TokenOrigin.MLP: ("MLP speculator", "bold bright_magenta"),
+    TokenOrigin.DFLASH: ("DFlash", "bold bright_green"),
+    TokenOrigin.DSPARK: ("DSpark", "bold bright_yellow"),
 }
 PROMPT_LINES = 4  # of the end of each prompt
 

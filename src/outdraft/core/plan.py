@@ -59,8 +59,9 @@ class LiveStop:
     is at least the price. The margin of a level is the distance between its two largest logits as
     the level's token is drawn from them: behind all that a request's parameters change, temperature
     and cuts included (at temperature 0 there is neither), but before any noise. It is at most
-    MAX_MARGIN, which it is too where only one token has mass. It is known before the token is
-    drawn, and what was decided is never taken back. That makes such lengths exact: see
+    MAX_MARGIN, which it is too where only one token has mass. A network with a head for it tells
+    log-odds instead, from the row of the level and the token above it. Either is known before the
+    token is drawn, and what was decided is never taken back. That makes such lengths exact: see
     docs/design/0012.
 
     Attributes:

@@ -6,7 +6,7 @@ level, K drafts, L levels, V vocabulary, D the network's state, P blocks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -109,6 +109,18 @@ class TreeLevels(Protocol):
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]; levels come in order, each once."""
+        ...
+
+
+@runtime_checkable
+class TellsOdds(Protocol):
+    """Levels of chains that tell, before a level's tokens are drawn, how likely these are accepted.
+
+    What is told depends on nothing behind the level above.
+    """
+
+    def odds_B(self) -> Tensor:
+        """float32 [B]: log-odds of the level whose logits were given last."""
         ...
 
 

@@ -36,7 +36,8 @@ MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
 # Tokens, as the engine's, which imports torch.
 STATE_WINDOW, HEAD_WINDOW = 2 * (MAX_DRAFTS + 1), 1 + MAX_TAUGHT
 HEADS = (DraftSource.MEDUSA, DraftSource.MLP)
-EAGLES = (DraftSource.EAGLE, DraftSource.EAGLE3)
+READ_STATES = (DraftSource.EAGLE, DraftSource.EAGLE3, DraftSource.DFLASH, DraftSource.DSPARK)
+IN_ONE_PASS = (*HEADS, DraftSource.DFLASH, DraftSource.DSPARK)
 
 ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
 
@@ -152,7 +153,7 @@ class _Replay:
             BlockPool(blocks),
             traffic.max_model_len,
             state_window=_state_window(network),
-            drafter_reads_ahead=network is not None and network.source in EAGLES,
+            drafter_reads_ahead=network is not None and network.source in READ_STATES,
         )
         limits = _drafter_limits(config.network, network, traffic.max_model_len, self._scheduler)
         self._policy = DraftPolicy(
@@ -298,9 +299,9 @@ def _drafter_limits(
     source = config.source
     levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
     max_kept = 0 if source in HEADS or config.parallel_drafting or levels else None
-    if source in EAGLES:
+    if source in READ_STATES:
         max_kept = -1
-    most = sum(levels) if levels else network.max_levels if source in HEADS else MAX_DRAFTS
+    most = sum(levels) if levels else network.max_levels if source in IN_ONE_PASS else MAX_DRAFTS
     return DrafterLimits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
         ModelDrafting(source, levels, max_kept),

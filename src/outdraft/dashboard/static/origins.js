@@ -10,6 +10,8 @@ export const ORIGINS = [
   ["eagle3", "EAGLE-3", "Guessed by an EAGLE-3 head from several layers of the model."],
   ["medusa", "Medusa", "Guessed by one of the Medusa heads on the model’s last layer."],
   ["mlp_speculator", "MLP speculator", "Guessed by a small network on the model’s last layer."],
+  ["dflash", "DFlash", "Guessed as part of a block, in one pass of a DFlash network."],
+  ["dspark", "DSpark", "Guessed as part of a block, word after word, by a DSpark network."],
   ["bonus", "Bonus", "The model’s own token behind a draft that it accepted whole."],
   ["recovered", "Recovered", "The model’s own token where it rejected a guess."],
 ].map(([name, label, meaning]) => ({ name, label, meaning }));

@@ -125,7 +125,8 @@ class BlockDrafter(LevelDrafter):
             return KnownLevels(logits_BKV), None
         newest_B = self._newest(asks, token_ids_SL)
         logits_BKN = logits_RN.view(*states_BKD.shape[:2], -1)
-        return SparkLevels(network, network.heads, logits_BKN, states_BKD, newest_B), None
+        kind = SureSparkLevels if network.config.has_confidence else SparkLevels
+        return kind(network, network.heads, logits_BKN, states_BKD, newest_B), None
 
     def first_logits(self, states_RD: Tensor) -> Tensor:
         """Nobody asks: what a block says of settled tokens would take a block for each."""
@@ -205,6 +206,7 @@ class SparkLevels:
     ) -> None:
         self._network, self._heads = network, heads
         self._logits_BKN, self._states_BKD, self._newest_B = logits_BKN, states_BKD, newest_B
+        self._before_B, self._depth = newest_B, 0
 
     def first_logits(self) -> Tensor:
         """As `TreeLevels`."""
@@ -216,9 +218,19 @@ class SparkLevels:
 
     def _behind(self, token_ids_BF: Tensor, depth: int) -> Tensor:
         """[B, F, V]."""
+        self._before_B, self._depth = token_ids_BF[:, 0], depth
         logits_BFN = self._logits_BKN[:, depth, None].expand(-1, token_ids_BF.shape[1], -1)
         if self._heads.markov_w1 is not None:
             pairs_RN = self._heads.pair_logits(token_ids_BF.flatten())
             logits_BFN = logits_BFN + pairs_RN.view(logits_BFN.shape)
         logits_RV = self._network.over_vocabulary(logits_BFN.flatten(0, 1))
         return logits_RV.view(*token_ids_BF.shape, -1)
+
+
+class SureSparkLevels(SparkLevels):
+    """As `TellsOdds`: the row of a draft reads mask tokens only, and the token before the draft is
+    known, so that nothing told of a draft depends on it or on those behind it."""
+
+    def odds_B(self) -> Tensor:
+        """float32 [B]."""
+        return self._heads.confidences(self._states_BKD[:, self._depth], self._before_B)

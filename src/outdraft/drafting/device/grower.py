@@ -28,7 +28,7 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.ranked_tree import RankedTrees
 from outdraft.drafting.device.settled import SettledRows, with_settled
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
-from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TreeLevels
+from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, TellsOdds, TreeLevels
 from outdraft.kernels.ops import Kernels
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.processors import process_drafts
@@ -69,7 +69,10 @@ class LevelDrafter(ABC):
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
         levels, settled = self.levels(asks, token_ids_SL, growth.shape.depth)
-        drafts = growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+        if growth.stops is not None and isinstance(levels, TellsOdds):
+            drafts = grow(levels, growth)  # compiled growth looks at margins
+        else:
+            drafts = growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
         return with_settled(drafts, settled, self.first_logits, growth)
 
 
@@ -91,7 +94,8 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
             logits_BEV = levels.next_logits(frontier)
         logits_BEV = _processed(growth.kernels, logits_BEV, sampling)
         if stops is not None:
-            stops.look(logits_BEV[:, 0])
+            odds_B = levels.odds_B() if isinstance(levels, TellsOdds) else None
+            stops.look(logits_BEV[:, 0], odds_B)
         drawn_rows = drawn and drawn.extend(logits_BEV)
         ranked_rows = ranked and ranked.extend(_with_shared_noise(logits_BEV, growth, depth))
         rows = drawn_rows or ranked_rows

@@ -83,6 +83,12 @@ def margins_B(logits_BV: Tensor) -> Tensor:
     return distance_B.nan_to_num(nan=0.0).clamp(max=MAX_MARGIN)
 
 
+def margins_of_odds(odds_B: Tensor) -> Tensor:
+    """float32 [B]: log-odds in the place of margins: from 0 to MAX_MARGIN, even odds in the middle.
+    A rule's weight and bias make of them what is then observed."""
+    return (odds_B.float().nan_to_num(nan=0.0) + MAX_MARGIN / 2).clamp(0, MAX_MARGIN)
+
+
 def host_sees(device: torch.device) -> bool:
     """Whether the host can look at a tensor there without waiting."""
     return device.type == "cpu"
@@ -103,12 +109,15 @@ class LiveStops:
         self.num_drafts_B = torch.zeros_like(num_wanted_B)
         self._margins: list[Tensor] = []
 
-    def look(self, logits_BV: Tensor) -> None:
-        """Decide about the next level, before its tokens are chosen from these logits."""
+    def look(self, logits_BV: Tensor, odds_B: Tensor | None = None) -> None:
+        """Decide about the next level, before its tokens are chosen from these logits.
+
+        `odds_B`: a drafter's own log-odds that they are accepted; None: it tells none.
+        """
         rules, level = self._rules, len(self._margins)
         self._is_drafting_B = self._is_drafting_B & (level < self._num_wanted_B)
         looks_B = self._is_drafting_B & rules.has_rule_B
-        margin_B = margins_B(logits_BV)
+        margin_B = margins_B(logits_BV) if odds_B is None else margins_of_odds(odds_B)
         self._margins.append(margin_B.masked_fill(~looks_B, torch.nan))
         score_B = rules.weights_BL[:, level] * margin_B + rules.biases_BL[:, level]
         self._survival_B = self._survival_B * score_B.sigmoid()
