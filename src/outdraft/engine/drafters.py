@@ -92,7 +92,7 @@ class LoadedDrafter:
         return cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
 
     def spare_blocks(self, block_size: int) -> int:
-        """Of each running request, beside those of the pool."""
+        """What each running request has beside the blocks of the pool."""
         return num_spare_blocks(self.block_rows, block_size) if self.block_rows else 0
 
 
