@@ -103,16 +103,8 @@ class Drive:
 
     def __init__(self, network: DFlashNetwork, max_rows: int = 64) -> None:
         spare = num_spare_blocks(network.config.block_size, SLOTS)
-        shape = network.shard
-        cache = KVCache(
-            shape.num_layers,
-            NUM_BLOCKS + 2 * spare,
-            SLOTS,
-            shape.num_kv_heads,
-            shape.head_size,
-            network.dtype,
-            network.device,
-        )
+        sizes = NUM_BLOCKS + 2 * spare, SLOTS, network.dtype, network.device
+        cache = KVCache(network.shard.cache_shapes, *sizes)
         size, device = network.feature_size, network.device
         self.window = StateWindow(2, size, network.dtype, device, STATE_WINDOW)
         source = DraftSource(str(network.config.kind))

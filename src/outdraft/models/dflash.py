@@ -1,7 +1,7 @@
 """DFlash drafters: one pass drafts a block of tokens (Chen et al. 2026, arXiv 2602.06036).
 
 The network is a few layers of Qwen 3. A pass reads the newest token and mask tokens behind it, and
-every row of such a block may see all others. Of the text before it reads no tokens: the keys and
+every row of such a block may see all others. It reads no tokens of the text before: the keys and
 values of a text's token are made of the target's streams at that token, tapped between the target's
 layers. So the drafter catches up with a text without attention: one product fuses the streams, and
 one gives the keys and values of all layers. The embedding and mostly the head are the target's.
