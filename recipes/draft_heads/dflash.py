@@ -44,7 +44,7 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor, positions: Tensor) -> KeysValues:
         """Each [B, K, T, D], of rows x [B, T, hidden]."""
-        keys = self.k_norm(self._heads(self.k_proj(x)).float())
+        keys = self.k_norm(self._heads(self.k_proj(x)).to(self.k_norm.weight.dtype))
         return rotated(keys, positions, self.theta), self._heads(self.v_proj(x))
 
     def forward(self, x: Tensor, context: KeysValues, roots_R: Tensor) -> Tensor:
@@ -52,9 +52,8 @@ class Attention(nn.Module):
         num_roots, num_rows = x.shape[1:3]
         positions = (roots_R[:, None] + 1 + torch.arange(num_rows)).flatten()
         flat = x.flatten(1, 2)
-        queries = rotated(
-            self.q_norm(self._heads(self.q_proj(flat)).float()), positions, self.theta
-        )
+        queries = self.q_norm(self._heads(self.q_proj(flat)).to(self.q_norm.weight.dtype))
+        queries = rotated(queries, positions, self.theta)
         own_keys, own_values = self.keys_values(flat, positions)
         keys, values = context
         shape = (self.num_kv_heads, -1)

@@ -12,7 +12,12 @@ from typing import Any
 
 from heads import HEADS
 
-TITLES = {"eagle3": "EAGLE-3", "medusa": "Medusa-1", "mlp_speculator": "MLPSpeculator"}
+TITLES = {
+    "eagle3": "EAGLE-3",
+    "medusa": "Medusa-1",
+    "mlp_speculator": "MLPSpeculator",
+    "dflash": "DFlash",
+}
 HEADING, NEXT_HEADING = "## Draft heads\n", "## Limits\n"
 
 

@@ -12,6 +12,8 @@ from export import HEADING, with_section
 from heads import HEADS, draft_vocabulary, new_head, read_head, write_head
 from target_states import target_states
 
+from tests.reference import dflash as block_reference
+
 NUM_DRAFTS = 4
 NAMES = list(HEADS)
 EXACT = {"rtol": 1e-10, "atol": 1e-10}  # in float64, of sums of at most some hundred numbers
@@ -88,6 +90,32 @@ def test_eagle3_unrolled_from_all_roots_equals_each_root_drafting_one_token_afte
         for step in range(1, NUM_DRAFTS):
             hidden, logits = chain.step(hidden, ids[0, root + 1 + step], root + step)
             torch.testing.assert_close(unrolled[step][0, root], logits, rtol=1e-5, atol=1e-5)
+
+
+def test_dflash_from_all_roots_equals_the_block_of_each(target):
+    target, head = in_float64(target, some_head("dflash", target))
+    ids, config = some_ids(num_rows=1), head.config
+    states = target_states(target, ids)
+    weights = head.state_dict() | {"embed_tokens.weight": states.embedding}
+    settings = block_reference.Settings(
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config["head_dim"],
+        config["rope_theta"],
+        config["rms_norm_eps"],
+        config["block_size"],
+        config["dflash_config"]["mask_token_id"],
+        windows=(None, None),
+        is_causal=(False, False),
+    )
+    drafted = head(states, ids, NUM_DRAFTS)
+    for root in (0, 3, ids.shape[1] - NUM_DRAFTS - 1):
+        tapped = [*states.taps[0, : root + 1].chunk(3, dim=-1)]
+        block = block_reference.block_states(weights, settings, tapped, int(ids[0, root + 1]))
+        for step in range(NUM_DRAFTS):
+            expected = states.lm_head @ block[1 + step]
+            # The angles are float32 in both, their sines are computed in two ways.
+            torch.testing.assert_close(drafted[step][0, root], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_mlp_speculator_mixes_state_and_token_as_its_paper_says(target):
@@ -172,7 +200,20 @@ def test_what_is_written_is_read_again_to_the_bits_of_bfloat16(target, name, tmp
 
 MLP = [f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up", "down")]
 ATTENTION = [f"midlayer.self_attn.{part}_proj.weight" for part in "qkvo"]
+BLOCK_LAYERS = [
+    *(f"self_attn.{part}_proj.weight" for part in "qkvo"),
+    *(f"self_attn.{part}_norm.weight" for part in "qk"),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+]
 TENSORS = {
+    "dflash": [
+        "fc.weight",
+        "hidden_norm.weight",
+        "norm.weight",
+        *(f"layers.{layer}.{name}" for layer in range(2) for name in BLOCK_LAYERS),
+    ],
     "eagle3": [
         "fc.weight",
         "midlayer.input_layernorm.weight",
