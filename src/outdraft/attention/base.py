@@ -41,9 +41,9 @@ class AttentionMetadata:
         num_causal_B: int32 [B]; how many of its rows are causal; the rest are drafted. 0: all are,
             and the root is the last token that the cache held.
         ancestors_T: int64 [T]; bit j: the row sees drafted token j of its request (itself
-            included). In topological order: an ancestor has a lower bit. Or rows of a block, drafted
-            tokens 0, 1, ... in a row of positions, which have the bits of the whole block, each
-            other's later ones too; a window is as long as the block at least. 0 for causal rows.
+            included). In topological order: an ancestor has a lower bit. Or rows of a block,
+            drafted tokens 0, 1, ... at positions in a row, which have the bits of the whole block,
+            of those behind them too; a window is as long as the block at least. 0 for causal rows.
         positions_T: int64 [T]; position of each row in its text: context_len + k for the k-th
             causal row, position of the root + depth in the tree for a drafted row.
         slots_T: int64 [T]; flat cache slot (block * block_size + offset) of each row, -1: none.
