@@ -26,6 +26,8 @@ from outdraft.core.errors import ConfigError
         {"method": "draft_model", "model": "m", "parallel_drafting": "false"},
         {"method": "eagle3", "model": "m", "parallel_drafting": True, "tree_levels": [2, 1]},
         {"method": "medusa", "model": "m", "parallel_drafting": True},
+        {"method": "dflash", "model": "m", "parallel_drafting": True},
+        {"method": "dspark", "tree_levels": [2, 1]},
         {"method": "draft_model", "model": 5},
         {"method": "ngram", "rejection_sample_method": "lossy_typical", "posterior_alpha": 0},
         {"method": "ngram", "posterior_alpha": 0.2},
