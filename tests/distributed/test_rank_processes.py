@@ -12,9 +12,14 @@ from typing import Any
 import psutil
 import pytest
 
+from outdraft.core.allowed import AllowedTokens
 from outdraft.core.errors import ConfigError, EngineDeadError, RanksError
 from outdraft.core.plan import StepStats
 from outdraft.core.sampling import SamplingParams
+from outdraft.distributed.group import Ranks
+from outdraft.engine import engine as engine_module
+from outdraft.engine import rank_hosts
+from outdraft.engine import ranks as ranks_module
 from outdraft.engine.llm import LLM
 from tests.cli.pair import pair
 from tests.server.process.engines import PROMPTS, config, processes, stream, supervisor
@@ -115,6 +120,58 @@ def test_an_error_of_rank_0_in_a_step_ends_all_ranks():
         with pytest.raises(RanksError, match="rank 0 of 2 left a step: TypeError"):
             llm.generate(PROMPTS, LONG, use_tqdm=False)
         assert not ranks_of(os.getpid())
+
+
+def test_a_step_whose_masks_cannot_be_made_fails_alone(monkeypatch):
+    """The other rank has launched it, and waits for masks."""
+    made = engine_module.allowed_tokens
+    calls: list[int] = []
+
+    def failing(*args: Any) -> AllowedTokens:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise RuntimeError("no masks")
+        return made(*args)
+
+    monkeypatch.setattr(engine_module, "allowed_tokens", failing)
+    with spread(check_ranks=True) as llm:
+        with pytest.raises(RuntimeError, match="no masks"):
+            llm.generate(PROMPTS, PARAMS[3], use_tqdm=False)
+        assert len(calls) == 3
+        outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert all(one.finished for one in outputs)
+
+
+def test_hosts_that_cannot_be_closed_do_not_hide_why_the_ranks_ended(monkeypatch):
+    class Jammed(rank_hosts.LocalHosts):
+        def close(self) -> None:
+            super().close()
+            raise RuntimeError("the door is jammed")
+
+    monkeypatch.setattr(rank_hosts, "LocalHosts", Jammed)
+    with spread() as llm:
+        in_step(llm, 5, lambda: lone_rank().send_signal(signal.SIGKILL))
+        with pytest.raises(RanksError, match="rank 1 of 2: its process was ended by SIGKILL"):
+            llm.generate(PROMPTS, LONG, use_tqdm=False)
+
+
+def test_a_rank_that_hangs_while_it_loads_is_named_and_ended(monkeypatch):
+    """It is stopped as soon as the ranks have met; rank 0 loads its own part meanwhile."""
+    monkeypatch.setattr(ranks_module, "LOADING_SILENCE_S", 3.0)
+    meet = ranks_module.join_ranks
+
+    def join_and_stop(*args: Any) -> Ranks:
+        joined = meet(*args)
+        lone_rank().send_signal(signal.SIGSTOP)
+        return joined
+
+    monkeypatch.setattr(ranks_module, "join_ranks", join_and_stop)
+    stopped = r"rank 1 \(its process is stopped\) of 2 shows no sign of work for 3 s"
+    with pytest.raises(RanksError, match=stopped):
+        LLM.from_config(
+            config(tensor_parallel_size=2, speculative_config=SUFFIX, rank_timeout_s=1.0)
+        )
+    assert not ranks_of(os.getpid())
 
 
 def test_an_older_engine_of_the_same_ranks_is_refused_and_the_newer_one_goes_on():

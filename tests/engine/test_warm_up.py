@@ -3,7 +3,9 @@
 import pytest
 
 from outdraft.engine.build import warm_up
-from tests.oracle.engines import engine, greedy, ids, prompts_of, run
+from outdraft.engine.llm import LLM
+from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
+from tests.ranks import Spread, spread_models
 
 
 @pytest.mark.parametrize("method", ["plain", "combined"])
@@ -20,3 +22,24 @@ def test_nothing_is_left_and_nothing_changes(method: str):
 
 def test_a_very_short_context_is_enough():
     warm_up(engine("qwen2", "combined", max_model_len=2).engine)
+
+
+def test_every_draft_group_is_warmed_up():
+    """They would be other ranks: here it counts who owns what the steps draft for."""
+    chosen = config("qwen2", speculation("qwen2", "draft_model", 3))
+    models = spread_models(chosen, 2, 1)
+    llm = LLM.from_config(chosen, models[0])
+    owners: set[int] = set()
+    with Spread(llm, models) as ranks:
+        commit = llm.engine.scheduler.commit
+
+        def noted(step, result):
+            owners.update(work.owner for work in step.works if work.drafts is not None)
+            return commit(step, result)
+
+        llm.engine.scheduler.commit = noted
+        warm_up(llm.engine)
+        assert len(ranks.runners) == 2
+    assert owners == {0, 1}
+    llm.engine.check_invariants()
+    assert not llm.engine.has_work

@@ -107,20 +107,25 @@ def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan)
 def warm_up(engine: Engine) -> None:
     """What the first requests would otherwise wait for: pages to touch, kernels to make ready.
 
-    Runs a greedy and a sampled request for a few steps. Nothing is learned from them. The engine
-    must be idle.
+    Runs a greedy and a sampled request for a few steps, on each draft group. Nothing is learned
+    from them. The engine must be idle.
     """
     control, engine.drafting.control = engine.drafting.control, FixedLength(MAX_DRAFTS)
+    num_together = min(engine.runner.num_draft_groups, engine.scheduler.config.max_num_seqs)
     size = min(WARM_UP_TOKENS, engine.inputs.max_model_len - 1)
     prompt = [token_id % engine.inputs.vocab_size for token_id in range(size)]
     for temperature in (0.0, 1.0):
         params = SamplingParams(
             temperature=temperature, max_tokens=None, ignore_eos=True, detokenize=False
         )
-        engine.add_request("warm-up", prompt, params)
+        # Requests that begin together go to different groups.
+        names = [f"warm-up {group}" for group in range(num_together)]
+        for name in names:
+            engine.add_request(name, prompt, params)
         for _ in range(WARM_UP_STEPS):
             engine.step()
-        engine.abort("warm-up")
+        for name in names:
+            engine.abort(name)
     engine.drafting.control = control
 
 

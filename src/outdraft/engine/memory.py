@@ -29,12 +29,15 @@ class StepShape:
     """The largest step of an engine.
 
     Attributes:
-        num_draft_rows: most drafts of all requests; 0 without speculation.
+        num_draft_rows: most drafts of the requests that this rank verifies; 0 without speculation.
+            What clients predicted may be more for the few steps in which others have none.
         samples_drafts: the draft model draws from its distribution, which is then kept.
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
         noise_is_compiled: and so takes no memory but its result.
+        num_ranks: that verify, each an equal part of the requests.
+        draft_ranks: that draft together, for the requests that they verify.
     """
 
     scheduler: SchedulerConfig
@@ -46,17 +49,35 @@ class StepShape:
     tree: TreeShape | None = None
     drafter_rows: int = 0
     noise_is_compiled: bool = False
+    num_ranks: int = 1
+    draft_ranks: int = 1
+
+    @property
+    def num_verified(self) -> int:
+        """Most requests that this rank verifies. No draft group owns more than its part, since a
+        request goes to the one that owns the fewest."""
+        return -(-self.scheduler.max_num_seqs // self.num_ranks)
+
+    @property
+    def num_drafted(self) -> int:
+        """Most requests that this rank's draft group drafts for."""
+        return min(self.scheduler.max_num_seqs, self.num_verified * self.draft_ranks)
 
     @property
     def num_rows(self) -> int:
         """Most rows of one pass of the target or the drafter."""
-        widest = max(self.tree.levels) if self.tree is not None else 0
-        widest *= self.scheduler.max_num_seqs
+        widest = self._widest * self.scheduler.max_num_seqs
         return max(self.scheduler.max_num_batched_tokens, widest, self.drafter_rows)
 
     @property
     def num_logit_rows(self) -> int:
-        return min(self.scheduler.max_num_seqs + self.num_draft_rows, self.num_rows)
+        """Most rows with all their logits on this rank, the target's or the drafter's."""
+        verified = self.num_verified + self.num_draft_rows
+        return min(max(verified, self.num_drafted * max(1, self._widest)), self.num_rows)
+
+    @property
+    def _widest(self) -> int:
+        return max(self.tree.levels) if self.tree is not None else 0
 
     @property
     def logit_dtype(self) -> torch.dtype:
@@ -93,14 +114,13 @@ class StepMemory:
         return self.texts + self.states
 
 
-def activation_bytes(shape: StepShape, models: Sequence[ModelShape], num_ranks: int = 1) -> int:
+def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
     """What the widest model's layers take; the models run one after the other.
 
     Args:
         models: the parts of this rank.
-        num_ranks: that a model is spread over at most.
     """
-    return shape.num_rows * max(_row_bytes(model, shape.dtype, num_ranks) for model in models)
+    return shape.num_rows * max(_row_bytes(model, shape.dtype, shape.num_ranks) for model in models)
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -109,17 +129,17 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
     noise = width if shape.noise_is_compiled else NOISE_BYTES
     per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
     sampled = shape.num_logit_rows * vocab_size * per_logit
-    prompt = min(PROMPT_ROWS, shape.num_rows) * vocab_size * (own + 4 * width)
-    return max(sampled, prompt)
+    prompt_rows = -(-min(PROMPT_ROWS, shape.num_rows) // shape.num_ranks)
+    return max(sampled, prompt_rows * vocab_size * (own + 4 * width))
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
     """float32, whatever the model's dtype."""
     if not shape.samples_drafts:
         return 0
-    num_drafts = min(shape.num_draft_rows, shape.num_rows)
+    num_drafts = min(shape.num_draft_rows * shape.draft_ranks, shape.num_rows)
     if shape.tree is not None:
-        num_drafts = shape.scheduler.max_num_seqs * shape.tree.num_rows
+        num_drafts = shape.num_drafted * shape.tree.num_rows
     return DRAFT_TENSORS * num_drafts * vocab_size * 4
 
 

@@ -112,16 +112,21 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     layers = [target.shard]
     if drafter is not None and drafter.layers is not None:
         layers.append(drafter.layers)
+    ranks, scheduler = models.ranks, config.scheduler
     shape = StepShape(
-        config.scheduler,
+        scheduler,
         max_model_len,
-        num_draft_rows=most_draft_rows(speculation, config.scheduler.max_num_seqs),
+        num_draft_rows=most_draft_rows(
+            speculation, -(-scheduler.max_num_seqs // ranks.target.size)
+        ),
         samples_drafts=network is not None and network.samples,
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
         drafter_rows=drafter.block_rows if drafter is not None else 0,
         noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
+        num_ranks=ranks.target.size,
+        draft_ranks=ranks.draft.size if network is not None else 1,
     )
     states = 0
     if drafter is not None and drafter.state_window:
@@ -130,8 +135,8 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         states = state_bytes(shape, hidden_size, drafter.num_taps, size, window)
         size = config.cache.block_size
         spare = drafter.spare_blocks(size) * drafter.bytes_per_block(size)
-        states += config.scheduler.max_num_seqs * spare
-    most = config.scheduler.max_num_seqs, shape.num_rows, max_model_len
+        states += scheduler.max_num_seqs * spare
+    most = scheduler.max_num_seqs, shape.num_rows, max_model_len
     attention = max(
         models.kernels.attention.temporary_bytes(
             AttentionSizes(*most, one.num_heads, shape, target.dtype)
@@ -141,7 +146,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
     )
     return StepMemory(
         texts=text_bytes(shape),
-        activations=activation_bytes(shape, layers, models.ranks.target.size),
+        activations=activation_bytes(shape, layers),
         attention=attention,
         sampling=sampling_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),

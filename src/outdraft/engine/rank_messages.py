@@ -86,6 +86,10 @@ class Here(Struct, tag=True, frozen=True):
     """The first word of a rank."""
 
 
+class Working(Struct, tag=True, frozen=True):
+    """The answer is on its way: this rank has computed or read since it said so last."""
+
+
 class Loaded(Struct, tag=True, frozen=True):
     """The models are there."""
 
@@ -110,7 +114,7 @@ class Failed(Struct, tag=True, frozen=True):
     message: str
 
 
-Answer = Here | Loaded | Planned | Ready | Failed
+Answer = Here | Working | Loaded | Planned | Ready | Failed
 
 _orders, _answers = Decoder(Order), Decoder(Answer)
 

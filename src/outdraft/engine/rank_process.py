@@ -45,8 +45,9 @@ from outdraft.engine.rank_messages import (
     as_bytes,
     order_of_bytes,
 )
+from outdraft.engine.signs_of_work import SignsOfWork
 from outdraft.kernels.choose import memory_transports
-from outdraft.runner.model_runner import LaunchedStep, ModelRunner
+from outdraft.runner.model_runner import LaunchedStep, ModelRunner, PendingStep
 from outdraft.runner.same_steps import SameSteps
 
 Told = TypeVar("Told", bound=Order)
@@ -101,7 +102,8 @@ class Rank:
         store = TCPStore(host, port, is_master=False, timeout=timeout)
         self._answer(Here())
         self._next(Join)
-        models = self._models(store)
+        with SignsOfWork(self._listener):
+            models = self._models(store)
         self._answer(Loaded())
         order = self._next(Prepare)
         while True:
@@ -128,10 +130,12 @@ class Rank:
 
     def _built(self, models: LoadedModels, order: Prepare) -> tuple[ModelRunner, SameSteps | None]:
         config = order.config
-        memory = plan_memory(config, models)
+        with SignsOfWork(self._listener):
+            memory = plan_memory(config, models)
         self._answer(Planned(memory))
         memory = replace(memory, num_blocks=self._next(Build).num_blocks)
-        runner = build_runner(config, models, memory)
+        with SignsOfWork(self._listener):
+            runner = build_runner(config, models, memory)
         same_steps = None
         if config.parallel.check_ranks:
             same_steps = SameSteps(models.ranks.target, models.device)
@@ -142,19 +146,25 @@ class Rank:
         return runner, same_steps
 
     def _step_until_prepare(self, runner: ModelRunner, same_steps: SameSteps | None) -> Prepare:
-        """Run steps; the order that ends them."""
+        """Run steps; the order that ends them.
+
+        A launched step that no masks follow is dropped: rank 0 could not make them.
+        """
+        step: PendingStep | LaunchedStep | None = None
         while True:
             order = order_of_bytes(self._listener.receive())
             if isinstance(order, Prepare):
                 return order
-            plan, allowed = _expected(Step, order).plan, b""
-            step = runner.launch(plan_of_bytes(plan))
-            if isinstance(step, LaunchedStep):
-                allowed = self._next(Masks).allowed
-                step = runner.verify(step, allowed_of_bytes(allowed))
+            if isinstance(order, Masks) and isinstance(step, LaunchedStep):
+                told = order.allowed
+                step = runner.verify(step, allowed_of_bytes(told))
+            else:
+                told = _expected(Step, order).plan
+                step = runner.launch(plan_of_bytes(told))
             if same_steps is not None:
-                same_steps.add(plan + allowed)
-                same_steps.check(runner.collect(step))
+                same_steps.add(told)
+                if not isinstance(step, LaunchedStep):
+                    same_steps.check(runner.collect(step))
 
     def _answer(self, answer: Answer) -> None:
         self._listener.send(as_bytes(answer))

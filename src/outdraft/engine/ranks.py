@@ -4,6 +4,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,7 @@ from outdraft.engine.rank_messages import (
     RankAssignment,
     Ready,
     Step,
+    Working,
     answer_of_bytes,
     as_bytes,
 )
@@ -55,6 +57,7 @@ from outdraft.runner.same_steps import SameSteps
 POLL_S = 0.1  # between two looks for a process that died, while an answer is awaited
 GRACE_S = 2.0  # for other ranks to end that lost the same one
 LAST_WORDS_S = 0.2
+LOADING_SILENCE_S = 60.0  # at least: disks that others use stand still for seconds
 
 Told = TypeVar("Told", bound=Answer)
 _logger = logging.getLogger(__name__)
@@ -128,7 +131,7 @@ class RankProcesses:
         for rank in range(1, self._size):
             assignment = self._assignment(rank, all_cores[rank], (host, port))
             self._processes.add(rank, self._hosts.start(assignment))
-        self._answers(Here)
+        self._answers(Here, STORE_TIMEOUT_S)
         self._hosts.met()
         torch.set_num_threads(all_cores[0].num_threads)
         stay_on(all_cores[0].cpus)
@@ -249,20 +252,44 @@ class RankProcesses:
         except RanksError as error:
             self.give_up(error)
 
-    def _answers(self, kind: type[Told]) -> dict[int, Told]:
-        """The answer of every other rank. Processes that load are slow, but none is silent for
-        ever: its end is noticed."""
+    def _answers(self, kind: type[Told], timeout_s: float | None = None) -> dict[int, Told]:
+        """The answer of every other rank. Who loads may take as long as it shows that it works.
+
+        Args:
+            timeout_s: without a sign of a rank; None: as while they load.
+        """
+        timeout_s = timeout_s or max(self._config.parallel.rank_timeout_s, LOADING_SILENCE_S)
         found: dict[int, Told] = {}
+        silent_s = dict.fromkeys(range(1, self._size), 0.0)
         while len(found) < self._size - 1:
-            self._raise_failed(kind, found)
+            began_s = time.monotonic()
+            heard = self._heard(kind, found)
+            # Time in which this process itself stood still is not their silence.
+            passed_s = min(time.monotonic() - began_s, 2 * POLL_S)
+            silent_s = {rank: silence + passed_s for rank, silence in silent_s.items()}
+            if heard is not None:
+                silent_s[heard] = 0.0
+            for rank, silence in silent_s.items():
+                if rank not in found and silence > timeout_s:
+                    what = f"rank {rank}{self._state(rank)} of {self._size}"
+                    self._failure = RanksError(f"{what} shows no sign of work for {timeout_s:g} s")
+                    self.end()
+                    raise self._failure
         return found
 
-    def _raise_failed(self, kind: type[Told], found: dict[int, Told]) -> None:
+    def _heard(self, kind: type[Told], found: dict[int, Told]) -> int | None:
+        """Which rank says something now; None: nobody does.
+
+        Raises:
+            ConfigError, RanksError: one of them has failed.
+        """
         said = self._speaker.receive(POLL_S)
         if said is None:
             self.check()
-            return
+            return None
         rank, answer = said[0], answer_of_bytes(said[1])
+        if isinstance(answer, Working):
+            return rank
         if isinstance(answer, Failed):
             if answer.kind == "config":
                 self._failure = RanksError(f"rank {rank} of {self._size}: {answer.message}")
@@ -271,6 +298,7 @@ class RankProcesses:
             self.give_up(RanksError(f"rank {rank} of {self._size} failed: {answer.message}"))
         assert isinstance(answer, kind), f"rank {rank} answers {answer} where {kind} was due"
         found[rank] = answer
+        return rank
 
     def _blamed(self, error: BaseException) -> RanksError:
         """Who is to blame that the ranks cannot go on, and how it ended."""
@@ -351,10 +379,12 @@ class _Threads:
 
 
 def _end(processes: _Processes, speaker: Speaker, hosts: RankHosts, threads: _Threads) -> None:
-    processes.end()
-    speaker.close()
-    hosts.close()
-    threads.restore()
+    """Whatever cannot be ended must not hide why it had to end, nor keep the rest."""
+    for end in (processes.end, speaker.close, hosts.close, threads.restore):
+        try:
+            end()
+        except Exception:
+            _logger.exception("something of the ranks is left")
 
 
 def _store(size: int, host: str) -> tuple[TCPStore, int]:

@@ -106,7 +106,8 @@ class RayHosts:
     def close(self) -> None:
         """Give the room back."""
         for actor in self._actors:
-            ray.kill(actor)
+            with contextlib.suppress(RayError):  # it has gone with its cluster
+                ray.kill(actor)
         remove_placement_group(self._group)
 
 
@@ -135,9 +136,11 @@ class RayProcess:
         return -signal.SIGKILL
 
     def kill(self) -> None:
-        """End it when its machine hears of it; whoever waits here is told at once."""
+        """End it when its machine hears of it; whoever waits here is told at once. With a cluster
+        that is gone, it has gone."""
         self._is_killed.set()
-        ray.kill(self._actor)
+        with contextlib.suppress(RayError):
+            ray.kill(self._actor)
 
     def close(self) -> None:
         """Nothing is left."""

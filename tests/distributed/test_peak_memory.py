@@ -1,0 +1,101 @@
+"""What each rank is said to hold, against what its process has held at most."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.checkpoints import llama
+
+pytestmark = [
+    pytest.mark.tp,
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
+SIZE, NUM_REQUESTS = 2, 8
+# Little to compute and much to keep: wide keys and values, few layers.
+LARGE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "vocab_size": 16_000,
+    "max_position_embeddings": 2048,
+}
+TINY = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+TINY |= {"head_dim": 8, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 64}
+DRAFTS = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+DRAFTS |= {"head_dim": 64, "hidden_size": 128}
+
+
+def measured(
+    folder: Path,
+    sizes: dict[str, Any],
+    drafter: dict[str, Any] | None,
+    draft_size: int,
+    num_blocks: int,
+    has_all_rules: bool,
+) -> dict[str, list[int]]:
+    """Bytes that each rank took, and that it was said to take."""
+    options: dict[str, Any] = {
+        "model": str(folder / "target"),
+        "dtype": "bfloat16",
+        "device": "cpu",
+        "tensor_parallel_size": SIZE,
+        "num_blocks": num_blocks,
+        "max_num_seqs": NUM_REQUESTS,
+        "max_num_batched_tokens": 128,
+        "rank_timeout_s": 300.0,
+    }
+    llama(**sizes).bfloat16().save_pretrained(folder / "target")
+    if drafter is not None:
+        llama(**drafter).bfloat16().save_pretrained(folder / "drafter")
+        options["speculative_config"] = {
+            "method": "draft_model",
+            "model": str(folder / "drafter"),
+            "num_speculative_tokens": 3,
+            "control": "fixed",
+            "draft_tensor_parallel_size": draft_size,
+        }
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.distributed.peak_memory"],
+        input=json.dumps([options, has_all_rules]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("draft_size", "has_all_rules"), [(None, False), (None, True), (1, False), (2, False)]
+)
+def test_a_rank_takes_what_was_planned_within_five_per_cent(
+    tmp_path: Path, draft_size: int | None, has_all_rules: bool
+) -> None:
+    """Of a large model, beyond what a tiny one takes: processes begin with some memory."""
+    tiny, large = (
+        measured(
+            tmp_path / name,
+            sizes,
+            None if draft_size is None else drafter,
+            draft_size or 1,
+            num_blocks,
+            has_all_rules,
+        )
+        for name, sizes, drafter, num_blocks in (
+            ("tiny", TINY, TINY, 40),
+            ("large", LARGE, DRAFTS, 400),
+        )
+    )
+    taken, planned = (
+        [of_large - of_tiny for of_large, of_tiny in zip(large[kind], tiny[kind], strict=True)]
+        for kind in ("taken", "planned")
+    )
+    assert taken == pytest.approx(planned, rel=0.05)

@@ -1,0 +1,40 @@
+"""Who works shows it, and who waits does not."""
+
+import threading
+import time
+
+from outdraft.engine import signs_of_work
+from outdraft.engine.rank_messages import Working, answer_of_bytes
+from outdraft.engine.signs_of_work import SignsOfWork
+
+
+class Ear:
+    """Keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+        self.has_heard = threading.Event()
+
+    def send(self, message: bytes) -> None:
+        self.heard.append(answer_of_bytes(message))
+        self.has_heard.set()
+
+
+def test_a_process_that_computes_tells_it_until_it_is_done(monkeypatch):
+    monkeypatch.setattr(signs_of_work, "BEAT_S", 0.05)
+    ear = Ear()
+    with SignsOfWork(ear):
+        while not ear.has_heard.is_set():
+            sum(range(10_000))
+    told = len(ear.heard)
+    assert set(ear.heard) == {Working()}
+    time.sleep(0.2)
+    assert len(ear.heard) == told
+
+
+def test_a_process_that_neither_computes_nor_reads_tells_nothing(monkeypatch):
+    monkeypatch.setattr(signs_of_work, "BEAT_S", 0.01)
+    monkeypatch.setattr(signs_of_work, "_used", lambda: (1.0, 7))
+    ear = Ear()
+    with SignsOfWork(ear):
+        assert not ear.has_heard.wait(0.2)
