@@ -79,7 +79,7 @@ def measured(
 def test_a_rank_takes_what_was_planned_within_five_per_cent(
     tmp_path: Path, draft_size: int | None, has_all_rules: bool
 ) -> None:
-    """Of a large model, beyond what a tiny one takes: processes begin with some memory."""
+    """What a large model takes beyond a tiny one: processes begin with some memory."""
     tiny, large = (
         measured(
             tmp_path / name,
