@@ -56,6 +56,7 @@ def test_every_engine_flag_reaches_the_configuration():
     options = EngineOptions(
         revision="v2",
         load_format="dummy",
+        model_impl="transformers",
         generation_config="vllm",
         gpu_memory_utilization=0.25,
         enforce_eager=True,
@@ -81,6 +82,7 @@ def test_every_engine_flag_reaches_the_configuration():
         model="m",
         revision="v2",
         load_format="dummy",
+        model_impl="transformers",
         generation_config="vllm",
         gpu_memory_utilization=0.25,
         enforce_eager=True,

@@ -21,7 +21,7 @@ from outdraft.kernels.ops import Kernels
 _logger = logging.getLogger(__name__)
 
 # The library's classes of activations, by name.
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUActivation": Activation.GELU,
@@ -110,9 +110,9 @@ def _gate_of(module: Any) -> Gate | str:
         if type(module)._apply_gate.__name__ != _USUAL_GATE:
             return "its gate is not one that the kernels have"
     activation = type(module.act_fn).__name__
-    if activation not in _ACTIVATIONS:
+    if activation not in ACTIVATIONS:
         return f"the kernels have no {activation}"
-    return Gate(_ACTIVATIONS[activation])
+    return Gate(ACTIVATIONS[activation])
 
 
 def _packed(

@@ -38,6 +38,7 @@ from outdraft.models.transformers_attention import (
     computed_by,
     register,
 )
+from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import TransformersModel
 from outdraft.models.transformers_operations import catch_operations
 from outdraft.models.transformers_products import pack_products
@@ -111,6 +112,7 @@ def load_transformers_model(
     attention = _survey(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
     replace_experts(model, kernels, quantization)
+    fuse_layers(model, kernels, quantization)
     pack_products(model, kernels, quantization)
     forms = {module: layer.form for module, layer in attention.items()}
     return TransformersModel(model, shape, forms, kernels, mask)
