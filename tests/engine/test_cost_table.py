@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outdraft.control.costs import CostTable
+from outdraft.control.roofline import Machine
 from outdraft.core.errors import ConfigError
 from outdraft.engine.cost_cache import (
     MOST_FILES,
@@ -69,6 +70,23 @@ def test_without_time_the_prior_stands_in(tmp_path: Path):
     table = measured(llm, tmp_path, budget_s=0)
     assert table.target == prior.target
     assert table.drafters == prior.drafters
+
+
+def test_the_prior_of_a_model_with_experts_counts_those_that_rows_meet():
+    llm = engine("transformers/mixtral", "plain")
+    target = llm.models.target
+    routed = target.routed
+    assert routed is not None
+    hidden, width, num_layers = target.config.hidden_size, 48, target.config.num_layers
+    numbers = num_layers * routed.num_experts * 3 * hidden * width
+    assert routed.nbytes == 2 * numbers  # bfloat16 holds these
+    machine = Machine(bandwidth=1e6, peak=1e15)
+    found = roofline(llm.config, llm.models, llm.engine.runner, machine).target
+    met = routed.per_row / routed.num_experts
+    missed_bytes = [(1 - met) ** rows * routed.nbytes for rows in found.rows]
+    want = [(target.weight_bytes - missed) / 1e6 for missed in missed_bytes]
+    assert found.seconds == pytest.approx(want, rel=1e-4)
+    assert found.seconds[1] > 1.1 * found.seconds[0]
 
 
 def test_a_table_is_measured_once(tmp_path: Path):

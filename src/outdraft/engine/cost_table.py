@@ -200,7 +200,9 @@ def _target_size(model: LanguageModel) -> PassSize:
     layer += 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + model.vocabulary.width * config.hidden_size
     token_bytes = _token_bytes(config, model.dtype)
-    return PassSize(model.weight_bytes, 2 * weights, token_bytes, config.num_layers)
+    routed = model.routed
+    always_bytes = model.weight_bytes - (0 if routed is None else routed.nbytes)
+    return PassSize(always_bytes, 2 * weights, token_bytes, config.num_layers, routed)
 
 
 def _drafter_size(drafter: LoadedDrafter) -> PassSize:

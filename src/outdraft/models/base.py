@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.core.routed_weights import RoutedWeights
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
@@ -29,7 +30,9 @@ class LanguageModel(Protocol):
         group: the ranks that it is spread over. Each of them calls the same with the same rows.
         embed_tokens: with the table of this rank's tokens as its weight.
         lm_head: the product of the head, without what the family does to logits behind it.
-        weight_bytes: that one step reads as they lie in memory, whatever the number of rows.
+        weight_bytes: that one step reads at most, as they lie in memory: those of all experts too.
+        routed: the weights of experts, of which few rows meet few; None: it has none, or a step
+            reads all.
         memory_bytes: what the weights take, packed ones included.
         numbers: what is computed, over which weights if they are kept otherwise: for people.
     """
@@ -52,6 +55,9 @@ class LanguageModel(Protocol):
 
     @property
     def weight_bytes(self) -> int: ...
+
+    @property
+    def routed(self) -> RoutedWeights | None: ...
 
     @property
     def memory_bytes(self) -> int: ...

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from outdraft.core.routed_weights import RoutedWeights
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
@@ -88,6 +89,16 @@ def replace_experts(
     for name, why in left.items():
         _logger.warning("%s stays the transformers library's own code: %s", name, why)
     return count
+
+
+def routed_weights(module: nn.Module, per_row: int | None) -> RoutedWeights | None:
+    """Those of the replaced experts inside; None: there are none, or nobody knows how many of them
+    a row meets."""
+    layers = [part for part in module.modules() if isinstance(part, PackedExperts)]
+    if not layers or per_row is None:
+        return None
+    num_experts = max(layer.num_experts for layer in layers)
+    return RoutedWeights(sum(layer.packed_bytes for layer in layers), num_experts, per_row)
 
 
 def _holds_experts(module: nn.Module) -> bool:

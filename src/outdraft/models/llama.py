@@ -135,6 +135,11 @@ class CausalLM(nn.Module):
         return self.passes.draft(unread, growth, by_levels)
 
     @property
+    def routed(self) -> None:
+        """It has no experts."""
+        return None
+
+    @property
     def weight_bytes(self) -> int:
         """Weights that one step reads as they lie in memory, whatever the number of rows.
 

@@ -22,6 +22,7 @@ from outdraft.distributed.group import ALONE
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
+from outdraft.models.experts import routed_weights
 from outdraft.models.layers.linear import linears_of, memory_bytes
 from outdraft.models.shape import ModelShape
 from outdraft.models.transformers_attention import PagedAttention, computed_by
@@ -61,8 +62,9 @@ class TransformersModel(nn.Module):
         assert isinstance(embedding, nn.Embedding)
         assert isinstance(head, FlatLinear)
         self.embed_tokens, self.lm_head = embedding, head.linear
-        # Llama 4 counts the tokens before a row, and does not read its position.
         text_config = model.config.get_text_config()
+        self.routed = routed_weights(model, getattr(text_config, "num_experts_per_tok", None))
+        # Llama 4 counts the tokens before a row, and does not read its position.
         self._counts_rows = bool(getattr(text_config, "attn_temperature_tuning", False))
 
     def forward(
