@@ -86,13 +86,13 @@ def candidates() -> dict[str, Callable[[Tensor], Tensor]]:
 
 
 def expert_bytes() -> int:
-    """Of one expert of all layers, in bfloat16."""
+    """Those of one expert in all layers, in bfloat16."""
     widths = 3 * SHAPE["hidden_size"] * SHAPE["intermediate_size"]
     return widths * SHAPE["num_hidden_layers"] * DTYPE.itemsize
 
 
 def experts_met(x_1TD: Tensor, blocks: nn.ModuleList) -> float:
-    """Of a layer, on average."""
+    """How many experts of a layer the rows meet, on average."""
     met = list[int]()
 
     def count(_: nn.Module, __: object, out: tuple[Tensor, ...]) -> None:
