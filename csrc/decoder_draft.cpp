@@ -14,9 +14,10 @@
 
 namespace outdraft {
 
-// The rows of one text that are read first, and where the text begins in `texts`.
+// The rows of one text that are read first, where the text begins in `texts`, and how much further
+// on a row stands in the text than in the table of blocks.
 struct UnreadText {
-  int64_t context_len, num_rows, text_start;
+  int64_t context_len, num_rows, text_start, num_skipped;
 };
 
 // What Python fills (kernels/native/drafting.py): as `UnreadTexts` of kernels/draft_ops.py.
@@ -90,7 +91,7 @@ class Drafting {
       const int64_t end = span.context_len + span.num_rows;
       for (int64_t index = span.context_len; index < end; ++index, ++row) {
         ids[row] = unread_.texts[span.text_start + index];
-        positions[row] = index;
+        positions[row] = index + span.num_skipped;
         slots[row] = blocks[index / block_size] * block_size + index % block_size;
       }
       starts_.push_back(static_cast<int32_t>(row));
@@ -133,6 +134,7 @@ class Drafting {
     place_level(num_drafting(), num_nodes, growth_.first(), ancestors, contexts_.data(),
                 num_drafts_.data(), table_.data(), unread_.table_width, unread_.block_size,
                 ancestors, positions, slots);
+    for (int64_t row = 0; row < num_rows; ++row) positions[row] += num_skipped_[row / num_nodes];
     const DecoderRows rows{ids,           positions,          slots,     starts_.data(),
                            lens_.data(),  zeros_.data(),      ancestors, table_.data(),
                            num_rows,      num_drafting(),     unread_.table_width,
@@ -146,12 +148,13 @@ class Drafting {
   void gather_columns() {
     const int64_t num_nodes = growth_.num_nodes(), width = unread_.table_width;
     starts_.assign(1, 0);
-    contexts_.clear(), lens_.clear(), num_drafts_.clear(), table_.clear();
+    contexts_.clear(), lens_.clear(), num_drafts_.clear(), table_.clear(), num_skipped_.clear();
     for (const int64_t b : growth_.drafting()) {
       starts_.push_back(starts_.back() + static_cast<int32_t>(num_nodes));
       contexts_.push_back(unread_.spans[b].context_len + unread_.spans[b].num_rows);
       lens_.push_back(static_cast<int32_t>(contexts_.back()));
       num_drafts_.push_back(task_.num_drafts[b]);
+      num_skipped_.push_back(unread_.spans[b].num_skipped);
       const int32_t* blocks = unread_.block_table + b * width;
       table_.insert(table_.end(), blocks, blocks + width);
     }
@@ -181,7 +184,7 @@ class Drafting {
   float* logits_;             // [rows, N]
   std::vector<int64_t> rows_;    // of a pass: ids, origins, ancestors, positions, slots
   std::vector<int64_t> before_;  // the requests of the pass before
-  std::vector<int64_t> contexts_, num_drafts_;
+  std::vector<int64_t> contexts_, num_drafts_, num_skipped_;
   std::vector<int32_t> starts_, lens_, zeros_, table_;
 };
 

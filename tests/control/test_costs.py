@@ -16,6 +16,7 @@ from outdraft.control.facts import (
     StepFacts,
     StepOutcome,
 )
+from outdraft.control.outlook import Outlook
 from outdraft.core.errors import ConfigError
 
 LINE = CostCurve((1, 4, 8, 16), (1.0, 1.3, 2.0, 4.0))
@@ -54,6 +55,26 @@ def test_stairs_take_the_time_of_their_edge():
 
 def test_a_table_comes_back_from_json():
     assert CostTable.from_json(TABLE.to_json()) == TABLE
+
+
+def test_a_pass_over_a_part_of_each_text_takes_no_longer_for_longer_texts():
+    own = replace(TABLE.drafters["eagle3"], context_s=1e-3, max_context=100)
+    costs = Costs(replace(TABLE, drafters={"self": own}))
+
+    def prices(lengths: list[int]) -> tuple[float, float]:
+        """A pass of the network, and one of the target."""
+        requests = tuple(
+            RequestFacts(str(i), 50, 4, length, network="self") for i, length in enumerate(lengths)
+        )
+        facts = StepFacts(requests)
+        found = Outlook.of(facts, costs).prices(facts, "self", costs)
+        return found.pass_N[2], found.target_N[0]
+
+    short, full, long = prices([10, 60]), prices([100, 100]), prices([100, 100_000])
+    assert full[0] - short[0] == pytest.approx(1e-3 * 130)
+    assert long[0] == full[0]
+    assert long[1] - full[1] == pytest.approx(1e-4 * 99_900)
+    assert CostTable.from_json(costs.table.to_json()) == costs.table
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": {"rows": [1], "seconds": [1]}}'])

@@ -76,11 +76,13 @@ def tokenizer() -> Tokenizer:
 def models(
     family: str, network: tuple[str, str] | None, dtype: str, device: str, kernels: str
 ) -> LoadedModels:
-    """Loaded once per family and network, which is a method and a path."""
+    """Loaded once per family and network, which is a method and a path, or how the target's weights
+    are kept that draft for it."""
     options = {"dtype": dtype, "device": device, "kernels": kernels}
     speculative = None
     if network is not None:
-        speculative = {"method": network[0], "model": network[1]}
+        named = "quantization" if network[0] == "self" else "model"
+        speculative = {"method": network[0], named: network[1]}
         if network[1].endswith("masked"):
             speculative |= {"parallel_drafting": True}
     return load_models(config(family, speculative, **options))
@@ -116,6 +118,8 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "p-eagle": {"method": "eagle3", "model": "p-eagle-masked", "parallel_drafting": True},
     "medusa": {"method": "medusa", "model": "medusa"},
     "medusa-tree": {"method": "medusa", "model": "medusa", **TREE},
+    "self": {"method": "self", "quantization": "int4"},
+    "self-tree": {"method": "self", "quantization": "int4", **TREE},
     "mlp_speculator": {"method": "mlp_speculator", "model": "mlp_speculator"},
     "mlp_speculator-tree": {"method": "mlp_speculator", "model": "mlp_speculator", **TREE},
     "dflash": {"method": "dflash", "model": "dflash"},
@@ -159,7 +163,8 @@ def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | N
         ngram = {"method": "ngram", "prompt_lookup_min": 1, "branching": 2}
         return {**common, "sources": [ngram, {"method": "suffix"}, network]}
     chosen = NETWORKS[method]
-    chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
+    if "model" in chosen:
+        chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
     if TREE.keys() & chosen:
         del common["num_speculative_tokens"]
     return common | chosen
@@ -189,7 +194,9 @@ def engine(family: str, method: str, num_drafts: int = 3, **options: Any) -> LLM
             speculative[key] = value
     chosen = config(family, speculative, **options)
     network = chosen.speculation.network
-    key = None if network is None else (str(network.source), network.model)
+    key = None
+    if network is not None:
+        key = str(network.source), network.model or str(network.quantization)
     shared = models(family, key, chosen.dtype, chosen.device, chosen.kernels)
     return LLM.from_config(chosen, shared)
 

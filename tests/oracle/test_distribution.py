@@ -156,6 +156,8 @@ CASES = {
     "p-eagle": {"method": "eagle3", "model": "p-eagle", **NUMBER, "parallel_drafting": True},
     "medusa": {**MEDUSA, **NUMBER},
     "medusa-tree": {**MEDUSA, **TREE},
+    "self": {"method": "self", "quantization": "int4", **NUMBER},
+    "self-tree": {"method": "self", "quantization": "int4", **TREE},
     "mlp_speculator": {**SPECULATOR, **NUMBER},
     "mlp_speculator-tree": {**SPECULATOR, **TREE},
     "dflash": {**DFLASH, **NUMBER},

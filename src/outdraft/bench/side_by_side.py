@@ -58,7 +58,7 @@ class SharedModels:
             raise ConfigError("engines that are compared need tensor_parallel_size=1")
         one, key = config.speculation.network, ()
         if one is not None:
-            key = (one.source, one.model, one.parallel_drafting, one.quantization)
+            key = (one.source, one.model, one.parallel_drafting, one.quantization, one.kv_budget)
         if key not in self._loaded:
             others = list(self._loaded.values())
             self._loaded[key] = with_drafter(others[0], config) if others else load_models(config)

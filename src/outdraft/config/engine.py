@@ -8,6 +8,7 @@ from outdraft.config.checks import check_choice, check_number, check_truth, chec
 from outdraft.config.parallel import ParallelConfig
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.weight_format import QUANTIZATIONS
 
@@ -167,6 +168,12 @@ class EngineConfig:
             raise ConfigError(
                 f"draft_tensor_parallel_size must divide tensor_parallel_size ({size}), so it must "
                 f"be one of {allowed}, got {draft_size}"
+            )
+        network = self.speculation.network
+        if self.parallel.has_ranks and network is not None and network.source is DraftSource.SELF:
+            raise ConfigError(
+                "method 'self' drafts in the target's own KV cache, which tensor_parallel_size="
+                f"{size} divides: it needs tensor_parallel_size=1, or another method"
             )
         if self.parallel.has_ranks and ":" in self.device:
             raise ConfigError(

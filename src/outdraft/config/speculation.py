@@ -18,6 +18,7 @@ NETWORK_SOURCES = (
     DraftSource.MLP,
     DraftSource.DFLASH,
     DraftSource.DSPARK,
+    DraftSource.SELF,
 )
 BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
@@ -77,33 +78,37 @@ class SuffixConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftNetworkConfig:
-    """A network that drafts: a small model, or a head on the target's hidden states.
+    """A network that drafts: a small model, a head on the target's hidden states, or the target.
 
     A small model of another vocabulary than the target's drafts the tokens that both know (arXiv
     2502.05202).
 
     Attributes:
-        model: directory or hub name.
+        model: directory or hub name; "": the target itself drafts, as `self` does.
         source: what kind of network it is.
         max_model_len: tokens; None: what the network's own config says.
         parallel_drafting: all drafts in one pass, with mask tokens (PARD, P-EAGLE).
         min_vocabulary_overlap: share of the target's tokens that a small model must know. A good
             small vocabulary before a large one may know an eighth of it; one that has little but
             single bytes knows a hundredth.
-        quantization: of its weights, as EngineConfig's for the target; it changes no output.
+        quantization: of its weights, as EngineConfig's for the target; it changes no output. With
+            `self` a copy of the target in so many bits drafts.
+        kv_budget: tokens of each text that the target attends to while it drafts for itself; None:
+            all of them. For `self` only.
         draft_tensor_parallel_size: ranks that share one such network: a divisor of
             tensor_parallel_size. 1: every rank has a whole one for requests of its own, and drafts
             without a message to another rank.
         tree: None: chains.
     """
 
-    model: str
+    model: str = ""
     source: DraftSource = DraftSource.MODEL
     max_model_len: int | None = None
     draft_sample_method: DraftSampleMethod = "probabilistic"
     parallel_drafting: bool = False
     min_vocabulary_overlap: float = 0.1
     quantization: str | None = None
+    kv_budget: int | None = None
     draft_tensor_parallel_size: int = 1
     tree: TreeShape | None = None
 
@@ -112,6 +117,8 @@ class DraftNetworkConfig:
         check_whole("draft_tensor_parallel_size", self.draft_tensor_parallel_size, 1)
         if not isinstance(self.model, str):
             raise ConfigError(f"model must be a directory or a name, got {self.model!r}")
+        check_whole("kv_budget", self.kv_budget, 1, optional=True)
+        self._check_who_drafts()
         check_truth("parallel_drafting", self.parallel_drafting)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
@@ -126,6 +133,21 @@ class DraftNetworkConfig:
             )
         if self.parallel_drafting and self.tree is not None:
             raise ConfigError("parallel_drafting drafts chains: leave out the tree")
+
+    def _check_who_drafts(self) -> None:
+        if self.source is not DraftSource.SELF:
+            if not self.model:
+                raise ConfigError(f"method {str(self.source)!r} needs a model")
+            if self.kv_budget is not None:
+                raise ConfigError(f"kv_budget is for method 'self', not for {str(self.source)!r}")
+            return
+        if self.model:
+            raise ConfigError(f"method 'self' drafts with the target: leave out {self.model!r}")
+        if self.quantization is None and self.kv_budget is None:
+            raise ConfigError(
+                "method 'self' needs a quantization of the weights that draft, a kv_budget of "
+                "tokens that drafts attend to, or both: else drafting costs what the target costs"
+            )
 
     @property
     def samples(self) -> bool:

@@ -21,9 +21,8 @@ METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
 
 
 def _options(kind: type) -> tuple[str, ...]:
-    return tuple(
-        f.name for f in fields(kind) if f.init and f.name not in ("sources", "source", "tree")
-    )
+    left_out = ("sources", "source", "tree", "kv_budget")
+    return tuple(f.name for f in fields(kind) if f.init and f.name not in left_out)
 
 
 _NGRAM_BOUNDS = ("prompt_lookup_min", "prompt_lookup_max")
@@ -38,6 +37,7 @@ _NETWORK_KEYS = (
     "tree_levels",
 )
 _MODEL_KEYS = (*_options(DraftNetworkConfig), "tree_levels")
+_SELF_KEYS = ("quantization", "kv_budget", "max_model_len", "draft_sample_method", "tree_levels")
 _COMMON_KEYS = _options(SpeculationConfig)
 _KEYS_OF_METHOD = {
     "ngram": _NGRAM_KEYS,
@@ -49,6 +49,7 @@ _KEYS_OF_METHOD = {
     "mlp_speculator": _NETWORK_KEYS,
     "dflash": _NETWORK_KEYS,
     "dspark": _NETWORK_KEYS,
+    "self": _SELF_KEYS,
     "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS, "sources"),
 }
 
@@ -75,7 +76,7 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values by their names in Python; null stands for the default."""
-    known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"]}
+    known = {"method", *_COMMON_KEYS, *_KEYS_OF_METHOD["combined"], *_SELF_KEYS}
     given: dict[str, Any] = {}
     for written, value in values.items():
         key = written.replace("-", "_")
@@ -134,10 +135,11 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
             bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
         sources.append(NgramConfig(**bounds, **_chosen(given, ("branching",))))
     if method in map(str, NETWORK_SOURCES) or any(key in given for key in _MODEL_KEYS):
-        if "model" not in given:
+        if "model" not in given and method != DraftSource.SELF:
             raise ConfigError(f"speculative_config of method {method!r} needs a model")
         kind = DraftSource.MODEL if method == "combined" else DraftSource(method)
-        options = _chosen(given, tuple(key for key in _MODEL_KEYS if key != "tree_levels"))
+        keys = {*_MODEL_KEYS, *_SELF_KEYS} - {"tree_levels"}
+        options = _chosen(given, tuple(keys))
         tree = TreeShape.of_levels(given["tree_levels"]) if "tree_levels" in given else None
         sources.append(DraftNetworkConfig(source=kind, tree=tree, **options))
     return tuple(sources)

@@ -5,7 +5,7 @@ Tables are frozen and travel as JSON. What they say is corrected while the engin
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -91,6 +91,7 @@ class DrafterCost:
         max_passes: most passes of a draft, however deep it is.
         beside_s: more that the target's pass takes in a step in which the network drafts: weights
             of both may not fit into the caches.
+        max_context: most tokens of a text that a pass attends to; None: all.
     """
 
     passes: CostCurve
@@ -99,6 +100,12 @@ class DrafterCost:
     context_s: float = 0.0
     max_passes: int = 63
     beside_s: float = 0.0
+    max_context: int | None = None
+
+    def num_read(self, lengths: Iterable[int]) -> int:
+        """Tokens of texts of these lengths that a pass attends to."""
+        most = self.max_context
+        return sum(lengths) if most is None else sum(min(length, most) for length in lengths)
 
 
 @dataclass(frozen=True, slots=True)

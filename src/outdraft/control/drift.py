@@ -166,7 +166,8 @@ class Costs:
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
         target_s = outcome.target_s
         if network:
-            self.observe_drafter(network, pass_rows, lag, context, outcome.draft_s)
+            read = self.drafter(network).num_read(r.context_tokens for r in facts.requests)
+            self.observe_drafter(network, pass_rows, lag, read, outcome.draft_s)
             target_s -= self.beside_s(network)
         self.observe_target(outcome.num_rows, context, target_s, count)
 

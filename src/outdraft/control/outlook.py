@@ -77,7 +77,8 @@ class Outlook:
         most = min(facts.max_rows, sum(request.most_rows for request in facts.requests))
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
-            pass_N = costs.pass_N(network, 1 + self.num_requests + most, self.context)
+            context = costs.drafter(network).num_read(r.context_tokens for r in facts.requests)
+            pass_N = costs.pass_N(network, 1 + self.num_requests + most, context)
             max_passes = costs.drafter(network).max_passes
             start_s = costs.start_s(network) + costs.beside_s(network)
         return Prices(

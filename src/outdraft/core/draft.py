@@ -33,6 +33,7 @@ class DraftSource(StrEnum):
     MLP = "mlp_speculator"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    SELF = "self"
 
 
 def num_taught(num_settled: int) -> int:

@@ -26,6 +26,7 @@ class TokenOrigin(StrEnum):
     MLP = "mlp_speculator"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    SELF = "self"
 
 
 @dataclass(frozen=True, slots=True)

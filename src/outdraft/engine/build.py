@@ -69,6 +69,7 @@ def build_engine(
         longest_text(config, target),
         state_window=drafter.state_window if drafter is not None else 0,
         drafter_reads_ahead=drafter is not None and drafter.reads_ahead,
+        drafter_shares_cache=drafter is not None and drafter.shares_cache,
         num_draft_groups=num_groups,
     )
     inputs = InputProcessor(
@@ -94,10 +95,10 @@ def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan)
     target, device, kernels = models.target, models.device, models.kernels
     drafter, max_model_len = drafter_of(config, models), longest_text(config, target)
     state = DeviceState(config.scheduler.max_num_seqs, max_model_len, device, kernels)
+    cache = kv_cache(target.shard, memory, target.dtype, target.device)
     proposer = None
     if drafter is not None:
-        proposer = device_proposer(config, drafter, kernels, memory, device)
-    cache = kv_cache(target.shard, memory, target.dtype, target.device)
+        proposer = device_proposer(config, drafter, kernels, memory, target, cache)
     parts = target, cache, state, _verifier(kernels, config.speculation), proposer
     if models.ranks.target.size > 1:
         return ShardedRunner(*parts, ranks=models.ranks)

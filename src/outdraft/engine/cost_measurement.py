@@ -173,6 +173,7 @@ class DrafterSteps:
         tree: Sequence[int],
         max_passes: int,
         reads_texts: bool,
+        lags: bool = True,
     ) -> None:
         """
         Args:
@@ -182,6 +183,7 @@ class DrafterSteps:
             max_passes: of a draft, however deep it is.
             reads_texts: the network has to read what it drafts behind. Else all that catching up
                 takes is to compare it with settled tokens.
+            lags: it has texts to catch up with; else the target's cache has them.
         """
         self._counts, self._num_long = counts, num_long
         self._num_passes = min(depth, max_passes)
@@ -200,7 +202,7 @@ class DrafterSteps:
         self._long = Step(1, rows, is_network=True, is_long=True)
         self._lags = {
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
-            for lag in (0, *(LAGS if reads_texts else (MAX_TAUGHT,)))
+            for lag in ((0, *(LAGS if reads_texts else (MAX_TAUGHT,))) if lags else ())
         }
         alone, *others = (
             [
@@ -245,7 +247,8 @@ class DrafterSteps:
         short_s, long_s = own_s(self._whole[1]), own_s(self._long)
         if short_s is not None and long_s is not None:
             more_s = max(0.0, long_s - short_s)
-            context_s = more_s / self._num_passes / (self._num_long - SHORT)
+            num_more = prior.num_read([self._num_long]) - prior.num_read([SHORT])
+            context_s = more_s / self._num_passes / max(1, num_more)
         beside_s = 0.0
         behind_s, alone_s = measured.target_s(self._whole[1]), measured.target_s(self._hosted)
         if behind_s is not None and alone_s is not None:
@@ -257,6 +260,7 @@ class DrafterSteps:
             context_s,
             prior.max_passes,
             beside_s,
+            prior.max_context,
         )
 
 
@@ -299,7 +303,7 @@ def _owners(rows: int, counts: Sequence[int]) -> int:
 def _catch_up(lags: dict[int, float | None], prior: DrafterCost) -> CostCurve:
     """What a backlog adds to the pass that reads it, comparing the network with its last tokens
     included. `lags`: 0 stands for a usual step."""
-    usual_s = lags[0]
+    usual_s = lags.get(0)
     found = {
         lag: max(0.0, seconds - usual_s)
         for lag, seconds in lags.items()

@@ -104,7 +104,12 @@ def roofline(
     if proposer is not None and models.drafter is not None:
         source = str(proposer.drafting.source)
         drafters[source] = _drafter_size(models.drafter), proposer.max_passes
-    return prior_table(machine, _target_size(models.target), drafters, rows)
+    table = prior_table(machine, _target_size(models.target), drafters, rows)
+    if models.drafter is None or models.drafter.max_context is None:
+        return table
+    most = models.drafter.max_context
+    reading_less = {n: replace(cost, max_context=most) for n, cost in table.drafters.items()}
+    return replace(table, drafters=reading_less)
 
 
 class _Measuring:
@@ -169,6 +174,7 @@ class _Measuring:
             tree=proposer.drafting.levels,
             max_passes=proposer.max_passes,
             reads_texts=loaded.layers is not None,
+            lags=not loaded.shares_cache,
         )
         budget_s = DRAFTER_SHARE * self._budget_s
         measured = take_turns(steps, drafter.wanted, self._prior.target, budget_s)

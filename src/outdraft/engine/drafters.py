@@ -19,12 +19,14 @@ from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.drafting.device.attended_blocks import AttendedBlocks, BlockBudget
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.head_drafter import MedusaDrafter, MLPSpeculatorDrafter
 from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
 from outdraft.drafting.device.proposer import DeviceProposer, Drafter
+from outdraft.drafting.device.self_drafter import SPARSE_WINDOW, SelfDrafter
 from outdraft.drafting.device.state_window import HEAD_WINDOW, STATE_WINDOW, StateWindow
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
@@ -42,6 +44,7 @@ from outdraft.models.dflash import DFlashNetwork
 from outdraft.models.dflash_loader import load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
+from outdraft.models.llama import CausalLM
 from outdraft.models.loader import resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
@@ -65,6 +68,8 @@ class LoadedDrafter:
         max_drafts: ahead of the text.
         mask_token_id: of a network that was trained for parallel drafting.
         block_rows: of a network that drafts blocks; 0: it does not.
+        shares_cache: it is the target, or a copy of it, and drafts in the target's cache.
+        max_context: most tokens of a text that it attends to; None: all.
     """
 
     network: Network
@@ -74,12 +79,16 @@ class LoadedDrafter:
     max_drafts: int = MAX_DRAFTS
     mask_token_id: int | None = None
     block_rows: int = 0
+    shares_cache: bool = False
+    max_context: int | None = None
 
     @property
     def state_window(self) -> int:
         """Tokens of each text whose states of the target it keeps."""
         if self.layers is None:
             return HEAD_WINDOW
+        if self.shares_cache:
+            return 0 if self.max_context is None else SPARSE_WINDOW
         return STATE_WINDOW if self.feature_size else 0
 
     @property
@@ -89,7 +98,9 @@ class LoadedDrafter:
 
     def bytes_per_block(self, block_size: int) -> int:
         """What it keeps in a block of the pool."""
-        return cache_bytes(self.layers, block_size, self.network.dtype) if self.layers else 0
+        if self.layers is None or self.shares_cache:
+            return 0
+        return cache_bytes(self.layers, block_size, self.network.dtype)
 
     def spare_blocks(self, block_size: int) -> int:
         """What each running request has beside the blocks of the pool."""
@@ -218,7 +229,8 @@ def device_proposer(
     drafter: LoadedDrafter,
     kernels: Kernels,
     memory: MemoryPlan,
-    device: torch.device,
+    target: LanguageModel,
+    target_cache: KVCache,
 ) -> DeviceProposer:
     """Drafts with the network, in its part of the pool's blocks.
 
@@ -233,9 +245,28 @@ def device_proposer(
         drafting = MedusaDrafter(loaded, num_seqs, kernels)
     elif isinstance(loaded, MLPSpeculator):
         drafting = MLPSpeculatorDrafter(loaded, num_seqs, kernels)
+    elif drafter.shares_cache:
+        drafting = _self_drafter(config, loaded, target, target_cache)
     else:
-        drafting = _layered_drafter(network, drafter, memory, device, config.scheduler)
+        drafting = _layered_drafter(network, drafter, memory, target.device, config.scheduler)
     return DeviceProposer(kernels, drafting, network.tree, samples=network.samples)
+
+
+def _self_drafter(
+    config: EngineConfig, model: Network, target: LanguageModel, cache: KVCache
+) -> SelfDrafter:
+    """For the target, or a copy of it."""
+    assert not isinstance(model, EagleNetwork | DFlashNetwork | MedusaHeads | MLPSpeculator)
+    assert not isinstance(model, TranslatedModel)
+    assert config.speculation.network is not None
+    scheduler, kv_budget = config.scheduler, config.speculation.network.kv_budget
+    attended = None
+    if kv_budget is not None:
+        assert isinstance(target, CausalLM), "load_self refuses others"
+        budget = BlockBudget.of_tokens(kv_budget, cache.block_size)
+        longest = config.max_model_len or target.config.max_model_len
+        attended = AttendedBlocks(target, cache, budget, scheduler.max_num_seqs, longest)
+    return SelfDrafter(model, cache, scheduler.max_num_batched_tokens, attended)
 
 
 def _layered_drafter(

@@ -9,13 +9,14 @@ import torch
 from tokenizers import Tokenizer
 
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import BLOCK_SOURCES
+from outdraft.config.speculation import BLOCK_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
 from outdraft.engine.machine import give_back_memory
+from outdraft.engine.self_speculation import load_self
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
 from outdraft.kernels.ops import Kernels
@@ -95,9 +96,12 @@ def load_models(
     )
     drafter = None
     if (network := config.speculation.network) is not None:
-        if is_dummy:
+        if network.source is DraftSource.SELF:
+            drafter = load_self(config, network, path, target)
+        elif is_dummy:
             raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
-        drafter = load_drafter(network, path, target, kernels, ranks.draft)
+        else:
+            drafter = load_drafter(network, path, target, kernels, ranks.draft)
     give_back_memory()  # weights as they were before they were packed
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
@@ -185,7 +189,9 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     check_shared(replace(config, speculation=models.config.speculation), models.config)
     network = config.speculation.network
     drafter = None
-    if network is not None:
+    if network is not None and network.source is DraftSource.SELF:
+        drafter = load_self(config, network, models.path, models.target)
+    elif network is not None:
         drafter = load_drafter(
             network, models.path, models.target, models.kernels, models.ranks.draft
         )
@@ -204,9 +210,13 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     network, other = config.speculation.network, loaded.speculation.network
     if network is None:
         return
-    asked = network.model, network.source, network.quantization
-    if other is None or (other.model, other.source, other.quantization) != asked:
+    if other is None or _weights_of(other) != _weights_of(network):
         raise ConfigError(f"{network.source} {network.model!r} was not loaded")
+
+
+def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:
+    """What configurations of one loaded drafter have in common."""
+    return network.model, network.source, network.quantization, network.kv_budget
 
 
 def choose_device(name: str, rank: int | None = None) -> torch.device:

@@ -76,6 +76,8 @@ def plan_together(
             memory=part,
         )
         drafter_weights = drafter.network.memory_bytes if drafter else 0
+        if drafter is not None and drafter.network is target:
+            drafter_weights = 0
         numbers, target_weights = target.numbers, target.memory_bytes
         plans.append(
             MemoryPlan(numbers, target_weights, drafter_weights, step, block_bytes, count, size)

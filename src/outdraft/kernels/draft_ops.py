@@ -134,6 +134,8 @@ class UnreadTexts:
         features_NF: the target's states, for a network that reads them.
         places: in features_NF, of each row's state; () for other networks.
         wants_states: `ModelDrafts.states_TD` is wanted.
+        num_skipped: of each request, tokens that its blocks leave out before the rows: a row's
+            position in the text is by so much larger than its cache index. (): none.
     """
 
     spans: Sequence["Span"]
@@ -143,6 +145,7 @@ class UnreadTexts:
     features_NF: Tensor | None
     places: Sequence[int]
     wants_states: bool = False
+    num_skipped: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,7 @@ class DraftStart:
         contexts_B: int64; what the caches hold of each text.
         block_table_BP: int32; it covers these and the drafts.
         max_seq_len: an upper bound of the cache indices that are used, plus one.
+        num_skipped_B: int64; as in UnreadTexts. None: none.
     """
 
     states_BD: Tensor
@@ -162,6 +166,7 @@ class DraftStart:
     block_table_BP: Tensor
     block_size: int
     max_seq_len: int
+    num_skipped_B: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,6 +165,29 @@ class CopyRows(Protocol):
         ...
 
 
+class BlockMass(Protocol):
+    """How much of a row's attention each block of its text gets."""
+
+    def __call__(
+        self,
+        q_BHC: Tensor,
+        k_PSGC: Tensor,
+        block_table_BP: Tensor,
+        num_keys_B: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """float32 [B, P], new: softmax(scale * q k^T) over the first keys of each request, summed
+        over all heads and over the slots of each block; 0 for blocks behind them.
+
+        Args:
+            q_BHC: of one row of each request, of the dtype of the keys.
+            k_PSGC: of the layer's cache.
+            block_table_BP: int32, as in AttentionMetadata.
+            num_keys_B: int64, at least 1.
+        """
+        ...
+
+
 class ReadTokenIds(Protocol):
     """Read the tokens of rows from the texts, or from the drafts."""
 
@@ -446,6 +469,7 @@ class Kernels:
     shape_rows: ShapeRows
     place_states: PlaceStates
     copy_rows: CopyRows
+    block_mass: BlockMass
     read_token_ids: ReadTokenIds
     append_token_ids: AppendTokenIds
     pack_linear: PackLinear

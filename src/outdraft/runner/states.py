@@ -45,6 +45,7 @@ def target_states(
         last_places_W,
         state.token_ids_SL,
         _reads(works, slots),
+        rows.metadata,
     )
 
 

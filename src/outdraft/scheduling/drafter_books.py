@@ -19,7 +19,13 @@ class DrafterBooks:
     `num_drafter_usual` and `num_states`."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, state_window: int, *, reads_ahead: bool
+        self,
+        pool: BlockPool,
+        block_size: int,
+        state_window: int,
+        *,
+        reads_ahead: bool,
+        shares_cache: bool = False,
     ) -> None:
         """
         Args:
@@ -27,17 +33,21 @@ class DrafterBooks:
                 needs none.
             reads_ahead: what the drafter keeps for a token depends on the token behind it (EAGLE).
                 Else one that reads states keeps nothing for a token (heads).
+            shares_cache: it reads the target's own cache, which lacks the newest token only.
         """
         assert state_window > 0 or not reads_ahead, "nothing to read ahead with"
         self.state_window = state_window
         self._pool, self._block_size = pool, block_size
         self._lag = 1 if reads_ahead else 0
+        self._shares_cache = shares_cache
 
     def lag_tokens(self, request: Request) -> int:
         """Tokens that the drafter would read now beyond those of a usual step.
 
         Heads lag by the tokens whose states they have beside the newest one: see `max_taught`.
         """
+        if self._shares_cache:
+            return 0
         unread = request.num_tokens - self._lag - request.num_drafter_computed
         if self._lag:
             unread = min(unread, request.num_states)

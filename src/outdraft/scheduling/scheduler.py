@@ -44,11 +44,12 @@ class Scheduler:
         *,
         state_window: int = 0,
         drafter_reads_ahead: bool = False,
+        drafter_shares_cache: bool = False,
         num_draft_groups: int = 1,
     ) -> None:
         """
         Args:
-            state_window, drafter_reads_ahead: as in DrafterBooks.
+            state_window, drafter_reads_ahead, drafter_shares_cache: as in DrafterBooks.
             num_draft_groups: each drafts for the requests that it owns.
         """
         self.config = config
@@ -59,7 +60,11 @@ class Scheduler:
         self._block_size = cache.block_size
         self._prefix_caching = cache.enable_prefix_caching
         self._books = DrafterBooks(
-            pool, cache.block_size, state_window, reads_ahead=drafter_reads_ahead
+            pool,
+            cache.block_size,
+            state_window,
+            reads_ahead=drafter_reads_ahead,
+            shares_cache=drafter_shares_cache,
         )
         self._num_draft_groups = num_draft_groups
         self._order = _ORDERS[config.policy]

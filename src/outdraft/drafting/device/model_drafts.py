@@ -23,6 +23,8 @@ class DraftModelAsk:
         stop: where its chain may end before it has num_drafts; None: nowhere.
         num_missing: tokens of the gap. For the drafter there is no gap: a token's place in its
             cache is by so much smaller than in the text.
+        num_skipped: tokens that its blocks leave out: their places are by so much smaller than in
+            the text, but positions are those of the text.
         levels: rows of each level of its tree; (): a chain.
         max_taught: most settled tokens that the drafter is compared with, the newest ones; it must
             have the rows behind which they stand.
@@ -36,5 +38,6 @@ class DraftModelAsk:
     masks: tuple[int, ...] = ()
     stop: LiveStop | None = None
     num_missing: int = 0
+    num_skipped: int = 0
     levels: tuple[int, ...] = ()
     max_taught: int = 0

@@ -72,8 +72,9 @@ class NetworkDrafter:
         """Read what is left of the texts; also the states of all rows, [T, D]."""
         states_BD, states_TD, metadata = self._reader.read(unread)
         lag = self.network.lag
-        contexts = [ask.num_tokens - ask.num_missing - lag for ask in asks]
-        (contexts_B,) = to_device([np.array(contexts)], states_BD.device)
+        skipped = [ask.num_skipped for ask in asks]
+        contexts = [ask.num_tokens - ask.num_missing - ask.num_skipped - lag for ask in asks]
+        contexts_B, skipped_B = to_device([np.array(contexts), np.array(skipped)], states_BD.device)
         start = DraftStart(
             states_BD=states_BD,
             caches=self._reader.cache.layers,
@@ -84,6 +85,7 @@ class NetworkDrafter:
             max_seq_len=max(
                 context + ask.num_drafts for context, ask in zip(contexts, asks, strict=True)
             ),
+            num_skipped_B=skipped_B if any(skipped) else None,
         )
         return start, states_TD
 
@@ -128,6 +130,8 @@ class NetworkLevels:
         ancestors_T, positions_T, slots_T = self._network.kernels.place_level(
             frontier.ancestors_BF, frontier.first_row, self._num_drafts_B, self._start
         )
+        if self._start.num_skipped_B is not None:
+            positions_T = positions_T + self._start.num_skipped_B.repeat_interleave(width)
         return AttentionMetadata(
             query_start_B1=self._starts_B1 * width,
             context_lens_B=self._context_lens_B,

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, to_device
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import SettledRows, settled_rows
 from outdraft.drafting.device.state_window import StateWindow
@@ -138,8 +139,9 @@ class TextReader:
         self, ask: DraftModelAsk, row_len: int, count: int, behind: Sequence[int] = ()
     ) -> Span:
         """So many rows of the text; what stands behind it is a chain of mask tokens."""
-        start = ask.state_row * row_len + self.network.lag + ask.num_missing
-        context_len = ask.num_computed - ask.num_missing
+        num_absent = ask.num_missing + ask.num_skipped
+        start = ask.state_row * row_len + self.network.lag + num_absent
+        context_len = ask.num_computed - num_absent
         return Span(context_len, count, behind, ask.block_ids, start)
 
     def _unread(
@@ -148,7 +150,10 @@ class TextReader:
         """These rows, with their states in the window."""
         window = self._window
         if window is None:
-            return self._with_states(spans, token_ids_SL, None, ())
+            unread = self._with_states(spans, token_ids_SL, None, ())
+            if any(ask.num_skipped for ask in asks):
+                return replace(unread, num_skipped=[ask.num_skipped for ask in asks])
+            return unread
         places: list[int] = []
         for ask, span in zip(asks, spans, strict=True):
             places += window.places(ask.state_row, ask.num_computed, span.num_causal)
@@ -220,6 +225,8 @@ class TextReader:
             [drafted, extra, unread.places],
         )
         state_index_T, draft_index_T, _, _, _, drafts, sent_extra, places_T = sent
+        if unread.num_skipped:
+            metadata = _in_the_text(metadata, unread, device)
         ids_T = network.kernels.read_token_ids(
             unread.token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
         )
@@ -231,3 +238,14 @@ class TextReader:
             if self._mask_state_D is not None:
                 states_TD = torch.where(places_T[:, None] >= 0, states_TD, self._mask_state_D)
         return network.read(ids_T, states_TD, unread.caches, metadata), metadata, sent_extra
+
+
+def _in_the_text(
+    metadata: AttentionMetadata, unread: UnreadTexts, device: torch.device
+) -> AttentionMetadata:
+    """The same rows with their positions in texts of which some blocks are left out."""
+    (skipped_B, rows_B) = to_device(
+        [np.array(unread.num_skipped), np.array([span.num_rows for span in unread.spans])], device
+    )
+    positions_T = metadata.positions_T + skipped_B.repeat_interleave(rows_B)
+    return replace(metadata, positions_T=positions_T)

@@ -203,8 +203,11 @@ class NativeGrowth:
         task = self._task(growth)
         table_width = max([len(span.block_ids) for span in unread.spans])
         numbers, blocks = array("q"), array("i")
-        for context_len, count, _, block_ids, text_start, _ in unread.spans:
-            numbers.extend((context_len, count, text_start))
+        num_skipped = unread.num_skipped or [0] * len(unread.spans)
+        for (context_len, count, _, block_ids, text_start, _), skipped in zip(
+            unread.spans, num_skipped, strict=True
+        ):
+            numbers.extend((context_len, count, text_start, skipped))
             blocks.extend(block_ids)
             blocks.extend([0] * (table_width - len(block_ids)))
         num_numbers = len(numbers)

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 
 from outdraft.kernels.native.attention import NativeAttention
+from outdraft.kernels.native.block_mass import NativeBlockMass
 from outdraft.kernels.native.decoder import compile_decoder
 from outdraft.kernels.native.drafting import NativeDrafting, NativeGrowth
 from outdraft.kernels.native.experts import NativeExpertKernels
@@ -66,6 +67,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         match=verification.match,
         verify=verification.verify,
         attention=NativeAttention(team),
+        block_mass=NativeBlockMass(library),
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
         pack_experts=NativeExpertKernels(linear).pack_experts,

@@ -3,6 +3,7 @@
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference import heads, noise, rows, sampling, verification
 from outdraft.kernels.reference.attention import ReferenceAttention
+from outdraft.kernels.reference.block_mass import block_mass
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.drawn_level import draw_level, grow
 from outdraft.kernels.reference.experts import pack_experts
@@ -30,6 +31,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         shape_rows=rows.shape_rows,
         place_states=rows.place_states,
         copy_rows=rows.copy_rows,
+        block_mass=block_mass,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,
         pack_linear=pack_linear,

@@ -1,0 +1,163 @@
+"""Self-speculation at long contexts: the target over a part of a text, beside others.
+
+The embedded target was trained on texts of 1,024 tokens. Here its rotary positions are stretched
+(YaRN) to the context that is asked for, and its prompt is this repository's own source. So drafts
+are accepted as this model really accepts them, but what it writes so far from its training is no
+sign of what a model of that length would write. All methods share one prefill, by the prefix cache,
+and take turns: `python benchmarks/long_context.py --context 8192 --json FILE`.
+"""
+
+import argparse
+import json
+import shutil
+import statistics
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from outdraft import assets
+from outdraft.bench.environment import compute, environment
+from outdraft.bench.side_by_side import complete_alone
+from outdraft.config.engine import EngineConfig
+from outdraft.control.fixed import FixedLength
+from outdraft.control.policy import LengthPolicy
+from outdraft.core.sampling import SamplingParams, SpeculationParams
+from outdraft.engine.build import build_engine
+from outdraft.engine.engine import Engine
+from outdraft.engine.loading import load_models
+
+ROOT = Path(__file__).parents[1]
+MORE_BLOCKS = 64  # than the prompt takes
+WARM_UP = 8  # tokens
+
+
+def main() -> None:
+    args = _arguments()
+    with TemporaryDirectory() as folder:
+        model = _stretched(Path(folder), args.context + args.max_tokens + 64)
+        engine, prompt = _engine(args, model)
+    fixed, chosen = FixedLength(args.drafts), engine.drafting.control
+    off = SpeculationParams(enabled=False)
+    methods: dict[str, tuple[LengthPolicy, SpeculationParams]] = {
+        "plain": (fixed, off),
+        "suffix": (fixed, SpeculationParams(method="suffix")),
+        "self": (fixed, SpeculationParams(method="self")),
+        "self, lengths chosen": (chosen, SpeculationParams(method="self")),
+    }
+    _complete(engine, prompt, *methods["plain"], WARM_UP)  # fills the prefix cache
+    if args.wait:
+        print("ready", flush=True)
+        sys.stdin.readline()
+    for control, speculation in methods.values():
+        _complete(engine, prompt, control, speculation, WARM_UP)
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
+    for _ in range(args.rounds):
+        for name, (control, speculation) in methods.items():
+            sample = _complete(engine, prompt, control, speculation, args.max_tokens)
+            samples[name].append(sample)
+    result: dict[str, Any] = {
+        "environment": environment() | compute(),
+        "options": {key: str(value) for key, value in vars(args).items()},
+        "context_tokens": len(prompt),
+        "methods": {name: _summary(rounds, samples["plain"]) for name, rounds in samples.items()},
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"context": len(prompt), **result["methods"]}, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the result here")
+    parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--kv-budget", type=int, default=512)
+    parser.add_argument("--quantization", help="of the weights that draft")
+    parser.add_argument("--drafts", type=int, default=4, help="a step, where lengths are fixed")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for a line before anything is measured"
+    )
+    return parser.parse_args()
+
+
+def _stretched(folder: Path, context: int) -> Path:
+    """The embedded target with room for so many tokens."""
+    target = shutil.copytree(assets.target_path(), folder / "target")
+    config = json.loads((target / "config.json").read_text())
+    trained = config["max_position_embeddings"]
+    config["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": context / trained,
+        "original_max_position_embeddings": trained,
+    }
+    config["max_position_embeddings"] = context
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def _engine(args: argparse.Namespace, model: Path) -> tuple[Engine, list[int]]:
+    """An engine for one text at a time, and the prompt."""
+    own = {"method": "self", "kv_budget": args.kv_budget}
+    if args.quantization:
+        own["quantization"] = args.quantization
+    config = EngineConfig.from_options(
+        model=str(model),
+        max_num_seqs=1,
+        max_num_batched_tokens=1024,
+        num_blocks=args.context // 16 + MORE_BLOCKS,
+        speculative_config={
+            "sources": [{"method": "suffix"}, own],
+            "num_speculative_tokens": args.drafts,
+        },
+    )
+    models = load_models(config)
+    assert models.tokenizer is not None
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
+    ids = models.tokenizer.encode(sources, add_special_tokens=False).ids
+    assert len(ids) >= args.context, f"the sources have {len(ids)} tokens"
+    return build_engine(config, models)[0], ids[: args.context]
+
+
+def _complete(
+    engine: Engine,
+    prompt: list[int],
+    control: LengthPolicy,
+    speculation: SpeculationParams,
+    max_tokens: int,
+) -> dict[str, Any]:
+    """The ids, tokens a second behind the first one, and what became of drafts."""
+    engine.drafting.control = control
+    before = engine.stats.num_draft_tokens, engine.stats.num_accepted_tokens, engine.stats.num_steps
+    params = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, speculation=speculation
+    )
+    output, number, seconds = complete_alone(engine, "text", prompt, params, lambda output: None)
+    stats = engine.stats
+    return {
+        "ids": output.outputs[0].token_ids,
+        "tokens_per_s": number / seconds,
+        "drafted": stats.num_draft_tokens - before[0],
+        "accepted": stats.num_accepted_tokens - before[1],
+        "steps": stats.num_steps - before[2],
+    }
+
+
+def _summary(rounds: list[dict[str, Any]], plain: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians; the speedup is that of each round over plain decoding in the same round."""
+    speedups = [a["tokens_per_s"] / b["tokens_per_s"] for a, b in zip(rounds, plain, strict=True)]
+    drafted = sum(one["drafted"] for one in rounds)
+    return {
+        "tokens_per_s": statistics.median(one["tokens_per_s"] for one in rounds),
+        "speedup": statistics.median(speedups),
+        "speedup_range": [min(speedups), max(speedups)],
+        "accepted_share": sum(one["accepted"] for one in rounds) / drafted if drafted else None,
+        "drafted_per_step": drafted / sum(one["steps"] for one in rounds),
+        "texts_identical": all(one["ids"] == plain[0]["ids"] for one in rounds),
+        "rounds": [{key: one[key] for key in one if key != "ids"} for one in rounds],
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Which blocks of a text the target attends to while it drafts for itself.
+
+The first block (attention sinks, Xiao et al. 2023, arXiv 2309.17453), the newest blocks, and those
+to which the newest row of the target's last full pass gave most of its attention, in a few of its
+layers. That follows from finished steps only.
+
+Dimension key: S state rows, P blocks of the longest text, W works of a step, D hidden.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from outdraft.core.errors import ConfigError
+from outdraft.drafting.device.model_drafts import DraftModelAsk
+from outdraft.drafting.device.target_states import TargetStates
+from outdraft.kv.cache import KVCache
+from outdraft.models.llama import CausalLM
+from outdraft.models.queries import layer_queries
+
+LEAST_BLOCKS = 4  # of a budget
+RECENT_SHARE = 4  # one block of so many is for the newest tokens
+MOST_LAYERS = 4  # whose attention is summed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockBudget:
+    """How many blocks of a text are read.
+
+    Attributes:
+        num_blocks: in all, at least LEAST_BLOCKS.
+        block_size: tokens.
+    """
+
+    num_blocks: int
+    block_size: int
+
+    @classmethod
+    def of_tokens(cls, kv_budget: int, block_size: int) -> "BlockBudget":
+        """As many whole blocks as hold so many tokens.
+
+        Raises:
+            ConfigError: these are too few.
+        """
+        if kv_budget < LEAST_BLOCKS * block_size:
+            raise ConfigError(
+                f"kv_budget must be at least {LEAST_BLOCKS} blocks of {block_size} tokens, so "
+                f"{LEAST_BLOCKS * block_size}, got {kv_budget}"
+            )
+        return cls(kv_budget // block_size, block_size)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_recent(self) -> int:
+        """The newest ones of these, the one of the newest token included."""
+        return max(2, self.num_blocks // RECENT_SHARE)
+
+    def first_recent(self, num_tokens: int) -> int:
+        """The place, in the table of a text, of the first of its newest blocks."""
+        return max(0, (num_tokens - 1) // self.block_size + 1 - self.num_recent)
+
+    def places(self, num_tokens: int, mass_P: np.ndarray) -> list[int]:
+        """Places of the blocks before the newest ones, ascending; all that there are if the budget
+        has room for them.
+
+        `mass_P`: the attention that each block got.
+        """
+        first_recent = self.first_recent(num_tokens)
+        num_others = self.num_blocks - self.num_recent
+        if first_recent <= num_others:
+            return list(range(first_recent))
+        newest_first = mass_P[1:first_recent][::-1]  # of equal blocks, the newer ones
+        order = np.argsort(-newest_first, kind="stable")[: num_others - 1]
+        return [0, *sorted((first_recent - 1 - order).tolist())]
+
+
+def attention_layers(num_layers: int) -> tuple[int, ...]:
+    """The layers whose attention is looked at: evenly spread."""
+    number = min(MOST_LAYERS, num_layers)
+    return tuple(num_layers * (2 * place + 1) // (2 * number) for place in range(number))
+
+
+class AttendedBlocks:
+    """What the newest full pass attended to, of the text in each state row.
+
+    Attributes:
+        layers: whose attention is summed; the streams that enter them are tapped.
+    """
+
+    def __init__(
+        self,
+        target: CausalLM,
+        cache: KVCache,
+        budget: BlockBudget,
+        num_state_rows: int,
+        max_model_len: int,
+    ) -> None:
+        self.layers = attention_layers(target.config.num_layers)
+        self._target, self._cache, self._budget = target, cache, budget
+        # The last row takes writes that must go nowhere.
+        self._mass_SP = torch.zeros(
+            num_state_rows + 1, -(-max_model_len // budget.block_size), device=target.device
+        )
+
+    def keep(self, states: TargetStates) -> None:
+        """Look at what the newest row of each text attended to, if any text is long."""
+        metadata = states.metadata
+        assert metadata is not None
+        if metadata.max_seq_len < self._budget.num_tokens:
+            return
+        positions_W = metadata.positions_T.index_select(0, states.last_rows_W)
+        mass_WP = torch.zeros(metadata.block_table_BP.shape, device=self._mass_SP.device)
+        for place, layer in enumerate(self.layers):
+            stream_WD = states.tapped_TKD[:, place].index_select(0, states.last_rows_W)
+            q_WHC = layer_queries(self._target.decoder, layer, stream_WD, positions_W)
+            mass_WP += self._target.kernels.block_mass(
+                q_WHC,
+                self._cache.layers[layer].k_PSGC,
+                metadata.block_table_BP,
+                positions_W + 1,
+                q_WHC.shape[2] ** -0.5,
+            )
+        num_rows, width = self._mass_SP.shape
+        mass_WP = pad(mass_WP, (0, max(0, width - mass_WP.shape[1])))[:, :width]
+        places_W = states.last_places_W
+        rows_W = torch.where(places_W < 0, num_rows - 1, places_W)
+        self._mass_SP.index_copy_(0, rows_W, mass_WP)
+
+    def narrowed(self, asks: Sequence[DraftModelAsk]) -> list[DraftModelAsk]:
+        """The same requests, with tables of the blocks that they read.
+
+        What is copied to the host was computed before the last step was over.
+        """
+        size, budget = self._budget.block_size, self._budget
+        rows = [ask.state_row for ask in asks if ask.num_tokens > budget.num_tokens]
+        if not rows:
+            return list(asks)
+        rows_B = torch.tensor(rows, device=self._mass_SP.device)
+        masses = iter(self._mass_SP.index_select(0, rows_B).cpu().numpy())
+        narrowed: list[DraftModelAsk] = []
+        for ask in asks:
+            if ask.num_tokens > budget.num_tokens:
+                places = budget.places(ask.num_tokens, next(masses))
+                first_recent = budget.first_recent(ask.num_tokens)
+                blocks = [ask.block_ids[place] for place in places]
+                blocks += ask.block_ids[first_recent:]
+                num_skipped = (first_recent - len(places)) * size
+                ask = replace(ask, block_ids=blocks, num_skipped=num_skipped)
+            narrowed.append(ask)
+        return narrowed

@@ -1,0 +1,42 @@
+"""How much of a row's attention each block gets: by the definition, and the twins alike."""
+
+import pytest
+import torch
+
+from outdraft.kernels.choose import choose_kernels, kernels_options
+
+CPU = torch.device("cpu")
+SIZES = [(1, 1, 8), (4, 2, 20), (6, 2, 64)]  # heads, kv heads, head size
+LENGTHS = (1, 16, 17, 50)
+
+
+def by_definition(q_HC, k_KGC, scale, block_size):
+    """A dict of lists would do: head by head, key by key."""
+    masses = torch.zeros(-(-len(k_KGC) // block_size), dtype=torch.float64)
+    for head, q_C in enumerate(q_HC.double()):
+        keys_KC = k_KGC[:, head * k_KGC.shape[1] // len(q_HC)].double()
+        weights_K = (keys_KC @ q_C * scale).exp()
+        for key, weight in enumerate(weights_K / weights_K.sum()):
+            masses[key // block_size] += weight
+    return masses
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("kernels", kernels_options())
+def test_each_block_has_the_weights_of_its_keys(kernels, sizes, dtype):
+    torch.manual_seed(len(kernels))
+    num_heads, num_kv_heads, head_size = sizes
+    block_size, num_blocks = 16, 12
+    k_PSGC = torch.randn(num_blocks, block_size, num_kv_heads, head_size).to(dtype)
+    q_BHC = torch.randn(len(LENGTHS), num_heads, head_size).to(dtype)
+    table_BP = torch.stack([torch.randperm(num_blocks)[:4] for _ in LENGTHS]).int()
+    block_mass = choose_kernels(kernels, CPU, dtype).block_mass
+    mass_BP = block_mass(q_BHC, k_PSGC, table_BP, torch.tensor(LENGTHS), 0.3)
+    assert mass_BP.dtype is torch.float32
+    for mass_P, q_HC, blocks_P, length in zip(mass_BP, q_BHC, table_BP, LENGTHS, strict=True):
+        k_KGC = k_PSGC[blocks_P.long()].flatten(0, 1)[:length]
+        expected = by_definition(q_HC, k_KGC, 0.3, block_size)
+        torch.testing.assert_close(mass_P[: len(expected)].double(), expected, atol=1e-5, rtol=1e-5)
+        assert not mass_P[len(expected) :].any()
+        assert float(mass_P.sum()) == pytest.approx(num_heads, abs=1e-4)
