@@ -12,6 +12,7 @@ import pytest
 from outdraft.control.costs import CostTable
 from outdraft.control.roofline import Machine
 from outdraft.core.errors import ConfigError
+from outdraft.core.plan import StepPlan
 from outdraft.engine.cost_cache import (
     MOST_FILES,
     CostFile,
@@ -20,6 +21,7 @@ from outdraft.engine.cost_cache import (
     identity,
     target_key,
 )
+from outdraft.engine.cost_steps import Samples, ScratchSteps, Step
 from outdraft.engine.cost_table import cost_file, cost_table, default_machine, roofline
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import engine, greedy, ids, prompts_of, run
@@ -87,6 +89,20 @@ def test_the_prior_of_a_model_with_experts_counts_those_that_rows_meet():
     want = [(target.weight_bytes - missed) / 1e6 for missed in missed_bytes]
     assert found.seconds == pytest.approx(want, rel=1e-4)
     assert found.seconds[1] > 1.1 * found.seconds[0]
+
+
+def test_the_rows_of_a_measured_step_differ():
+    """Equal ones would all meet the same experts."""
+    llm = engine(FAMILY, "plain")
+    runner, plans = llm.engine.runner, list[StepPlan]()
+    launch = runner.launch
+    runner.launch = lambda plan: plans.append(plan) or launch(plan)
+    ScratchSteps(runner, llm.config.scheduler, 64).run(Step(4, 12), Samples())
+    (plan,) = plans
+    newest = [int(one.token_ids[-1]) for one in plan.admissions]
+    drafts = [work.drafts.draft.token_ids for work in plan.works if work.drafts is not None]
+    assert len(set(newest)) == len(newest) == 4
+    assert len({int(ids[0]) for ids in drafts}) == len(drafts) == 4
 
 
 def test_a_table_is_measured_once(tmp_path: Path):
