@@ -2,17 +2,22 @@
 
 import pytest
 
+from outdraft.core.errors import ConfigError
+from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import kernels_options
 from tests.models.families import CONFIGS
 from tests.oracle.engines import (
     LIBRARY,
+    config,
     engine,
     greedy,
     greedy_oracle,
     ids,
     prompts_of,
     run,
+    speculation,
 )
+from tests.ranks import Spread, spread_models
 
 LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
 METHODS = ("plain", "draft_model", "perfect-tree", "suffix-tree", "eagle3")
@@ -28,3 +33,30 @@ def test_greedy_ids_are_those_of_generate(family: str, method: str) -> None:
     llm = engine(family, method, kernels=kernels)
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "draft_size"),
+    [
+        *((family, "draft_model", 1) for family in ("deepseek-v3", "gemma-2", "smollm-3")),
+        *((family, "eagle3", 1) for family in ("granite", "qwen-3-moe")),
+        ("llama", "draft_model-tree", 2),
+        ("olmo-2", "suffix", 1),
+    ],
+)
+def test_over_two_ranks_the_ids_are_the_same(family: str, method: str, draft_size: int) -> None:
+    """By the library's plan for the family."""
+    chosen = config(LIBRARY + family, speculation(LIBRARY + family, method, 3), dtype="float64")
+    models = spread_models(chosen, 2, draft_size)
+    whole = engine(LIBRARY + family, "plain", dtype="float64").engine.runner.model.memory_bytes
+    assert models[0].target.memory_bytes < whole  # experts are whole on each
+    llm = LLM.from_config(chosen, models[0])
+    with Spread(llm, models):
+        outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle(LIBRARY + family, LENGTHS, NUM_TOKENS)
+
+
+def test_a_family_without_a_plan_needs_one_rank() -> None:
+    chosen = config(LIBRARY + "falcon", None)
+    with pytest.raises(ConfigError, match="no plan to divide falcon"):
+        spread_models(chosen, 2, 1)

@@ -1,7 +1,9 @@
 """Which code computes the network of a checkpoint: this engine's, or the transformers library's."""
 
 import logging
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -12,7 +14,6 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig, is_known, read_json
 from outdraft.models.loader import load_model, random_model
-from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 
 AUTO, OUTDRAFT, TRANSFORMERS = "auto", "outdraft", "transformers"
 _logger = logging.getLogger(__name__)
@@ -47,11 +48,20 @@ def check_shards(path: Path, size: int, flag: str, implementation: str = AUTO) -
     """
     if not uses_transformers(path, implementation):
         ModelConfig.from_directory(path).shard(size, flag)
-    elif size > 1:
-        raise ConfigError(_ONE_RANK.format(flag=flag, path=path))
+        return
+    loader = _transformers_loader(path)
+    loader.check_division(loader.read_config(path), size, flag)
 
 
-_ONE_RANK = "{flag} must be 1 for {path}: the transformers library computes it, on one rank"
+def _transformers_loader(path: Path) -> ModuleType:
+    try:
+        return import_module("outdraft.models.transformers_loader")
+    except ImportError as error:
+        names = read_json(path / "config.json").get("architectures")
+        raise ConfigError(
+            f"{path} holds {names}, which outdraft runs through the transformers library: pip "
+            f"install 'outdraft[transformers]' ({error})"
+        ) from error
 
 
 def load_language_model(
@@ -84,18 +94,8 @@ def load_language_model(
     if not uses_transformers(path, implementation):
         load = random_model if has_random_weights else load_model
         return load(*place, group, drafts=drafts)
-    if group.size > 1:
-        flag = DRAFT_RANKS if drafts else TARGET_RANKS
-        raise ConfigError(_ONE_RANK.format(flag=flag, path=path))
-    try:
-        from outdraft.models.transformers_loader import load_transformers_model
-    except ImportError as error:
-        names = read_json(path / "config.json").get("architectures")
-        raise ConfigError(
-            f"{path} holds {names}, which outdraft runs through the transformers library: pip "
-            f"install 'outdraft[transformers]' ({error})"
-        ) from error
-    model = load_transformers_model(*place, has_random_weights=has_random_weights)
+    load_any = _transformers_loader(path).load_transformers_model
+    model = load_any(*place, group, drafts=drafts, has_random_weights=has_random_weights)
     _logger.info(
         "%s: the transformers library computes %s, with this engine's attention and products",
         path,

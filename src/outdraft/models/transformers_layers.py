@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
 from outdraft.models.experts import ACTIVATIONS, PackedExperts
@@ -22,12 +23,21 @@ _READ_TOGETHER = (("q_proj", "k_proj", "v_proj"),)
 
 
 def fuse_layers(
-    model: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+    model: nn.Module,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    group: RankGroup = ALONE,
 ) -> None:
-    """Replace norms, feed-forward blocks, and products that read the same rows."""
+    """Replace norms, feed-forward blocks, and products that read the same rows.
+
+    Args:
+        group: the ranks over which the products are spread already.
+    """
     for module in list(model.modules()):
         for name, part in list(module.named_children()):
-            found = _norm(part, kernels) or _block(part, kernels, quantization)
+            found = _norm(part, kernels)
+            if found is None and group.size == 1:  # else parts of a block are to be summed
+                found = _block(part, kernels, quantization)
             if found is not None:
                 setattr(module, name, found)
         for names in _READ_TOGETHER:
@@ -111,8 +121,9 @@ def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
 
 
 def _block(part: Any, kernels: Kernels, quantization: WeightFormat | None) -> FusedBlock | None:
-    products = [getattr(part, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    if not all(type(one) is nn.Linear and one.bias is None for one in products):
+    names = ("gate_proj", "up_proj", "down_proj")
+    products: list[Any] = [getattr(part, name, None) for name in names]
+    if not all(type(one) is nn.Linear and getattr(one, "bias", None) is None for one in products):
         return None
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:

@@ -5,9 +5,9 @@ refused by name: networks with recurrent state, encoders, attention that the lib
 itself.
 """
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -24,12 +24,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from outdraft.attention.base import AttentionForm
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_token_ids
 from outdraft.models.experts import replace_experts
-from outdraft.models.shape import ModelShape
+from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
     LayerAttention,
@@ -39,12 +40,13 @@ from outdraft.models.transformers_attention import (
     register,
 )
 from outdraft.models.transformers_layers import fuse_layers
-from outdraft.models.transformers_model import TransformersModel
+from outdraft.models.transformers_model import SpreadOver, TransformersModel
 from outdraft.models.transformers_operations import catch_operations
 from outdraft.models.transformers_products import pack_products
+from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
 
-_logger = logging.getLogger(__name__)
+_LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
 
 # Layers whose keys and values are all that they keep of a text.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -79,13 +81,18 @@ def load_transformers_model(
     kernels: Kernels,
     max_model_len: int | None = None,
     quantization: WeightFormat | None = None,
+    group: RankGroup = ALONE,
     *,
+    drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
     """The model of a checkpoint directory, ready to run, its weights packed for the device.
 
     Args:
         max_model_len: the longest text that it will read, where that is known.
+        group: the ranks that it is spread over; each reads the whole checkpoint and keeps
+            its part.
+        drafts: as CausalLM.
         has_random_weights: instead of those of the checkpoint.
 
     Raises:
@@ -94,16 +101,19 @@ def load_transformers_model(
     """
     config = read_config(path)
     kind = _causal_class(config, path)
+    check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
     name = NAME if _takes_attention(kind) else "sdpa"
     register()
-    if has_random_weights:
-        model = _random(config, dtype, name)
-    else:
-        model = _loaded(kind, path, config, dtype, name)
+    with _LOADING:
+        if has_random_weights:
+            model = _random(config, dtype, name)
+        else:
+            model = _loaded(kind, path, config, dtype, name)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
     moves = fix_frequencies(model, context_len)
+    spreads = divide(model, group, drafts=drafts)
     mask = None
     if not _takes_attention(kind):
         mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
@@ -112,10 +122,11 @@ def load_transformers_model(
     attention = _survey(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
     replace_experts(model, kernels, quantization)
-    fuse_layers(model, kernels, quantization)
-    pack_products(model, kernels, quantization)
+    fuse_layers(model, kernels, quantization, group)
+    pack_products(model, kernels, quantization, spreads)
     forms = {module: layer.form for module, layer in attention.items()}
-    return TransformersModel(model, shape, forms, kernels, mask)
+    spread = SpreadOver(group, has_whole_logits=drafts or group.size == 1)
+    return TransformersModel(model, shape, forms, kernels, spread, mask)
 
 
 def read_config(path: Path) -> PretrainedConfig:

@@ -9,6 +9,7 @@ Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, K tapped
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.distributed.group import ALONE
+from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -29,11 +30,19 @@ from outdraft.models.transformers_attention import PagedAttention, computed_by
 from outdraft.models.transformers_products import FlatLinear
 
 
+@dataclass(frozen=True, slots=True)
+class SpreadOver:
+    """The ranks of a model. `has_whole_logits`: every rank gets those of the whole vocabulary."""
+
+    group: RankGroup
+    has_whole_logits: bool
+
+
 class TransformersModel(nn.Module):
     """As CausalLM, for other families. All products are packed.
 
     Attributes:
-        config: its shape; `shard`: that of this rank's part, the same.
+        config, shard: the shape of this rank's part, with the whole vocabulary.
     """
 
     def __init__(
@@ -42,26 +51,34 @@ class TransformersModel(nn.Module):
         shape: ModelShape,
         attention: Mapping[nn.Module, AttentionForm],
         kernels: Kernels,
+        spread: SpreadOver,
         mask: Tensor | None = None,
     ) -> None:
         """
         Args:
             model: its products are packed.
+            shape: of this rank's part.
             attention: of each layer in order, by the module that attends.
             mask: to give to the library, so that it makes none.
         """
         super().__init__()
         self.config = self.shard = shape
-        self.kernels, self.group = kernels, ALONE
+        self.kernels, self.group = kernels, spread.group
+        self._has_whole_logits = spread.has_whole_logits
         self.dtype, self.device = model.dtype, model.device
-        self.vocabulary = VocabularyShard(ALONE, shape.vocab_size)
+        self.vocabulary = VocabularyShard(spread.group, shape.vocab_size)
         self._base, self._head = getattr(model, _base_name(model)), _head_of(model)
         self._attention, self._mask = attention, mask
         self._taps = Taps(_layers_of(self._base, list(attention)))
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert isinstance(embedding, nn.Embedding)
         assert isinstance(head, FlatLinear)
-        self.embed_tokens, self.lm_head = embedding, head.linear
+        self.lm_head = head.linear
+        self.embed_tokens = embedding
+        if spread.group.size > 1:  # drafters read this rank's part of the table
+            first = self.vocabulary.first
+            own_ND = embedding.weight.data[first : first + self.vocabulary.num_own]
+            self.embed_tokens = nn.Embedding.from_pretrained(own_ND)
         text_config = model.config.get_text_config()
         self.routed = routed_weights(model, getattr(text_config, "num_experts_per_tok", None))
         # Llama 4 counts the tokens before a row, and does not read its position.
@@ -111,6 +128,8 @@ class TransformersModel(nn.Module):
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """As CausalLM."""
         logits_RV = self.logits(hidden_RD)
+        if not self._has_whole_logits:
+            return self.vocabulary.best_tokens(logits_RV)
         best_R = logits_RV.argmax(dim=-1)
         return best_R, logits_RV.gather(1, best_R[:, None])[:, 0].isfinite()
 

@@ -3,6 +3,8 @@
 Dimension key: T rows, D inputs, E outputs.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import torch
@@ -12,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
 from outdraft.models.layers.linear import Linear
+from outdraft.models.layers.rank_products import Spread
 from outdraft.models.transformers_operations import catch_operations, is_router
 
 
@@ -31,7 +34,10 @@ class FlatLinear(nn.Module):
 
 
 def pack_products(
-    model: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+    model: nn.Module,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
@@ -43,7 +49,8 @@ def pack_products(
         for name, part in list(module.named_children()):
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings
-                setattr(module, name, FlatLinear(_packed(part, kernels, quantization, is_tied)))
+                linear = _packed(part, kernels, quantization, is_tied, spreads.get(part))
+                setattr(module, name, FlatLinear(linear))
     for module in model.modules():
         if is_router(module):
             catch_operations(module, kernels)
@@ -66,6 +73,7 @@ def _packed(
     kernels: Kernels,
     quantization: WeightFormat | None,
     is_tied: bool,
+    spread: Spread | None,
 ) -> Linear:
     """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
     weight_ED = part.weight.data
@@ -79,6 +87,7 @@ def _packed(
         dtype=weight_ED.dtype,
         device=weight_ED.device,
         weight=nn.Parameter(weight_ED, requires_grad=False),
+        spread=spread,
     )
     if linear.bias is not None:
         linear.bias.data.copy_(bias)
