@@ -108,7 +108,7 @@ def _engine(args: argparse.Namespace, model: Path) -> tuple[Engine, list[int]]:
         max_num_batched_tokens=1024,
         num_blocks=args.context // 16 + MORE_BLOCKS,
         speculative_config={
-            "sources": [{"method": "suffix"}, own],
+            "sources": [{"method": "suffix", "suffix_decoding_max_cached_requests": 0}, own],
             "num_speculative_tokens": args.drafts,
         },
     )

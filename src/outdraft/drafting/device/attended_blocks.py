@@ -23,7 +23,7 @@ from outdraft.models.queries import layer_queries
 
 LEAST_BLOCKS = 4  # of a budget
 RECENT_SHARE = 4  # one block of so many is for the newest tokens
-MOST_LAYERS = 4  # whose attention is summed
+LAYERS_SHARE, MOST_LAYERS = 8, 4  # one layer of so many is looked at, and at most so many
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class BlockBudget:
 
 def attention_layers(num_layers: int) -> tuple[int, ...]:
     """The layers whose attention is looked at: evenly spread."""
-    number = min(MOST_LAYERS, num_layers)
+    number = max(1, min(MOST_LAYERS, num_layers // LAYERS_SHARE))
     return tuple(num_layers * (2 * place + 1) // (2 * number) for place in range(number))
 
 
