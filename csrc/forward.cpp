@@ -19,7 +19,7 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kBlockRows = 256;
+constexpr int64_t kBlockRows = 288;  // a chunk of 256 tokens of a prompt, and 32 requests
 constexpr int64_t kHeadRows = 64;  // whose logits are kept at a time
 constexpr int64_t kMinShared = 1 << 14;  // numbers; below, sharing costs what it saves
 constexpr int64_t kEvenUnits = 4;        // for each thread

@@ -31,6 +31,7 @@ namespace {
 constexpr int64_t kStepBytes = 128;  // of a tile
 constexpr int64_t kLine = 64;        // bytes that memory gives at once
 constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
+constexpr int64_t kFetchingCalls = 8;  // that fetch a part of the next tile each
 
 // Sums that fit the registers: kVectors of outputs by kMaxRows.
 #if defined(__AVX512F__)
@@ -169,7 +170,8 @@ struct PairKernel {
 template <class Kernel>
 struct Strip {
   const char* weights;
-  const char* ahead;  // what the cache fetches meanwhile
+  const char* ahead;   // what the cache fetches meanwhile,
+  int64_t next_ahead;  // and how many bytes behind it in the next step
   int64_t num_steps, group_steps;
   const typename Kernel::Number* x;
   int64_t x_stride;
@@ -186,7 +188,7 @@ OUTDRAFT_INLINE Floats scale_numbers(const char* at, int64_t scale_bytes, int v)
   return numbers(reinterpret_cast<const uint16_t*>(at) + v * kWidth);
 }
 
-// out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step.
+// out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step, or parts of one.
 template <class Kernel, int R, int kLines>
 void multiply_strip(Strip<Kernel> all) {
   for (int64_t first = 0; first < all.num_steps; first += all.group_steps) {
@@ -196,9 +198,11 @@ void multiply_strip(Strip<Kernel> all) {
     }
     int64_t left = std::min(all.group_steps, all.num_steps - first);
     do {  // at least once: else the compiler keeps the sums in memory, too
-      for (int line = 0; line < kLines; ++line, all.ahead += kLine) {
-        kLines == 2 ? prefetch(all.ahead) : prefetch_far(all.ahead);  // soon, or a tile later
+      for (int line = 0; line < kLines; ++line) {
+        // It comes soon, or a tile later.
+        kLines == 2 ? prefetch(all.ahead + line * kLine) : prefetch_far(all.ahead);
       }
+      if constexpr (kLines > 0) all.ahead += all.next_ahead;
       Kernel::template add<R>(all.weights, all.x, all.x_stride, sums);
       all.weights += kStepBytes;
       all.x += Kernel::kRowNumbers;
@@ -240,7 +244,11 @@ template <class Kernel>
 void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
   const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-  const bool is_alone = num_blocks * (kTile / kStrip) == 1;
+  const int64_t num_calls = num_blocks * (kTile / kStrip);
+  const bool is_alone = num_calls == 1;
+  // Who is alone fetches all that comes soon, else several fetch a part of the next tile each. One
+  // that fetched it all would wait for memory, which then had nothing to do while others compute.
+  const int64_t num_fetching = std::min(num_calls, kFetchingCalls);
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
   const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
   const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
@@ -249,15 +257,14 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
                         ? weights.group_inputs / Kernel::kInputs
                         : all.num_steps;
+  all.next_ahead = (kStepBytes + num_fetching - 1) / num_fetching;
   all.x_stride = x.stride;
   all.sums_stride = x.sums_stride;
   all.scale_bytes = scale_bytes;
   for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
     const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
     for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
-      // Who is alone fetches all that comes soon, else the first two half of the next tile each: a
-      // block that waits for memory leaves nothing to do for it while the next one computes.
-      all.ahead = ahead + call * all.num_steps * kLine;
+      all.ahead = ahead + call * all.num_steps * all.next_ahead;
       all.weights = tile_at + e * Kernel::kLaneBytes;
       all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride;
       all.scales = weights.scales == nullptr ? nullptr : weights.scales + (scale + e) * scale_bytes;
@@ -265,7 +272,7 @@ void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_ro
       all.x_sums = x.sums + r;
       all.out = sums + r * kTile + e;
       const auto& calls = is_alone   ? kStripCalls<Kernel, 2>
-                          : call < 2 ? kStripCalls<Kernel, 1>
+                          : call < num_fetching ? kStripCalls<Kernel, 1>
                                      : kStripCalls<Kernel, 0>;
       calls[end - r - 1](all);
     }

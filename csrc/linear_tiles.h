@@ -8,7 +8,7 @@
 
 namespace outdraft {
 
-constexpr int64_t kBlockRows = 256;  // rows that meet a tile while it is in the cache
+constexpr int64_t kBlockRows = 288;  // rows that meet a tile while it is in the cache
 constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
 
 // Rows as the kernels read them: [row][inputs], `stride` words apart, and for weights with shifts

@@ -139,7 +139,7 @@ def test_rows_that_are_left_out_change_no_bit_of_the_others(name, kind, dtype):
 @each_library
 @each_dtype
 def test_threads_change_no_bit(name, dtype):
-    """In blocks of rows, too: a pass computes 256 at a time."""
+    """Nor do chunks, of one row or of many."""
     sizes, results = Sizes(hidden=256, intermediate=384, windows=(None, 70)), []
     for num_threads in (1, 2, 3):
         kernels = cpu_kernels(num_threads, name)
