@@ -33,6 +33,7 @@ class Measured:
     what: str
     engine: str
     cell: dict[str, Any]
+    commit: str
 
     @property
     def answers(self) -> list[dict[str, Any]]:
@@ -125,10 +126,13 @@ def titled(sections: dict[str, Iterator[str]]) -> Iterator[str]:
 
 def measured(result: dict[str, Any]) -> Iterator[Measured]:
     for group in result["groups"].values():
+        names = group["model"], group["method"], group["what"]
         for engine in ENGINES:
-            for cell in group["engines"].get(engine, {"cells": {}})["cells"].values():
+            if (found := group["engines"].get(engine)) is None:
+                continue
+            for cell in found["cells"].values():
                 if cell["runs"]:
-                    yield Measured(group["model"], group["method"], group["what"], engine, cell)
+                    yield Measured(*names, engine, cell, found["about"]["commit"])
 
 
 def bfloat16_cases(cells: list[Measured]) -> Iterator[Case]:
@@ -270,6 +274,7 @@ def about(result: dict[str, Any], cells: list[Measured]) -> str:
         for engine in group["engines"].values()
     ]
     dates = sorted(one["date"] for one in abouts)
+    last = dates[-1].removeprefix(dates[0][:11])  # the time alone, if the day is the same
     commits = sorted({one["commit"][:9] for one in abouts if one["commit"]})
     versions = sorted({pair for one in abouts for pair in one.get("versions", {}).items()})
     runs = [run for one in cells for run in one.cell["runs"]]
@@ -284,7 +289,7 @@ def about(result: dict[str, Any], cells: list[Measured]) -> str:
         else ""
     )
     return (
-        f"{dates[0]} to {dates[-1][-5:]}, {where['host']}: {where['processor']}, {where['cores']} "
+        f"{dates[0]} to {last}, {where['host']}: {where['processor']}, {where['cores']} "
         f"cores, {result['threads']} threads; commit {', '.join(commits)}; "
         f"{', '.join(f'{name} {number}' for name, number in versions)}. Weights are bfloat16 "
         f"where nothing else is said. Memory was read at {median(read):.1f} GB/s "
@@ -294,7 +299,7 @@ def about(result: dict[str, Any], cells: list[Measured]) -> str:
 
 
 def equal_texts(cells: list[Measured]) -> Iterator[str]:
-    """How many greedy texts speculation left as the same engine writes them without."""
+    """How many greedy texts speculation left as the same engine, of one commit, writes without."""
     plain: dict[tuple[Any, ...], set[str]] = {}
     counts: dict[str, list[bool]] = {}
     for one in cells:
@@ -302,7 +307,8 @@ def equal_texts(cells: list[Measured]) -> Iterator[str]:
             continue
         for number, answer in zip(one.prompts, one.answers, strict=True):
             cell = one.cell
-            where = (one.model, one.engine, cell["batch"], cell["new_tokens"], number)
+            kind = (one.model, one.engine, one.commit)
+            where = (*kind, cell["batch"], cell["new_tokens"], number)
             if one.method == PLAIN:
                 plain.setdefault(where, set()).add(answer["text"])
             elif where in plain:
