@@ -15,7 +15,6 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
-from outdraft.engine.machine import give_back_memory
 from outdraft.engine.self_speculation import load_self
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
@@ -102,7 +101,6 @@ def load_models(
             raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
         else:
             drafter = load_drafter(network, path, target, kernels, ranks.draft)
-    give_back_memory()  # weights as they were before they were packed
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")

@@ -1,6 +1,5 @@
 """What this machine and this installation are called."""
 
-import ctypes
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,10 +21,3 @@ def installed_version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def give_back_memory() -> None:
-    """Give the system what this process has freed. Only glibc keeps it, and has a call for that."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
