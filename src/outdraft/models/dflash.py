@@ -161,7 +161,7 @@ class DFlashNetwork(nn.Module):
         shape = len(layers), 2, self.shard.num_kv_heads, self.shard.head_size
         k_TLGC, v_TLGC = self.context_kv(features_TD).unflatten(1, shape).unbind(2)
         if self._k_norms_L1C is None:
-            norms = [layer.k_norm.weight for layer in layers if layer.k_norm is not None]
+            norms = [layer.k_norm.weight.data for layer in layers if layer.k_norm is not None]
             self._k_norms_L1C = torch.stack(norms)[:, None]
         k_TLGC = rms_norm(k_TLGC, self._k_norms_L1C, self.shard.rms_norm_eps)
         cos_sin_TC = self.decoder.rotary.cos_sin_MC.index_select(0, metadata.positions_T)
