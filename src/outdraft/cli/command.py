@@ -18,7 +18,9 @@ CONTEXT: dict[str, Any] = {
 
 Model = Annotated[
     str | None,
-    typer.Argument(help="Directory or hub name of a checkpoint; default: the embedded model."),
+    typer.Argument(
+        help="Directory or hub name of a checkpoint, or a GGUF file; default: the embedded model."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Verbose = Annotated[

@@ -152,13 +152,13 @@ def with_local_paths(info: EngineInfo, config: EngineConfig) -> EngineInfo:
         ConfigError: they are not here, nor on the hub.
     """
     model, tokenizer = Path(info.model_path), Path(info.tokenizer_path)
-    if model.is_dir() and tokenizer.is_dir():
+    if model.exists() and tokenizer.exists():
         return info
     from outdraft.models.loader import resolve_model_path  # imports torch
 
-    if not model.is_dir():
+    if not model.exists():
         model = resolve_model_path(config.model, config.revision, with_weights=False)
-    if not tokenizer.is_dir():
+    if not tokenizer.exists():
         tokenizer = resolve_model_path(config.tokenizer) if config.tokenizer else model
     return msgspec.structs.replace(info, model_path=str(model), tokenizer_path=str(tokenizer))
 

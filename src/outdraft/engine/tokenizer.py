@@ -5,18 +5,22 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.quantized.gguf_metadata import is_gguf
 
 
 def load_tokenizer(path: Path) -> Tokenizer | None:
     """The checkpoint's fast tokenizer, None if it has none.
 
-    One in SentencePiece's own form, tokenizer.model, is converted by transformers.
+    One in SentencePiece's own form, tokenizer.model, is converted by transformers, and so is the
+    vocabulary of a GGUF file.
 
     Raises:
         ConfigError: it cannot be read, or not be converted.
     """
     file = path / "tokenizer.json"
-    if file.exists():
+    if is_gguf(path):
+        tokenizer = _of_gguf(path)
+    elif file.exists():
         try:
             tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library has no narrower one
@@ -29,6 +33,25 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _of_gguf(path: Path) -> Tokenizer:
+    wanted = "give the directory of the model's tokenizer by --tokenizer"
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigError(
+            f"the vocabulary of {path} needs transformers: pip install transformers, or {wanted}"
+        ) from error
+    try:
+        slow = AutoTokenizer.from_pretrained(
+            path.parent, gguf_file=path.name, local_files_only=True, trust_remote_code=False
+        )
+        return Tokenizer.from_str(slow.backend_tokenizer.to_str())
+    except Exception as error:  # the libraries have no narrower one
+        raise ConfigError(
+            f"no tokenizer can be made of the vocabulary of {path}: {wanted} ({error!s:.300})"
+        ) from error
 
 
 def _converted(path: Path) -> Tokenizer:

@@ -12,8 +12,9 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
-from outdraft.models.config import ModelConfig, is_known, read_json
+from outdraft.models.config import ModelConfig, is_known, read_config
 from outdraft.models.loader import load_model, random_model
+from outdraft.models.quantized.gguf_metadata import is_gguf
 
 AUTO, OUTDRAFT, TRANSFORMERS = "auto", "outdraft", "transformers"
 _logger = logging.getLogger(__name__)
@@ -31,12 +32,12 @@ def uses_transformers(path: Path, implementation: str = AUTO) -> bool:
     """
     if implementation != AUTO:
         return implementation == TRANSFORMERS
-    return not is_known(read_json(path / "config.json"))
+    return not is_known(read_config(path))
 
 
 def checkpoint_dtype(path: Path) -> str:
     """What the checkpoint was saved in, such as "bfloat16"; "float32" if nobody tells."""
-    raw = read_json(path / "config.json")
+    raw = read_config(path)
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
 
 
@@ -57,7 +58,7 @@ def _transformers_loader(path: Path) -> ModuleType:
     try:
         return import_module("outdraft.models.transformers_loader")
     except ImportError as error:
-        names = read_json(path / "config.json").get("architectures")
+        names = read_config(path).get("architectures")
         raise ConfigError(
             f"{path} holds {names}, which outdraft runs through the transformers library: pip "
             f"install 'outdraft[transformers]' ({error})"
@@ -94,6 +95,8 @@ def load_language_model(
     if not uses_transformers(path, implementation):
         load = random_model if has_random_weights else load_model
         return load(*place, group, drafts=drafts)
+    if is_gguf(path):
+        raise ConfigError(f"{path}: --model-impl transformers is for directories, not GGUF files")
     load_any = _transformers_loader(path).load_transformers_model
     model = load_any(*place, group, drafts=drafts, has_random_weights=has_random_weights)
     _logger.info(

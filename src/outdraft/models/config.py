@@ -13,6 +13,8 @@ from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.counts import read_count, read_token_ids
+from outdraft.models.quantized.config import Quantization, read_quantization
+from outdraft.models.quantized.gguf_metadata import config_of_gguf, is_gguf
 from outdraft.models.rope_config import RopeConfig, read_rope
 from outdraft.models.shape import ModelShape
 
@@ -23,6 +25,7 @@ class ModelConfig(ModelShape):
 
     Attributes:
         windows: per layer, how many positions back a row sees (itself included), None for all.
+        quantization: of the checkpoint; None: its weights are plain.
     """
 
     rope: RopeConfig
@@ -32,6 +35,7 @@ class ModelConfig(ModelShape):
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
+    quantization: Quantization | None = None
 
     @property
     def depends_on_context(self) -> bool:
@@ -39,14 +43,14 @@ class ModelConfig(ModelShape):
 
     @classmethod
     def from_directory(cls, path: Path) -> "ModelConfig":
-        """The config of a checkpoint directory.
+        """The config of a checkpoint directory, or of a GGUF file.
 
         Raises:
             ConfigError: no readable config.json, or it asks for something that is not supported.
         """
         generation_path = path / "generation_config.json"
         generation = read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_mapping(read_json(path / "config.json"), generation)
+        return cls.from_mapping(read_config(path), generation)
 
     @classmethod
     def from_mapping(
@@ -92,6 +96,7 @@ class ModelConfig(ModelShape):
             mlp_bias=bool(raw.get("mlp_bias")) and family.reads_mlp_bias,
             qk_norm=family.qk_norm,
             windows=family.windows(raw, num_layers),
+            quantization=read_quantization(raw),
             bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
             eos_token_ids=read_token_ids(generation or {}, "eos_token_id")
             or read_token_ids(raw, "eos_token_id"),
@@ -110,6 +115,15 @@ def is_known(raw: Mapping[str, Any]) -> bool:
     """Whether the content of config.json names a family that has a network here."""
     names = raw.get("architectures") or []
     return len(names) == 1 and names[0] in _FAMILIES
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint directory, or what a GGUF file says in its place.
+
+    Raises:
+        ConfigError: there is none, or a GGUF file cannot be read.
+    """
+    return config_of_gguf(path) if is_gguf(path) else read_json(path / "config.json")
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -190,7 +204,6 @@ _FAMILIES = {
 # Keys that change what is computed, and the values at which they do not.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
     "hidden_act": lambda value: value in (None, "silu"),
-    "quantization_config": lambda value: value is None,
 }
 
 

@@ -207,6 +207,11 @@ class Decoder(nn.Module):
         if self.rotary.order_C is not None and isinstance(part, DecoderLayer):
             part.arrange(self.rotary.order_C)
 
+    def is_turned(self, part: nn.Module, linear: Linear) -> bool:
+        """Whether `arrange` changes the weight of a product of that part."""
+        is_layer = self.rotary.order_C is not None and isinstance(part, DecoderLayer)
+        return is_layer and linear is part.qkv_proj
+
 
 def product_of(linear: Linear) -> Product:
     """What a packed layer computes."""

@@ -4,14 +4,16 @@ Only safetensors are read, since a pickle runs any code that it holds. All names
 compared before any weight is copied, so a wrong checkpoint fails at once and by name.
 """
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
@@ -19,7 +21,18 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
-from outdraft.models.llama import HEAD_NAME, CausalLM
+from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
+from outdraft.models.quantized.gguf_metadata import is_gguf
+from outdraft.models.quantized.gguf_weights import gguf_weights
+from outdraft.models.quantized.placing import (
+    Placing,
+    check_quantization,
+    fill_stored,
+    place,
+    summary,
+)
+from outdraft.models.quantized.reader import read_stored
+from outdraft.models.quantized.stored import StoredWeight
 from outdraft.models.slots import Slot
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -27,6 +40,8 @@ _WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merge
 _UNWANTED = ["*/*", "consolidated*"]  # the same weights again, under other names
 _READABLE = {"F64", "F32", "F16", "BF16"}
 _MAX_NAMED = 5  # tensors that an error names
+_WEIGHT_ONLY = "the checkpoint was made for %s: only its weights are quantised here"
+_logger = logging.getLogger(__name__)
 
 Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 
@@ -34,7 +49,8 @@ Place = tuple[Path, str]  # a safetensors file, and the name of a tensor in it
 def resolve_model_path(
     name_or_path: str | os.PathLike[str], revision: str | None = None, *, with_weights: bool = True
 ) -> Path:
-    """The directory of a checkpoint: a local one, else one of the hub, downloaded if need be.
+    """The directory of a checkpoint: a local one, else one of the hub, downloaded if need be. A
+    GGUF file is a checkpoint of its own.
 
     Args:
         revision: branch, tag or commit on the hub; None: the main branch.
@@ -51,8 +67,12 @@ def resolve_model_path(
                 f"revision {revision!r} is for models of the hub, and {str(path)!r} is a directory"
             )
         return path
+    if path.is_file() and is_gguf(path):
+        return path
     if path.exists():
-        raise ConfigError(f"model {str(path)!r} is a file: give the directory of the checkpoint")
+        raise ConfigError(
+            f"model {str(path)!r} is a file: give the directory of the checkpoint, or a GGUF file"
+        )
     name = str(name_or_path)
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"model {name!r}: there is no such directory")
@@ -83,7 +103,7 @@ def load_model(
     *,
     drafts: bool = False,
 ) -> CausalLM:
-    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+    """The model of a checkpoint, ready to run, its weights packed for the device.
 
     Args:
         max_model_len: the longest text that it will read, where that is known.
@@ -95,9 +115,9 @@ def load_model(
             missing, unknown, damaged or of another shape.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
-    files = weight_files(path)
     model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
-    load_weights(model, files, quantization)
+    checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
+    load_weights(model, checkpoint, quantization)
     return model.eval()
 
 
@@ -118,6 +138,11 @@ def random_model(
     dtype can hold.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
+    if config.quantization is not None:
+        raise ConfigError(
+            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
+            f"({config.quantization.method})"
+        )
     model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
     own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
@@ -155,8 +180,46 @@ def weight_files(path: Path) -> list[Path]:
     raise ConfigError(f"{path} has neither {_SINGLE} nor {_INDEX}")
 
 
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Tensors by the names of a model's slots.
+
+    Attributes:
+        places: of plain tensors.
+        stored: the others.
+    """
+
+    places: dict[str, Place]
+    stored: dict[str, StoredWeight]
+
+
+def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> Checkpoint:
+    """The tensors of a checkpoint.
+
+    Args:
+        wanted: the names of a model's slots.
+
+    Raises:
+        ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
+            other.
+    """
+    if is_gguf(path):
+        return Checkpoint({}, gguf_weights(path))
+    places, quantization = tensor_places(weight_files(path)), config.quantization
+    if config.tie_word_embeddings:  # some checkpoints store the tied head again
+        places.pop(HEAD_NAME, None)
+    if quantization is None:
+        return Checkpoint(places, {})
+    if quantization.activations:
+        _logger.info(_WEIGHT_ONLY, quantization.activations)
+    if quantization.kv_cache:
+        _logger.info("the checkpoint was made for a quantised cache: keys and values stay as wide")
+    stored, rest = read_stored(quantization, places, wanted)
+    return Checkpoint(rest, stored)
+
+
 def load_weights(
-    model: CausalLM, files: Iterable[Path], quantization: WeightFormat | None = None
+    model: CausalLM, checkpoint: Checkpoint, quantization: WeightFormat | None = None
 ) -> None:
     """Read a checkpoint and pack it part by part; q, k, v and gate, up are fused here.
 
@@ -166,11 +229,14 @@ def load_weights(
     Raises:
         ConfigError: as load_model.
     """
-    places = tensor_places(files)
-    if model.config.tie_word_embeddings:  # some checkpoints store the tied head again
-        places.pop(HEAD_NAME, None)
-    _check_slots(model.checkpoint_slots(), places)
+    places, stored = checkpoint.places, checkpoint.stored
+    check_slots(model.checkpoint_slots(), places, stored)
+    placings: list[Placing] = []
+    others: list[StoredWeight] = []
     for part, slots in model.parts():
+        of_linears = placings_of(model, part, slots, stored)
+        placings += of_linears.values()
+        check_quantization(placings, quantization)
         tensors = _mapped(slots, places)
         lent: dict[Linear, list[Tensor]] = {}
         if model.decoder.rotary.order_C is None:
@@ -178,10 +244,35 @@ def load_weights(
         for name, slot in slots.items():
             if name in tensors:
                 slot.to.copy_(tensors.pop(name))
+        others += fill_stored(slots, stored, of_linears)
         del slots  # so that a plain weight is gone when it is packed
         model.decoder.arrange(part)
         for linear in linears_of(part):
-            linear.pack(model.kernels, quantization, lent.pop(linear, ()))
+            if linear in of_linears and of_linears[linear].tile is not None:
+                linear.pack_codes(model.kernels, of_linears[linear].coded(), model.dtype)
+            else:
+                linear.pack(model.kernels, quantization, lent.pop(linear, ()))
+    for line in summary(placings, others):
+        _logger.info("%s", line)
+
+
+def placings_of(
+    model: CausalLM,
+    part: nn.Module,
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, StoredWeight],
+) -> dict[Linear, Placing]:
+    """How the products of a part keep their weights, where the checkpoint quantised some."""
+    if not stored:
+        return {}
+    found: dict[Linear, Placing] = {}
+    for linear in linears_of(part):
+        names = [name for name, slot in slots.items() if linear.owns(slot.to)]
+        if not names and linear is model.lm_head:  # a tied one, which reads what the table is of
+            names = [EMBEDDING_NAME]
+        is_turned = model.decoder.is_turned(part, linear)
+        found[linear] = place(names, stored, slots, is_turned=is_turned)
+    return found
 
 
 def _mapped(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> dict[str, Tensor]:
@@ -202,8 +293,11 @@ def _part(tensors: Any, name: str, slot: Slot) -> Tensor:
 
 
 def _lent(linear: Linear, slots: Mapping[str, Slot], tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Take the rows of a weight from `tensors`; none if they have to be converted."""
+    """Take the rows of a weight from `tensors`; none if they have to be converted, or are not all
+    there."""
     names = [name for name, slot in slots.items() if linear.owns(slot.to)]
+    if any(name not in tensors for name in names):
+        return []
     kept = [(slots[name].to.dtype, slots[name].to.device) for name in names]
     if kept != [(tensors[name].dtype, tensors[name].device) for name in names]:
         return []
@@ -216,7 +310,7 @@ def fill_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
     Raises:
         ConfigError: a tensor is missing, unknown, or of another shape.
     """
-    _check_slots(slots, places)
+    check_slots(slots, places)
     for name, tensor in _mapped(slots, places).items():
         slots[name].to.copy_(tensor)
 
@@ -267,14 +361,29 @@ def read_part(place: Place, slot: Slot) -> Tensor | None:
         return _part(tensors, name, slot)
 
 
-def _check_slots(slots: Mapping[str, Slot], places: Mapping[str, Place]) -> None:
-    """Every slot must be filled, by a tensor of its shape, and nothing be left."""
-    if missing := [name for name in slots if name not in places]:
+def check_slots(
+    slots: Mapping[str, Slot],
+    places: Mapping[str, Place],
+    stored: Mapping[str, StoredWeight] | None = None,
+) -> None:
+    """Every slot must be filled, by a tensor of its shape, and nothing be left.
+
+    Raises:
+        ConfigError: something is missing, unknown, of another shape, or of an unreadable dtype.
+    """
+    stored = stored or {}
+    if missing := [name for name in slots if name not in places and name not in stored]:
         raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
-    if unknown := [name for name in places if name not in slots]:
+    if unknown := [name for name in (*places, *stored) if name not in slots]:
         raise ConfigError(
             f"the checkpoint has tensors that its config.json has no use for: {_listed(unknown)}"
         )
+    for name, one in stored.items():
+        if list(one.shape) != slots[name].shape:
+            raise ConfigError(
+                f"weight {name!r} has shape {list(one.shape)}, but config.json asks for "
+                f"{slots[name].shape}"
+            )
     for file, named in _by_file(slots, places):
         with safe_open(file, framework="pt") as tensors:
             for slot, name in named:

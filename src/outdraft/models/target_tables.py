@@ -14,11 +14,13 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Product
 from outdraft.models.base import LanguageModel
+from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Kind, product_of
 from outdraft.models.layers.linear import Linear, memory_bytes
 from outdraft.models.layers.rank_products import JoinedProduct
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
-from outdraft.models.loader import fill_slots, tensor_places, weight_files
+from outdraft.models.loader import fill_slots, open_checkpoint
+from outdraft.models.quantized.placing import fill_stored
 from outdraft.models.slots import Slot, rows_of
 
 
@@ -115,5 +117,8 @@ class TargetTables:
 
     def _read(self, name: str, slot: Slot) -> None:
         assert self.path is not None, "the target has other ranks than the drafter"
-        places = tensor_places(weight_files(self.path))
-        fill_slots({name: slot}, {name: places[name]})
+        checkpoint = open_checkpoint(self.path, ModelConfig.from_directory(self.path), (name,))
+        if name in checkpoint.stored:
+            fill_stored({name: slot}, checkpoint.stored, {})
+        else:
+            fill_slots({name: slot}, {name: checkpoint.places[name]})

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.ops import Kernels, Product
 from outdraft.kernels.reference.linear import linear
 from outdraft.models.layers.rank_products import Spread
@@ -62,6 +63,16 @@ class Linear(nn.Module):
             self.product = self._spread(kernels.pack_linear(weight_ED, None, quantization), bias_E)
         if self.product.nbytes > 0:
             self.weight = None
+
+    def pack_codes(self, kernels: Kernels, weight: CodedWeight, dtype: torch.dtype) -> None:
+        """As `pack`, with a weight that comes as integers; `dtype`: of the rows."""
+        assert self.weight is not None, "packed twice"
+        bias_E = None if self.bias is None else self.bias.data
+        if self._spread is None:
+            self.product = kernels.pack_codes(weight, bias_E, dtype)
+        else:
+            self.product = self._spread(kernels.pack_codes(weight, None, dtype), bias_E)
+        self.weight = None
 
     def owns(self, slot: Tensor) -> bool:
         """Whether a tensor is rows of the weight, which no other module reads."""

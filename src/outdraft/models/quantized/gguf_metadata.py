@@ -1,0 +1,147 @@
+"""What a GGUF file says besides its tensors: the configuration, and what its texts are made of.
+
+Names of keys are those of the GGUF specification (ggml-org/ggml, docs/gguf.md). Needs no torch.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outdraft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
+
+SUFFIX = ".gguf"
+EMBEDDING, HEAD, FREQUENCIES = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# What llama.cpp calls the families; it has Mistral under llama.
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_PLAIN = ("F16", "BF16", "F32")  # the dtype of a file is that of its smallest plain matrices
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether the path names a GGUF file, not the directory of a checkpoint."""
+    return path.suffix == SUFFIX
+
+
+def open_gguf(path: Path) -> "GGUFReader":
+    """The file, mapped into memory.
+
+    Raises:
+        ConfigError: the gguf package is missing, or the file is damaged.
+    """
+    try:
+        from gguf import GGUFReader
+    except ImportError:
+        raise ConfigError(f"{path} needs the gguf package: pip install 'outdraft[gguf]'") from None
+    try:
+        return GGUFReader(path)
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ConfigError(f"{path} is no GGUF file, damaged or cut short: {error}") from error
+
+
+def read_metadata(reader: "GGUFReader") -> dict[str, Any]:
+    """Values by their keys; arrays are lists."""
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def config_of_gguf(path: Path) -> dict[str, Any]:
+    """What the config.json of the same model would hold.
+
+    Raises:
+        ConfigError: as open_gguf; or the architecture or a value is not supported.
+    """
+    reader = open_gguf(path)
+    values, tensors = read_metadata(reader), {tensor.name: tensor for tensor in reader.tensors}
+    name = values.get("general.architecture")
+    if name not in _ARCHITECTURES:
+        raise ConfigError(
+            f"{path}: architecture {name!r} is not supported; supported in GGUF files: "
+            f"{', '.join(_ARCHITECTURES)}"
+        )
+    if EMBEDDING not in tensors:
+        raise ConfigError(f"{path} lacks the tensor {EMBEDDING}")
+    of_model = {
+        key.removeprefix(f"{name}."): value
+        for key, value in values.items()
+        if key.startswith(f"{name}.")
+    }
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) == 2}
+    plain = next((kind for kind in _PLAIN if kind in kinds), "BF16")
+    config = {
+        "architectures": [_ARCHITECTURES[name]],
+        **_sizes(of_model),
+        "vocab_size": int(tensors[EMBEDDING].shape[1]),
+        "tie_word_embeddings": HEAD not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "rope_parameters": _rope(of_model),
+        "torch_dtype": _DTYPES[plain] if kinds <= set(_PLAIN) else "bfloat16",
+        "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _ends(values),
+    }
+    if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
+        factors = [float(one) for one in tensors[FREQUENCIES].data]
+        config["rope_parameters"] = config["rope_parameters"] | {
+            "rope_type": "longrope",
+            "long_factor": factors,
+            "short_factor": factors,
+            "attention_factor": 1.0,
+        }
+    if not kinds <= set(_PLAIN):
+        config["quantization_config"] = {"quant_method": "gguf"}
+    return config
+
+
+def tokenizer_config_of_gguf(path: Path) -> dict[str, Any]:
+    """What the tokenizer_config.json of the same model would hold; raises as open_gguf."""
+    values = read_metadata(open_gguf(path))
+    tokens = values.get("tokenizer.ggml.tokens") or []
+    found = {"chat_template": values.get("tokenizer.chat_template")}
+    for ours, theirs in _SPECIAL.items():
+        token = values.get(f"tokenizer.ggml.{theirs}_token_id")
+        if token is not None and token < len(tokens):
+            found[ours] = tokens[token]
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of the network; ModelConfig checks them."""
+    names = {
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+        "num_hidden_layers": "block_count",
+        "num_attention_heads": "attention.head_count",
+        "num_key_value_heads": "attention.head_count_kv",
+        "head_dim": "attention.key_length",
+        "max_position_embeddings": "context_length",
+        "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    }
+    found = {ours: values[theirs] for ours, theirs in names.items() if theirs in values}
+    if "head_dim" not in found and "rope.dimension_count" in values:
+        found["head_dim"] = values["rope.dimension_count"]
+    return found
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    kind = values.get("rope.scaling.type", "none")
+    rope: dict[str, Any] = {"rope_theta": float(values.get("rope.freq_base", 10000.0))}
+    if kind == "none":
+        return rope
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(f"GGUF: rope.scaling.type {kind!r} is not supported")
+    rope |= {"rope_type": kind, "factor": float(values["rope.scaling.factor"])}
+    if kind == "yarn" and (length := values.get("rope.scaling.original_context_length")):
+        rope["original_max_position_embeddings"] = int(length)
+    return rope
+
+
+def _ends(values: Mapping[str, Any]) -> list[int]:
+    """The tokens that end a text, or a turn of a conversation."""
+    ids = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
+    return [int(one) for one in ids if one is not None]

@@ -1,0 +1,182 @@
+"""Quantised weights of a checkpoint in the products of a network, which fuse several of them.
+
+Dimension key: D inputs, E outputs.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.models.layers.linear import Linear
+from outdraft.models.quantized.stored import StoredWeight
+from outdraft.models.slots import Slot
+
+TURNED = "its heads turn in part, so their order changes"
+_PLAIN_NEIGHBOUR = "a part of the same product is not quantised"
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """How a product keeps the weights that it is made of.
+
+    Attributes:
+        stored: some of its weights, with their places; the others are plain.
+        tile: the format that keeps the codes of all of them; None: they become numbers.
+        reason: why they do; empty if none of them is quantised.
+    """
+
+    stored: dict[str, tuple[StoredWeight, Slot]]
+    tile: WeightFormat | None
+    reason: str = ""
+
+    def coded(self) -> CodedWeight:
+        """The weights, one below the other, for a product with a tile."""
+        assert self.tile is not None, "a product of numbers"
+        parts = [
+            stored.codes().part(*_part(slot)).coded(self.tile)
+            for stored, slot in self.stored.values()
+        ]
+        shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
+        return CodedWeight(
+            self.tile,
+            torch.cat([part.codes_ED for part in parts]),
+            torch.cat([part.scales_EN for part in parts]),
+            torch.cat(shifts) if shifts else None,
+        )
+
+
+def place(
+    names: Sequence[str],
+    stored: Mapping[str, StoredWeight],
+    slots: Mapping[str, Slot],
+    *,
+    is_turned: bool = False,
+) -> Placing:
+    """For a product of the weights of those names.
+
+    Args:
+        stored: those of the checkpoint that are not plain.
+        is_turned: the order of the outputs changes.
+    """
+    found = {name: (stored[name], slots[name]) for name in names if name in stored}
+    quantised = {name: one for name, one in found.items() if not one[0].is_plain}
+    if not quantised:
+        return Placing(found, None)
+    reason = next((one.reason for one, _ in quantised.values() if one.tile is None), None)
+    if reason is None and len(quantised) < len(names):
+        reason = _PLAIN_NEIGHBOUR
+    if reason is None and is_turned:
+        reason = TURNED
+    if reason is None and any(_cuts_a_group(*one) for one in quantised.values()):
+        reason = "a rank's part begins in the middle of a group"
+    if reason is not None:
+        return Placing(found, None, reason)
+    tile = _common([one.tile for one, _ in quantised.values() if one.tile is not None])
+    if tile is None:
+        return Placing(found, None, "parts of the same product have other numbers of bits")
+    return Placing(found, tile)
+
+
+def _rounded(numbers: Tensor, stored: StoredWeight, dtype: torch.dtype) -> Tensor:
+    """What a weight becomes in a network of that dtype: bfloat16 where it was quantised, so that it
+    takes two bytes, but not in networks of other dtypes than float32 and bfloat16."""
+    if stored.is_plain or dtype is not torch.float32:
+        return numbers
+    return numbers.bfloat16()
+
+
+def check_quantization(placings: Iterable[Placing], quantization: WeightFormat | None) -> None:
+    """A second rounding would add its error to that of the first.
+
+    Raises:
+        ConfigError: weights are to be quantised that are so already.
+    """
+    kept = next((one for one in placings if one.tile is not None), None)
+    if quantization is not None and kept is not None:
+        label = next(stored.label for stored, _ in kept.stored.values())
+        raise ConfigError(
+            f"quantization {quantization}: this checkpoint is quantised already ({label}), and its "
+            f"weights are kept as they are, in {kept.tile} tiles: leave the option out"
+        )
+
+
+def fill_stored(
+    slots: Mapping[str, Slot],
+    stored: Mapping[str, StoredWeight],
+    placings: Mapping[Linear, Placing],
+) -> list[StoredWeight]:
+    """Copy the numbers of what is kept in no tile to the slots; what belongs to no product."""
+    others: list[StoredWeight] = []
+    for name, slot in slots.items():
+        placing = next((one for linear, one in placings.items() if linear.owns(slot.to)), None)
+        if name not in stored or (placing is not None and placing.tile is not None):
+            continue
+        if placing is None:
+            others.append(stored[name])
+        numbers = _rounded(stored[name].numbers(), stored[name], slot.to.dtype)
+        slot.to.copy_(slot.part_of(numbers))
+    return others
+
+
+def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list[str]:
+    """What became of all quantised weights, for people.
+
+    Args:
+        others: that are in no product, such as a table of vectors.
+    """
+    lines: list[str] = []
+    kept = Counter(
+        (stored.label, str(placing.tile))
+        for placing in placings
+        if placing.tile is not None
+        for stored, _ in placing.stored.values()
+    )
+    lines += [
+        f"{count} weights ({label}) are kept as they are, in {tile} tiles"
+        for (label, tile), count in kept.items()
+    ]
+    given_up = Counter(
+        (stored.label, placing.reason)
+        for placing in placings
+        if placing.tile is None
+        for stored, _ in placing.stored.values()
+        if not stored.is_plain
+    )
+    given_up.update((one.label, "it is read row by row") for one in others if not one.is_plain)
+    lines += [
+        f"{count} weights ({label}) are dequantised: {reason}"
+        for (label, reason), count in given_up.items()
+    ]
+    return lines
+
+
+def _common(tiles: Sequence[WeightFormat]) -> WeightFormat | None:
+    """The format that can keep the codes of all."""
+    if len({tile.is_int8 for tile in tiles}) > 1:
+        return None
+    if len(set(tiles)) == 1:
+        return tiles[0]
+    least = min(tile.group_inputs or 128 for tile in tiles)
+    bits = "int8" if tiles[0].is_int8 else "int4"
+    size = "-g32" if least == 32 else "-g128" if bits == "int8" else ""
+    zero = "-zero" if any(tile.has_zero for tile in tiles) else ""
+    return WeightFormat(bits + size + zero)
+
+
+def _part(slot: Slot) -> tuple[slice, slice]:
+    """The rows and columns of the whole weight that belong into the slot."""
+    rows, columns = slot.to.shape
+    if slot.dim == 0:
+        return slice(slot.start, slot.start + rows), slice(0, columns)
+    return slice(0, rows), slice(slot.start, slot.start + columns)
+
+
+def _cuts_a_group(stored: StoredWeight, slot: Slot) -> bool:
+    has_groups = stored.group_inputs < stored.shape[1]
+    return has_groups and _part(slot)[1].start % stored.group_inputs > 0

@@ -1,0 +1,128 @@
+"""One weight of a quantised checkpoint, before it is read.
+
+Nothing here knows a network: a weight has the name that a plain checkpoint gives it.
+
+Dimension key: D inputs, E outputs, N groups of inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedCodes:
+    """Integers of a weight: w = scale * (code + shift), with one scale and shift for each group of
+    an output's inputs.
+
+    Attributes:
+        bits: 4 or 8.
+        group_inputs: of one group; the last one may have fewer.
+        codes_ED: int8, from -8 to 7 or from -128 to 127.
+        scales_EN, shifts_EN: float32.
+    """
+
+    bits: int
+    group_inputs: int
+    codes_ED: Tensor
+    scales_EN: Tensor
+    shifts_EN: Tensor | None = None
+
+    def numbers(self) -> Tensor:
+        """float32 [E, D]."""
+        numbers_ED = self.codes_ED.float()
+        if self.shifts_EN is not None:
+            numbers_ED = numbers_ED + self._of_inputs(self.shifts_EN)
+        return numbers_ED * self._of_inputs(self.scales_EN)
+
+    def part(self, rows: slice, columns: slice) -> "GroupedCodes":
+        """Some outputs, or some inputs, which begin with a group."""
+        first, end = 0, 1
+        if self.scales_EN.shape[1] > 1:
+            assert columns.start % self.group_inputs == 0, "a group is cut"
+            first, end = columns.start // self.group_inputs, -(-columns.stop // self.group_inputs)
+        shifts_EN = None if self.shifts_EN is None else self.shifts_EN[rows, first:end]
+        return GroupedCodes(
+            self.bits,
+            self.group_inputs,
+            self.codes_ED[rows, columns],
+            self.scales_EN[rows, first:end],
+            shifts_EN,
+        )
+
+    def coded(self, tile: WeightFormat) -> CodedWeight:
+        """The same numbers in groups of that format, each a part of one of these groups."""
+        num_inputs = self.codes_ED.shape[1]
+        size = tile.group_inputs or num_inputs
+        scales_EN, shifts_EN = (
+            None if numbers_EN is None else self._of_inputs(numbers_EN)[:, ::size].contiguous()
+            for numbers_EN in (self.scales_EN, self.shifts_EN)
+        )
+        assert scales_EN is not None
+        if shifts_EN is None and tile.has_zero:
+            shifts_EN = torch.zeros_like(scales_EN)
+        return CodedWeight(tile, self.codes_ED, scales_EN, shifts_EN)
+
+    def _of_inputs(self, numbers_EN: Tensor) -> Tensor:
+        """[E, D]: the number of each input's group."""
+        spread_ED = numbers_EN.repeat_interleave(self.group_inputs, dim=1)
+        return spread_ED[:, : self.codes_ED.shape[1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredWeight:
+    """A weight in the files of a checkpoint.
+
+    Attributes:
+        shape: outputs and inputs; of a norm or a bias its only size.
+        label: how it is stored, for people.
+        group_inputs: inputs that share a scale, for codes.
+        tile: the format that keeps its codes and scales as they are; None: there is none.
+        reason: why there is none.
+        scale_bytes: of a scale of the tile: 2, bfloat16, or 4, float32.
+        is_plain: it is not quantised.
+        read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
+            which a plain weight is stored.
+    """
+
+    shape: tuple[int, ...]
+    label: str
+    group_inputs: int
+    tile: WeightFormat | None
+    reason: str
+    scale_bytes: int
+    is_plain: bool = False
+    read: Callable[[], GroupedCodes | Tensor]
+
+    def numbers(self) -> Tensor:
+        """All of them, of the dtype that `read` gives."""
+        read = self.read()
+        return read.numbers() if isinstance(read, GroupedCodes) else read
+
+    def codes(self) -> GroupedCodes:
+        """Only of a weight with a tile."""
+        read = self.read()
+        assert isinstance(read, GroupedCodes), "a tile of numbers"
+        return read
+
+
+def tile_for(
+    bits: int, group_inputs: int, num_inputs: int, *, has_zero: bool
+) -> WeightFormat | str:
+    """The format whose tiles keep such codes and scales as they are, else why there is none."""
+    if bits == 8 and has_zero:
+        return "tiles of 8 bits have no zero points"
+    if bits == 8 and group_inputs >= num_inputs:
+        return WeightFormat.INT8
+    sizes = [size for size in (128, 32) if group_inputs % size == 0 or group_inputs >= num_inputs]
+    if not sizes:
+        return f"tiles have groups of 32 and 128 inputs, not of {group_inputs}"
+    if bits == 8:
+        return WeightFormat.INT8_G128 if sizes[0] == 128 else WeightFormat.INT8_G32
+    name = WeightFormat.INT4 if sizes[0] == 128 else WeightFormat.INT4_G32
+    return WeightFormat(f"{name}-zero" if has_zero else name)

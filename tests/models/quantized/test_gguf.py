@@ -1,0 +1,175 @@
+"""GGUF files against transformers over the numbers that the gguf package reads from them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedModel
+
+from outdraft.core.errors import ConfigError
+from outdraft.core.weight_format import WeightFormat
+from outdraft.engine.chat import ChatTemplate
+from outdraft.engine.tokenizer import load_tokenizer
+from outdraft.models.config import ModelConfig
+from outdraft.models.layers.linear import linears_of
+from outdraft.models.loader import load_model, resolve_model_path
+from tests.kernels.tables import cpu_kernels
+from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised
+from tests.models.quantized.gguf_files import SIZES, same_numbers, write_gguf
+from tests.rounding import MODEL_ROUNDING
+
+MODELS = {
+    "llama": lambda: llama(**SIZES),
+    "llama-biases": lambda: llama(**SIZES, attention_bias=False, mlp_bias=False, head_dim=32),
+    "mistral": lambda: mistral(**SIZES, sliding_window=None),
+    "qwen2": lambda: qwen2(**SIZES),
+    "qwen3": lambda: qwen3(**SIZES),
+}
+KINDS = {
+    Kind.F32: WeightFormat.FLOAT32,
+    Kind.F16: WeightFormat.FLOAT32,
+    Kind.BF16: WeightFormat.BFLOAT16,
+    Kind.Q8_0: WeightFormat.INT8_G32,
+    Kind.Q4_0: WeightFormat.INT4_G32,
+    Kind.Q4_K: WeightFormat.INT4_G32_ZERO,
+}
+
+
+def assert_same_logits(path: Path, theirs: PreTrainedModel) -> set[WeightFormat]:
+    """The logits are transformers'; the formats of all products."""
+    model = load_model(path, torch.float32, "cpu", cpu_kernels())
+    generator = torch.Generator().manual_seed(0)
+    token_ids_T = torch.randint(0, SIZES["vocab_size"], (23,), generator=generator)
+    with torch.no_grad():
+        wanted = theirs(token_ids_T[None]).logits[0]
+    got = chunked_logits(model, token_ids_T, [15, 1, 7])
+    size = wanted.abs().max().item()
+    tolerance = 8 * MODEL_ROUNDING * max(1.0, size)  # a shift may be larger than what it leaves
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+    return {linear.format for linear in linears_of(model)}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_blocks_are_kept_as_they_are_and_plain_tensors_too(kind: Kind, tmp_path: Path):
+    theirs = randomised(llama(**SIZES))
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: kind)
+
+    assert assert_same_logits(path, same_numbers(path, theirs)) == {KINDS[kind]}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_each_family_is_read_from_one_file(name: str, tmp_path: Path):
+    theirs = randomised(MODELS[name]())
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
+
+    assert resolve_model_path(path) == path
+    assert assert_same_logits(path, same_numbers(path, theirs)) == {WeightFormat.INT8_G32}
+
+
+def test_the_head_of_a_tied_model_keeps_the_codes_of_the_table(tmp_path: Path):
+    theirs = randomised(qwen3(**SIZES, tie_word_embeddings=True))
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.Q8_0)
+    model = load_model(path, torch.float32, "cpu", cpu_kernels())
+
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.format is WeightFormat.INT8_G32
+
+
+def test_a_product_of_two_kinds_is_dequantised_and_the_others_are_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    theirs = randomised(llama(**SIZES))
+    path = write_gguf(
+        theirs,
+        tmp_path / "model.gguf",
+        lambda name: (
+            Kind.Q8_0 if "attn_v" in name else Kind.Q5_0 if "ffn_up" in name else Kind.Q4_0
+        ),
+    )
+    with caplog.at_level("INFO", logger="outdraft"):
+        model = load_model(path, torch.float32, "cpu", cpu_kernels())
+
+    (layer, _) = model.decoder.layers
+    assert layer.qkv_proj.format is WeightFormat.BFLOAT16
+    assert layer.gate_up_proj.format is WeightFormat.BFLOAT16
+    assert layer.o_proj.format is WeightFormat.INT4_G32
+    assert any("parts of the same product have other numbers of bits" in m for m in caplog.messages)
+    assert any("there are no tiles for Q5_0" in m for m in caplog.messages)
+
+
+def test_frequencies_that_the_file_divides_are_those_of_llama_3(tmp_path: Path):
+    scaling = {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    theirs = randomised(llama(**SIZES, rope_parameters=scaling))
+    plain_F = 500.0 ** -(torch.arange(0, 64, 2) / 64)
+    factors_F = plain_F / theirs.model.rotary_emb.inv_freq
+    path = write_gguf(
+        theirs, tmp_path / "model.gguf", lambda name: Kind.F32, rope_factors=factors_F.tolist()
+    )
+
+    assert factors_F.max() > 7.9
+    assert_same_logits(path, theirs)
+
+
+def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):
+    original = Tokenizer(models.BPE())
+    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    original.decoder = decoders.ByteLevel()
+    texts = ["a tale of two cities", "the cities of the plain", "tall tales, tall cities"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+    )
+    original.train_from_iterator(texts, trainer)
+    ids = original.get_vocab()
+    tokens = sorted(ids, key=ids.__getitem__)
+    merges = [" ".join(pair) for pair in _merges(original)]
+    theirs = randomised(llama(**SIZES | {"vocab_size": len(tokens)}))
+    vocabulary = {
+        "tokens": tokens,
+        "types": [3, 3, *[1] * (len(tokens) - 2)],
+        "merges": merges,
+        "template": "{{ bos_token }}{{ messages[0].content }}",
+    }
+    path = write_gguf(theirs, tmp_path / "m.gguf", lambda name: Kind.F16, vocabulary)
+
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    for text in (*texts, "two plains"):
+        assert tokenizer.encode(text).ids == original.encode(text).ids
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    template = ChatTemplate.from_directory(path)
+    assert template is not None
+    assert template.render([{"role": "user", "content": "hello"}]) == "<s>hello"
+    config = ModelConfig.from_directory(path)
+    assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
+    assert config.torch_dtype == "float16"
+
+
+def _merges(tokenizer: Tokenizer) -> list[list[str]]:
+    import json
+
+    return json.loads(tokenizer.to_str())["model"]["merges"]
+
+
+def test_a_file_of_another_kind_and_another_architecture_are_refused(tmp_path: Path):
+    (tmp_path / "no.gguf").write_bytes(b"GGUF?" * 9)
+    with pytest.raises(ConfigError, match="no GGUF file, damaged or cut short"):
+        ModelConfig.from_directory(tmp_path / "no.gguf")
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "gemma.gguf", "gemma2")
+    writer.add_block_count(1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="architecture 'gemma2' is not supported; supported in"):
+        ModelConfig.from_directory(tmp_path / "gemma.gguf")
