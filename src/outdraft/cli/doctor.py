@@ -35,7 +35,8 @@ def doctor(
     engine: EngineOptions,
     scheduler: SchedulerOptions,
 ) -> None:
-    """Show the hardware, the libraries, and which kernels will be used."""
+    """Show the hardware, the libraries, and which kernels will be used; of a model also what its
+    weights are kept as."""
     console = Console(highlight=False)
     if cost:
         config = serving_config(model, engine, scheduler)
@@ -45,6 +46,11 @@ def doctor(
         show_costs(console, config)
         return
     sections, missing = examine(os.environ, engine.tensor_parallel_size or 1)
+    if model is not None:
+        from outdraft.engine.checkpoint_report import report
+
+        config = serving_config(model, engine, scheduler)
+        sections = {f"Weights of {model}": report(config)} | sections
     for title, rows in sections.items():
         table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
         table.box = None

@@ -1,0 +1,52 @@
+"""What is said of a checkpoint before it is loaded, against the loaded model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outdraft.config.engine import EngineConfig
+from outdraft.engine.checkpoint_report import report
+from outdraft.models.loader import load_model
+from tests.kernels.tables import cpu_kernels
+from tests.models.checkpoints import llama, randomised, save
+from tests.models.quantized.writers import (
+    SIZES,
+    Format,
+    compressed,
+    fp8,
+    gptq,
+    save_quantized,
+    small_llama,
+)
+
+CASES: dict[str, tuple[Format, str]] = {
+    "gptq": (gptq(), "2 x int4, codes and scales as stored (GPTQ, 4 bits"),
+    "compressed": (
+        compressed("pack-quantized", group=32, symmetric=False),
+        "2 x int4-g32-zero, codes",
+    ),
+    "fp8": (fp8((128, 128)), "2 x bfloat16, dequantised: there are no tiles of 8-bit floats"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_report_counts_the_bytes_that_the_loaded_model_has(name: str, tmp_path: Path):
+    stored_as, row = CASES[name]
+    save_quantized(small_llama(), tmp_path, stored_as, rounds=False)
+    rows = report(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"))
+    model = load_model(tmp_path, torch.float32, "cpu", cpu_kernels())
+
+    assert rows["architecture"] == "LlamaForCausalLM"
+    assert rows["down_proj"].startswith(row)
+    linear = sum(layer.down_proj.packed_bytes for layer in model.decoder.layers)
+    assert rows["down_proj"].endswith(f": {linear / 2**20:.2f} MiB")
+    norms = sum(p.nbytes for p in model.parameters() if p.dim() == 1)
+    assert rows["all weights"].startswith(f"{(model.memory_bytes - norms) / 2**20:.2f} MiB")
+
+
+def test_a_plain_checkpoint_is_reported_as_it_will_be_packed(tmp_path: Path):
+    save(randomised(llama(**SIZES)).bfloat16(), tmp_path)
+    rows = report(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"))
+    assert rows["quantisation"] == "none"
+    assert rows["gate_up_proj"] == "2 x bfloat16: 0.25 MiB"
