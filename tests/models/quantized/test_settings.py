@@ -125,7 +125,7 @@ def test_ignored_modules_stay_plain_and_a_fused_product_follows_its_least(
 
 @pytest.mark.parametrize("family", [qwen2, qwen3])
 def test_biases_and_norms_beside_quantised_weights_are_read(family: Any, tmp_path: Path):
-    theirs = save_quantized(randomised(family(**SIZES)), tmp_path, gptq(), rounds=False)
+    theirs = save_quantized(randomised(family(**SIZES)), tmp_path, gptq(group=32), rounds=False)
     model = load_model(tmp_path, torch.float32, "cpu", cpu_kernels())
     assert_same_logits(model, theirs)
 
@@ -204,13 +204,13 @@ def test_groups_that_config_json_counts_otherwise_are_refused(tmp_path: Path):
     config["quantization_config"]["group_size"] = 64
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        ConfigError, match=r"scales have shape \[128, 4\], but .* of 64 inputs needs"
+        ConfigError, match=r"scales have shape \[128, 8\], but .* of 64 inputs needs"
     ):
         load_model(tmp_path, torch.float32, "cpu", reference_kernels())
 
 
 @pytest.mark.parametrize(
-    ("stored_as", "o_format"),
+    ("stored_as", "down_format"),
     [
         (awq(group=32), WeightFormat.INT4_G32_ZERO),
         (compressed("int-quantized", bits=8), WeightFormat.INT8),
@@ -219,7 +219,7 @@ def test_groups_that_config_json_counts_otherwise_are_refused(tmp_path: Path):
     ids=["awq-g32", "int8", "gptq-g128"],
 )
 def test_each_rank_keeps_its_part_of_the_codes(
-    stored_as: Format, o_format: WeightFormat, tmp_path: Path
+    stored_as: Format, down_format: WeightFormat, tmp_path: Path
 ):
     save_quantized(small_llama(), tmp_path, stored_as, rounds=False)
     kernels = choose_kernels("reference", CPU, torch.float64)
@@ -231,11 +231,11 @@ def test_each_rank_keeps_its_part_of_the_codes(
 
     def logits(ranks: Ranks) -> tuple[torch.Tensor, list[WeightFormat]]:
         model = load(ranks)
-        formats = [layer.o_proj.format for layer in model.decoder.layers]
+        formats = [layer.down_proj.format for layer in model.decoder.layers]
         return chunked_logits(model, tokens(), [23]), formats
 
-    found = on_ranks(2, 1, logits)
+    found = on_ranks(4, 1, logits)
 
-    assert o_format in found[1][1]
+    assert down_format in found[1][1]
     got_TV = torch.cat([part for part, _ in found], dim=1)[:, : SIZES["vocab_size"]]
     assert (got_TV - wanted_TV).abs().max() <= 1e-9
