@@ -11,7 +11,8 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.config import ModelConfig
+from outdraft.models.choose import uses_transformers
+from outdraft.models.config import ModelConfig, read_config
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.llama import EMBEDDING_NAME, CausalLM
 from outdraft.models.loader import (
@@ -97,6 +98,9 @@ def report(config: EngineConfig) -> dict[str, str]:
         ConfigError: as load_model; the weights themselves are not read.
     """
     path = resolve_model_path(config.model, config.revision)
+    if uses_transformers(path, config.model_impl):
+        names = ", ".join(read_config(path).get("architectures") or ["unknown"])
+        return {"architecture": names, "computed by": "the transformers library, plain weights"}
     shape, device = ModelConfig.from_directory(path), choose_device(config.device)
     dtype = choose_dtype(config.dtype, shape.torch_dtype or "float32", device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
