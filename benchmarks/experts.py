@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from outdraft.models.experts import replace_experts
 
 ROWS = [1, 4, 8, 32]
 DTYPE, CPU = torch.bfloat16, torch.device("cpu")
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "hidden_size": 1024,
     "intermediate_size": 1792,
     "num_hidden_layers": 4,
@@ -58,7 +59,7 @@ def packed_blocks(blocks: nn.ModuleList, quantization: WeightFormat | None) -> n
     return copied
 
 
-def stacked(blocks: nn.ModuleList, implementation: str = "eager") -> Callable[[Tensor], Tensor]:
+def stacked(blocks: Any, implementation: str = "eager") -> Callable[[Tensor], Tensor]:
     """All blocks, one behind the other, each added to what it reads.
 
     Args:
@@ -91,7 +92,7 @@ def expert_bytes() -> int:
     return widths * SHAPE["num_hidden_layers"] * DTYPE.itemsize
 
 
-def experts_met(x_1TD: Tensor, blocks: nn.ModuleList) -> float:
+def experts_met(x_1TD: Tensor, blocks: Any) -> float:
     """How many experts of a layer the rows meet, on average."""
     met = list[int]()
 
