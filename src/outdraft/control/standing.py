@@ -41,6 +41,7 @@ class Standing:
     Attributes:
         most: steps that it was to stand for,
         left: and that it still stands for.
+        drafts: whether anybody drafts. spread: it fits batches that differ by so many requests.
         lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
@@ -57,10 +58,12 @@ class Standing:
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
     is_proven: bool = False
+    drafts: bool = field(init=False)
+    spread: int = field(init=False)
 
-    def fits(self, num_requests: int) -> bool:
-        spread = 0 if self.decision.grants else self.num_requests // SPREAD
-        return self.left > 0 and abs(num_requests - self.num_requests) <= spread
+    def __post_init__(self) -> None:
+        self.drafts = bool(self.decision.grants)
+        self.spread = 0 if self.drafts else self.num_requests // SPREAD
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
@@ -96,7 +99,9 @@ class StandingDecisions:
     def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided."""
         standing = self._known.get(prompt_rows.bit_length())
-        if standing is None or not standing.fits(num_requests):
+        if standing is None or standing.left <= 0:
+            return None
+        if abs(num_requests - standing.num_requests) > standing.spread:
             return None
         standing.left -= 1
         return standing
@@ -116,9 +121,7 @@ class StandingDecisions:
 
     def clear(self, *, drafts: bool) -> None:
         """Forget the decisions that draft, or those that do not."""
-        self._known = {
-            rows: one for rows, one in self._known.items() if bool(one.decision.grants) != drafts
-        }
+        self._known = {rows: one for rows, one in self._known.items() if one.drafts != drafts}
 
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
@@ -126,4 +129,4 @@ class StandingDecisions:
             shares = max(1, standing.num_requests) * (PROVEN if standing.is_proven else 1)
             gone = math.ceil(standing.most / shares)
             # Whoever comes should draft at once if drafts pay.
-            standing.left = 0 if standing.decision.grants else standing.left - gone
+            standing.left = 0 if standing.drafts else standing.left - gone
