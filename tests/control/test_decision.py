@@ -145,7 +145,7 @@ def test_a_tree_level_that_is_poor_by_itself_is_taken_for_the_one_behind_it():
 
 
 def random_option(rng, max_levels):
-    """Of the host or the network, a chain or a tree, with something to catch up or without."""
+    """A chain or a tree, of the host or the network, with something to catch up or without."""
     survivals = falling(rng, int(rng.integers(1, max_levels + 1)))
     shape = tuple(rng.integers(1, 4, len(survivals)).tolist()) if rng.random() < 0.3 else ()
     is_network = bool(rng.random() < 0.7)
