@@ -133,7 +133,9 @@ def drafter_key(network: DraftNetworkConfig) -> Key:
 
 def identity(path: Path) -> list[tuple[str, int, int]]:
     """Names, bytes and times of change (ns) of a checkpoint's files: cheap, and enough."""
-    files = sorted(file for file in path.iterdir() if file.suffix in MODEL_FILES)
+    files = [path]  # a GGUF file is all of a model
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix in MODEL_FILES)
     stats = [(file.name, file.stat()) for file in files]
     return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
