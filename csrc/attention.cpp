@@ -7,7 +7,7 @@
 // nearest cache, meet both. The softmax runs online over the pieces, in base 2: log2(e) is part of
 // the scale (Milakov, Gimelshein 2018; Dao et al. 2022). Where queries and cache are
 // bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; they are
-// divided by the sum of the rounded ones.
+// divided by the sum of the rounded ones. A sink joins the sum when it is complete.
 //
 // A long context has parts of 2048 keys, which threads may share, as in flash-decoding (Dao,
 // Haziza, Massa, Sizov 2023). Sums of parts are added in the order of the parts, whoever made them.
@@ -39,6 +39,7 @@ constexpr int64_t kMaxLanes = 128;  // of one job
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
 constexpr int64_t kEvenJobs = 4;   // for each thread; prefill has more, and large partial sums
 constexpr int64_t kMinShared = 1 << 16;  // multiply-adds below which sharing costs what it saves
+constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
 
 int64_t round_up(int64_t count, int64_t multiple) {
@@ -66,12 +67,13 @@ struct Sizes {
       : heads_per_kv(batch.num_heads / batch.num_kv_heads),
         tile_rows(tile_rows),
         job_heads(job_heads),
-        head_size(round_up(batch.head_size, kWidth)),
+        key_size(round_up(batch.key_size, kWidth)),
+        value_size(round_up(batch.value_size, kWidth)),
         max_lanes(tile_rows * heads_per_kv * job_heads),
-        sums_size(max_lanes * (head_size + kWidth + 1)) {}
+        sums_size(max_lanes * (value_size + kWidth + 1)) {}
 
   int64_t heads_per_kv, tile_rows, job_heads;
-  int64_t head_size;  // with its padding
+  int64_t key_size, value_size;  // with their padding
   int64_t max_lanes, sums_size;
 };
 
@@ -85,10 +87,10 @@ struct Piece {
 struct Sums {
   Sums(float* memory, const Sizes& sizes)
       : out(memory),
-        total(out + sizes.max_lanes * sizes.head_size),
+        total(out + sizes.max_lanes * sizes.value_size),
         top(total + sizes.max_lanes * kWidth) {}
 
-  float* out;    // [L, C]; the values by their weights
+  float* out;    // [L, E]; the values by their weights
   float* total;  // [L, kWidth]; the weights, by their places in a vector
   float* top;    // [L]; the highest score, which weights are relative to
 };
@@ -135,6 +137,21 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
   }
 }
 
+// Scores, which are parts of a cap, bend towards it: cap * tanh(score), in base 2.
+void bend(float* scores, int64_t num_lanes, int64_t num_keys, float cap) {
+  for (int64_t lane = 0; lane < num_lanes; ++lane) {
+    for (float* at = scores + lane * kPiece; at < scores + lane * kPiece + num_keys; at += kWidth) {
+      store(at, tanh_of(numbers(at)) * (cap * kLog2E));
+    }
+  }
+}
+
+// How many positions a row at this one sees at most, up to its own.
+int64_t reach(const AttentionBatch& batch, int64_t position) {
+  if (batch.chunk == kNoLimit) return batch.window;
+  return std::min<int64_t>(batch.window, position % batch.chunk + 1);
+}
+
 // The `count` highest of the bits: the rank of an ancestor is its distance in the text.
 uint64_t nearest(uint64_t bits, int64_t count) {
   for (int64_t spare = std::popcount(bits) - count; spare > 0; --spare) bits &= bits - 1;
@@ -157,9 +174,14 @@ class TileWork {
  public:
   static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
     const int64_t floats = 2 * sizes.sums_size + kGroupRows * kPiece +
-                           (sizes.max_lanes + 2 * kPiece + sizes.job_heads) * sizes.head_size;
+                           (sizes.max_lanes + kPiece) * sizes.key_size +
+                           kPiece * sizes.value_size + num_zeros(sizes);
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) + 16 * sizes.tile_rows +
            4 * batch.table_stride;
+  }
+
+  static int64_t num_zeros(const Sizes& sizes) {
+    return sizes.job_heads * std::max(sizes.key_size, sizes.value_size);
   }
 
   // `memory`: bytes(batch, sizes) from the start of this object on.
@@ -173,16 +195,15 @@ class TileWork {
         multiply_(!batch.is_bf16_cache ? kMultiply<Products::kFloat32>
                   : are_dots_          ? kMultiply<Products::kDots>
                                        : kMultiply<Products::kWidened>) {
-    const int64_t size = sizes_.head_size, lanes = sizes_.max_lanes;
     char* memory = reinterpret_cast<char*>(this) + round_up(sizeof(TileWork), 64);
     sums_ = reinterpret_cast<float*>(memory);
     next_sums_ = sums_ + sizes_.sums_size;
     q_ = next_sums_ + sizes_.sums_size;
-    key_matrix_ = q_ + lanes * size;
-    value_matrix_ = key_matrix_ + kPiece * size;
-    scores_ = value_matrix_ + kPiece * size;
+    key_matrix_ = q_ + sizes_.max_lanes * sizes_.key_size;
+    value_matrix_ = key_matrix_ + kPiece * sizes_.key_size;
+    scores_ = value_matrix_ + kPiece * sizes_.value_size;
     zeros_ = scores_ + kGroupRows * kPiece;
-    const int64_t num_floats = zeros_ + sizes_.job_heads * size - sums_;
+    const int64_t num_floats = zeros_ + num_zeros(sizes_) - sums_;
     positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * num_floats, 64));
     ancestors_ = reinterpret_cast<uint64_t*>(positions_ + sizes_.tile_rows);
     blocks_ = reinterpret_cast<int32_t*>(ancestors_ + sizes_.tile_rows);
@@ -223,7 +244,7 @@ class TileWork {
           numbers[c] = numbers[c] * shrink + more[c] * next_shrink;
         }
       };
-      add(sums.out, next.out, sizes_.head_size);
+      add(sums.out, next.out, sizes_.value_size);
       add(sums.total, next.total, kWidth);
     }
   }
@@ -231,12 +252,13 @@ class TileWork {
   // Write the results of the lanes, from their sums over all parts.
   void store_results(const Sums& sums) const {
     for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
-      const int64_t at = (row_of(lane) * batch_.num_heads + head_of(lane)) * batch_.head_size;
+      const int64_t at = (row_of(lane) * batch_.num_heads + head_of(lane)) * batch_.value_size;
       const float total = sum_of(numbers(sums.total + lane * kWidth));
-      const float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
-      const float* from = sums.out + lane * sizes_.head_size;
+      float inverse = total != 0 ? 1.0f / total : 0.0f;  // 0: it sees nothing
+      if (batch_.sinks != nullptr) inverse = inverse_with_sink(lane, sums.top[lane], total);
+      const float* from = sums.out + lane * sizes_.value_size;
       with_numbers(batch_.out, batch_.is_bf16_out, [&](auto* out) {
-        for_numbers(batch_.head_size, [&](int64_t c, auto kind) {
+        for_numbers(batch_.value_size, [&](int64_t c, auto kind) {
           put(out + at + c, read<decltype(kind)>(from + c) * inverse);
         });
       });
@@ -253,10 +275,17 @@ class TileWork {
     return kv_head * sizes_.heads_per_kv + lane % sizes_.heads_per_kv;
   }
 
+  // What divides a lane's sums, once more, if its sink joins their total.
+  float inverse_with_sink(int64_t lane, float top, float total) const {
+    const float sink = batch_.sinks[head_of(lane)] * kLog2E, highest = std::max(top, sink);
+    const float shrink = exp2_of(broadcast(top - highest))[0];
+    return shrink / (total * shrink + exp2_of(broadcast(sink - highest))[0]);
+  }
+
   // Queries as the products read them, padded with zeros.
   void load_queries() {
-    const int64_t size = batch_.head_size;
-    std::fill_n(zeros_, sizes_.job_heads * sizes_.head_size, 0.0f);
+    const int64_t size = batch_.key_size;
+    std::fill_n(zeros_, num_zeros(sizes_), 0.0f);
     for (int64_t lane = 0; lane < sizes_.job_heads * num_lanes_; ++lane) {
       const int64_t at = row_of(lane) * batch_.q_stride + head_of(lane) * size;
       float* q = q_ + lane * q_stride();
@@ -273,7 +302,7 @@ class TileWork {
 
   void attend_part(int64_t part, const Sums& sums) {
     const int64_t num_lanes = sizes_.job_heads * num_lanes_;
-    std::fill_n(sums.out, num_lanes * sizes_.head_size, 0.0f);
+    std::fill_n(sums.out, num_lanes * sizes_.value_size, 0.0f);
     std::fill_n(sums.top, num_lanes, kHidden);
     std::fill_n(sums.total, num_lanes * kWidth, 0.0f);
     int64_t start = (tile_.first_key / kPart + part) * kPart;
@@ -302,7 +331,7 @@ class TileWork {
   // One row's keys [start, end): their indices are positions in the row's text.
   void attend_row(int64_t row, int64_t start, int64_t end, const Sums& sums) {
     const int64_t position = positions_[row], lane = row * sizes_.heads_per_kv;
-    const int64_t lowest = position - batch_.window + 1;
+    const int64_t lowest = position - reach(batch_, position) + 1;
     // A row whose result nobody wants may have fewer ancestors than its position says.
     end = std::min({end, position + 1, first_draft() + std::popcount(ancestors_[row])});
     for (int64_t first_key = start; first_key < end; first_key += kPiece) {
@@ -319,13 +348,14 @@ class TileWork {
   // Lanes [first, end) of every head meet the keys; `hide` changes the scores of a lane.
   template <class Hide>
   void attend_keys(int64_t first, int64_t end, const Sums& sums, const Hide& hide) {
-    const int64_t row_bytes = sizes_.job_heads * batch_.head_size * (batch_.is_bf16_cache ? 2 : 4);
-    Fetch k = {next_.k, next_.k + next_.num_keys, row_bytes};
-    Fetch v = {next_.v, next_.v + next_.num_keys, row_bytes};
+    const int64_t head_bytes = sizes_.job_heads * (batch_.is_bf16_cache ? 2 : 4);
+    const int64_t k_bytes = head_bytes * batch_.key_size, v_bytes = head_bytes * batch_.value_size;
+    Fetch k = {next_.k, next_.k + next_.num_keys, k_bytes};
+    Fetch v = {next_.v, next_.v + next_.num_keys, v_bytes};
     // Rows that were not fetched yet come faster in the order in which they lie than as products
     // ask for them, head by head.
-    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], row_bytes);
-    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], row_bytes);
+    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], k_bytes);
+    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], v_bytes);
     const int64_t num_blocks = (end - first + kGroupRows - 1) / kGroupRows;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
       TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
@@ -348,6 +378,7 @@ class TileWork {
     values.shrink = shrink;
     keys.num_rows = values.num_rows = to - from;
     multiply_.scores(keys);
+    if (batch_.soft_cap != 0) bend(scores_, to - from, keys.num_outputs, batch_.soft_cap);
     for (int64_t i = 0; i < to - from; ++i) {
       float* scores = scores_ + i * kPiece;
       hide(from + i, scores);
@@ -382,9 +413,10 @@ class TileWork {
   void put_key(int64_t place, int64_t key) {
     const int64_t slot =
         blocks_[key / batch_.block_size] * batch_.block_size + key % batch_.block_size;
-    const int64_t at = (slot * batch_.num_kv_heads + first_kv_head_) * batch_.head_size;
-    next_.k[place] = static_cast<const char*>(batch_.k) + at * (batch_.is_bf16_cache ? 2 : 4);
-    next_.v[place] = static_cast<const char*>(batch_.v) + at * (batch_.is_bf16_cache ? 2 : 4);
+    const int64_t head = slot * batch_.num_kv_heads + first_kv_head_;
+    const int64_t at = head * (batch_.is_bf16_cache ? 2 : 4);
+    next_.k[place] = static_cast<const char*>(batch_.k) + at * batch_.key_size;
+    next_.v[place] = static_cast<const char*>(batch_.v) + at * batch_.value_size;
   }
 
   // Zeros behind the last key.
@@ -396,11 +428,12 @@ class TileWork {
 
   int64_t first_draft() const { return tile_.first_draft(); }
 
-  int64_t q_stride() const { return are_dots_ ? sizes_.head_size / 2 : sizes_.head_size; }
+  int64_t q_stride() const { return are_dots_ ? sizes_.key_size / 2 : sizes_.key_size; }
 
-  // scores = scale * q . k, of some lanes, and of what fills the last vector.
+  // scores = scale * q . k, of some lanes, and of what fills the last vector: in base 2, or as parts
+  // of the cap.
   TileProduct lay_out_keys(int64_t head, Fetch& fetch) {
-    const int64_t size = batch_.head_size, num_keys = round_up(keys_.num_keys, kWidth);
+    const int64_t size = batch_.key_size, num_keys = round_up(keys_.num_keys, kWidth);
     TileProduct product = {};
     with_numbers(batch_.k, batch_.is_bf16_cache, [&](const auto* cached) {
       using Number = std::remove_cvref_t<decltype(*cached)>;
@@ -413,13 +446,14 @@ class TileWork {
     product.x_stride = q_stride();
     product.out = scores_;
     product.out_stride = kPiece;
-    product.scale = batch_.scale * 1.4426950408889634f;  // log2(e)
+    product.scale = batch_.scale * kLog2E;
+    if (batch_.soft_cap != 0) product.scale = batch_.scale / batch_.soft_cap;
     return product;
   }
 
   // The sums of some lanes, shrunk, and the values by their weights.
   TileProduct lay_out_values(int64_t head, Fetch& fetch) {
-    const int64_t size = batch_.head_size;
+    const int64_t size = batch_.value_size;
     TileProduct product = {};
     with_numbers(batch_.v, batch_.is_bf16_cache, [&](const auto* cached) {
       using Number = std::remove_cvref_t<decltype(*cached)>;
@@ -428,7 +462,7 @@ class TileWork {
     });
     product.matrix = words(value_matrix_);
     product.matrix_steps = product.num_steps;
-    product.num_outputs = product.out_stride = sizes_.head_size;
+    product.num_outputs = product.out_stride = sizes_.value_size;
     product.x = words(scores_);
     product.x_stride = kPiece;
     return product;
@@ -443,9 +477,10 @@ class TileWork {
     };
     const int64_t num_keys = end_key - first_key, row = tile_.first_row + own;
     const int64_t end_seen = place(tile_.context_len + std::min(row + 1, tile_.num_causal));
-    std::fill_n(scores, std::min(end_seen, place(positions_[own] - batch_.window + 1)), kHidden);
+    const int64_t position = positions_[own], num_seen = reach(batch_, position);
+    std::fill_n(scores, std::min(end_seen, place(position - num_seen + 1)), kHidden);
     if (row < tile_.num_causal) return std::fill(scores + end_seen, scores + num_keys, kHidden);
-    const uint64_t bits = nearest(ancestors_[own], batch_.window);
+    const uint64_t bits = nearest(ancestors_[own], num_seen);
     for (int64_t at = end_seen; at < num_keys; ++at) {
       if (!(bits >> (first_key + at - first_draft()) & 1)) scores[at] = kHidden;
     }
@@ -466,9 +501,9 @@ class TileWork {
   const MultiplyCalls& multiply_;
   float *sums_, *next_sums_;
   float* q_;                            // [L, C], of the cache's dtype in dot products
-  float *key_matrix_, *value_matrix_;   // [K, C]; a piece, laid out
+  float *key_matrix_, *value_matrix_;   // [K, C], [K, E]; a piece, laid out
   float* scores_;                       // [lanes, K], then weights as the products read them
-  float* zeros_;                        // [G, C]
+  float* zeros_;                        // a row of keys or of values
   int64_t* positions_;         // by the rows of the tile
   uint64_t* ancestors_;
   int32_t* blocks_;
@@ -484,11 +519,12 @@ Tile make_tile(const AttentionBatch& batch, int64_t request, int64_t first_row, 
   tile.context_len = batch.context_lens[request];
   tile.num_causal = batch.num_causal[request];
   tile.blocks = batch.block_table + request * batch.table_stride;
-  int64_t lowest = batch.positions[tile.start + first_row], highest = lowest;
+  int64_t lowest = kNoLimit, highest = 0;  // of the first positions that rows see
   for (int64_t row = first_row; row < end_row; ++row) {
     const int64_t position = batch.positions[tile.start + row];
-    lowest = std::min(lowest, position);
-    highest = std::max(highest, position);
+    const int64_t first_seen = position - reach(batch, position) + 1;
+    lowest = std::min(lowest, first_seen);
+    highest = std::max(highest, first_seen);
     if (row < tile.num_causal) continue;
     const uint64_t bits = static_cast<uint64_t>(batch.ancestors[tile.start + row]);
     tile.bits |= bits;
@@ -496,11 +532,9 @@ Tile make_tile(const AttentionBatch& batch, int64_t request, int64_t first_row, 
   }
   tile.end_key = tile.context_len + std::min(end_row, tile.num_causal) + std::bit_width(tile.bits);
   tile.end_common = tile.context_len + std::min(first_row + 1, tile.num_causal);
-  if (batch.window != kNoWindow) {
-    // Where a drafted key lies in the text is another question for every row.
-    tile.first_key = std::clamp<int64_t>(lowest - batch.window + 1, 0, tile.first_draft());
-    tile.first_common = std::max<int64_t>(0, highest - batch.window + 1);
-  }
+  // Where a drafted key lies in the text is another question for every row.
+  tile.first_key = std::clamp<int64_t>(lowest, 0, tile.first_draft());
+  tile.first_common = highest;
   const int64_t end_part = (tile.end_key + kPart - 1) / kPart;
   tile.num_parts = std::max<int64_t>(1, end_part - tile.first_key / kPart);
   return tile;
@@ -575,7 +609,7 @@ void merge(const AttentionWork& all) {
 }
 
 void clear_padding(const AttentionBatch& batch) {
-  const int64_t row_bytes = batch.num_heads * batch.head_size * (batch.is_bf16_out ? 2 : 4);
+  const int64_t row_bytes = batch.num_heads * batch.value_size * (batch.is_bf16_out ? 2 : 4);
   const int64_t first = batch.query_start[batch.num_requests];
   std::memset(static_cast<char*>(batch.out) + first * row_bytes, 0,
               (batch.num_rows - first) * row_bytes);
@@ -602,7 +636,8 @@ void attend(Team* team, const AttentionBatch& batch, AttentionMemory& memory) {
           make_tile(batch, b, row, std::min(row + tile_rows, num_rows));
       num_parts += tile.num_parts;
       const int64_t num_keys = tile.end_key - tile.first_key;
-      work += (tile.end_row - row) * batch.num_heads * batch.head_size * num_keys;
+      const int64_t size = (batch.key_size + batch.value_size) / 2;
+      work += (tile.end_row - row) * batch.num_heads * size * num_keys;
     }
   }
   const Turn turn(work < kMinShared ? nullptr : team);

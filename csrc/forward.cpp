@@ -201,7 +201,8 @@ class DecoderOf final : public Decoder {
     batch_ = {};
     batch_.num_heads = spec.num_heads;
     batch_.num_kv_heads = spec.num_kv_heads;
-    batch_.head_size = spec.head_size;
+    batch_.key_size = batch_.value_size = spec.head_size;
+    batch_.chunk = kNoLimit;
     batch_.block_size = block_size;
     batch_.q_stride = heads_size_;
     batch_.scale = spec.scale;
@@ -231,7 +232,7 @@ class DecoderOf final : public Decoder {
     for (int64_t i = 0; i < spec_.num_layers; ++i) {
       batch_.k = caches_[i].k;
       batch_.v = caches_[i].v;
-      batch_.window = layers_[i].window;
+      batch_.window = static_cast<int32_t>(layers_[i].window);
       const bool is_last = i + 1 == spec_.num_layers;
       // Behind the keys of the last layer nobody reads the other rows.
       if (is_last && rows.num_wanted < num_rows) leave_wanted(rows);

@@ -122,6 +122,18 @@ inline Floats erf_of(Floats x) {
 // x times the normal distribution's share below x (Hendrycks, Gimpel 2016).
 inline Floats gelu_of(Floats x) { return x * 0.5f * (erf_of(x * 0.70710678f) + 1.0f); }
 
+// tanh within 3e-7 of relative error; a NaN stays one (Cephes' tanhf).
+inline Floats tanh_of(Floats x) {
+  const Floats square = x * x;
+  Floats series = broadcast(-5.70498872745e-3f);
+  for (const float factor :
+       {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) {
+    series = fused(series, square, broadcast(factor));
+  }
+  const Floats size = magnitude(x), far = 1.0f - 2.0f / (exp_of(size + size) + 1.0f);
+  return size < 0.625f ? fused(series * square, x, x) : x < 0.0f ? -far : far;
+}
+
 namespace detail {
 
 // Number i of the result comes from the one or the other, as bit `kDistance` of i says.

@@ -16,14 +16,18 @@ INT32 = ("query_start", "context_lens", "num_causal_B", "block_table")
 INT64 = ("ancestors", "positions", "slots")
 FLOAT32 = ("part_acc", "part_top", "part_sum")
 NUMBERS = ("q_stride", "k_stride", "v_stride", "first_tile", "num_requests", "num_splits")
-NUMBERS = (*NUMBERS, "table_stride", "window")
-SIZES = {"NUM_KV_HEADS": 8, "HEADS_PER_KV": 4, "HEAD_SIZE": 128, "TILE_SIZE": 128}
+NUMBERS = (*NUMBERS, "table_stride", "window", "chunk")
+KINDS = ("HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS", "HAS_CAP", "CUTS_DRAFTS")
+PLAIN = dict.fromkeys(KINDS, False) | {"sinks": None}
+SIZES = {"NUM_KV_HEADS": 8, "HEADS_PER_KV": 4}
+SIZES |= dict.fromkeys(("KEY_SIZE", "KEY_TILE", "VALUE_SIZE", "VALUE_TILE"), 128)
 
 
 def compile_kernel(kernel, dtype: str, constants: dict, capability: int, **options: int) -> None:
     """To a cubin."""
     types = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
-    types |= dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32") | {"scale": "fp32"}
+    types |= dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
+    types |= {"scale": "fp32", "soft_cap": "fp32", "sinks": "*fp32"}
     names = kernel.arg_names
     used = {name: value for name, value in constants.items() if name in names}
     signature = {
@@ -51,15 +55,19 @@ def main() -> None:
             "TILE_KEYS": launch.keys,
             "SPLIT_KEYS": launch.split_keys,
             "BLOCK_SIZE": 16,
-            "HAS_WINDOW": False,
-            "CUTS_DRAFTS": False,
+            **PLAIN,
             "IS_SPLIT": launch.split_keys < 1 << 30,
             "IS_WIDE": False,
         }
         options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
         compile_kernel(kernels.attend_tiles, dtype, constants, capability, **options)
     compile_kernel(kernels.merge_splits, dtype, constants, capability)
-    compile_kernel(kernels.write_rows, dtype, {"ROW_SIZE": 1024, "WIDTH": 1024}, capability)
+    del constants["sinks"]
+    everything = constants | dict.fromkeys(KINDS, True)
+    compile_kernel(kernels.attend_tiles, dtype, everything, capability, **options)
+    compile_kernel(kernels.merge_splits, dtype, everything, capability)
+    rows = dict.fromkeys(("KEY_ROW", "KEY_WIDTH", "VALUE_ROW", "VALUE_WIDTH"), 1024)
+    compile_kernel(kernels.write_rows, dtype, rows, capability)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.draft import MAX_DRAFTS
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 
@@ -53,12 +53,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of one attention layer."""
+    """Sizes of one attention layer; values have head_size numbers unless told otherwise."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     block_size: int
+    own_value_size: int | None = None
+
+    @property
+    def value_size(self) -> int:
+        return self.own_value_size or self.head_size
 
 
 def trees(max_drafts: int = MAX_DRAFTS) -> st.SearchStrategy[tuple[int, ...]]:
@@ -85,11 +90,34 @@ def shapes(
 def models() -> st.SearchStrategy[Model]:
     heads = st.sampled_from([(1, 1), (4, 1), (6, 2), (8, 4), (3, 3)])
     return st.builds(
-        lambda heads, size, block: Model(*heads, size, block),
+        lambda heads, *sizes: Model(*heads, *sizes),
         heads,
-        st.sampled_from([4, 8, 16, 20, 64, 80]),
+        st.sampled_from([4, 8, 16, 20, 64, 80, 192]),
         st.sampled_from([1, 4, 16]),
+        st.none() | st.sampled_from([4, 12, 64, 128]),
     )
+
+
+@st.composite
+def layers(
+    draw: st.DrawFn, longest: int = 40, of: st.SearchStrategy[Model] | None = None
+) -> tuple[Model, AttentionForm]:
+    """Sizes of a layer, and a form with any of what there is. Windows and chunks are up to
+    `longest`; caps bend much or little."""
+    model, limits = draw(models() if of is None else of), st.none() | st.integers(1, longest)
+    form = AttentionForm(
+        model.head_size**-0.5,
+        window=draw(limits),
+        chunk=draw(limits),
+        soft_cap=draw(st.none() | st.sampled_from([0.5, 5.0, 50.0])),
+        sinks_H=sinks(model, draw(st.integers(0, 9))) if draw(st.booleans()) else None,
+    )
+    return model, form
+
+
+def sinks(model: Model, seed: int) -> Tensor:
+    """Below and above usual scores."""
+    return 4 * torch.randn(model.num_heads, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
@@ -100,7 +128,7 @@ class Batch:
     cache: LayerCache
     metadata: AttentionMetadata
     k_by_request: list[Tensor]  # [seq_len, G, C] each, in cache order
-    v_by_request: list[Tensor]
+    v_by_request: list[Tensor]  # [seq_len, G, E]
 
 
 def build_metadata(requests: list[Shape], block_size: int, seed: int) -> AttentionMetadata:
@@ -141,15 +169,17 @@ def build_batch(
     metadata = build_metadata(requests, model.block_size, seed)
     rng = torch.Generator().manual_seed(seed)
     num_blocks = sum(-(-s.seq_len // model.block_size) for s in requests) + 2
-    shape = (num_blocks, model.block_size, model.num_kv_heads, model.head_size)
+    shape = (num_blocks, model.block_size, model.num_kv_heads)
     cache = LayerCache(
-        torch.full(shape, unused, dtype=dtype), torch.full(shape, unused, dtype=dtype)
+        torch.full((*shape, model.head_size), unused, dtype=dtype),
+        torch.full((*shape, model.value_size), unused, dtype=dtype),
     )
     keys, values = [], []
     for b, request in enumerate(requests):
-        size = (request.seq_len, model.num_kv_heads, model.head_size)
-        keys.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
-        values.append(torch.randn(size, generator=rng, dtype=torch.float64).to(dtype))
+        shape = (request.seq_len, model.num_kv_heads)
+        for numbers, size in ((keys, model.head_size), (values, model.value_size)):
+            drawn = torch.randn((*shape, size), generator=rng, dtype=torch.float64)
+            numbers.append(drawn.to(dtype))
         seen = torch.tensor(request.seen_keys())
         places = metadata.block_table_BP[b, seen // model.block_size], seen % model.block_size
         cache.k_PSGC[places] = keys[b][seen]

@@ -9,18 +9,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outdraft.attention.base import AttentionForm, LayerCache
 from outdraft.kernels.reference.attention import MAX_ELEMENTS, ReferenceAttention
 from tests.attention.causal import causal_metadata
-from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, shapes
+from tests.attention.ragged import Batch, Model, Shape, build_batch, build_metadata, layers, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.dense_attention import DenseRequest, attend_row
 from tests.reference.draft_trees import tree_depths
 
 SMALL = shapes(max_context=9, max_causal=5, max_drafts=9)
+SMALL_MODELS = st.builds(
+    lambda heads, *sizes: Model(*heads, *sizes),
+    st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
+    st.just(3),
+    st.sampled_from([1, 4, 16]),
+    st.sampled_from([2, 3, 5]),
+)
 WINDOWS = st.one_of(st.none(), st.integers(1, 12))
 
 
-def dense_rows(
-    batch: Batch, requests: list[Shape], scale: float, window: int | None
-) -> torch.Tensor:
+def dense_rows(batch: Batch, requests: list[Shape], form: AttentionForm) -> torch.Tensor:
     rows = []
     for b, shape in enumerate(requests):
         start = int(batch.metadata.query_start_B1[b])
@@ -33,27 +38,24 @@ def dense_rows(
             values=batch.v_by_request[b].tolist(),
             queries=batch.q_THC[start : start + shape.num_rows].tolist(),
         )
-        rows += [attend_row(dense, row, scale, window) for row in range(shape.num_rows)]
+        rows += [attend_row(dense, row, form) for row in range(shape.num_rows)]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(SMALL, min_size=1, max_size=3),
-    heads=st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3)]),
-    block_size=st.sampled_from([1, 4, 16]),
-    window=WINDOWS,
+    layer=layers(12, of=SMALL_MODELS),
     max_elements=st.sampled_from([1, 100, 1000, MAX_ELEMENTS]),
     seed=st.integers(0, 999),
     in_order=st.booleans(),
 )
-def test_reference_equals_rows_computed_one_by_one(
-    requests, heads, block_size, window, max_elements, seed, in_order
-):
-    batch = build_batch(requests, Model(*heads, 3, block_size), torch.float64, seed)
+def test_reference_equals_rows_computed_one_by_one(requests, layer, max_elements, seed, in_order):
+    model, form = layer
+    batch = build_batch(requests, model, torch.float64, seed)
     attention = ReferenceAttention(max_elements, in_order=in_order)
-    got = attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.7, window))
-    want = dense_rows(batch, requests, 0.7, window)
+    got = attention.attend(batch.q_THC, batch.cache, batch.metadata, form)
+    want = dense_rows(batch, requests, form)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 

@@ -1,5 +1,7 @@
 """A row's bits do not depend on the rows beside it, nor on the shape of the tree it is in."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionBackend, AttentionForm, LayerCache
 from outdraft.kernels.reference.attention import ReferenceAttention
 from tests.attention.causal import causal_metadata
-from tests.attention.ragged import Batch, Model, Shape, build_batch, shapes
+from tests.attention.ragged import Batch, Model, Shape, build_batch, layers, shapes
 from tests.kernels.tables import native_attention
 from tests.reference.draft_trees import ancestor_masks
 
@@ -24,7 +26,7 @@ BLOCK_SIZE = 4
 
 
 def as_text(
-    attention: AttentionBackend, batch: Batch, shape: Shape, row: int, window: int | None
+    attention: AttentionBackend, batch: Batch, shape: Shape, row: int, form: AttentionForm
 ) -> Tensor:
     """[H, C]: what the row answers where the tokens that it sees are all there is."""
     keys = list(range(shape.context_len + min(row + 1, shape.num_causal)))
@@ -42,30 +44,25 @@ def as_text(
     attention.write(batch.k_by_request[0][keys], batch.v_by_request[0][keys], cache, all_K)
     table_P = torch.arange(num_blocks, dtype=torch.int32)
     metadata = causal_metadata(len(keys) - 1, 1, all_K[-1:], table_P)
-    return attention.attend(
-        batch.q_THC[row : row + 1], cache, metadata, AttentionForm(0.4, window)
-    )[0]
+    return attention.attend(batch.q_THC[row : row + 1], cache, metadata, form)[0]
 
 
 @pytest.mark.parametrize(("attention", "dtype"), BACKENDS)
 @settings(max_examples=25, deadline=None)
 @given(
     shape=shapes(max_context=200, max_causal=5).filter(lambda shape: shape.drafts is None),
-    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (8, 4)]),
-    head_size=st.sampled_from([4, 16, 20, 64]),
-    window=st.one_of(st.none(), st.integers(1, 80)),
+    layer=layers(80),
     seed=st.integers(0, 99),
 )
-def test_a_row_of_a_tree_is_the_same_as_the_end_of_its_text(
-    attention, dtype, shape, heads, head_size, window, seed
-):
-    model = Model(*heads, head_size, BLOCK_SIZE)
+def test_a_row_of_a_tree_is_the_same_as_the_end_of_its_text(attention, dtype, shape, layer, seed):
+    model, form = layer
+    model = replace(model, block_size=BLOCK_SIZE)
     batch = build_batch([shape], model, dtype, seed)
 
-    got_THC = attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.4, window))
+    got_THC = attention.attend(batch.q_THC, batch.cache, batch.metadata, form)
 
     for row in range(shape.num_rows):
-        assert torch.equal(got_THC[row], as_text(attention, batch, shape, row, window))
+        assert torch.equal(got_THC[row], as_text(attention, batch, shape, row, form))
 
 
 @pytest.mark.parametrize(("attention", "dtype"), BACKENDS)

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -74,12 +75,14 @@ def on(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
     return AttentionMetadata(**moved, max_rows=metadata.max_rows, max_seq_len=metadata.max_seq_len)
 
 
-def attend(attention, q_THC, cache, metadata, window, device="cpu") -> torch.Tensor:
+def attend(attention, q_THC, cache, metadata, form, device="cpu") -> torch.Tensor:
+    """`form`: or a window, or None."""
     cache = LayerCache(cache.k_PSGC.to(device), cache.v_PSGE.to(device))
-    scale = q_THC.shape[2] ** -0.5
-    return attention.attend(
-        q_THC.to(device), cache, on(metadata, device), AttentionForm(scale, window)
-    ).cpu()
+    if not isinstance(form, AttentionForm):
+        form = AttentionForm(q_THC.shape[2] ** -0.5, form)
+    if form.sinks_H is not None:
+        form = replace(form, sinks_H=form.sinks_H.to(device))
+    return attention.attend(q_THC.to(device), cache, on(metadata, device), form).cpu()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -96,6 +99,39 @@ def test_triton_equals_reference(case, device):
     assert got.dtype == query_dtype
     tolerance = max(TOLERANCE[query_dtype], TOLERANCE[cache_dtype] if cache_dtype is FP16 else 0)
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+SINKS_4 = torch.tensor([-4.0, 0.0, 3.0, 8.0])
+FORMS = {
+    "chunks": AttentionForm(0.2, chunk=30),
+    "chunks that begin in the draft": AttentionForm(0.2, chunk=3),
+    "chunks and a window": AttentionForm(0.2, 20, 50),
+    "long chunks over splits": AttentionForm(0.2, chunk=400),
+    "a cap": AttentionForm(0.4, soft_cap=1.5),
+    "a cap that is hardly felt, and a window": AttentionForm(0.2, 40, soft_cap=50.0),
+    "sinks": AttentionForm(0.2, sinks_H=SINKS_4),
+    "all": AttentionForm(0.3, 300, 350, 2.0, SINKS_4.bfloat16()),
+}
+SIZED_FORMS = list(zip(FORMS, [None, 20, 48, 20] * 2, strict=True))
+RAGGED = [
+    Shape(5, 1, ()),
+    Shape(700, 1, BUSH_7),
+    Shape(0, 258, ()),
+    Shape(40, 0, CHAIN_7, (2, 6)),
+    Shape(37, 20, BUSH_63),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "value_size"), SIZED_FORMS)
+def test_each_form_equals_the_reference(name, value_size, device):
+    """Rows of all launches, over several splits."""
+    batch = build_batch(RAGGED, Model(4, 2, 32, 16, value_size), FP32, seed=7)
+    arguments = batch.metadata, FORMS[name]
+    got = attend(TritonAttention(), batch.q_THC, batch.cache, *arguments, device)
+    exact = converted(batch.cache, torch.float64)
+    want = attend(ReferenceAttention(), batch.q_THC.double(), exact, *arguments)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -170,9 +206,9 @@ def test_a_slice_of_a_fused_projection_is_read_in_place_and_right(device):
 @pytest.mark.parametrize("new_dtype", [FP32, BF16, FP16])
 def test_write_equals_reference_and_drops_rows_without_a_slot(new_dtype, cache_dtype, device):
     fused = torch.randn(7, 3 * 2 * 5, device=device).to(new_dtype)
-    k_TGC, v_TGC = fused[:, 10:20].unflatten(1, (2, 5)), fused[:, 20:].unflatten(1, (2, 5))
+    k_TGC, v_TGC = fused[:, 10:20].unflatten(1, (2, 5)), fused[:, 20:26].unflatten(1, (2, 3))
     slots_T = torch.tensor([3, -1, 0, 11, -1, 7, 8], device=device)
-    before = [torch.randn(3, 4, 2, 5, device=device).to(cache_dtype) for _ in range(2)]
+    before = [torch.randn(3, 4, 2, size, device=device).to(cache_dtype) for size in (5, 3)]
     got, want = (LayerCache(*(part.clone() for part in before)) for _ in range(2))
     TritonAttention().write(k_TGC, v_TGC, got, slots_T)
     ReferenceAttention().write(k_TGC, v_TGC, want, slots_T)
@@ -237,4 +273,4 @@ def test_the_kernels_compile_for_gpus_and_fit_their_shared_memory(capability, tm
     command = [sys.executable, "-m", "tests.attention.compile_for_gpu", "bf16", capability]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("shared memory") == 5
+    assert done.stdout.count("shared memory") == 7

@@ -9,7 +9,7 @@ from outdraft.attention.base import AttentionForm, LayerCache
 from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.reference.attention import ReferenceAttention
-from tests.attention.ragged import Model, Shape, build_batch, converted, models, shapes
+from tests.attention.ragged import Model, Shape, build_batch, converted, layers, shapes
 from tests.kernels.tables import each_library, native_attention
 
 REFERENCE = ReferenceAttention()
@@ -25,18 +25,18 @@ def native(name: str, num_threads: int = 1) -> NativeAttention:
 @settings(max_examples=60, deadline=None)
 @given(
     requests=st.lists(shapes(), min_size=1, max_size=4),
-    model=models(),
-    window=st.one_of(st.none(), st.integers(1, 200)),
+    layer=layers(200),
     query_dtype=DTYPES,
     cache_dtype=DTYPES,
     seed=st.integers(0, 999),
 )
-def test_it_equals_the_reference(name, requests, model, window, query_dtype, cache_dtype, seed):
+def test_it_equals_the_reference(name, requests, layer, query_dtype, cache_dtype, seed):
+    model, form = layer
     batch = build_batch(requests, model, cache_dtype, seed)
-    q_THC, scale = batch.q_THC.to(query_dtype), model.head_size**-0.5
-    got = native(name).attend(q_THC, batch.cache, batch.metadata, AttentionForm(scale, window))
+    q_THC = batch.q_THC.to(query_dtype)
+    got = native(name).attend(q_THC, batch.cache, batch.metadata, form)
     exact = converted(batch.cache, torch.float64)
-    want = REFERENCE.attend(q_THC.double(), exact, batch.metadata, AttentionForm(scale, window))
+    want = REFERENCE.attend(q_THC.double(), exact, batch.metadata, form)
     assert got.dtype == query_dtype
     tolerance = TOLERANCE[query_dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)

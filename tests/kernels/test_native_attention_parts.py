@@ -11,11 +11,12 @@ from torch import Tensor
 from outdraft.attention.base import AttentionBackend, AttentionForm
 from outdraft.kernels.native.attention import NativeAttention
 from outdraft.kernels.reference.attention import ReferenceAttention
-from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, trees
+from tests.attention.ragged import Batch, Model, Shape, build_batch, converted, models, sinks, trees
 from tests.kernels.tables import each_library, native_attention
 
 PART = 2048  # as in csrc/attention.cpp
 REFERENCE = ReferenceAttention()
+PLAIN = AttentionForm(0.3)
 BUSH = (0, 0, 1, 1, 2, 3, 4)
 
 
@@ -26,13 +27,13 @@ def native(name: str, num_threads: int = 1) -> NativeAttention:
     return native_attention(num_threads, name)
 
 
-def attend(attention: AttentionBackend, batch: Batch, window: int | None = None) -> Tensor:
-    return attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(0.3, window))
+def attend(attention: AttentionBackend, batch: Batch, form: AttentionForm = PLAIN) -> Tensor:
+    return attention.attend(batch.q_THC, batch.cache, batch.metadata, form)
 
 
-def exact(batch: Batch, window: int | None = None) -> Tensor:
+def exact(batch: Batch, form: AttentionForm = PLAIN) -> Tensor:
     cache = converted(batch.cache, torch.float64)
-    return REFERENCE.attend(batch.q_THC.double(), cache, batch.metadata, AttentionForm(0.3, window))
+    return REFERENCE.attend(batch.q_THC.double(), cache, batch.metadata, form)
 
 
 def near(*numbers: int) -> st.SearchStrategy[int]:
@@ -55,19 +56,22 @@ def long_shapes(draw: st.DrawFn) -> Shape:
 @given(
     requests=st.lists(long_shapes(), min_size=1, max_size=3),
     model=models(),
-    window=st.one_of(st.none(), near(71, PART)),
+    windows=st.tuples(*[st.one_of(st.none(), near(71, PART))] * 2),
+    soft_cap=st.none() | st.just(3.0),
+    has_sinks=st.booleans(),
     cache_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 999),
 )
 def test_parts_equal_the_reference_and_threads_change_no_bit(
-    name, requests, model, window, cache_dtype, seed
+    name, requests, model, windows, soft_cap, has_sinks, cache_dtype, seed
 ):
+    form = AttentionForm(0.3, *windows, soft_cap, sinks(model, seed) if has_sinks else None)
     batch = build_batch(requests, model, cache_dtype, seed)
     batch = dataclasses.replace(batch, q_THC=batch.q_THC.float())
-    got = attend(native(name), batch, window)
-    torch.testing.assert_close(got.double(), exact(batch, window), rtol=1e-5, atol=1e-5)
-    assert torch.equal(attend(native(name, 2), batch, window), got)
-    assert torch.equal(attend(native(name, 3), batch, window), got)
+    got = attend(native(name), batch, form)
+    torch.testing.assert_close(got.double(), exact(batch, form), rtol=1e-5, atol=1e-5)
+    assert torch.equal(attend(native(name, 2), batch, form), got)
+    assert torch.equal(attend(native(name, 3), batch, form), got)
 
 
 @each_library
@@ -85,21 +89,32 @@ def test_parts_equal_the_reference_and_threads_change_no_bit(
 def test_parts_that_some_rows_do_not_see_change_nothing(name, num_threads, shape, window):
     attention = native(name, num_threads)
     batch = build_batch([shape], Model(4, 2, 16, 16), torch.float32, seed=5)
-    got = attend(attention, batch, window)
-    torch.testing.assert_close(got.double(), exact(batch, window), rtol=1e-5, atol=1e-5)
+    form = AttentionForm(0.3, window)
+    got = attend(attention, batch, form)
+    torch.testing.assert_close(got.double(), exact(batch, form), rtol=1e-5, atol=1e-5)
+
+
+FORMS = {
+    "plain": PLAIN,
+    "a short window": AttentionForm(0.3, window=100),
+    "a long window": AttentionForm(0.3, window=2500),
+    "chunks": AttentionForm(0.3, chunk=700),
+    "a cap": AttentionForm(0.3, soft_cap=2.0),
+    "sinks and a window": AttentionForm(0.3, 90, sinks_H=torch.tensor([-3.0, 0.0, 2.0, 9.0])),
+}
 
 
 @each_library
 @pytest.mark.parametrize("num_threads", [1, 3])
-@pytest.mark.parametrize("window", [None, 100, 2500])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @each_dtype
 def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(
-    name, num_threads, window, dtype
+    name, num_threads, form, dtype
 ):
     attention = native(name, num_threads)
-    batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16), dtype, seed=6)
+    batch = build_batch([Shape(PART - 5, 70, ())], Model(4, 2, 16, 16, 24), dtype, seed=6)
     batch = dataclasses.replace(batch, q_THC=batch.q_THC.to(dtype))
-    together = attend(attention, batch, window)
+    together = attend(attention, batch, form)
     for row in range(70):
         metadata = dataclasses.replace(
             batch.metadata,
@@ -112,9 +127,8 @@ def test_a_row_reads_the_same_bits_alone_and_in_a_chunk_across_parts(
             max_rows=1,
         )
         q_THC = batch.q_THC[row : row + 1]
-        alone = attend(
-            attention, dataclasses.replace(batch, q_THC=q_THC, metadata=metadata), window
-        )
+        part = dataclasses.replace(batch, q_THC=q_THC, metadata=metadata)
+        alone = attend(attention, part, form)
         assert torch.equal(alone, together[row : row + 1])
 
 

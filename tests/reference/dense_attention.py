@@ -7,6 +7,8 @@ lists the keys that it sees by reading the contract of attention/base.py aloud.
 import math
 from dataclasses import dataclass, field
 
+from outdraft.attention.base import AttentionForm
+
 
 @dataclass
 class DenseRequest:
@@ -49,7 +51,7 @@ def key_of(request: DenseRequest, row: int) -> int:
     return request.context_len + request.num_causal + request.drafts[row - request.num_causal]
 
 
-def seen_keys(request: DenseRequest, row: int, window: int | None) -> list[int]:
+def seen_keys(request: DenseRequest, row: int, form: AttentionForm) -> list[int]:
     """Cache indices that the row sees."""
     if row < request.num_causal:
         keys = list(range(request.context_len + row + 1))
@@ -59,29 +61,33 @@ def seen_keys(request: DenseRequest, row: int, window: int | None) -> list[int]:
         while draft >= 0:
             keys.append(request.context_len + request.num_causal + draft)
             draft = request.parents[draft] - 1
-    if window is None:
-        return keys
     position = text_position(request, key_of(request, row))
-    return [key for key in keys if text_position(request, key) > position - window]
+    places = {key: text_position(request, key) for key in keys}
+    if form.window is not None:
+        keys = [key for key in keys if places[key] > position - form.window]
+    if form.chunk is not None:
+        keys = [key for key in keys if places[key] // form.chunk == position // form.chunk]
+    return keys
 
 
 def _dot(a: list[float], b: list[float]) -> float:
     return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
-def attend_row(
-    request: DenseRequest, row: int, scale: float, window: int | None
-) -> list[list[float]]:
+def attend_row(request: DenseRequest, row: int, form: AttentionForm) -> list[list[float]]:
     """[head][c]: what one row reads."""
-    keys = seen_keys(request, row, window)
+    keys = seen_keys(request, row, form)
     num_heads, num_kv_heads = len(request.queries[row]), len(request.keys[0])
     heads = []
     for head, query in enumerate(request.queries[row]):
         kv_head = head // (num_heads // num_kv_heads)
-        scores = [scale * _dot(query, request.keys[key][kv_head]) for key in keys]
-        top = max(scores)
+        scores = [form.scale * _dot(query, request.keys[key][kv_head]) for key in keys]
+        if form.soft_cap is not None:
+            scores = [form.soft_cap * math.tanh(score / form.soft_cap) for score in scores]
+        sinks = [] if form.sinks_H is None else [float(form.sinks_H[head])]
+        top = max(scores + sinks)
         weights = [math.exp(score - top) for score in scores]
-        total = math.fsum(weights)
+        total = math.fsum(weights + [math.exp(sink - top) for sink in sinks])
         heads.append(
             [
                 math.fsum(
@@ -89,7 +95,7 @@ def attend_row(
                     for weight, key in zip(weights, keys, strict=True)
                 )
                 / total
-                for c in range(len(query))
+                for c in range(len(request.values[0][kv_head]))
             ]
         )
     return heads

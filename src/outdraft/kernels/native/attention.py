@@ -18,7 +18,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.team import Team
 
-NO_WINDOW = 1 << 40
+_NO_LIMIT = 1 << 30  # longer than any text
 
 
 class Batch(ctypes.Structure):
@@ -27,13 +27,18 @@ class Batch(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "out", "k", "v")),
         *((name, c_void_p) for name in ("query_start", "context_lens", "num_causal")),
-        *((name, c_void_p) for name in ("ancestors", "positions", "block_table")),
+        *((name, c_void_p) for name in ("ancestors", "positions", "block_table", "sinks")),
         *((name, c_int64) for name in ("num_requests", "num_rows", "num_heads", "num_kv_heads")),
-        *((name, c_int64) for name in ("head_size", "block_size", "q_stride", "table_stride")),
-        ("window", c_int64),
-        ("scale", c_float),
+        *((name, c_int64) for name in ("block_size", "q_stride", "table_stride")),
+        *((name, c_int32) for name in ("key_size", "value_size", "window", "chunk")),
+        *((name, c_float) for name in ("scale", "soft_cap")),
         *((name, c_int32) for name in ("is_bf16_query", "is_bf16_out", "is_bf16_cache")),
     )
+
+
+def limit(positions: int | None) -> int:
+    """A window or a chunk as the library reads it."""
+    return _NO_LIMIT if positions is None else min(positions, _NO_LIMIT)
 
 
 class NativeAttention:
@@ -86,17 +91,17 @@ class NativeAttention:
         """As `AttentionBackend`.
 
         Raises:
-            ConfigError: a dtype or a form that the library does not read.
+            ConfigError: a dtype that the library does not read.
         """
-        _check_form(form, cache)
         q_THC = with_dense_rows(q_THC)
-        num_rows, num_heads, head_size = q_THC.shape
-        out_THC = torch.empty((num_rows, num_heads, head_size), dtype=q_THC.dtype)
-        _, block_size, num_kv_heads, _ = cache.k_PSGC.shape
+        num_rows, num_heads, key_size = q_THC.shape
+        _, block_size, num_kv_heads, value_size = cache.v_PSGE.shape
+        out_THE = torch.empty((num_rows, num_heads, value_size), dtype=q_THC.dtype)
+        sinks_H = None if form.sinks_H is None else form.sinks_H.float().contiguous()
         table_BP = metadata.block_table_BP.contiguous()  # the runner's may be a slice
         batch = Batch(
             q=q_THC.data_ptr(),
-            out=out_THC.data_ptr(),
+            out=out_THE.data_ptr(),
             k=address_of(cache.k_PSGC, cache.k_PSGC.dtype),
             v=address_of(cache.v_PSGE, cache.k_PSGC.dtype),
             query_start=address_of(metadata.query_start_B1, torch.int32),
@@ -105,35 +110,30 @@ class NativeAttention:
             ancestors=address_of(metadata.ancestors_T, torch.int64),
             positions=address_of(metadata.positions_T, torch.int64),
             block_table=address_of(table_BP, torch.int32),
+            sinks=None if sinks_H is None else sinks_H.data_ptr(),
             num_requests=metadata.context_lens_B.shape[0],
             num_rows=num_rows,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            head_size=head_size,
+            key_size=key_size,
+            value_size=value_size,
             block_size=block_size,
             q_stride=q_THC.stride(0),
             table_stride=table_BP.shape[1],
-            window=NO_WINDOW if form.window is None else form.window,
+            window=limit(form.window),
+            chunk=limit(form.chunk),
             scale=form.scale,
+            soft_cap=form.soft_cap or 0.0,
             is_bf16_query=_is_bf16(q_THC),
             is_bf16_out=_is_bf16(q_THC),
             is_bf16_cache=_is_bf16(cache.k_PSGC),
         )
         self._attend(self._team.address, ctypes.byref(batch), self._memory)
-        return out_THC
+        return out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """As `AttentionBackend`; sums over parts of a context are too small to count."""
         return 0
-
-
-def _check_form(form: AttentionForm, cache: LayerCache) -> None:
-    is_plain = form.chunk is None and form.soft_cap is None and form.sinks_H is None
-    if not is_plain or cache.k_PSGC.shape != cache.v_PSGE.shape:
-        raise ConfigError(
-            "native attention has no chunks, soft caps, sinks, or keys and values of two sizes: "
-            "use the reference kernels"
-        )
 
 
 def _is_bf16(tensor: Tensor) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of
-from outdraft.kernels.native.attention import NO_WINDOW
+from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team
@@ -77,7 +77,7 @@ class NativeDecoder:
                     *map(self._norm, (each.input_norm_D, each.post_norm_D)),
                     *map(self._norm, (each.q_norm_C, each.k_norm_C)),
                     *map(_weights, (each.qkv, each.o, each.gate_up, each.down)),
-                    NO_WINDOW if each.window is None else each.window,
+                    limit(each.window),
                 )
                 for each in spec.layers
             )

@@ -67,7 +67,7 @@ class TritonAttention:
         if len(slots_T) == 0:
             return
         k_TGC, v_TGE = with_dense_rows(k_TGC), with_dense_rows(v_TGE)
-        row_size = k_TGC.shape[1] * k_TGC.shape[2]
+        k_size, v_size = (x.shape[1] * x.shape[2] for x in (k_TGC, v_TGE))
         kernels.write_rows[(len(slots_T),)](
             k_TGC,
             v_TGE,
@@ -76,8 +76,10 @@ class TritonAttention:
             slots_T,
             k_TGC.stride(0),
             v_TGE.stride(0),
-            ROW_SIZE=row_size,
-            WIDTH=triton.next_power_of_2(row_size),
+            KEY_ROW=k_size,
+            KEY_WIDTH=triton.next_power_of_2(k_size),
+            VALUE_ROW=v_size,
+            VALUE_WIDTH=triton.next_power_of_2(v_size),
             enable_fp_fusion=True,
         )
 
@@ -91,50 +93,50 @@ class TritonAttention:
         """[T, H, E] of q's dtype, as `AttentionBackend`.
 
         Raises:
-            ConfigError: a dtype or a form that the kernels do not read.
+            ConfigError: a dtype that the kernels do not read.
         """
-        _check_form(form, cache)
         _check_dtypes(q_THC, cache.k_PSGC, cache.v_PSGE)
         q_THC = with_dense_rows(q_THC)
-        out_THC = torch.zeros(q_THC.shape, dtype=q_THC.dtype, device=q_THC.device)
-        call = _Call(out_THC, q_THC, cache, metadata, form.scale, form.window)
+        out_THE = q_THC.new_zeros((*q_THC.shape[:2], cache.v_PSGE.shape[3]))
+        sinks_H = None if form.sinks_H is None else form.sinks_H.float().contiguous()
+        call = _Call(out_THE, q_THC, cache, metadata, form, sinks_H)
         wide = max(q_THC.dtype.itemsize, cache.k_PSGC.dtype.itemsize)
-        for launch in _launches(call.heads_per_kv, call.head_size, wide):
+        for launch in _launches(call.heads_per_kv, max(call.key_size, call.value_size), wide):
             if _is_needed(launch, call.num_requests, len(q_THC), metadata.max_rows):
                 self._launch(launch, call)
-        return out_THC
+        return out_THE
 
     def temporary_bytes(self, most: AttentionSizes) -> int:
         """As `AttentionBackend`."""
-        heads_per_kv = most.num_heads // most.cache.num_kv_heads
-        found = 0
-        for launch in _launches(heads_per_kv, most.cache.key_size, most.dtype.itemsize):
+        cache, heads_per_kv = most.cache, most.num_heads // most.cache.num_kv_heads
+        head_size, found = max(cache.key_size, cache.value_size), 0
+        for launch in _launches(heads_per_kv, head_size, most.dtype.itemsize):
             if most.num_keys > launch.split_keys and most.num_rows >= launch.min_rows:
-                sizes = (most.cache.num_kv_heads, most.cache.key_size)
+                sizes = (cache.num_kv_heads, cache.value_size)
                 numbers = self._part_numbers(launch, most.num_keys, *sizes)
                 num_tiles = most.num_rows // (launch.lanes // heads_per_kv) + most.num_requests
                 found = max(found, numbers * min(num_tiles, max(1, self._max_elements // numbers)))
         return 4 * found
 
     def _part_numbers(
-        self, launch: _Launch, num_keys: int, num_kv_heads: int, head_size: int
+        self, launch: _Launch, num_keys: int, num_kv_heads: int, value_size: int
     ) -> int:
         """How many numbers the splits of one tile take."""
         num_splits = triton.cdiv(num_keys, launch.split_keys)
-        return num_kv_heads * num_splits * launch.lanes * (head_size + 2)
+        return num_kv_heads * num_splits * launch.lanes * (value_size + 2)
 
     def _launch(self, launch: _Launch, call: "_Call") -> None:
         """Some tiles after another, as many as the parts have room for."""
         num_splits = triton.cdiv(call.metadata.max_seq_len, launch.split_keys)
         num_tiles = len(call.q_THC) // (launch.lanes // call.heads_per_kv) + call.num_requests
-        sizes = (call.num_kv_heads, call.head_size)
+        sizes = (call.num_kv_heads, call.value_size)
         numbers = self._part_numbers(launch, call.metadata.max_seq_len, *sizes)
         is_split = num_splits > 1
         at_once = min(num_tiles, max(1, self._max_elements // numbers)) if is_split else num_tiles
         shape = (at_once, call.num_kv_heads, num_splits, launch.lanes)
         acc, top, total = (
             torch.empty(size if is_split else 0, dtype=torch.float32, device=call.q_THC.device)
-            for size in ((*shape, call.head_size), shape, shape)
+            for size in ((*shape, call.value_size), shape, shape)
         )
         for first_tile in range(0, num_tiles, at_once):
             tiles = range(first_tile, min(first_tile + at_once, num_tiles))
@@ -145,14 +147,18 @@ class TritonAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments of `attend`, and its result."""
+    """The arguments of `attend`, and its result.
 
-    out_THC: Tensor
+    Attributes:
+        sinks_H: float32.
+    """
+
+    out_THE: Tensor
     q_THC: Tensor
     cache: LayerCache
     metadata: AttentionMetadata
-    scale: float
-    window: int | None
+    form: AttentionForm
+    sinks_H: Tensor | None
 
     @property
     def num_requests(self) -> int:
@@ -167,8 +173,12 @@ class _Call:
         return self.q_THC.shape[1] // self.num_kv_heads
 
     @property
-    def head_size(self) -> int:
+    def key_size(self) -> int:
         return self.q_THC.shape[2]
+
+    @property
+    def value_size(self) -> int:
+        return self.out_THE.shape[2]
 
     @property
     def rows(self) -> tuple[Tensor, ...]:
@@ -184,11 +194,13 @@ class _Call:
             "MAX_ROWS": launch.max_rows,
             "NUM_KV_HEADS": self.num_kv_heads,
             "HEADS_PER_KV": self.heads_per_kv,
-            "HEAD_SIZE": self.head_size,
+            "VALUE_SIZE": self.value_size,
             "TILE_LANES": launch.lanes,
-            "TILE_SIZE": _tile_size(self.head_size),
+            "VALUE_TILE": _tile_size(self.value_size),
             "SPLIT_KEYS": launch.split_keys,
-            "HAS_WINDOW": self.window is not None,
+            "HAS_WINDOW": self.form.window is not None,
+            "HAS_CHUNK": self.form.chunk is not None,
+            "HAS_SINKS": self.sinks_H is not None,
         }
 
 
@@ -196,23 +208,31 @@ def _attend_tiles(
     launch: _Launch, call: _Call, parts: tuple[Tensor, ...], tiles: range, num_splits: int
 ) -> None:
     q_THC, k_PSGC, table_BP = call.q_THC, call.cache.k_PSGC, call.metadata.block_table_BP
+    form = call.form
+    cap = form.soft_cap
     kernels.attend_tiles[(len(tiles), call.num_kv_heads, num_splits)](
-        call.out_THC,
+        call.out_THE,
         *parts,
         q_THC,
         k_PSGC,
         call.cache.v_PSGE,
         *call.rows,
         table_BP,
+        call.sinks_H,
         q_THC.stride(0),
-        call.scale * _LOG2_E,
+        form.scale * _LOG2_E if cap is None else form.scale / cap,
+        0.0 if cap is None else cap * _LOG2_E,
         tiles.start,
         call.num_requests,
         table_BP.stride(0),
-        call.window or 0,
+        form.window or 0,
+        form.chunk or 0,
         BLOCK_SIZE=k_PSGC.shape[1],
         TILE_KEYS=launch.keys,
-        CUTS_DRAFTS=call.window is not None and call.window < MAX_DRAFTS,
+        KEY_SIZE=call.key_size,
+        KEY_TILE=_tile_size(call.key_size),
+        HAS_CAP=cap is not None,
+        CUTS_DRAFTS=form.chunk is not None or (form.window or MAX_DRAFTS) < MAX_DRAFTS,
         IS_SPLIT=num_splits > 1,
         IS_WIDE=q_THC.dtype is not k_PSGC.dtype,
         num_warps=launch.num_warps,
@@ -227,13 +247,15 @@ def _merge_splits(
 ) -> None:
     num_lanes = launch.lanes // call.heads_per_kv * call.heads_per_kv
     kernels.merge_splits[(len(tiles), call.num_kv_heads, num_lanes)](
-        call.out_THC,
+        call.out_THE,
         *parts,
         *call.rows,
+        call.sinks_H,
         tiles.start,
         call.num_requests,
         num_splits,
-        call.window or 0,
+        call.form.window or 0,
+        call.form.chunk or 0,
         enable_fp_fusion=True,
         **call.constants(launch),
     )
@@ -268,15 +290,6 @@ def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int)
 
 def _tile_size(head_size: int) -> int:
     return max(16, triton.next_power_of_2(head_size))
-
-
-def _check_form(form: AttentionForm, cache: LayerCache) -> None:
-    is_plain = form.chunk is None and form.soft_cap is None and form.sinks_H is None
-    if not is_plain or cache.k_PSGC.shape != cache.v_PSGE.shape:
-        raise ConfigError(
-            "triton attention has no chunks, soft caps, sinks, or keys and values of two sizes: "
-            "use the reference kernels"
-        )
 
 
 def _check_dtypes(*tensors: Tensor) -> None:

@@ -8,34 +8,50 @@ A tile is some rows of one request and the query heads that one kv head serves: 
 head) pair is a lane. A program of `attend_tiles` takes one tile, one kv head and one split of the
 context through an online softmax in base 2 (log2(e) is part of the scale); `merge_splits` joins
 the splits of a lane. Pieces of keys and splits begin at multiples of their size, and what a lane
-does not see adds exact zeros to its sums: nothing but its own request decides its result.
+does not see adds exact zeros to its sums: nothing but its own request decides its result. A sink
+joins the sums of a lane when they are complete.
 
 Names that are not tensors of attention/base.py are numbers or pointers to them.
 
-Dimension key: M lanes of a tile, N keys of a piece, C head size rounded up, G kv heads, S splits.
+Dimension key: M lanes of a tile, N keys of a piece, C size of a key and E of a value, both rounded
+up, G kv heads, S splits.
 """
 
 import triton
 import triton.language as tl
 
 MERGED_SPLITS = tl.constexpr(16)  # that are joined at a time
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _copy_row(source, target, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    place = tl.arange(0, WIDTH)
+    numbers = tl.load(source + place, mask=place < SIZE)
+    tl.store(target + place, numbers.to(target.dtype.element_ty), mask=place < SIZE)
 
 
 @triton.jit
 def write_rows(
-    k, v, k_cache, v_cache, slots, k_stride, v_stride, ROW_SIZE: tl.constexpr, WIDTH: tl.constexpr
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slots,
+    k_stride,
+    v_stride,
+    KEY_ROW: tl.constexpr,
+    KEY_WIDTH: tl.constexpr,
+    VALUE_ROW: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
 ):
     """cache[slots[t]] = new[t] for slots that are not negative. Grid: [T]."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
         return
-    place = tl.arange(0, WIDTH)
-    new_k = tl.load(k + row * k_stride + place, mask=place < ROW_SIZE)
-    new_v = tl.load(v + row * v_stride + place, mask=place < ROW_SIZE)
-    target = slot * ROW_SIZE + place
-    tl.store(k_cache + target, new_k.to(k_cache.dtype.element_ty), mask=place < ROW_SIZE)
-    tl.store(v_cache + target, new_v.to(v_cache.dtype.element_ty), mask=place < ROW_SIZE)
+    _copy_row(k + row * k_stride, k_cache + slot * KEY_ROW, KEY_ROW, KEY_WIDTH)
+    _copy_row(v + row * v_stride, v_cache + slot * VALUE_ROW, VALUE_ROW, VALUE_WIDTH)
 
 
 @triton.jit
@@ -65,22 +81,47 @@ def _bit_length(bits):
 
 
 @triton.jit
-def _nearest(bits_M, window):
-    """The `window` highest bits of each mask: the rank of an ancestor is its distance."""
+def _nearest(bits_M, count_M):
+    """The `count` highest bits of each mask: the rank of an ancestor is its distance."""
     kept_M = tl.zeros_like(bits_M)
     seen_M = tl.zeros_like(bits_M)
     for back in range(63):
         bit_M = (bits_M >> (62 - back)) & 1
-        kept_M = tl.where(seen_M < window, kept_M | (bit_M << (62 - back)), kept_M)
+        kept_M = tl.where(seen_M < count_M, kept_M | (bit_M << (62 - back)), kept_M)
         seen_M += bit_M
     return kept_M
 
 
 @triton.jit
-def _load_rows(source, row_N, is_row_N, HEAD_SIZE: tl.constexpr, TILE_SIZE: tl.constexpr):
+def _lowest(position, window, chunk, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr):
+    """The lowest position that the one at `position` sees."""
+    lowest = position * 0
+    if HAS_CHUNK:
+        lowest = position // chunk * chunk
+    if HAS_WINDOW:
+        lowest = tl.maximum(lowest, position - window + 1)
+    return lowest
+
+
+@triton.jit
+def _tanh(x):
+    """Within 3e-7 of relative error (Cephes' tanhf)."""
+    square = x * x
+    series = -5.70498872745e-3 * square + 2.06390887954e-2
+    series = series * square - 5.37397155531e-2
+    series = series * square + 1.33314422036e-1
+    series = series * square - 3.33332819422e-1
+    size = tl.abs(x)
+    # Behind 15 it is 1 to the last bit.
+    far = 1.0 - 2.0 / (tl.exp2(tl.minimum(size, 15.0) * (2.0 * LOG2_E)) + 1.0)
+    return tl.where(size < 0.625, series * square * x + x, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _load_rows(source, row_N, is_row_N, SIZE: tl.constexpr, TILE: tl.constexpr):
     """[N, C], zeros where there is no row."""
-    size_C = tl.arange(0, TILE_SIZE)
-    is_number_NC = is_row_N[:, None] & (size_C < HEAD_SIZE)[None, :]
+    size_C = tl.arange(0, TILE)
+    is_number_NC = is_row_N[:, None] & (size_C < SIZE)[None, :]
     return tl.load(source + row_N[:, None] + size_C[None, :], mask=is_number_NC, other=0.0)
 
 
@@ -89,22 +130,26 @@ def _take_in_keys(
     begin,
     end,
     q_MC,
-    acc_MC,
+    acc_ME,
     top_M,
     sum_M,
     k,
     v,
     table,
     scale,
+    soft_cap,
     first_draft,
     last_M,
     lowest_M,
     bits_M,
-    KEY_STRIDE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
     TILE_KEYS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """The softmax's state after keys [begin, end); lanes see all of them unless IS_MASKED."""
@@ -112,9 +157,11 @@ def _take_in_keys(
         key_N = first_key + tl.arange(0, TILE_KEYS)
         is_read_N = key_N < end
         block_N = tl.load(table + key_N // BLOCK_SIZE, mask=is_read_N, other=0).to(tl.int64)
-        row_N = (block_N * BLOCK_SIZE + key_N % BLOCK_SIZE) * KEY_STRIDE
-        k_NC = _load_rows(k, row_N, is_read_N, HEAD_SIZE, TILE_SIZE).to(q_MC.dtype)
+        row_N = (block_N * BLOCK_SIZE + key_N % BLOCK_SIZE) * NUM_KV_HEADS
+        k_NC = _load_rows(k, row_N * KEY_SIZE, is_read_N, KEY_SIZE, KEY_TILE).to(q_MC.dtype)
         scores_MN = tl.dot(q_MC, tl.trans(k_NC), input_precision="ieee") * scale
+        if HAS_CAP:
+            scores_MN = _tanh(scores_MN) * soft_cap
         if IS_MASKED:
             draft_N = key_N - first_draft
             is_text_MN = (key_N[None, :] <= last_M[:, None]) & (key_N[None, :] >= lowest_M[:, None])
@@ -130,18 +177,18 @@ def _take_in_keys(
         weights_MN = tl.exp2(scores_MN - base_M[:, None])
         shrink_M = tl.exp2(top_M - base_M)
         sum_M = sum_M * shrink_M + tl.sum(weights_MN, axis=1)
-        v_NC = _load_rows(v, row_N, is_read_N, HEAD_SIZE, TILE_SIZE).to(q_MC.dtype)
-        acc_MC = tl.dot(
-            weights_MN.to(v_NC.dtype), v_NC, acc_MC * shrink_M[:, None], input_precision="ieee"
+        v_NE = _load_rows(v, row_N * VALUE_SIZE, is_read_N, VALUE_SIZE, VALUE_TILE).to(q_MC.dtype)
+        acc_ME = tl.dot(
+            weights_MN.to(v_NE.dtype), v_NE, acc_ME * shrink_M[:, None], input_precision="ieee"
         )
         top_M = new_top_M
-    return acc_MC, top_M, sum_M
+    return acc_ME, top_M, sum_M
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests", "table_stride", "window"])
+@triton.jit(do_not_specialize=["first_tile", "num_requests", "table_stride", "window", "chunk"])
 def attend_tiles(
     out,
-    part_acc,  # float32 [tile, G, S, M, HEAD_SIZE]; the sums of a split that is not all
+    part_acc,  # float32 [tile, G, S, M, VALUE_SIZE]; the sums of a split that is not all
     part_top,  # float32 [tile, G, S, M]; its highest score
     part_sum,  # and the sum of its weights
     q,
@@ -153,24 +200,32 @@ def attend_tiles(
     ancestors,
     positions,
     block_table,
+    sinks,  # float32 [H]; None if HAS_SINKS is not
     q_stride,
-    scale,
+    scale,  # in base 2, or to parts of the cap
+    soft_cap,  # in base 2
     first_tile,
     num_requests,
     table_stride,
     window,
+    chunk,
     MIN_ROWS: tl.constexpr,  # of the requests that this launch is for
     MAX_ROWS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE_LANES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
+    KEY_TILE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
-    CUTS_DRAFTS: tl.constexpr,  # the window may be shorter than a draft
+    HAS_CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    CUTS_DRAFTS: tl.constexpr,  # what a row sees may begin inside of the draft
     IS_SPLIT: tl.constexpr,
     IS_WIDE: tl.constexpr,  # queries and keys differ in dtype and meet in float32
 ):
@@ -195,9 +250,9 @@ def attend_tiles(
     lowest_M = tl.zeros_like(row_M)
     first_key = 0
     first_common = 0
-    if HAS_WINDOW:
+    if HAS_WINDOW | HAS_CHUNK:
         position_M = tl.load(positions + start + row_M, mask=is_lane_M, other=0).to(tl.int32)
-        lowest_M = tl.maximum(position_M - window + 1, 0)
+        lowest_M = tl.maximum(_lowest(position_M, window, chunk, HAS_WINDOW, HAS_CHUNK), 0)
         first_key = tl.min(tl.where(is_lane_M, lowest_M, first_draft), axis=0)
         first_key = tl.minimum(first_key, first_draft) // TILE_KEYS * TILE_KEYS
         first_common = tl.max(tl.where(is_lane_M, lowest_M, 0), axis=0)
@@ -209,65 +264,73 @@ def attend_tiles(
     if IS_SPLIT & (begin >= end):
         return
     if CUTS_DRAFTS:
-        bits_M = _nearest(bits_M, window)
+        bits_M = _nearest(bits_M, position_M - lowest_M + 1)
 
     head_M = kv_head * HEADS_PER_KV + lane_M % HEADS_PER_KV
     flat_row_M = (start + row_M).to(tl.int64)
-    q_MC = _load_rows(
-        q, flat_row_M * q_stride + head_M * HEAD_SIZE, is_lane_M, HEAD_SIZE, TILE_SIZE
-    )
+    q_MC = _load_rows(q, flat_row_M * q_stride + head_M * KEY_SIZE, is_lane_M, KEY_SIZE, KEY_TILE)
     q_MC = q_MC.to(tl.float32) if IS_WIDE else q_MC
-    acc_MC = tl.zeros((TILE_LANES, TILE_SIZE), tl.float32)
+    acc_ME = tl.zeros((TILE_LANES, VALUE_TILE), tl.float32)
     top_M = tl.full((TILE_LANES,), float("-inf"), tl.float32)
     sum_M = tl.zeros((TILE_LANES,), tl.float32)
     table = block_table + request.to(tl.int64) * table_stride
-    k += kv_head * HEAD_SIZE
-    v += kv_head * HEAD_SIZE
+    k += kv_head * KEY_SIZE
+    v += kv_head * VALUE_SIZE
     # Keys that some lane does not see, keys that all see, and again some that not all see.
     low = tl.minimum(tl.cdiv(first_common, TILE_KEYS) * TILE_KEYS, end)
     low = tl.maximum(low, begin)
     high = tl.maximum(tl.minimum(end_common, end) // TILE_KEYS * TILE_KEYS, low)
-    for part in tl.static_range(0 if HAS_WINDOW else 1, 3):
-        acc_MC, top_M, sum_M = _take_in_keys(
+    for part in tl.static_range(0 if HAS_WINDOW | HAS_CHUNK else 1, 3):
+        acc_ME, top_M, sum_M = _take_in_keys(
             begin if part == 0 else (low if part == 1 else high),
             low if part == 0 else (high if part == 1 else end),
             q_MC,
-            acc_MC,
+            acc_ME,
             top_M,
             sum_M,
             k,
             v,
             table,
             scale,
+            soft_cap,
             first_draft,
             last_M,
             lowest_M,
             bits_M,
-            NUM_KV_HEADS * HEAD_SIZE,
+            NUM_KV_HEADS,
             BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE_SIZE,
+            KEY_SIZE,
+            KEY_TILE,
+            VALUE_SIZE,
+            VALUE_TILE,
             TILE_KEYS,
+            HAS_CAP,
             part != 1,
         )
 
-    size_C = tl.arange(0, TILE_SIZE)
-    is_number_MC = is_lane_M[:, None] & (size_C < HEAD_SIZE)[None, :]
+    size_E = tl.arange(0, VALUE_TILE)
+    is_number_ME = is_lane_M[:, None] & (size_E < VALUE_SIZE)[None, :]
     if IS_SPLIT:
         place = (tl.program_id(0) * NUM_KV_HEADS + kv_head) * tl.num_programs(2) + split
         part_M = place.to(tl.int64) * TILE_LANES + lane_M
         tl.store(part_top + part_M, top_M, mask=is_lane_M)
         tl.store(part_sum + part_M, sum_M, mask=is_lane_M)
-        target_MC = part_acc + part_M[:, None] * HEAD_SIZE + size_C[None, :]
-        tl.store(target_MC, acc_MC, mask=is_number_MC)
+        target_ME = part_acc + part_M[:, None] * VALUE_SIZE + size_E[None, :]
+        tl.store(target_ME, acc_ME, mask=is_number_ME)
     else:
+        if HAS_SINKS:
+            sink_M = tl.load(sinks + head_M, mask=is_lane_M, other=0.0) * LOG2_E
+            highest_M = tl.maximum(top_M, sink_M)
+            shrink_M = tl.exp2(top_M - highest_M)
+            acc_ME = acc_ME * shrink_M[:, None]
+            sum_M = sum_M * shrink_M + tl.exp2(sink_M - highest_M)
         sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)  # it sees nothing
-        out_MC = (acc_MC / sum_M[:, None]).to(out.dtype.element_ty)
-        target_M = (flat_row_M * NUM_KV_HEADS * HEADS_PER_KV + head_M) * HEAD_SIZE
-        tl.store(out + target_M[:, None] + size_C[None, :], out_MC, mask=is_number_MC)
+        out_ME = (acc_ME / sum_M[:, None]).to(out.dtype.element_ty)
+        target_M = (flat_row_M * NUM_KV_HEADS * HEADS_PER_KV + head_M) * VALUE_SIZE
+        tl.store(out + target_M[:, None] + size_E[None, :], out_ME, mask=is_number_ME)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests", "num_splits", "window"])
+@triton.jit(do_not_specialize=["first_tile", "num_requests", "num_splits", "window", "chunk"])
 def merge_splits(
     out,
     part_acc,
@@ -278,19 +341,23 @@ def merge_splits(
     num_causal_B,
     ancestors,
     positions,
+    sinks,
     first_tile,
     num_requests,
     num_splits,
     window,
+    chunk,
     MIN_ROWS: tl.constexpr,
     MAX_ROWS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
     TILE_LANES: tl.constexpr,
-    TILE_SIZE: tl.constexpr,
+    VALUE_TILE: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CHUNK: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """What the splits of `attend_tiles` are together. Grid: [tiles, G, TILE_ROWS * HEADS_PER_KV].
 
@@ -310,13 +377,14 @@ def merge_splits(
     bits = tl.load(ancestors + start + row, mask=row >= num_causal, other=0)
     end_key = context_len + tl.minimum(row + 1, num_causal) + _bit_length(bits)
     first_split = 0
-    if HAS_WINDOW:
-        lowest = tl.load(positions + start + row).to(tl.int32) - window + 1
+    if HAS_WINDOW | HAS_CHUNK:
+        position = tl.load(positions + start + row).to(tl.int32)
+        lowest = _lowest(position, window, chunk, HAS_WINDOW, HAS_CHUNK)
         lowest = tl.minimum(tl.maximum(lowest, 0), context_len + num_causal)
         first_split = lowest // SPLIT_KEYS
     end_split = tl.cdiv(end_key, SPLIT_KEYS)
-    size_C = tl.arange(0, TILE_SIZE)
-    acc_C = tl.zeros((TILE_SIZE,), tl.float32)
+    size_E = tl.arange(0, VALUE_TILE)
+    acc_E = tl.zeros((VALUE_TILE,), tl.float32)
     top = float("-inf")
     total = 0.0
     place = ((tl.program_id(0) * NUM_KV_HEADS + kv_head) * num_splits).to(tl.int64)
@@ -326,16 +394,22 @@ def merge_splits(
         part_S = (place + split_S) * TILE_LANES + lane
         top_S = tl.load(part_top + part_S, mask=is_split_S, other=float("-inf"))
         sum_S = tl.load(part_sum + part_S, mask=is_split_S, other=0.0)
-        acc_SC = _load_rows(part_acc, part_S * HEAD_SIZE, is_split_S, HEAD_SIZE, TILE_SIZE)
+        acc_SE = _load_rows(part_acc, part_S * VALUE_SIZE, is_split_S, VALUE_SIZE, VALUE_TILE)
         new_top = tl.maximum(top, tl.max(top_S, axis=0))
         base = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight_S = tl.exp2(top_S - base)
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(sum_S * weight_S, axis=0)
-        acc_C = acc_C * shrink + tl.sum(acc_SC * weight_S[:, None], axis=0)
+        acc_E = acc_E * shrink + tl.sum(acc_SE * weight_S[:, None], axis=0)
         top = new_top
-    total = tl.where(total == 0.0, 1.0, total)
     head = kv_head * HEADS_PER_KV + lane % HEADS_PER_KV
-    target = ((start + row).to(tl.int64) * NUM_KV_HEADS * HEADS_PER_KV + head) * HEAD_SIZE
-    out_C = (acc_C / total).to(out.dtype.element_ty)
-    tl.store(out + target + size_C, out_C, mask=size_C < HEAD_SIZE)
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2_E
+        highest = tl.maximum(top, sink)
+        shrink = tl.exp2(top - highest)
+        acc_E = acc_E * shrink
+        total = total * shrink + tl.exp2(sink - highest)
+    total = tl.where(total == 0.0, 1.0, total)
+    target = ((start + row).to(tl.int64) * NUM_KV_HEADS * HEADS_PER_KV + head) * VALUE_SIZE
+    out_E = (acc_E / total).to(out.dtype.element_ty)
+    tl.store(out + target + size_E, out_E, mask=size_E < VALUE_SIZE)
