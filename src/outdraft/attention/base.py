@@ -101,13 +101,14 @@ class AttentionForm:
                 raise ValueError(f"{name} of attention must be positive, not {value}")
 
     def first_seen(self, positions_T: Tensor) -> Tensor:
-        """int64, of the same shape: the lowest position that each position may see, or less."""
-        lowest_T = torch.zeros_like(positions_T)
-        if self.chunk is not None:
-            lowest_T = positions_T // self.chunk * self.chunk
+        """int64, of the same shape: the lowest position that each position sees. A window may begin
+        before the text, at negative positions."""
+        if self.chunk is None:
+            return positions_T - self.window + 1 if self.window else torch.zeros_like(positions_T)
+        first_T = positions_T // self.chunk * self.chunk
         if self.window is not None:
-            lowest_T = torch.maximum(lowest_T, positions_T - self.window + 1)
-        return lowest_T
+            first_T = torch.maximum(first_T, positions_T - self.window + 1)
+        return first_T
 
 
 @dataclass(frozen=True, slots=True)

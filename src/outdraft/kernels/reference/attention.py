@@ -132,10 +132,7 @@ def visible_keys(
         # The text position of a committed or causal key is its cache index.
         seen_NMK = seen_NMK & (key_K >= first_NM[:, :, None])
         if form.chunk is not None or (form.window or 0) < MAX_DRAFTS:
-            count_NM = position_NM - first_NM + 1
-            if form.chunk is None:  # a block's rows see those behind them, too
-                count_NM = torch.full_like(count_NM, form.window or MAX_DRAFTS)
-            ancestors_NM = _nearest(ancestors_NM, count_NM)
+            ancestors_NM = _nearest(ancestors_NM, position_NM - first_NM + 1)
     draft_N1K = key_K - context_N11 - causal_N11  # which drafted token the key is, if not negative
     bits_NMK = ancestors_NM[:, :, None] >> draft_N1K.clamp(0, MAX_DRAFTS)
     is_ancestor_NMK = (bits_NMK & 1).bool() & (draft_N1K >= 0) & (draft_N1K < MAX_DRAFTS)

@@ -94,12 +94,11 @@ def _nearest(bits_M, count_M):
 
 @triton.jit
 def _lowest(position, window, chunk, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr):
-    """The lowest position that the one at `position` sees."""
-    lowest = position * 0
+    """The lowest position that the one at `position` sees; a window may begin before the text."""
+    lowest = position - window + 1
     if HAS_CHUNK:
-        lowest = position // chunk * chunk
-    if HAS_WINDOW:
-        lowest = tl.maximum(lowest, position - window + 1)
+        first = position // chunk * chunk
+        lowest = tl.maximum(lowest, first) if HAS_WINDOW else first
     return lowest
 
 
@@ -252,7 +251,9 @@ def attend_tiles(
     first_common = 0
     if HAS_WINDOW | HAS_CHUNK:
         position_M = tl.load(positions + start + row_M, mask=is_lane_M, other=0).to(tl.int32)
-        lowest_M = tl.maximum(_lowest(position_M, window, chunk, HAS_WINDOW, HAS_CHUNK), 0)
+        first_M = _lowest(position_M, window, chunk, HAS_WINDOW, HAS_CHUNK)
+        count_M = position_M - first_M + 1
+        lowest_M = tl.maximum(first_M, 0)
         first_key = tl.min(tl.where(is_lane_M, lowest_M, first_draft), axis=0)
         first_key = tl.minimum(first_key, first_draft) // TILE_KEYS * TILE_KEYS
         first_common = tl.max(tl.where(is_lane_M, lowest_M, 0), axis=0)
@@ -264,7 +265,7 @@ def attend_tiles(
     if IS_SPLIT & (begin >= end):
         return
     if CUTS_DRAFTS:
-        bits_M = _nearest(bits_M, position_M - lowest_M + 1)
+        bits_M = _nearest(bits_M, count_M)
 
     head_M = kv_head * HEADS_PER_KV + lane_M % HEADS_PER_KV
     flat_row_M = (start + row_M).to(tl.int64)
