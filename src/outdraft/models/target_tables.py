@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
@@ -19,7 +20,7 @@ from outdraft.models.decoder import Kind, product_of
 from outdraft.models.layers.linear import Linear, memory_bytes
 from outdraft.models.layers.rank_products import JoinedProduct
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
-from outdraft.models.loader import fill_slots, open_checkpoint
+from outdraft.models.loader import fill_slots, open_checkpoint, tensor_places, weight_files
 from outdraft.models.quantized.placing import fill_stored
 from outdraft.models.slots import Slot, rows_of
 
@@ -117,7 +118,14 @@ class TargetTables:
 
     def _read(self, name: str, slot: Slot) -> None:
         assert self.path is not None, "the target has other ranks than the drafter"
-        checkpoint = open_checkpoint(self.path, ModelConfig.from_directory(self.path), (name,))
+        config = self.target.config
+        if not isinstance(config, ModelConfig):  # the transformers library computes the target
+            places = tensor_places(weight_files(self.path))
+            if name not in places:
+                raise ConfigError(f"{self.path} has no {name}: the drafter needs as many ranks")
+            fill_slots({name: slot}, {name: places[name]})
+            return
+        checkpoint = open_checkpoint(self.path, config, (name,))
         if name in checkpoint.stored:
             fill_stored({name: slot}, checkpoint.stored, {})
         else:
