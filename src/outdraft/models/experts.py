@@ -8,7 +8,7 @@ Dimension key: as in kernels/expert_ops.py.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,7 +76,7 @@ def replace_experts(
     Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
     """
     count, left = 0, dict[str, str]()
-    for parent in list(module.modules()):
+    for parent in present_modules(module):
         for name, child in list(parent.named_children()):
             if not _holds_experts(child):
                 continue
@@ -99,6 +99,17 @@ def routed_weights(module: nn.Module, per_row: int | None) -> RoutedWeights | No
         return None
     num_experts = max(layer.num_experts for layer in layers)
     return RoutedWeights(sum(layer.packed_bytes for layer in layers), num_experts, per_row)
+
+
+def present_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules inside, in order; those that are replaced meanwhile are left out, and free."""
+    for name in [name for name, _ in module.named_modules()]:
+        try:
+            found = module.get_submodule(name)
+        except AttributeError:
+            continue
+        yield found
+        del found
 
 
 def _holds_experts(module: nn.Module) -> bool:

@@ -16,7 +16,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
-from outdraft.models.experts import ACTIVATIONS, PackedExperts
+from outdraft.models.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.layers.linear import Linear
 
 _READ_TOGETHER = (("q_proj", "k_proj", "v_proj"),)
@@ -33,7 +33,7 @@ def fuse_layers(
     Args:
         group: the ranks over which the products are spread already.
     """
-    for module in list(model.modules()):
+    for module in present_modules(model):
         for name, part in list(module.named_children()):
             found = _norm(part, kernels)
             if found is None and group.size == 1:  # else parts of a block are to be summed

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
+from outdraft.models.experts import present_modules
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.rank_products import Spread
 from outdraft.models.transformers_operations import catch_operations, is_router
@@ -45,7 +46,7 @@ def pack_products(
     rows do not depend on each other either.
     """
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
-    for module in list(model.modules()):
+    for module in present_modules(model):
         for name, part in list(module.named_children()):
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings
