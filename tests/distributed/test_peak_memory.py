@@ -27,10 +27,14 @@ LARGE = {
     "vocab_size": 16_000,
     "max_position_embeddings": 2048,
 }
-TINY = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-TINY |= {"head_dim": 8, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 64}
-DRAFTS = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
-DRAFTS |= {"head_dim": 64, "hidden_size": 128}
+ONE_LAYER = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+TINY = ONE_LAYER | {
+    "head_dim": 8,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "vocab_size": 64,
+}
+DRAFTS = ONE_LAYER | {"head_dim": 64, "hidden_size": 128}
 
 
 def measured(
