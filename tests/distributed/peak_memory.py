@@ -13,7 +13,7 @@ import psutil
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 
-MAX_TOKENS = 6
+MAX_TOKENS = 20  # more than a step drafts: what is left of a text bounds its drafts
 
 
 def main() -> None:
