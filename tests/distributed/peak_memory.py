@@ -20,7 +20,7 @@ def main() -> None:
     options, has_all_rules = json.load(sys.stdin)
     llm = LLM(**options)
     num_requests, block_size = options["max_num_seqs"], llm.memory.block_size
-    room = llm.memory.num_blocks // num_requests * block_size - MAX_TOKENS - block_size
+    room = llm.memory.num_blocks // num_requests * block_size - MAX_TOKENS
     params = SamplingParams(temperature=1.0, seed=1, max_tokens=MAX_TOKENS, ignore_eos=True)
     if has_all_rules:
         params = SamplingParams(
@@ -34,6 +34,11 @@ def main() -> None:
             presence_penalty=0.2,
             frequency_penalty=0.2,
             repetition_penalty=1.1,
+            logit_bias={1: 0.5, 2: -0.5},
+            allowed_token_ids=list(range(60)),
+            min_tokens=MAX_TOKENS,
+            stop_token_ids=[3],
+            logprobs=1,
             prompt_logprobs=1,
         )
     vocab_size = llm.models.target.config.vocab_size

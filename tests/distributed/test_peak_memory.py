@@ -17,7 +17,8 @@ pytestmark = [
 ]
 SIZE, NUM_REQUESTS = 2, 8
 NUM_DRAFTS = 15  # with their requests' rows a full step, and as many as a prediction could have
-# Little to compute and much to keep: wide keys and values, few layers.
+# Little to compute and much to keep: wide keys and values, few layers. Logits take a twentieth,
+# more than in large models: what sampling takes is counted at its most, where it is not compiled.
 LARGE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -25,7 +26,7 @@ LARGE = {
     "num_attention_heads": 32,
     "num_key_value_heads": 32,
     "head_dim": 128,
-    "vocab_size": 16_000,
+    "vocab_size": 8_000,
     "max_position_embeddings": 2048,
 }
 ONE_LAYER = LARGE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -95,12 +96,12 @@ def test_a_rank_takes_what_was_planned_within_five_per_cent(
             has_all_rules,
         )
         for name, sizes, drafter, num_blocks in (
-            ("tiny", TINY, TINY, 40),
-            ("large", LARGE, DRAFTS, 400),
+            ("tiny", TINY, TINY, 41),
+            ("large", LARGE, DRAFTS, 401),
         )
     )
     taken, planned = (
         [of_large - of_tiny for of_large, of_tiny in zip(large[kind], tiny[kind], strict=True)]
         for kind in ("taken", "planned")
     )
-    assert taken == pytest.approx(planned, rel=0.05)
+    assert taken == pytest.approx(planned, rel=0.05), (taken, planned)

@@ -43,7 +43,7 @@ CPU = torch.device("cpu")
 
 def step_shape(
     num_draft_rows: int = 0,
-    samples_drafts: bool = False,
+    num_sampled: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
     noise_is_compiled: bool = False,
@@ -54,7 +54,7 @@ def step_shape(
         SchedulerConfig(**sizes),
         100,
         num_draft_rows,
-        samples_drafts,
+        num_sampled,
         dtype,
         device,
         noise_is_compiled=noise_is_compiled,
@@ -220,14 +220,23 @@ def test_logits_are_counted_for_the_rows_that_can_be_sampled():
 
 
 def test_only_sampled_drafts_have_probabilities():
-    assert draft_prob_bytes(step_shape(3 * 4, samples_drafts=True), 1000) == 3 * 4 * 3 * 1000 * 4
+    assert draft_prob_bytes(step_shape(3 * 4, 3), 1000) == 3 * 4 * 3 * 1000 * 4
     assert draft_prob_bytes(step_shape(3 * 4), 1000) == 0
+
+
+def test_a_rank_keeps_probabilities_of_what_its_group_drafts_and_of_what_it_verifies():
+    """Eight requests of three drafts; a rank of two verifies four of them, or one prediction."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
+    alone = replace(step_shape(63, 3, **sizes), num_ranks=2)
+    together = replace(alone, draft_ranks=2)
+    assert draft_prob_bytes(alone, 1000) == (2 * 4 * 3 + 63) * 1000 * 4
+    assert draft_prob_bytes(together, 1000) == (2 * 8 * 3 + 63) * 1000 * 4
 
 
 def test_a_tree_is_paid_for_in_full_however_few_of_its_rows_are_verified():
     """Four requests of one row each in the scheduler's budget; the drafter's levels are as wide."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 4}
-    tree = replace(step_shape(4 * 16, samples_drafts=True, **sizes), tree=TreeShape((8, 8)))
+    tree = replace(step_shape(4 * 16, 16, **sizes), tree=TreeShape((8, 8)))
     assert draft_prob_bytes(tree, 1000) == 3 * 4 * 16 * 1000 * 4
     model = model_config(64, 64, 1, 1)
     assert activation_bytes(tree, [model]) == 8 * activation_bytes(step_shape(**sizes), [model])

@@ -21,7 +21,6 @@ from outdraft.runner.logprobs import PROMPT_ROWS
 NOISE_BYTES = 90  # for each logit where noise is not compiled: eleven int64 and float64 tensors
 # Tensors of logits where every sampling parameter is in use at the same time.
 PROCESSING_TENSORS = 10
-DRAFT_TENSORS = 3  # of probabilities: of each draft, stacked, and among the drafts of the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +30,8 @@ class StepShape:
     Attributes:
         num_draft_rows: most drafts of the requests that this rank verifies; 0 without speculation.
             What clients predicted may be more for the few steps in which others have none.
-        samples_drafts: the draft model draws from its distribution, which is then kept.
+        num_sampled: most drafts of one request that a network draws from its distribution, which is
+            then kept; 0: it draws none.
         tree: of what the drafter makes; its rows have no part in the scheduler's budget until
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
@@ -43,7 +43,7 @@ class StepShape:
     scheduler: SchedulerConfig
     max_model_len: int
     num_draft_rows: int
-    samples_drafts: bool
+    num_sampled: int
     dtype: torch.dtype
     device: torch.device
     tree: TreeShape | None = None
@@ -134,13 +134,16 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
-    """float32, whatever the model's dtype."""
-    if not shape.samples_drafts:
+    """float32, whatever the model's dtype: of each draft that the group makes, stacked, and those
+    that this rank verifies, among the drafts of the host."""
+    if not shape.num_sampled:
         return 0
-    num_drafts = min(shape.num_draft_rows * shape.draft_ranks, shape.num_rows)
+    made = min(shape.num_sampled * shape.num_drafted, shape.num_rows)
+    verified = min(shape.num_draft_rows, shape.num_rows)
     if shape.tree is not None:
-        num_drafts = shape.num_drafted * shape.tree.num_rows
-    return DRAFT_TENSORS * num_drafts * vocab_size * 4
+        made = shape.num_drafted * shape.tree.num_rows
+        verified = shape.num_verified * shape.tree.num_rows
+    return (2 * made + verified) * vocab_size * 4
 
 
 def state_bytes(

@@ -121,7 +121,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         num_draft_rows=most_draft_rows(
             speculation, -(-scheduler.max_num_seqs // ranks.target.size)
         ),
-        samples_drafts=network is not None and network.samples,
+        num_sampled=speculation.max_drafts if network is not None and network.samples else 0,
         dtype=target.dtype,
         device=models.device,
         tree=network.tree if network is not None else None,
