@@ -5,8 +5,11 @@ from typing import Any
 
 import torch
 from transformers import (
+    ApertusConfig,
+    CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
+    Ernie4_5Config,
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
@@ -14,15 +17,19 @@ from transformers import (
     GemmaConfig,
     Glm4Config,
     GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
     Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    NemotronConfig,
     Olmo2Config,
+    OlmoeConfig,
     OPTConfig,
     Phi3Config,
+    PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -32,6 +39,7 @@ from transformers import (
     SeedOssConfig,
     SmolLM3Config,
     StableLmConfig,
+    Starcoder2Config,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -71,8 +79,11 @@ def _tiny(kind: type[PretrainedConfig], **changes: Any) -> Callable[[], Pretrain
 
 
 CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "apertus": _tiny(ApertusConfig),
+    "cohere": _tiny(CohereConfig),
     "deepseek-v2": _tiny(DeepseekV2Config, **_LATENT, n_routed_experts=4),
     "deepseek-v3": _tiny(DeepseekV3Config, **_LATENT, n_routed_experts=8, n_group=2, topk_group=1),
+    "ernie-4.5": _tiny(Ernie4_5Config, **_HEADS),
     "exaone-4": _tiny(Exaone4Config, **_WINDOW, num_hidden_layers=4, sliding_window_pattern=4),
     "falcon": lambda: FalconConfig(**_OLD, alibi=False, max_position_embeddings=96),
     "falcon-40b": lambda: FalconConfig(
@@ -97,6 +108,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         bos_token_id=0,
         eos_token_id=1,
     ),
+    "gpt-neox": _tiny(GPTNeoXConfig),
     "gpt-oss": _tiny(
         GptOssConfig,
         **_HEADS,
@@ -126,11 +138,14 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "mistral": _tiny(MistralConfig, **_WINDOW),
     "mixtral": _tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
+    "nemotron": _tiny(NemotronConfig),
     "olmo-2": _tiny(Olmo2Config),
+    "olmoe": _tiny(OlmoeConfig, num_experts=4, num_experts_per_tok=2),
     "opt": lambda: OPTConfig(
         **_OLD, ffn_dim=48, max_position_embeddings=96, word_embed_proj_dim=32, pad_token_id=2
     ),
     "phi-3": _tiny(Phi3Config),
+    "phi-moe": _tiny(PhimoeConfig, **_WINDOW, num_local_experts=4, num_experts_per_tok=2),
     "qwen-2": _tiny(Qwen2Config, **_WINDOW, use_sliding_window=True, max_window_layers=1),
     "qwen-2-moe": _tiny(Qwen2MoeConfig, **_EXPERTS, shared_expert_intermediate_size=40),
     "qwen-3": _tiny(Qwen3Config, **_HEADS),
@@ -138,6 +153,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "seed-oss": _tiny(SeedOssConfig, **_HEADS),
     "smollm-3": _tiny(SmolLM3Config, num_hidden_layers=4),
     "stablelm": _tiny(StableLmConfig),
+    "starcoder-2": _tiny(Starcoder2Config, **_WINDOW),
 }
 
 

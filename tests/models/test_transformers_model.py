@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BartConfig,
+    DogeConfig,
     FalconConfig,
     LlamaConfig,
     MambaConfig,
+    OlmoeConfig,
     PretrainedConfig,
     Qwen3NextConfig,
     T5Config,
+    XmodConfig,
 )
 
 from outdraft.attention.rows import Span, lay_out
@@ -186,6 +190,36 @@ def test_a_bias_on_the_scores_is_refused(tmp_path: Path) -> None:
     written(config, tmp_path, "FalconForCausalLM")
     with pytest.raises(ConfigError, match="alibi adds to the scores"):
         loaded(tmp_path, has_random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "architecture", "message"),
+    [
+        (BartConfig(d_model=32, vocab_size=61), "BartForCausalLM", "depend on their order"),
+        (DogeConfig(**TINY), "DogeForCausalLM", "adds to the scores"),
+        (XmodConfig(**TINY, is_decoder=True), "XmodForCausalLM", "language unknown"),
+        (OlmoeConfig(**TINY, sliding_window=7), "OlmoeForCausalLM", "masks say None"),
+    ],
+)
+def test_what_the_librarys_code_does_otherwise_is_refused(
+    config: PretrainedConfig, architecture: str, message: str, tmp_path: Path
+) -> None:
+    """Bart takes positions and ignores them; Doge makes masks; OLMoE's window is not in its."""
+    written(config, tmp_path, architecture)
+    with pytest.raises(ConfigError, match=message):
+        loaded(tmp_path, has_random_weights=True)
+
+
+@pytest.mark.parametrize("family", ["cohere", "gpt-neox", "llama"])
+def test_a_window_that_the_family_does_not_read_changes_nothing(
+    family: str, tmp_path: Path
+) -> None:
+    oracle = randomised_family(family, sliding_window=7)
+    save(oracle, tmp_path)
+    texts = Texts(loaded(tmp_path))
+    with torch.inference_mode():
+        want_2TV = oracle.double()(input_ids=texts.ids_2T).logits
+    torch.testing.assert_close(texts.read()[0], want_2TV, atol=1e-5, rtol=1e-5)
 
 
 def test_missing_tensors_are_named(tmp_path: Path) -> None:

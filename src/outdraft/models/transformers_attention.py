@@ -5,7 +5,8 @@ values of a layer. Ours writes keys and values to the cache, and attends over it
 the batch says what each row sees. Rows of all requests are one flat text, [1, T], whose positions
 are given.
 
-Dimension key: T rows, H heads, G kv heads, C head size of queries and keys, E that of values.
+Dimension key: T rows, H heads, G kv heads, C head size of queries and keys, E that of values,
+N all numbers of one row.
 """
 
 from collections.abc import Generator, Mapping
@@ -78,10 +79,15 @@ class PagedAttention:
 
 
 class Survey:
-    """A pass that finds out what attention the layers ask for. What it returns means nothing."""
+    """A pass that finds out what attention the layers ask for. What it returns means nothing.
+
+    Attributes:
+        seen_2N: queries, keys and values of two rows, of float64.
+    """
 
     def __init__(self) -> None:
         self.found: dict[nn.Module, LayerAttention] = {}
+        self.seen_2N: list[Tensor] = []
 
     def __call__(
         self,
@@ -96,6 +102,7 @@ class Survey:
         num_heads, key_size = q_THC.shape[1:]
         num_kv_heads, value_size = v_TGE.shape[1:]
         form = _form_of(module, key_size, options)
+        self.seen_2N += [heads.flatten(1).double() for heads in (q_THC, k_TGC, v_TGE)]
         self.found[module] = LayerAttention(num_heads, num_kv_heads, key_size, value_size, form)
         return v_TGE.repeat_interleave(num_heads // num_kv_heads, dim=1)
 
@@ -123,7 +130,13 @@ def attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """[1, T, H, E], as the library's attention functions."""
+    """[1, T, H, E], as the library's attention functions.
+
+    Raises:
+        ConfigError: the layer has made a mask of its own, although it was given none.
+    """
+    if attention_mask is not None:
+        raise ConfigError(f"{type(module).__name__} adds to the scores of its attention")
     q_THC, k_TGC, v_TGE = (heads[0].transpose(0, 1) for heads in (q_1HTC, k_1GTC, v_1GTE))
     return _attention.get()(module, q_THC, k_TGC, v_TGE, options)[None], None
 

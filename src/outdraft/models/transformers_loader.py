@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,7 +21,6 @@ from transformers import (
 from transformers import logging as library_logging
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from outdraft.attention.base import AttentionForm
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
@@ -34,9 +33,7 @@ from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
     LayerAttention,
-    Survey,
     attention_modules,
-    computed_by,
     register,
 )
 from outdraft.models.transformers_layers import fuse_layers
@@ -45,6 +42,7 @@ from outdraft.models.transformers_operations import catch_operations
 from outdraft.models.transformers_products import pack_products
 from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
+from outdraft.models.transformers_survey import survey_attention
 
 _LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
 
@@ -119,7 +117,7 @@ def load_transformers_model(
         mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
         for module in attention_modules(model):
             catch_operations(module, kernels)
-    attention = _survey(model, config, mask)
+    attention = survey_attention(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
     replace_experts(model, kernels, quantization)
     fuse_layers(model, kernels, quantization, group)
@@ -210,58 +208,6 @@ def _random(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> Pre
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-
-
-def _survey(
-    model: PreTrainedModel, config: PretrainedConfig, mask: Tensor | None
-) -> dict[nn.Module, LayerAttention]:
-    """The attention of each layer, in their order, found out by a pass of two rows."""
-    survey = Survey()
-    rows_12 = torch.arange(2, device=model.device)[None]
-    try:
-        with torch.inference_mode(), computed_by(survey):
-            model(input_ids=rows_12, position_ids=rows_12, attention_mask=mask, use_cache=False)
-    except TypeError as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot read rows at given positions: {error}"
-        ) from error
-    text_config = config.get_text_config()
-    count = text_config.num_hidden_layers
-    found = survey.found
-    if len(found) != count:
-        raise ConfigError(
-            f"{type(model).__name__} attends in {len(found)} of its {count} layers in a way that "
-            "can be replaced: it cannot run on this engine"
-        )
-    return {
-        module: _with_chunk(layer, text_config, index)
-        for index, (module, layer) in enumerate(found.items())
-    }
-
-
-def _with_chunk(layer: LayerAttention, config: PretrainedConfig, index: int) -> LayerAttention:
-    """What the library says by its masks only: chunks, and windows of some families.
-
-    Raises:
-        ConfigError: the masks and the attention do not agree.
-    """
-    types = getattr(config, "layer_types", None)
-    window, form = getattr(config, "sliding_window", None), layer.form
-    if types is None:
-        masked = window if getattr(config, "use_sliding_window", True) else None
-        chunk = None
-    else:
-        masked = window if types[index] == "sliding_attention" else None
-        chunk = config.attention_chunk_size if types[index] == "chunked_attention" else None
-    if form.window is not None and form.window != masked:
-        raise ConfigError(
-            f"layer {index} attends over a window of {form.window} tokens, but config.json says "
-            f"{masked}"
-        )
-    form = AttentionForm(form.scale, masked, chunk, form.soft_cap, form.sinks_H)
-    return LayerAttention(
-        layer.num_heads, layer.num_kv_heads, layer.key_size, layer.value_size, form
-    )
 
 
 def _context_len(config: PretrainedConfig) -> int:
