@@ -198,7 +198,7 @@ def test_a_bias_on_the_scores_is_refused(tmp_path: Path) -> None:
         (BartConfig(d_model=32, vocab_size=61), "BartForCausalLM", "depend on their order"),
         (DogeConfig(**TINY), "DogeForCausalLM", "adds to the scores"),
         (XmodConfig(**TINY, is_decoder=True), "XmodForCausalLM", "language unknown"),
-        (OlmoeConfig(**TINY, sliding_window=7), "OlmoeForCausalLM", "masks say None"),
+        (OlmoeConfig(**TINY | {"sliding_window": 7}), "OlmoeForCausalLM", "masks say None"),
     ],
 )
 def test_what_the_librarys_code_does_otherwise_is_refused(
