@@ -129,18 +129,18 @@ class Controller:
             held = self._standing.find(num_requests, prompt_rows)
         if held is None:
             return False
-        self._held = held
-        self.is_passing = held.drafts
+        self._held, decision = held, held.decision
+        self.is_passing = bool(decision.grants)
         self.wants_outcome = held.left == held.lesson_at
         self._num_steps += 1
         self._reused += 1
-        if held.drafts:
+        if decision.grants:
             self._since_plain += 1
             return True
         self._since_plain = 0
         self._num_plain += 1
         self.probe.pass_by()
-        if held.decision.reason is Reason.PATIENCE:
+        if decision.reason is Reason.PATIENCE:
             self._regime(num_requests).guard.pass_by()
         return True
 
@@ -161,8 +161,6 @@ class Controller:
     def wants_plain_time(self) -> bool:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
         number = self._num_plain
-        if number % ROUTINE and number > WARM_PLAIN[1] + TIMED_PLAIN:
-            return False
         return number >= self._warm and (
             number <= self._warm + TIMED_PLAIN or number % self._routine == 0
         )

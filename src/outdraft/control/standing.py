@@ -41,7 +41,6 @@ class Standing:
     Attributes:
         most: steps that it was to stand for,
         left: and that it still stands for.
-        drafts: whether anybody drafts. spread: it fits batches that differ by so many requests.
         lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
@@ -58,12 +57,10 @@ class Standing:
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
     is_proven: bool = False
-    drafts: bool = field(init=False)
-    spread: int = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.drafts = bool(self.decision.grants)
-        self.spread = 0 if self.drafts else self.num_requests // SPREAD
+    def fits(self, num_requests: int) -> bool:
+        spread = 0 if self.decision.grants else self.num_requests // SPREAD
+        return self.left > 0 and abs(num_requests - self.num_requests) <= spread
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
@@ -99,9 +96,7 @@ class StandingDecisions:
     def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided."""
         standing = self._known.get(prompt_rows.bit_length())
-        if standing is None or standing.left <= 0:
-            return None
-        if abs(num_requests - standing.num_requests) > standing.spread:
+        if standing is None or not standing.fits(num_requests):
             return None
         standing.left -= 1
         return standing
@@ -121,7 +116,9 @@ class StandingDecisions:
 
     def clear(self, *, drafts: bool) -> None:
         """Forget the decisions that draft, or those that do not."""
-        self._known = {rows: one for rows, one in self._known.items() if one.drafts != drafts}
+        self._known = {
+            rows: one for rows, one in self._known.items() if bool(one.decision.grants) != drafts
+        }
 
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
@@ -129,4 +126,4 @@ class StandingDecisions:
             shares = max(1, standing.num_requests) * (PROVEN if standing.is_proven else 1)
             gone = math.ceil(standing.most / shares)
             # Whoever comes should draft at once if drafts pay.
-            standing.left = 0 if standing.drafts else standing.left - gone
+            standing.left = 0 if standing.decision.grants else standing.left - gone
