@@ -5,9 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from outdraft.control.decision import best_of_many, best_plan
-from outdraft.control.few import best_of_few
-from outdraft.control.plans import Option, Prices
+from outdraft.control.decision import Option, Prices, best_plan
 
 
 def falling(rng, count):
@@ -142,25 +140,3 @@ def test_a_tree_level_that_is_poor_by_itself_is_taken_for_the_one_behind_it():
     plan = best_plan([[tree], [tree]], prices)
     assert [pick.levels for pick in plan.picks] == [3, 3]
     assert plan.objective == pytest.approx(2 * (0.9 + 0.85 + 0.8 - 6 * 0.25))
-
-
-def random_option(rng, max_levels):
-    """A chain or a tree, of the host or the network, with something to catch up or without."""
-    survivals = falling(rng, int(rng.integers(1, max_levels + 1)))
-    shape = tuple(rng.integers(1, 4, len(survivals)).tolist()) if rng.random() < 0.3 else ()
-    is_network = bool(rng.random() < 0.7)
-    fixed_s = rng.uniform(0, 0.5) if is_network and rng.random() < 0.4 else 0.0
-    return Option("any", survivals, shape, is_network, fixed_s)
-
-
-@pytest.mark.parametrize("seed", range(80))
-def test_loops_for_few_requests_find_the_plan_that_arrays_find(seed: int):
-    rng = np.random.default_rng(seed)
-    prices = random_prices(rng, int(rng.integers(1, 24)), stairs=seed % 2 == 0)
-    chosen = [(place, random_option(rng, 5)) for place in range(2, 2 + int(rng.integers(1, 6)))]
-    few, many = best_of_few(chosen, prices), best_of_many(chosen, prices)
-    assert few.objective == pytest.approx(max(0.0, many.objective), abs=1e-12)
-    if few.objective > 0:
-        assert few.picks == many.picks
-        for name in ("depth", "rows", "price", "tokens", "draft_s", "target_s", "fixed_s"):
-            assert getattr(few, name) == pytest.approx(getattr(many, name), abs=1e-12), name

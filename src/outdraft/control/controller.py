@@ -7,12 +7,12 @@ is drafted, the engine itself compares its live survival with the decision's pri
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from outdraft.control.answers import Answers, Question, question
 from outdraft.control.costs import CostTable
-from outdraft.control.decision import best_plan
+from outdraft.control.decision import Option, Plan, Prices, best_plan, plain
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
@@ -20,7 +20,6 @@ from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.plans import Option, Plan, Prices, plain
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
@@ -32,7 +31,6 @@ REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
 FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
-FIRMNESS = 10  # more for each time that drafts gain as much as plain decoding brings,
 RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
 # began is slow for a second or so
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
@@ -40,8 +38,6 @@ WARM_S = 0.01  # and the time behind which they are: caches and branches have to
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
 ROUTINE = 8  # plain steps of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
-OFFERS_LAST = 32  # steps after an offer in which there may be another
-MOST_ROUNDS, ALIKE = 5, 0.01  # of looking for the best plan at its own rate
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 
 
@@ -75,7 +71,6 @@ class Controller:
         self._num_steps = 0
         self._since_plain = 0
         self._looks = Looks()
-        self._last_offer = -OFFERS_LAST  # the number of its step
         self._num_lessons = 0
         self._last_lesson = 0  # the number of its step
         self._answers = Answers()
@@ -145,17 +140,16 @@ class Controller:
         return True
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
     ) -> None:
         """A step of a decision that holds for several brought so many tokens and took so long.
 
-        fates: of its drafts, if the step is no lesson; looked at later.
+        fates: of its drafts, if the step is no lesson.
         """
-        held = self._held
-        assert held is not None
-        held.passed.append((num_tokens, step_s, fates))
-        if self._num_steps % ROUTINE == 0 and self._num_steps % self._routine == 0:
-            self.costs.observe_host(held.num_requests, host_s, drafts=True)
+        assert self._held is not None
+        self._held.pass_by(num_tokens, step_s, fates)
+        if self._num_steps % self._routine == 0:
+            self.costs.observe_host(self._held.num_requests, host_s, drafts=True)
 
     @property
     def wants_plain_time(self) -> bool:
@@ -190,12 +184,8 @@ class Controller:
 
     @property
     def wants_margins(self) -> bool:
-        """Chances of acceptance are learned from them, also where no chain is ended by them, but
-        not in short steps that none will be ended in: they take a twentieth of those."""
-        if not self.wants_outcome or self._held is None:
-            return self.wants_outcome
-        decision = self._held.decision
-        return decision.price > 0 or decision.reason in EXPERIMENTS or not self._is_dear(decision)
+        """Chances of acceptance are learned from them, also where no chain is ended by them."""
+        return True
 
     @property
     def has_wrong_costs(self) -> bool:
@@ -209,8 +199,6 @@ class Controller:
             KeyError: a request names a network that the table of costs does not know.
         """
         self._num_steps += 1
-        if facts.has_offers:
-            self._last_offer = self._num_steps
         self.wants_outcome, self.is_passing = True, False
         if self._held is not None:
             self._watch(self._held)
@@ -284,7 +272,6 @@ class Controller:
         """The request ended."""
         if self._held is not None:
             self._watch(self._held)
-            self._regime(self._held.num_requests).leave(self._held.num_requests)
         self.estimates.forget(request_id)
         self._standing.leave()
 
@@ -403,8 +390,7 @@ class Controller:
         burst = self._warm + TIMED_PLAIN
         interval = plain_interval(gain, burst)
         if regime.num_plain_bursts == 0 or self._warm > least:
-            first = FIRST_PLAIN * (1 + FIRMNESS * gain)
-            interval = min(interval, int(first * RARER ** min(regime.num_plain_bursts, 8)))
+            interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
         if self._since_plain >= interval:
             regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
@@ -420,17 +406,12 @@ class Controller:
         outlook: Outlook,
         regime: Regime,
     ) -> Plan:
-        """The best plan at its own rate, since steps to come are like this one; where offers come
-        and go, at the long run's."""
-        is_changing = self._num_steps - self._last_offer < OFFERS_LAST and regime.num_steps > 0
-        speedup, plan = regime.speedup if is_changing else regime.own_speedup, plain(prices)
-        for _ in range(1 if is_changing else MOST_ROUNDS):
+        """The best plan at the long run's rate; before that is known, at the plan's own."""
+        speedup, plan = regime.speedup, plain(prices)
+        for _ in range(1 if regime.num_steps else 4):
             plan = best_plan(options, prices.times(speedup))
-            tokens, before = outlook.num_requests + plan.tokens, speedup
+            tokens = outlook.num_requests + plan.tokens
             speedup = max(1.0, 1 + outlook.gain(tokens, outlook.step_s(plan)))
-            if abs(speedup - before) < ALIKE * before:
-                break
-        regime.own_speedup = speedup
         margin = 0.0 if self._is_drafting else MARGIN * prices.rate * outlook.alone_s
         return plan if plan.objective > margin else plain(prices)
 

@@ -32,7 +32,9 @@ class Correction:
     Without covariances, lengths that were not tried lately would look as dear as they did then.
     """
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, clip: float = CLIP) -> None:
+        """`clip`: the largest correction, either way, as a logarithm."""
+        self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
         bucket_N = np.arange(num_buckets)
         near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
@@ -43,10 +45,10 @@ class Correction:
     @property
     def factors(self) -> list[float]:
         """By bucket."""
-        return [math.exp(max(-CLIP, min(CLIP, log))) for log in self._log_N.tolist()]
+        return [math.exp(max(-self._clip, min(self._clip, log))) for log in self._log_N.tolist()]
 
     def factor(self, bucket: int) -> float:
-        return math.exp(max(-CLIP, min(CLIP, float(self._log_N[bucket]))))
+        return math.exp(max(-self._clip, min(self._clip, float(self._log_N[bucket]))))
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
@@ -63,31 +65,6 @@ class Correction:
         self.num_far = self.num_far + 1 if is_far else 0
 
 
-class LoneCorrection:
-    """As Correction, of a table with one bucket: numbers, which take a tenth of arrays' time."""
-
-    def __init__(self, clip: float = CLIP) -> None:
-        """`clip`: the largest correction, either way, as a logarithm."""
-        self._clip = clip
-        self.num_far = 0
-        self._log = 0.0
-        self._variance = SHARED + OWN
-
-    @property
-    def factor(self) -> float:
-        return math.exp(max(-self._clip, min(self._clip, self._log)))
-
-    def observe(self, table_s: float, actual_s: float) -> None:
-        if table_s <= 0 or actual_s <= 0:
-            return
-        surprise = math.log(actual_s / table_s) - self._log
-        self._variance += 2 * WALK
-        gain = self._variance / (self._variance + NOISE)
-        self._log += gain * max(-SURPRISE, min(SURPRISE, surprise))
-        self._variance -= gain * self._variance
-        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
-
-
 class Costs:
     """Predicts times of steps; owns what was learned about a table's errors."""
 
@@ -101,8 +78,8 @@ class Costs:
         self._catch_up_N = {
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
-        self._drafters = {name: LoneCorrection() for name in table.drafters}
-        self._host, self._drafting_host = LoneCorrection(HOST_CLIP), LoneCorrection(HOST_CLIP)
+        self._drafters = {name: Correction(1) for name in table.drafters}
+        self._host, self._drafting_host = Correction(1, HOST_CLIP), Correction(1, HOST_CLIP)
 
     def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
         """A pass of the target."""
@@ -132,12 +109,12 @@ class Costs:
         times_N = self._pass_N[network][:count]
         if count > SPAN:
             times_N = cost.passes.at(np.arange(count)).tolist()
-        beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor
+        beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor(0)
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
     def start_s(self, network: str) -> float:
         """What a network's drafts of a step take beside its passes."""
-        return self.drafter(network).start_s * self._drafters[network].factor
+        return self.drafter(network).start_s * self._drafters[network].factor(0)
 
     def beside_s(self, network: str) -> float:
         """How much longer the target's pass takes in a step in which the network drafts."""
@@ -146,16 +123,16 @@ class Costs:
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
         seconds = self._table_catch_up_s(network, num_tokens)
-        return seconds * self._drafters[network].factor
+        return seconds * self._drafters[network].factor(0)
 
     def host_s(self, num_requests: int) -> float:
         """The host's part of a plain step."""
-        return self.table.booking_s(num_requests, drafts=False) * self._host.factor
+        return self.table.booking_s(num_requests, drafts=False) * self._host.factor(0)
 
     def drafting_s(self, num_requests: int) -> float:
         """What the host takes beyond that in a step in which anybody drafts."""
         drafting_s = self.table.booking_s(num_requests, drafts=True)
-        drafting_s *= self._drafting_host.factor
+        drafting_s *= self._drafting_host.factor(0)
         return max(0.0, drafting_s - self.host_s(num_requests))
 
     @property
@@ -214,12 +191,12 @@ class Costs:
         table_s += len(pass_rows) * cost.context_s * context_tokens
         if catch_up_tokens:
             table_s += self._table_catch_up_s(network, catch_up_tokens)
-        self._drafters[network].observe(table_s, actual_s)
+        self._drafters[network].observe(0, table_s, actual_s)
 
     def observe_host(self, num_requests: int, actual_s: float, *, drafts: bool) -> None:
         """`drafts`: somebody drafted in that step."""
         correction = self._drafting_host if drafts else self._host
-        correction.observe(self.table.booking_s(num_requests, drafts=drafts), actual_s)
+        correction.observe(0, self.table.booking_s(num_requests, drafts=drafts), actual_s)
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         if num_tokens < SPAN:

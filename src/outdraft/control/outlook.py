@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
+from outdraft.control.decision import Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.facts import StepFacts
 from outdraft.control.guard import Guard
 from outdraft.control.lessons import Lessons
-from outdraft.control.plans import Plan, Prices
 
 SPEEDUP_RATE = 1 / 32  # of the latest step in the long run's averages
 
@@ -95,12 +95,10 @@ class Outlook:
 class Regime:
     """Batches of about one size: as many requests, up to twice as many.
 
-    Where offers of the host come and go from step to step, a token that is not drafted now comes
-    at the rate of the steps that follow, rich and poor ones: a ratio of sums. It is that of the
-    requests that run. What others reached says nothing about the time that these will take.
+    The long run's rate is a ratio of sums: offers of the host come and go from step to step, and
+    what a rich step may spend depends on what the time would bring in poor ones.
 
     Attributes:
-        own_speedup: of the last plan.
         tokens: per step, fading.
         plain_tokens: what plain decoding would have brought in the same time.
         num_plain_bursts: how often plain decoding was timed while drafts paid; at least 1 once it
@@ -113,16 +111,11 @@ class Regime:
     plain_tokens: float = 0.0
     num_steps: int = 0
     num_plain_bursts: int = 0
-    own_speedup: float = 1.0
 
     @property
     def speedup(self) -> float:
         """Tokens in the long run for each one of plain decoding, which is always possible."""
         return max(1.0, self.tokens / self.plain_tokens) if self.num_steps else 1.0
-
-    def leave(self, num_requests: int) -> None:
-        """One of so many requests ended."""
-        self.num_steps = int(min(self.num_steps, 1 / SPEEDUP_RATE) * (1 - 1 / num_requests))
 
     def observe(self, tokens: float, plain_tokens: float, num_steps: int) -> None:
         """Add steps that were planned alike; only those without prompts, see docs/design/0012."""

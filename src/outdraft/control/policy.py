@@ -1,6 +1,6 @@
 """What decides lengths: the controller, or a rule that never learns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from outdraft.control.facts import Decision, Fate, ShadowOutcome, StepFacts, StepOutcome
@@ -34,11 +34,11 @@ class LengthPolicy(Protocol):
         ...
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
+        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
     ) -> None:
         """A step of a decision that holds for several is over. Steps may fail.
 
-        fates: of its drafts, if `observe` is not told of them; they may be looked at later.
+        fates: of its drafts, if `observe` is not told of them.
         """
         ...
 
@@ -64,8 +64,8 @@ class LengthPolicy(Protocol):
 
     @property
     def wants_margins(self) -> bool:
-        """Whether networks should tell the margins of their chains in the step that was decided, or
-        held, just now, and what they would have drafted where they catch up."""
+        """Whether networks should tell the margins of their chains, and what they would have
+        drafted where they catch up."""
         ...
 
     @property

@@ -11,11 +11,11 @@ while is plain.
 import math
 from collections.abc import Sequence
 
+from outdraft.control.decision import Option, Pick, Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import StepFacts
 from outdraft.control.outlook import Outlook
-from outdraft.control.plans import Option, Pick, Plan, Prices
 
 SHARE = 0.01  # most of the time that network probes take
 PLAIN_SHARE = 0.005  # most of the tokens that plain probes cost
@@ -28,7 +28,7 @@ PROBED = 4  # requests at most; all of them in the first probe
 FIRST_DRAFTS = 50  # of the first probe at least, as far as its steps allow
 PROBE_INFORMATION = 2.0  # what counts of labels that are OLD: about 10; more of younger ones
 OLD = 512  # steps
-PLAIN_INTERVALS = 48, 4096
+PLAIN_INTERVALS = 48, 1024
 
 
 class NetworkProbe:

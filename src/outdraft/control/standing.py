@@ -6,7 +6,7 @@ for steps that draft, where they take so little time that deciding would be felt
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outdraft.control.facts import Decision, Fate, Reason
@@ -42,8 +42,7 @@ class Standing:
         most: steps that it was to stand for,
         left: and that it still stands for.
         lesson_at: steps left behind the one that should be learned from; negative: none should.
-        passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
-            them up one after the other takes less time than in each step.
+        passed: steps that it stood for, if it drafts.
         is_proven: several others like it came before, so that it stands for other requests, too.
     """
 
@@ -53,30 +52,31 @@ class Standing:
     most: int = 0
     left: int = 0
     lesson_at: int = -1
-    passed: list[tuple[int, float, Iterable[Fate]]] = field(
-        default_factory=list[tuple[int, float, Iterable[Fate]]]
-    )
+    passed: Passed = field(default_factory=Passed)
     is_proven: bool = False
 
     def fits(self, num_requests: int) -> bool:
         spread = 0 if self.decision.grants else self.num_requests // SPREAD
         return self.left > 0 and abs(num_requests - self.num_requests) <= spread
 
+    def pass_by(self, num_tokens: int, step_s: float, fates: Sequence[Fate]) -> None:
+        """It stood for a step that drafted."""
+        decision, passed = self.decision, self.passed
+        # A step that took very long met something else: it counts as twice the prediction.
+        step_s = min(step_s, 2 * decision.step_s)
+        plain_tokens = self.num_requests * step_s / decision.plain_s
+        excess = num_tokens - (1 + decision.gain) * plain_tokens
+        passed.num_steps += 1
+        passed.tokens += num_tokens
+        passed.seconds += step_s
+        passed.squares += excess * excess
+        for request_id, drafted, accepted in fates:
+            passed.fates.setdefault(request_id, []).append((drafted, accepted))
+
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
-        steps, self.passed = self.passed, []
-        decision, whole = self.decision, Passed(len(steps))
-        for num_tokens, step_s, fates in steps:
-            # A step that took very long met something else: it counts as twice the prediction.
-            step_s = min(step_s, 2 * decision.step_s)
-            plain_tokens = self.num_requests * step_s / decision.plain_s
-            excess = num_tokens - (1 + decision.gain) * plain_tokens
-            whole.tokens += num_tokens
-            whole.seconds += step_s
-            whole.squares += excess * excess
-            for request_id, drafted, accepted in fates:
-                whole.fates.setdefault(request_id, []).append((drafted, accepted))
-        return whole
+        passed, self.passed = self.passed, Passed()
+        return passed
 
 
 @dataclass(slots=True)

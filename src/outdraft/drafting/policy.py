@@ -413,28 +413,18 @@ class DraftPolicy:
     def _translated(
         self, decision: Decision, drafts: dict[str, Drafts]
     ) -> tuple[StepDecision, dict[str, DraftChoice]]:
-        """A decision that holds for several steps is translated once, or once more for lessons."""
-        margins = bool(decision.grants) and self.control.wants_margins
-        newest = self._newest
-        if not drafts and newest is not None and newest[0] is decision:
-            told, choices = newest[1:]
-            if not margins:
-                return told, choices
-        else:
-            told, newest = explained(decision), None
+        """A decision that holds for several steps is translated once."""
+        if not drafts and self._newest is not None and self._newest[0] is decision:
+            return self._newest[1:]
+        told = explained(decision)
         choices = {
-            grant.request_id: self._choice(
-                grant, decision, drafts.get(grant.request_id, {}), margins=margins
-            )
+            grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
             for grant in decision.grants
         }
-        if not margins:
-            self._newest = None if drafts else (decision, told, choices)
+        self._newest = None if drafts else (decision, told, choices)
         return told, choices
 
-    def _choice(
-        self, grant: Grant, decision: Decision, drafts: Drafts, *, margins: bool
-    ) -> DraftChoice:
+    def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
         source = DraftSource(grant.source)
         if source in drafts:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
@@ -442,7 +432,7 @@ class DraftPolicy:
         drafting, stop = self._drafter.drafting, None
         if grant.shape == CHAIN and self._drafter.chain is not None:
             drafting = self._drafter.chain
-        teaches = margins and not drafting.is_tree
+        teaches = self.control.wants_margins and not drafting.is_tree
         if grant.stop is not None:
             stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
         elif teaches:

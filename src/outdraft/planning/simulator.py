@@ -174,8 +174,7 @@ class Simulator:
     ) -> None:
         """`facts`: None if the step is held."""
         times = self._times_of(world.table)
-        margins = bool(decision.grants) and self.policy.wants_margins
-        drafts = _Drafts(world, times, self.scenario, decoding, decision, margins=margins)
+        drafts = _Drafts(world, times, self.scenario, decoding, decision)
         context = sum(self._context(request) for request in decoding)
         outcomes = list[DraftOutcome]()
         shadows = list[ShadowOutcome]()
@@ -262,12 +261,8 @@ class _Drafts:
         scenario: Scenario,
         decoding: Sequence[_Request],
         decision: Decision,
-        *,
-        margins: bool,
     ) -> None:
-        """`margins`: the network tells them."""
         self._world, self._times, self._scenario = world, times, scenario
-        self._tells_margins = margins
         self.requests = {request.id: request for request in decoding}
         self.most = {
             grant.request_id: min(grant.levels, self.requests[grant.request_id].left - 1)
@@ -302,7 +297,7 @@ class _Drafts:
             for grant in live:
                 request = self.requests[grant.request_id]
                 margin = request.noise(request.num_tokens + level)[2]
-                if self._tells_margins and not grant.shape:
+                if not grant.shape:
                     self._margins.setdefault(request.id, []).append(margin)
                 if grant.stop is not None:
                     score = grant.stop.weights[level] * margin + grant.stop.biases[level]
