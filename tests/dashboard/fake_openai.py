@@ -99,7 +99,8 @@ LIKELY = ScriptedStep(  # a tree with the probabilities 3/4, 1/8, 1/2, 1/1000 an
     logprobs=tuple(math.log(share) for share in (3 / 4, 1 / 8, 1 / 2, 1 / 1000, 1 / 4)),
 )
 HEADS = tuple(
-    chain(source, [source], 1, ".") for source in ("eagle", "eagle3", "medusa", "mlp_speculator")
+    chain(source, [source], 1, ".")
+    for source in ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark", "self")
 )
 TEXT = "".join(text for step in ANSWER for text, _ in step.tokens)
 

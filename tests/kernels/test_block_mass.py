@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from outdraft.kernels.choose import choose_kernels, kernels_options
+from tests.kernels.comparisons import Case
 
 CPU = torch.device("cpu")
 SIZES = [(1, 1, 8), (4, 2, 20), (6, 2, 64)]  # heads, kv heads, head size
@@ -40,3 +42,25 @@ def test_each_block_has_the_weights_of_its_keys(kernels, sizes, dtype):
         torch.testing.assert_close(mass_P[: len(expected)].double(), expected, atol=1e-5, rtol=1e-5)
         assert not mass_P[len(expected) :].any()
         assert float(mass_P.sum()) == pytest.approx(num_heads, abs=1e-4)
+
+
+def compare_block_mass(case: Case) -> None:
+    """Texts of any length over blocks in any order."""
+    rng, draw = case.rng(), case.data.draw
+    num_heads, num_kv_heads, head_size = draw(st.sampled_from(SIZES), "sizes")
+    block_size, width = (
+        draw(st.sampled_from((1, 4, 16)), "slots"),
+        draw(st.integers(1, 5), "blocks"),
+    )
+    num_requests = draw(st.integers(1, 4), "requests")
+    num_blocks = num_requests * width
+    cache = rng.normal(size=(num_blocks, block_size, num_kv_heads, head_size))
+    q_BHC = torch.tensor(rng.normal(size=(num_requests, num_heads, head_size))).to(case.dtype)
+    table_BP = torch.tensor(rng.permutation(num_blocks).reshape(num_requests, width)).int()
+    lengths_B = torch.tensor(rng.integers(1, width * block_size, num_requests, endpoint=True))
+    batch = q_BHC, torch.tensor(cache).to(case.dtype), table_BP, lengths_B, 0.3
+    found, expected = (each.block_mass(*batch) for each in (case.kernels, case.reference))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+COMPARISONS = {"block_mass": compare_block_mass}

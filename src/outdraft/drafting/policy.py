@@ -437,7 +437,8 @@ class DraftPolicy:
             stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
         elif teaches:
             stop = LiveStop((0.0,) * grant.levels, (0.0,) * grant.levels, price=0.0)
-        teaches = teaches and self._standing[grant.request_id].teaches
+        standing = self._standing.get(grant.request_id)
+        teaches = teaches and standing is not None and standing.teaches
         return DraftChoice(
             source, num_model_drafts=grant.rows, model=drafting, stop=stop, teaches=teaches
         )

@@ -87,7 +87,7 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     }
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
         factors = [float(one) for one in tensors[FREQUENCIES].data]
-        config["rope_parameters"] = config["rope_parameters"] | {
+        config["rope_parameters"] = _rope(of_model) | {
             "rope_type": "longrope",
             "long_factor": factors,
             "short_factor": factors,
