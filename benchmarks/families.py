@@ -3,9 +3,10 @@
     python -m benchmarks.families [--json FILE] [--families NAME ...] [--write]
 
 The models are tiny and random, made by transformers. Ids are compared in float32 with those of its
-`generate`, for prompts of several lengths at a time. Speed is that of one request, decoded
-greedily by a model of a few layers of real widths; the two take turns. `--write` puts the table of
-benchmarks/results/families.json into docs/models.md.
+`generate`, for prompts of several lengths at a time; they are those of the library's network, also
+where this engine has one itself. Speed is that of one request, decoded greedily by a model of a few
+layers of real widths, computed by what runs unless asked; the two take turns. `--write` puts the
+table of benchmarks/results/families.json into docs/models.md.
 """
 
 import argparse
@@ -43,8 +44,13 @@ RESULT = ROOT / "benchmarks" / "results" / "families.json"
 BEGIN, END = "<!-- families: begin -->", "<!-- families: end -->"
 METHODS = ("plain", "draft_model", "perfect-tree", "suffix-tree", "eagle3")
 LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
-REAL = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64}
-PROMPT, TIMED_TOKENS, TURNS = 32, 48, 3
+REAL = {
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "head_dim": 64,
+}
+PROMPT, TIMED_TOKENS, TURNS = 32, 32, 3
 
 
 def main() -> None:
@@ -56,7 +62,10 @@ def main() -> None:
     if options.write:
         write(ROOT / "docs" / "models.md", json.loads(RESULT.read_text()))
         return
-    rows = {name: measured(name) for name in options.families}
+    rows = dict[str, Any]()
+    for name in options.families:
+        rows[name] = measured(name)
+        print("\n".join(table({name: rows[name]})[2:]), flush=True)
     print("\n".join(table(rows)))
     if options.json is not None:
         result = {"environment": environment(), "families": rows}
@@ -78,7 +87,7 @@ def are_equal(name: str, method: str) -> bool:
     """Whether the ids are those of transformers; False also where the engine refuses."""
     family = LIBRARY + name
     try:
-        llm = engine(family, method, model_impl="auto")
+        llm = engine(family, method)
     except ConfigError as error:
         print(f"{name}, {method}: {error}")
         return False
@@ -89,8 +98,11 @@ def are_equal(name: str, method: str) -> bool:
 def speeds(name: str) -> dict[str, Any]:
     """Tokens a second of this engine and of transformers, in the dtype that is fastest here."""
     known = CONFIGS[name]()
-    sizes = {key: value for key, value in REAL.items() if _can_set(known, key, value)}
-    model = family_model(name, **sizes, num_attention_heads=16).bfloat16().eval()
+    sizes = REAL
+    if hasattr(known, "qk_rope_head_dim"):  # DeepSeek's heads have several sizes
+        sizes = {key: REAL[key] for key in ("hidden_size", "intermediate_size")}
+    sizes = {key: value for key, value in sizes.items() if _can_set(known, key, value)}
+    model = family_model(name, **sizes).bfloat16().eval()
     dtype = automatic_dtype("auto", torch.device("cpu"), torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
