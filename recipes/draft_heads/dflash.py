@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from eagle3 import KeysValues, rotated
+from eagle3 import KeysValues, Mlp, rotated
 from target_states import TAPPED_LAYERS, TargetStates
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -74,18 +74,6 @@ class Attention(nn.Module):
         mixed = mixed + near.to(own_values.dtype) @ own_values
         mixed = mixed.flatten(1, 2).permute(0, 2, 3, 1, 4).flatten(3)
         return self.o_proj(mixed)
-
-
-class Mlp(nn.Module):
-    def __init__(self, config: dict[str, Any]) -> None:
-        super().__init__()
-        hidden, inner = config["hidden_size"], config["intermediate_size"]
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):

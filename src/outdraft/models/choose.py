@@ -16,7 +16,7 @@ from outdraft.models.config import ModelConfig, is_known, read_config
 from outdraft.models.loader import load_model, random_model
 from outdraft.models.quantized.gguf_metadata import is_gguf
 
-AUTO, OUTDRAFT, TRANSFORMERS = "auto", "outdraft", "transformers"
+AUTO, TRANSFORMERS = "auto", "transformers"
 _logger = logging.getLogger(__name__)
 
 

@@ -73,12 +73,7 @@ class TransformersModel(nn.Module):
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         assert isinstance(embedding, nn.Embedding)
         assert isinstance(head, FlatLinear)
-        self.lm_head = head.linear
-        self.embed_tokens = embedding
-        if spread.group.size > 1:  # drafters read this rank's part of the table
-            first = self.vocabulary.first
-            own_ND = embedding.weight.data[first : first + self.vocabulary.num_own]
-            self.embed_tokens = nn.Embedding.from_pretrained(own_ND)
+        self.lm_head, self._embedding = head.linear, embedding
         text_config = model.config.get_text_config()
         self.routed = routed_weights(model, getattr(text_config, "num_experts_per_tok", None))
         # Llama 4 counts the tokens before a row, and does not read its position.
@@ -140,9 +135,16 @@ class TransformersModel(nn.Module):
         return by_levels()
 
     @property
+    def embed_tokens(self) -> nn.Embedding:
+        """A view: every rank has the whole table, and drafters read their rank's part of it."""
+        first = self.vocabulary.first
+        own_ND = self._embedding.weight.data[first : first + self.vocabulary.num_own]
+        return nn.Embedding.from_pretrained(own_ND)
+
+    @property
     def weight_bytes(self) -> int:
         """As CausalLM."""
-        table = self.embed_tokens.weight
+        table = self._embedding.weight
         return self.memory_bytes - (0 if self.lm_head.weight is table else table.nbytes)
 
     @property
