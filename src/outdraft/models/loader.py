@@ -22,6 +22,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig, read_json
 from outdraft.models.layers.linear import Linear, linears_of
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME, CausalLM
+from outdraft.models.quantized.config import Quantization
 from outdraft.models.quantized.gguf_metadata import is_gguf
 from outdraft.models.quantized.gguf_weights import gguf_weights
 from outdraft.models.quantized.placing import (
@@ -210,12 +211,17 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
         places.pop(HEAD_NAME, None)
     if quantization is None:
         return Checkpoint(places, {})
+    tell_purpose(quantization)
+    stored, rest = read_stored(quantization, places, wanted)
+    return Checkpoint(rest, stored)
+
+
+def tell_purpose(quantization: Quantization) -> None:
+    """Log what a checkpoint was made for besides, which is not quantised here."""
     if quantization.activations:
         _logger.info(_WEIGHT_ONLY, quantization.activations)
     if quantization.kv_cache:
         _logger.info("the checkpoint was made for a quantised cache: keys and values stay as wide")
-    stored, rest = read_stored(quantization, places, wanted)
-    return Checkpoint(rest, stored)
 
 
 def load_weights(

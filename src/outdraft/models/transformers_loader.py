@@ -5,6 +5,8 @@ refused by name: networks with recurrent state, encoders, attention that the lib
 itself.
 """
 
+import copy
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -29,6 +31,7 @@ from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_token_ids
 from outdraft.models.experts import replace_experts
+from outdraft.models.quantized.config import read_quantization
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
@@ -36,6 +39,7 @@ from outdraft.models.transformers_attention import (
     attention_modules,
     register,
 )
+from outdraft.models.transformers_checkpoint import open_quantised
 from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import SpreadOver, TransformersModel
 from outdraft.models.transformers_operations import catch_operations
@@ -44,6 +48,7 @@ from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
 from outdraft.models.transformers_survey import survey_attention
 
+_logger = logging.getLogger(__name__)
 _LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
 
 # Layers whose keys and values are all that they keep of a text.
@@ -104,7 +109,7 @@ def load_transformers_model(
     register()
     with _LOADING:
         if has_random_weights:
-            model = _random(config, dtype, name)
+            model = _random(config, path, dtype, name)
         else:
             model = _loaded(kind, path, config, dtype, name)
     nn.Module.to(model, device).eval().requires_grad_(False)
@@ -160,10 +165,6 @@ def _causal_class(config: PretrainedConfig, path: Path) -> Any:
         raise ConfigError(f"{names[0]} with alibi adds to the scores of its attention")
     if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"{names[0]} with use_bidirectional_attention looks ahead in the text")
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            f"{path} is quantised: checkpoints of {names[0]} are read unquantised only"
-        )
     return kind
 
 
@@ -176,19 +177,30 @@ def _takes_attention(kind: Any) -> bool:
 def _loaded(
     kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
+    source: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
+    if (quantization := read_quantization(read_json(path / "config.json"))) is not None:
+        config = plain_config(config)
+        checkpoint = open_quantised(path, quantization, empty_model(kind, config).state_dict())
+        for line in checkpoint.summary():
+            _logger.info("%s", line)
+        source = {
+            "pretrained_model_name_or_path": None,
+            "state_dict": checkpoint.presented(dtype),
+        }
     level = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # what is missing is an error below
     library_logging.disable_progress_bar()
     try:
         model, told = kind.from_pretrained(
-            path,
+            **source,
             config=config,
             dtype=dtype,
-            use_safetensors=True,
             local_files_only=True,
             output_loading_info=True,
             attn_implementation=attention,
         )
+    except ConfigError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load {path}: {error}") from error
     finally:
@@ -203,8 +215,29 @@ def _loaded(
     return model
 
 
-def _random(config: PretrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def plain_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The same without its quantisation, so that the library takes the weights for plain ones."""
+    plain: Any = copy.deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
+
+
+def empty_model(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """The network, with weights that take no memory."""
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _random(
+    config: PretrainedConfig, path: Path, dtype: torch.dtype, attention: str
+) -> PreTrainedModel:
     """The same small numbers every time."""
+    if (quantization := read_quantization(read_json(path / "config.json"))) is not None:
+        raise ConfigError(
+            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
+            f"({quantization.method})"
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)

@@ -65,7 +65,12 @@ def groups(**changes: Any) -> dict[str, Any]:
             "checkpoint_format 'marlin' is not supported",
         ),
         (
-            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:lm_head": {}}},
+            {
+                "quant_method": "gptq",
+                "bits": 4,
+                "group_size": 128,
+                "dynamic": {"+:lm_head": {}},
+            },
             "settings of single modules",
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported"),
@@ -76,6 +81,11 @@ def groups(**changes: Any) -> dict[str, Any]:
 def test_what_is_not_supported_is_refused_by_name(config: Any, message: str):
     with pytest.raises(ConfigError, match=message):
         read_quantization({"quantization_config": config})
+
+
+def test_modules_that_gptq_leaves_plain_are_known_by_their_tensors():
+    values = {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"-:.*gate": {}}}
+    assert read_quantization({"quantization_config": values}) is not None
 
 
 def test_names_say_more_than_patterns_and_those_more_than_classes():

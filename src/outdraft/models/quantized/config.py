@@ -20,6 +20,7 @@ class Storage(StrEnum):
     GPTQ = "GPTQ"
     AWQ = "AWQ"
     FP8 = "FP8"
+    MXFP4 = "MXFP4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +52,12 @@ class Quantization:
         method: as config.json names it.
         schemes: with the modules that they are for: names, patterns behind "re:", or classes.
         ignored: modules of no scheme, named in the same way.
-        by_tensors: whether the tensors of a module tell if it is quantised.
         kv_cache: whether it was made for a quantised cache too.
     """
 
     method: str
     schemes: tuple[tuple[tuple[str, ...], WeightScheme], ...]
     ignored: tuple[str, ...] = ()
-    by_tensors: bool = False
     kv_cache: bool = False
 
     def scheme_of(self, module: str) -> WeightScheme | None:
@@ -162,7 +161,9 @@ def _activations(values: Any) -> str | None:
 
 
 def _gptq(values: Mapping[str, Any]) -> Quantization:
-    if values.get("dynamic"):
+    dynamic = values.get("dynamic") or {}
+    # "-:" stands before modules that stay plain, which their tensors tell too.
+    if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
         raise ConfigError(f"{_KEY}: dynamic (settings of single modules) is not supported for GPTQ")
     stored_as = values.get("checkpoint_format") or "gptq"
     if stored_as not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
@@ -178,7 +179,7 @@ def _gptq(values: Mapping[str, Any]) -> Quantization:
         has_zero=True,
         adds_one=stored_as == "gptq",
     )
-    return Quantization(method="gptq", schemes=((("re:.*",), scheme),), by_tensors=True)
+    return Quantization(method="gptq", schemes=((("re:.*",), scheme),))
 
 
 def _awq(values: Mapping[str, Any]) -> Quantization:
@@ -191,7 +192,7 @@ def _awq(values: Mapping[str, Any]) -> Quantization:
         group_inputs=_group_or_all(values, "group_size", "q_group_size"),
         has_zero=True,
     )
-    return Quantization(method="awq", schemes=((("re:.*",), scheme),), by_tensors=True)
+    return Quantization(method="awq", schemes=((("re:.*",), scheme),))
 
 
 def _fp8(values: Mapping[str, Any]) -> Quantization:
@@ -205,7 +206,13 @@ def _fp8(values: Mapping[str, Any]) -> Quantization:
         activations="8-bit float activations",
     )
     method = str(values["quant_method"])
-    return Quantization(method=method, schemes=((("re:.*",), scheme),), by_tensors=True)
+    return Quantization(method=method, schemes=((("re:.*",), scheme),))
+
+
+def _mxfp4(values: Mapping[str, Any]) -> Quantization:
+    scheme = WeightScheme(storage=Storage.MXFP4, bits=4, group_inputs=32)
+    method = str(values["quant_method"])
+    return Quantization(method=method, schemes=((("re:.*",), scheme),))
 
 
 def _gguf(values: Mapping[str, Any]) -> Quantization:
@@ -219,6 +226,7 @@ _METHODS = {
     "awq": _awq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
+    "mxfp4": _mxfp4,
     "gguf": _gguf,
 }
 

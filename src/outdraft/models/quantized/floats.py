@@ -5,16 +5,19 @@ A scale is for the whole weight, for an output, or for a block such as 128 x 128
 Dimension key: D inputs, E outputs.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.quantized.config import WeightScheme
-from outdraft.models.quantized.stored import StoredWeight
+from outdraft.models.quantized.stored import StoredStack, StoredWeight
 from outdraft.models.quantized.tensors import StoredTensors
 
 FLOAT8 = "F8_E4M3"
+_NO_TILES = "there are no tiles of 8-bit floats"
+_ENDS = ("_scale", "_scale_inv")
 
 
 def float_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) -> StoredWeight:
@@ -47,7 +50,7 @@ def float_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) -> S
         label=f"{scheme.storage}, 8-bit floats, a scale for each {kind}",
         group_inputs=num_inputs,
         tile=None,
-        reason="there are no tiles of 8-bit floats",
+        reason=_NO_TILES,
         scale_bytes=4,
         read=partial(_read, tensors, name, scale_name, block, is_one),
     )
@@ -65,3 +68,57 @@ def _read(
         of_inputs_D = scales[first // block[0]].repeat_interleave(block[1])
         rows_XD.mul_(of_inputs_D[: rows_XD.shape[1]])
     return numbers_ED
+
+
+def float_stacks(
+    tensors: StoredTensors, scheme: WeightScheme
+) -> Iterator[tuple[str, str, StoredStack]]:
+    """Experts that are one parameter [X, R, C]: its name, that of its scales, and its numbers.
+
+    Scales are [X], or have one number for all rows, for a row, or for a block of rows; likewise for
+    columns.
+
+    Raises:
+        ConfigError: tensors do not fit each other.
+    """
+    for name in tensors:
+        scales = next((name + end for end in _ENDS if name + end in tensors), None)
+        if scales is None or tensors.dtype(name) != FLOAT8 or len(tensors.shape(name)) != 3:
+            continue
+        num_experts, *shape = tensors.shape(name)
+        found = tensors.shape(scales)
+        sizes = found[1:] or [1, 1]
+        fits = len(sizes) == 2 and found[0] == num_experts
+        if not fits or any(
+            part not in (1, size, -(-size // block))
+            for part, size, block in zip(sizes, shape, scheme.block or (1, 1), strict=True)
+        ):
+            raise ConfigError(
+                f"tensor {scales!r} has shape {found}, which does not fit {[num_experts, *shape]}"
+            )
+        weights = [
+            StoredWeight(
+                shape=(shape[0], shape[1]),
+                label=f"{scheme.storage}, 8-bit floats of experts",
+                group_inputs=shape[1],
+                tile=None,
+                reason=_NO_TILES,
+                scale_bytes=4,
+                read=partial(_read_at, tensors, name, scales, scheme.block or (1, 1), index),
+            )
+            for index in range(num_experts)
+        ]
+        yield name, scales, StoredStack(weights, is_turned=False)
+
+
+def _read_at(
+    tensors: StoredTensors, name: str, scales: str, block: tuple[int, int], index: int
+) -> Tensor:
+    """[R, C]: of one expert."""
+    numbers_RC = tensors.read_at(name, index).float()
+    found = tensors.read_at(scales, index).float()
+    found = found if found.dim() == 2 else found.reshape(1, 1)
+    for dim, size in enumerate(numbers_RC.shape):
+        if found.shape[dim] not in (1, size):
+            found = found.repeat_interleave(block[dim], dim).narrow(dim, 0, size)
+    return numbers_RC.mul_(found)

@@ -22,7 +22,8 @@ from outdraft.models.quantized.tensors import StoredTensors
 # Where AWQ puts output j of eight: the bits from 4 * _AWQ_PLACES[j] of a word.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
 
-Parts = Callable[[], tuple[Tensor, Tensor, Tensor | None]]  # fields, scales and zero points
+Fields = Callable[[], Tensor]  # [E, D]
+Scales = Callable[[], tuple[Tensor, Tensor | None]]  # [E, N], and zero points
 
 
 def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) -> StoredWeight:
@@ -31,11 +32,11 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
     Raises:
         ConfigError: tensors are missing, or do not fit each other.
     """
-    shape, scales_name, parts = _LAYOUTS[scheme.storage](tensors, module, scheme)
+    shape, scales_name, fields_of, scales_of = _LAYOUTS[scheme.storage](tensors, module, scheme)
     num_inputs = shape[1]
     group_inputs = scheme.group_inputs or num_inputs
     order_D = _order(tensors, module, group_inputs)
-    _, scales_EN, zeros_EN = parts()
+    scales_EN, zeros_EN = scales_of()
     _check(module, shape, group_inputs, scales_EN, zeros_EN, is_whole=order_D is None)
     # Symmetric checkpoints may store zero points that are all in the middle.
     has_zero = zeros_EN is not None and bool((zeros_EN != _middle(scheme.bits)).any())
@@ -51,14 +52,19 @@ def integer_weight(tensors: StoredTensors, module: str, scheme: WeightScheme) ->
         tile=tile,
         reason="" if tile else str(found),
         scale_bytes=2 if tensors.dtype(scales_name) == "BF16" else 4,
-        read=partial(_read, parts, scheme.bits, group_inputs, order_D, has_zero),
+        read=partial(_read, fields_of, scales_of, scheme.bits, group_inputs, order_D, has_zero),
     )
 
 
 def _read(
-    parts: Parts, bits: int, group_inputs: int, order_D: Tensor | None, has_zero: bool
+    fields_of: Fields,
+    scales_of: Scales,
+    bits: int,
+    group_inputs: int,
+    order_D: Tensor | None,
+    has_zero: bool,
 ) -> GroupedCodes | Tensor:
-    fields_ED, scales_EN, zeros_EN = parts()
+    fields_ED, (scales_EN, zeros_EN) = fields_of(), scales_of()
     middle, num_inputs = _middle(bits), fields_ED.shape[1]
     codes_ED = (fields_ED.to(torch.int16) - middle).to(torch.int8)
     scales_EN = scales_EN.float().expand(len(codes_ED), -1)
@@ -83,61 +89,70 @@ def fields(words_XW: Tensor, bits: int) -> Tensor:
     return torch.stack((bytes_XB & 15, bytes_XB >> 4), dim=-1).flatten(-2)
 
 
-Layout = tuple[tuple[int, int], str, Parts]
+Layout = tuple[tuple[int, int], str, Fields, Scales]  # shape, the name of the scales
 
 
 def _packed(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
     rows, columns = (int(size) for size in tensors.read(f"{module}.weight_shape"))
     names = [f"{module}.weight_{part}" for part in ("packed", "scale", "zero_point")]
 
-    def parts() -> tuple[Tensor, Tensor, Tensor | None]:
-        fields_ED = fields(tensors.read(names[0]), scheme.bits)[:, :columns]
-        scales_EN, zeros_EN = _at_least_2d(tensors.read(names[1])), None
+    def fields_of() -> Tensor:
+        return fields(tensors.read(names[0]), scheme.bits)[:, :columns]
+
+    def scales_of() -> tuple[Tensor, Tensor | None]:
+        zeros_EN = None
         if scheme.has_zero:
             zeros_EN = fields(tensors.read(names[2]).T, scheme.bits).T[:rows]
-        return fields_ED, scales_EN, zeros_EN
+        return _at_least_2d(tensors.read(names[1])), zeros_EN
 
-    return (rows, columns), names[1], parts
+    return (rows, columns), names[1], fields_of, scales_of
 
 
 def _plain_integers(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
     rows, columns = tensors.shape(f"{module}.weight")
     names = [f"{module}.weight", f"{module}.weight_scale", f"{module}.weight_zero_point"]
 
-    def parts() -> tuple[Tensor, Tensor, Tensor | None]:
-        fields_ED = tensors.read(names[0]).to(torch.int16) + _middle(8)
+    def fields_of() -> Tensor:
+        return tensors.read(names[0]).to(torch.int16) + _middle(8)
+
+    def scales_of() -> tuple[Tensor, Tensor | None]:
         zeros_EN = None
         if scheme.has_zero:
             zeros_EN = _at_least_2d(tensors.read(names[2])).to(torch.int16) + _middle(8)
-        return fields_ED, _at_least_2d(tensors.read(names[1])), zeros_EN
+        return _at_least_2d(tensors.read(names[1])), zeros_EN
 
-    return (rows, columns), names[1], parts
+    return (rows, columns), names[1], fields_of, scales_of
 
 
 def _gptq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
     names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
     num_words, rows = tensors.shape(names[0])
 
-    def parts() -> tuple[Tensor, Tensor, Tensor | None]:
-        zeros_NE = fields(tensors.read(names[2]), scheme.bits)[:, :rows].to(torch.int16)
-        zeros_EN = zeros_NE.T + int(scheme.adds_one)
-        return fields(tensors.read(names[0]).T, scheme.bits), tensors.read(names[1]).T, zeros_EN
+    def fields_of() -> Tensor:
+        return fields(tensors.read(names[0]).T, scheme.bits)
 
-    return (rows, num_words * 32 // scheme.bits), names[1], parts
+    def scales_of() -> tuple[Tensor, Tensor | None]:
+        zeros_NE = fields(tensors.read(names[2]), scheme.bits)[:, :rows].to(torch.int16)
+        return tensors.read(names[1]).T, zeros_NE.T + int(scheme.adds_one)
+
+    return (rows, num_words * 32 // scheme.bits), names[1], fields_of, scales_of
 
 
 def _awq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
     names = [f"{module}.{part}" for part in ("qweight", "scales", "qzeros")]
     num_inputs, num_words = tensors.shape(names[0])
 
-    def parts() -> tuple[Tensor, Tensor, Tensor | None]:
-        fields_DE, zeros_NE = (
-            fields(tensors.read(name), 4).unflatten(-1, (-1, 8))[..., _AWQ_PLACES].flatten(-2)
-            for name in (names[0], names[2])
-        )
-        return fields_DE.T.contiguous(), tensors.read(names[1]).T, zeros_NE.T
+    def unpacked(name: str) -> Tensor:
+        eights = fields(tensors.read(name), 4).unflatten(-1, (-1, 8))
+        return eights[..., _AWQ_PLACES].flatten(-2)
 
-    return (num_words * 8, num_inputs), names[1], parts
+    def fields_of() -> Tensor:
+        return unpacked(names[0]).T.contiguous()
+
+    def scales_of() -> tuple[Tensor, Tensor | None]:
+        return tensors.read(names[1]).T, unpacked(names[2]).T
+
+    return (num_words * 8, num_inputs), names[1], fields_of, scales_of
 
 
 _LAYOUTS: dict[Storage, Callable[[StoredTensors, str, WeightScheme], Layout]] = {

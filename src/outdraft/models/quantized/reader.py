@@ -9,9 +9,10 @@ from pathlib import Path
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.quantized.config import Quantization, Storage, WeightScheme
-from outdraft.models.quantized.floats import FLOAT8, float_weight
+from outdraft.models.quantized.floats import FLOAT8, float_stacks, float_weight
 from outdraft.models.quantized.integers import integer_weight
-from outdraft.models.quantized.stored import StoredWeight
+from outdraft.models.quantized.mxfp4 import mxfp4_stacks, parts_of
+from outdraft.models.quantized.stored import StoredStack, StoredWeight
 from outdraft.models.quantized.tensors import StoredTensors
 
 _OF_WEIGHT = (
@@ -61,6 +62,30 @@ def read_stored(
     return stored, rest
 
 
+def read_stacks(
+    quantization: Quantization, places: Mapping[str, Place]
+) -> tuple[dict[str, StoredStack], dict[str, Place]]:
+    """Quantised parameters of several experts by their names, and the places of all other tensors.
+
+    Raises:
+        ConfigError: tensors are missing, or do not fit each other.
+    """
+    tensors, rest = StoredTensors(places), dict(places)
+    storages = {scheme.storage: scheme for _, scheme in quantization.schemes}
+    found: dict[str, StoredStack] = {}
+    if Storage.MXFP4 in storages:
+        found = mxfp4_stacks(tensors)
+        for name in found:
+            for part in parts_of(name):
+                del rest[part]
+    for storage in (Storage.FP8, Storage.FLOATS):
+        if storage in storages:
+            for name, scales, stack in float_stacks(tensors, storages[storage]):
+                found[name] = stack
+                del rest[name], rest[scales]
+    return found, rest
+
+
 def _quantised_modules(
     quantization: Quantization, tensors: StoredTensors
 ) -> dict[str, WeightScheme]:
@@ -76,7 +101,7 @@ def _quantised_modules(
                 raise ConfigError(
                     f"the checkpoint has {name!r}, but its quantization_config ignores {module}"
                 )
-        elif part == _MARKS[scheme.storage] and _is_quantised(name, scheme, tensors):
+        elif part == _MARKS.get(scheme.storage) and _is_quantised(name, scheme, tensors):
             found[module] = scheme
     return found
 

@@ -5,7 +5,7 @@ Nothing here knows a network: a weight has the name that a plain checkpoint give
 Dimension key: D inputs, E outputs, N groups of inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -109,6 +109,33 @@ class StoredWeight:
         read = self.read()
         assert isinstance(read, GroupedCodes), "a tile of numbers"
         return read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredStack:
+    """Weights of one shape that a network has as one parameter, [X, E, D].
+
+    Attributes:
+        is_turned: it is [X, D, E].
+    """
+
+    weights: Sequence[StoredWeight]
+    is_turned: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        num_outputs, num_inputs = self.weights[0].shape
+        sizes = (num_inputs, num_outputs) if self.is_turned else (num_outputs, num_inputs)
+        return len(self.weights), *sizes
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Those of the parameter; one weight after the other is there twice."""
+        found = torch.empty(self.shape, dtype=dtype)
+        for to, weight in zip(found, self.weights, strict=True):
+            numbers_ED = weight.numbers()
+            to.copy_(numbers_ED.T if self.is_turned else numbers_ED)
+        return found
 
 
 def tile_for(

@@ -10,10 +10,14 @@ from outdraft.core.errors import ConfigError
 
 
 class StoredTensors:
-    """What some safetensors files hold. `places`: for each name a file, and the name in it."""
+    """What some safetensors files hold. `places`: for each name a file, and the name in it.
+
+    Threads may read at the same time.
+    """
 
     def __init__(self, places: Mapping[str, tuple[Path, str]]) -> None:
         self._places = places
+        self._headers: dict[Path, dict[str, tuple[list[int], str]]] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._places
@@ -31,19 +35,34 @@ class StoredTensors:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_tensor(stored)
 
-    def shape(self, name: str) -> list[int]:
-        """Raises ConfigError if there is no such tensor."""
+    def read_at(self, name: str, index: int) -> Tensor:
+        """The one at that index in a stack of tensors; raises as `read`."""
         file, stored = self._place(name)
         with safe_open(file, framework="pt") as tensors:
-            return list(tensors.get_slice(stored).get_shape())
+            return tensors.get_slice(stored)[index]
+
+    def shape(self, name: str) -> list[int]:
+        """Raises ConfigError if there is no such tensor."""
+        return self._header(name)[0]
 
     def dtype(self, name: str) -> str:
         """As safetensors names it, such as "F16"; raises ConfigError if there is no such tensor."""
+        return self._header(name)[1]
+
+    def _header(self, name: str) -> tuple[list[int], str]:
         file, stored = self._place(name)
-        with safe_open(file, framework="pt") as tensors:
-            return str(tensors.get_slice(stored).get_dtype())
+        if file not in self._headers:
+            self._headers[file] = _header_of(file)
+        return self._headers[file][stored]
 
     def _place(self, name: str) -> tuple[Path, str]:
         if name not in self._places:
             raise ConfigError(f"the checkpoint lacks the tensor {name!r} of a quantised weight")
         return self._places[name]
+
+
+def _header_of(file: Path) -> dict[str, tuple[list[int], str]]:
+    """Shapes and dtypes."""
+    with safe_open(file, framework="pt") as tensors:
+        slices = {str(name): tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: (list(one.get_shape()), str(one.get_dtype())) for name, one in slices.items()}
