@@ -11,25 +11,9 @@
 #include "export.h"
 #include "forward.h"
 #include "growth.h"
+#include "unread_texts.h"
 
 namespace outdraft {
-
-// The rows of one text that are read first, where the text begins in `texts`, and how much further
-// on a row stands in the text than in the table of blocks.
-struct UnreadText {
-  int64_t context_len, num_rows, text_start, num_skipped;
-};
-
-// What Python fills (kernels/native/drafting.py): as `UnreadTexts` of kernels/draft_ops.py.
-struct UnreadTexts {
-  const UnreadText* spans;     // [B]
-  const int64_t* places;       // of each row's state; unused where the network reads none
-  const int64_t* texts;        // [S, L]
-  const char* features;        // [N, D]; null: the network reads none
-  const int32_t* block_table;  // [B, P]
-  char* states;                // [T, D]: behind all rows, written; null: nobody wants them
-  int64_t table_width, block_size;
-};
 
 namespace {
 
@@ -83,16 +67,13 @@ class Drafting {
     starts_.assign(1, 0), lens_.clear();
     std::vector<int32_t> num_causal;
     std::vector<int64_t> last_rows;  // each request has one at least
-    const int64_t block_size = unread_.block_size;
     int64_t row = 0;
     for (int64_t b = 0; b < task_.num_requests; ++b) {
       const UnreadText& span = unread_.spans[b];
-      const int32_t* blocks = unread_.block_table + b * unread_.table_width;
-      const int64_t end = span.context_len + span.num_rows;
-      for (int64_t index = span.context_len; index < end; ++index, ++row) {
+      for (int64_t index = span.context_len; index < span.end(); ++index, ++row) {
         ids[row] = unread_.texts[span.text_start + index];
         positions[row] = index + span.num_skipped;
-        slots[row] = blocks[index / block_size] * block_size + index % block_size;
+        slots[row] = unread_.slot(b, index);
       }
       starts_.push_back(static_cast<int32_t>(row));
       last_rows.push_back(row - 1);
@@ -151,7 +132,7 @@ class Drafting {
     contexts_.clear(), lens_.clear(), num_drafts_.clear(), table_.clear(), num_skipped_.clear();
     for (const int64_t b : growth_.drafting()) {
       starts_.push_back(starts_.back() + static_cast<int32_t>(num_nodes));
-      contexts_.push_back(unread_.spans[b].context_len + unread_.spans[b].num_rows);
+      contexts_.push_back(unread_.spans[b].end());
       lens_.push_back(static_cast<int32_t>(contexts_.back()));
       num_drafts_.push_back(task_.num_drafts[b]);
       num_skipped_.push_back(unread_.spans[b].num_skipped);

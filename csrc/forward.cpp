@@ -122,6 +122,7 @@ struct AddAndNormalize {
 template <class Number>
 struct ReadKeys {
   const float* qkv;
+  int64_t stride;
   const float *q_norm, *k_norm, *cos_sin;
   const int64_t *positions, *slots;
   int64_t num_positions, num_q, num_kv, size;  // numbers of a row, and of a head
@@ -133,7 +134,7 @@ struct ReadKeys {
     // A late helper may find any number where the position was.
     const int64_t position = static_cast<const volatile int64_t*>(positions)[row];
     if (position < 0 || position >= num_positions) return;
-    const float* heads = qkv + row * stride_of(num_q + 2 * num_kv);
+    const float* heads = qkv + row * stride;
     float* normed = reinterpret_cast<float*>(scratch);
     Number* to = reinterpret_cast<Number*>(normed + size);
     for (int64_t at = 0; at < num_q + num_kv; at += size) {
@@ -195,6 +196,7 @@ class DecoderOf final : public Decoder {
         kv_size_(spec.num_kv_heads * spec.head_size),
         kept_(spec.team),
         normed_(spec.team),
+        context_(spec.team),
         attention_(spec.team) {
     std::copy_n(spec.layers, spec.num_layers, layers_);
     std::copy_n(caches, spec.num_layers, caches_);
@@ -245,6 +247,38 @@ class DecoderOf final : public Decoder {
       });
       tap(i + 1, num_rows, taps, num_taps, tapped);
     }
+    return true;
+  }
+
+  bool write_context(const LinearWeights& products, const void* features,
+                     const int64_t* positions, const int64_t* slots, int64_t num_rows) override {
+    for (int64_t t = 0; t < num_rows; ++t) {
+      if (positions[t] < 0 || positions[t] >= spec_.num_positions) return false;
+    }
+    const int64_t stride = stride_of(products.num_outputs), layer_size = 2 * kv_size_;
+    const int64_t* kept_positions = nullptr;  // a late helper may read them
+    const int64_t* kept_slots = nullptr;
+    float* heads = nullptr;
+    const auto lay_out_context = [&](Parts& parts) {
+      kept_positions = parts.copy(positions, num_rows);
+      kept_slots = parts.copy(slots, num_rows);
+      heads = parts.take<float>(std::min(num_rows, kBlockRows) * stride);
+    };
+    Parts parts;
+    lay_out_context(parts);
+    parts = {context_.reserve<char>(parts.num_bytes), 0};
+    lay_out_context(parts);
+    const auto* features_TD = static_cast<const Number*>(features);
+    for_blocks(num_rows, [&](int64_t first, int64_t count) {
+      multiply(products, features_TD + first * spec_.hidden, heads, count, stride);
+      for (int64_t i = 0; i < spec_.num_layers; ++i) {
+        const float* k_norm = layers_[i].k_norm;
+        const ReadKeys<Number> step = keys_step(i, heads + i * layer_size, stride, nullptr, k_norm,
+                                                kept_positions + first, kept_slots + first, 0,
+                                                nullptr);
+        run_rows(spec_.team, step, count, layer_size);
+      }
+    });
     return true;
   }
 
@@ -401,24 +435,34 @@ class DecoderOf final : public Decoder {
     }
   }
 
+  ReadKeys<Number> keys_step(int64_t index, const float* heads, int64_t stride,
+                             const float* q_norm, const float* k_norm, const int64_t* positions,
+                             const int64_t* slots, int64_t num_q, Number* q) const {
+    return {heads,
+            stride,
+            q_norm,
+            k_norm,
+            spec_.cos_sin,
+            positions,
+            slots,
+            spec_.num_positions,
+            num_q,
+            kv_size_,
+            spec_.head_size,
+            spec_.eps,
+            q,
+            static_cast<Number*>(caches_[index].k),
+            static_cast<Number*>(caches_[index].v)};
+  }
+
   // From the normed input of a layer, in x, to what its attention reads.
   void read_keys(int64_t index, int64_t first, int64_t count) {
     const DecoderLayer& layer = layers_[index];
     multiply(*layer.qkv, x_, qkv_, count);
-    const ReadKeys<Number> step = {qkv_,
-                                   layer.q_norm,
-                                   layer.k_norm,
-                                   spec_.cos_sin,
-                                   batch_.positions + first,
-                                   slots_ + first,
-                                   spec_.num_positions,
-                                   heads_size_,
-                                   kv_size_,
-                                   spec_.head_size,
-                                   spec_.eps,
-                                   q_ + first * heads_size_,
-                                   static_cast<Number*>(caches_[index].k),
-                                   static_cast<Number*>(caches_[index].v)};
+    const int64_t stride = stride_of(heads_size_ + 2 * kv_size_);
+    const ReadKeys<Number> step = keys_step(index, qkv_, stride, layer.q_norm, layer.k_norm,
+                                            batch_.positions + first, slots_ + first, heads_size_,
+                                            q_ + first * heads_size_);
     run_rows(spec_.team, step, count, heads_size_ + 2 * kv_size_);
   }
 
@@ -449,7 +493,7 @@ class DecoderOf final : public Decoder {
   DecoderLayer* layers_;
   DecoderCache* caches_;
   const int64_t heads_size_, kv_size_;
-  KeptMemory kept_, normed_;
+  KeptMemory kept_, normed_, context_;
   AttentionMemory attention_;
   AttentionBatch batch_;
   int64_t *positions_, *slots_, *ancestors_;            // [T]
@@ -497,6 +541,14 @@ OUTDRAFT_EXPORT int64_t decoder_forward(Decoder* decoder, const DecoderRows* row
                                         const void* states, const int64_t* taps, int64_t num_taps,
                                         void* tapped, void* out) {
   return decoder->forward(*rows, states, taps, num_taps, tapped, out);
+}
+
+// 1; 0: as `write_context`.
+OUTDRAFT_EXPORT int64_t decoder_write_context(Decoder* decoder,
+                                              const outdraft::LinearWeights* products,
+                                              const void* features, const int64_t* positions,
+                                              const int64_t* slots, int64_t num_rows) {
+  return decoder->write_context(*products, features, positions, slots, num_rows);
 }
 
 OUTDRAFT_EXPORT void decoder_logits(Decoder* decoder, const void* states, int64_t num_rows,

@@ -77,6 +77,12 @@ class Decoder {
   virtual bool forward(const DecoderRows& rows, const void* states, const int64_t* taps,
                        int64_t num_taps, void* tapped, void* out) = 0;
 
+  // Keys and values that are made of features [T, D], not of what layers read: `products` gives
+  // those of all layers, [T, L, 2, G, C]; they are normed and turned as the layers' own, and go to
+  // the caches. False, and nothing is done: a position is not in its table.
+  virtual bool write_context(const LinearWeights& products, const void* features,
+                             const int64_t* positions, const int64_t* slots, int64_t num_rows) = 0;
+
   // float32 [R, N] behind states [R, D].
   virtual void logits(const void* states, int64_t num_rows, float* out) = 0;
 

@@ -55,15 +55,15 @@ Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outp
   }
 }
 
-void Growth::extend(const float* logits, RowsOf rows) {
+void Growth::extend(const float* logits, RowsOf rows, const float* odds) {
   const int64_t first_above = depth_ == 0 ? 0 : first_ + 1;
   const int64_t first = depth_ == 0 ? 0 : first_ + num_nodes_;
   size_t num_left = 0;
   for (size_t place = 0; place < drafting_.size(); ++place) {
     const int64_t b = drafting_[place];
-    const int64_t row = (rows == RowsOf::kAll ? b : static_cast<int64_t>(place)) * num_nodes_;
-    const float* own = processed(b, logits + row * num_outputs_);
-    if (!goes_on(b, own)) continue;
+    const int64_t request = rows == RowsOf::kAll ? b : static_cast<int64_t>(place);
+    const float* own = processed(b, logits + request * num_nodes_ * num_outputs_);
+    if (!goes_on(b, own, odds == nullptr ? nullptr : odds + request)) continue;
     choose(b, first, first_above, own);
     if (!is_chain_ || depth_ + 1 < task_.num_drafts[b]) drafting_[num_left++] = b;
   }
@@ -88,12 +88,12 @@ void Growth::copy_newest(int64_t* to, RowsOf rows) const {
 }
 
 // Whether a request drafts the next level, whose processed logits these are: its live rule.
-bool Growth::goes_on(int64_t b, const float* logits) {
+bool Growth::goes_on(int64_t b, const float* logits, const float* odds) {
   const Stops& stops = task_.stops;
   if (stops.price == nullptr) return true;
   if (stops.has_rule[b]) {
     const int64_t at = b * task_.num_levels + depth_;
-    stops.margins[at] = margin(logits, task_.size);
+    stops.margins[at] = odds == nullptr ? margin(logits, task_.size) : margin_of_odds(*odds);
     const double score = stops.weights[at] * stops.margins[at] + stops.biases[at];
     survival_[b] *= 1 / (1 + std::exp(-score));
     if (!(survival_[b] >= stops.price[b]) || num_rows_ >= stops.row_cap) return false;

@@ -64,7 +64,9 @@ class Growth {
 
   // The next level, from float32 logits [requests, E, num_outputs] behind the newest one; the first
   // time behind the last token before the drafts. The logits are of all requests, or of `drafting`.
-  void extend(const float* logits, RowsOf rows);
+  // odds [requests]: what live rules look at in the place of margins, log-odds that a drafter tells
+  // of this level; null: it tells none.
+  void extend(const float* logits, RowsOf rows, const float* odds = nullptr);
 
   // The results of all requests, once all levels are there.
   void finish();
@@ -82,7 +84,7 @@ class Growth {
 
  private:
   const float* processed(int64_t b, const float* logits) const;
-  bool goes_on(int64_t b, const float* logits);
+  bool goes_on(int64_t b, const float* logits, const float* odds);
   void keep_allowed(const bool* allowed, float* logits) const;
   void choose(int64_t b, int64_t first, int64_t first_above, const float* logits);
   void draw(int64_t b, int64_t first, int64_t first_above, const float* logits);

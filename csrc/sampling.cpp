@@ -218,6 +218,11 @@ float margin(const float* numbers, int64_t size) {
   return distance >= 0 ? std::min(distance, kWidestMargin) : 0.0f;
 }
 
+float margin_of_odds(float odds) {
+  if (std::isnan(odds)) odds = 0;
+  return std::clamp(odds + kWidestMargin / 2, 0.0f, kWidestMargin);
+}
+
 double total(const float* numbers, int64_t size) {
   constexpr int64_t kColumns = 16;
   double sums[kColumns] = {};

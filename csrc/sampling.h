@@ -44,6 +44,9 @@ int64_t argmax(const float* numbers, int64_t size);
 constexpr float kWidestMargin = 10;  // MAX_MARGIN of core/draft.py
 float margin(const float* numbers, int64_t size);
 
+// Log-odds in the place of a margin, even ones in the middle: `margins_of_odds` of live_stop.py.
+float margin_of_odds(float odds);
+
 // The sum, in float64.
 double total(const float* numbers, int64_t size);
 

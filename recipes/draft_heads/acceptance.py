@@ -38,6 +38,12 @@ def draft_loss(logits_BRN: Tensor, wanted_BRN: Tensor, overlap_share: float) -> 
     return (1 - overlap_share) * cross_entropy + overlap_share * rejected
 
 
+def confidence_loss(odds_BR: Tensor, logits_BRN: Tensor, wanted_BRN: Tensor) -> Tensor:
+    """Cross-entropy of told log-odds with the chance that a drawn draft is accepted."""
+    accepted = torch.minimum(wanted_BRN, logits_BRN.detach().softmax(-1)).sum(-1)
+    return F.binary_cross_entropy_with_logits(odds_BR.float(), accepted)
+
+
 def acceptance_length(accept_BTS: Tensor) -> float:
     """Tokens emitted per verification step, the recovered or bonus token included.
 

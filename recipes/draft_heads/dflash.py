@@ -1,10 +1,12 @@
 """DFlash (Chen et al. 2026, arXiv 2602.06036): two layers that draft a block of tokens in one pass.
 
 A root i is the newest token whose streams are known. Its block is the token behind it, the anchor,
-and mask tokens behind that, at positions i + 1, i + 2, ...; mask row s predicts token i + 1 + s, of
-its own place. In every layer all rows of a block see each other, and the keys and values that the
-layer makes of the target's streams at places 0..i. So all drafts come of one pass, and none depends
-on another. The embedding and the output matrix are the target's.
+and mask tokens behind that, at positions i + 1, i + 2, ...; row s predicts token i + 2 + s, the one
+behind its place. The paper's anchor drafts nothing and its mask rows predict their own places; a
+small network does better if the first draft comes of the row that has read the newest token
+(`sample_from_anchor`). In every layer all rows of a block see each other, and the keys and values
+that the layer makes of the target's streams at places 0..i. So all drafts come of one pass, and
+none depends on another. The embedding and the output matrix are the target's.
 
 Dimension key: B sequences, L tokens in each, R roots, S rows of a block, H heads, K kv heads, D
 head size, V the target's vocabulary.
@@ -19,9 +21,9 @@ from target_states import TAPPED_LAYERS, TargetStates
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
-BLOCK_SIZE, NUM_LAYERS, INTERMEDIATE = 5, 2, 1024
+BLOCK_SIZE, NUM_LAYERS, INTERMEDIATE = 4, 2, 832
 MASK_TOKEN = 0  # nothing stands behind a text's first token
-ROOT_STRIDE = 4  # in training: roots beside each other teach much the same
+ROOT_STRIDE = 2  # in training: roots beside each other teach much the same
 
 
 class Attention(nn.Module):
@@ -100,6 +102,11 @@ class DFlash(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config["num_hidden_layers"]))
         self.norm = nn.RMSNorm(hidden, eps)
 
+    @staticmethod
+    def config_for(target: LlamaForCausalLM) -> dict[str, Any]:
+        """config.json of a head for `target`."""
+        return dflash_config(target)
+
     def training_roots(self, ids_BL: Tensor, num_drafts: int) -> Tensor:
         """[R] int64: some roots, other ones for other tokens."""
         first = int(ids_BL.sum()) % ROOT_STRIDE
@@ -113,9 +120,15 @@ class DFlash(nn.Module):
         roots_R: Tensor | None = None,
     ) -> list[Tensor]:
         """Logits [B, R, V] of each draft, from these roots, or from every root 0..R-1,
-        R = L - num_drafts. The block is whole, however few drafts are asked for."""
+        R = L - num_drafts."""
         if roots_R is None:
             roots_R = torch.arange(ids_BL.shape[1] - num_drafts)
+        hidden = self.block_states(states, ids_BL, roots_R)
+        return [F.linear(hidden[:, :, s], states.lm_head) for s in range(num_drafts)]
+
+    def block_states(self, states: TargetStates, ids_BL: Tensor, roots_R: Tensor) -> Tensor:
+        """[B, R, S, hidden]: behind the final norm. A block is whole, however few of its drafts
+        are asked for."""
         block = ids_BL.new_full((*ids_BL[:, roots_R].shape, self.config["block_size"]), MASK_TOKEN)
         block[..., 0] = ids_BL[:, roots_R + 1]
         hidden = F.embedding(block, states.embedding)
@@ -127,23 +140,24 @@ class DFlash(nn.Module):
             rows = layer.input_layernorm(hidden)
             hidden = hidden + layer.self_attn(rows, context, roots_R)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-        hidden = self.norm(hidden)
-        return [F.linear(hidden[:, :, 1 + s], states.lm_head) for s in range(num_drafts)]
+        return self.norm(hidden)
 
     @classmethod
     def from_target(cls, target: LlamaForCausalLM) -> Self:
         """A head to train: it begins with what the target's last layers know."""
         config = target.config
-        head = cls(dflash_config(target))
+        head, head_dim = cls(cls.config_for(target)), config.head_dim
         with torch.no_grad():
             streams = head.fc.weight.mul_(0.1).unflatten(1, (len(TAPPED_LAYERS), -1))
             streams[:, -2] = torch.eye(config.hidden_size)
             head.norm.weight.copy_(target.model.norm.weight)
             head.hidden_norm.weight.copy_(target.model.layers[-1].input_layernorm.weight)
             for layer, known in zip(head.layers, target.model.layers[-NUM_LAYERS:], strict=True):
-                for name in ("k_proj", "v_proj", "q_proj", "o_proj"):
+                for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
                     matrix = getattr(layer.self_attn, name).weight
-                    matrix.copy_(getattr(known.self_attn, name).weight)
+                    heads = getattr(known.self_attn, name).weight.unflatten(0, (-1, head_dim))
+                    copies = len(matrix) // heads.shape[:2].numel()
+                    matrix.copy_(heads.repeat_interleave(copies, dim=0).flatten(0, 1))
                 for name in ("gate_proj", "up_proj"):
                     matrix = getattr(layer.mlp, name).weight
                     matrix.copy_(getattr(known.mlp, name).weight[: len(matrix)])
@@ -167,7 +181,7 @@ def dflash_config(target: LlamaForCausalLM) -> dict[str, Any]:
         "intermediate_size": min(INTERMEDIATE, config.intermediate_size),
         "num_hidden_layers": NUM_LAYERS,
         "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
+        "num_key_value_heads": config.num_attention_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
@@ -178,6 +192,7 @@ def dflash_config(target: LlamaForCausalLM) -> dict[str, Any]:
         "layer_types": ["full_attention"] * NUM_LAYERS,
         "num_target_layers": config.num_hidden_layers,
         "block_size": BLOCK_SIZE,
+        "sample_from_anchor": True,
         "dflash_config": {
             "mask_token_id": MASK_TOKEN,
             "target_layer_ids": [layer - 1 for layer in TAPPED_LAYERS],

@@ -17,6 +17,7 @@ TITLES = {
     "medusa": "Medusa-1",
     "mlp_speculator": "MLPSpeculator",
     "dflash": "DFlash",
+    "dspark": "DSpark",
 }
 HEADING, NEXT_HEADING = "## Draft heads\n", "## Limits\n"
 

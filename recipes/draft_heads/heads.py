@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from dflash import DFlash
+from dspark import DSpark
 from eagle3 import Eagle3
 from medusa import Medusa
 from mlp_speculator import MlpSpeculator
@@ -18,6 +19,7 @@ HEADS: dict[str, type[nn.Module]] = {
     "medusa": Medusa,
     "mlp_speculator": MlpSpeculator,
     "dflash": DFlash,
+    "dspark": DSpark,
 }
 DRAFT_VOCABULARY_SHARE = 0.985  # of the target's own text
 
@@ -55,3 +57,12 @@ def read_head(name: str, folder: Path) -> nn.Module:
     head = HEADS[name](json.loads((folder / "config.json").read_text(encoding="utf-8")))
     head.load_state_dict(load_file(folder / "model.safetensors"))
     return head.requires_grad_(False).eval()
+
+
+def head_to_train_on(name: str, folder: Path) -> nn.Module:
+    """A trained head of that name, or for "dspark" one of DFlash."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    is_dflash = config["architectures"] == ["DFlashDraftModel"]
+    if name == "dspark" and is_dflash:
+        return DSpark.from_dflash(read_head("dflash", folder)).requires_grad_(True).train()
+    return read_head(name, folder).requires_grad_(True).train()

@@ -1,4 +1,4 @@
-"""Trains a draft head of the embedded target: `train.py eagle3|medusa|mlp_speculator|dflash`.
+"""Trains a draft head of the embedded target: `train.py NAME`.
 
 The head learns the target's distributions at all of its drafts' places, two steps of three on
 windows that the target has continued itself (greedily and at temperature 1 in turn), else on the
@@ -17,10 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from acceptance import Judge, draft_loss, measure
+from acceptance import Judge, confidence_loss, draft_loss, measure
 from dflash import DFlash
 from distill_drafter import PROMPT_LENGTH, continued_parts, load_target
-from heads import HEADS, new_head, read_head, write_head
+from dspark import DSpark
+from heads import HEADS, head_to_train_on, new_head, write_head
 from target_states import target_states
 from torch import Tensor, nn
 from train_target import Muon, learning_rate_share, sample_batch
@@ -56,9 +57,13 @@ def chain_loss(
     if isinstance(head, DFlash):
         roots_R = head.training_roots(ids_BL, num_drafts)
         some = {"roots_R": roots_R}
+    odds: list[Tensor] = []
     with torch.autocast("cpu", dtype=torch.bfloat16):
         states = target_states(target, ids_BL)
-        drafted = head(states, ids_BL, num_drafts, **some)
+        if isinstance(head, DSpark):
+            drafted, odds = head.drafts(states, ids_BL, num_drafts, roots_R)
+        else:
+            drafted = head(states, ids_BL, num_drafts, **some)
     wanted_BLN = states.logits.float().softmax(-1)
     if head.draft_ids is not None:
         wanted_BLN = wanted_BLN[..., head.draft_ids]
@@ -70,7 +75,11 @@ def chain_loss(
             total + weight * draft_loss(logits.float(), wanted, overlap_share),
             weights + weight,
         )
-    return total / weights
+    told = (
+        confidence_loss(one, logits.float(), wanted_BLN[:, roots_R + draft + 1])
+        for draft, (one, logits) in enumerate(zip(odds, drafted, strict=False))
+    )
+    return total / weights + sum(told)
 
 
 def make_optimizers(
@@ -142,7 +151,9 @@ def main() -> None:
     parser.add_argument("head", choices=list(HEADS))
     parser.add_argument("--data", type=Path, required=True, help="folder of the embedded pair")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoints and log")
-    parser.add_argument("--init", type=Path, help="a trained head to go on from")
+    parser.add_argument(
+        "--init", type=Path, help="a trained head to go on from; of DFlash for dspark"
+    )
     parser.add_argument("--parts", type=int, default=48, help="files of continued windows")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--warmup-steps", type=int, default=20)
@@ -171,7 +182,7 @@ def main() -> None:
     if args.init is None:
         head = new_head(args.head, target, continuations[:, PROMPT_LENGTH:])
     else:
-        head = read_head(args.head, args.init).requires_grad_(True).train()
+        head = head_to_train_on(args.head, args.init)
     train(head, target, corpus, continuations, judges, args)
     write_head(head, args.out / "model")
 

@@ -127,7 +127,7 @@ class Drive:
             blocks = self.blocks[row, :count].tolist()
             asks.append(DraftModelAsk(row, length, self.num_read[row], num_drafts, blocks))
             self.num_read[row] = length - 1
-        return self.drafter.levels(asks, self.ids_SL, num_drafts)[0]
+        return self.drafter.levels(asks, self.ids_SL, num_drafts)
 
     def expected(self, weights: dict[str, Tensor], row: int, length: int) -> Tensor:
         """[R, D]."""

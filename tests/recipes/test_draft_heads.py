@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dspark import DSpark
 from eagle3 import Eagle3
 from export import HEADING, with_section
 from heads import HEADS, draft_vocabulary, new_head, read_head, write_head
@@ -92,8 +93,9 @@ def test_eagle3_unrolled_from_all_roots_equals_each_root_drafting_one_token_afte
             torch.testing.assert_close(unrolled[step][0, root], logits, rtol=1e-5, atol=1e-5)
 
 
-def test_dflash_from_all_roots_equals_the_block_of_each(target):
-    target, head = in_float64(target, some_head("dflash", target))
+@pytest.mark.parametrize("name", ["dflash", "dspark"])
+def test_blocks_from_all_roots_are_those_of_each(target, name):
+    target, head = in_float64(target, some_head(name, target))
     ids, config = some_ids(num_rows=1), head.config
     states = target_states(target, ids)
     weights = head.state_dict() | {"embed_tokens.weight": states.embedding}
@@ -108,14 +110,39 @@ def test_dflash_from_all_roots_equals_the_block_of_each(target):
         windows=(None, None),
         is_causal=(False, False),
     )
+    roots = torch.arange(ids.shape[1] - NUM_DRAFTS)
+    told = head.drafts(states, ids, NUM_DRAFTS, roots)[1] if name == "dspark" else None
     drafted = head(states, ids, NUM_DRAFTS)
     for root in (0, 3, ids.shape[1] - NUM_DRAFTS - 1):
         tapped = [*states.taps[0, : root + 1].chunk(3, dim=-1)]
         block = block_reference.block_states(weights, settings, tapped, int(ids[0, root + 1]))
         for step in range(NUM_DRAFTS):
-            expected = states.lm_head @ block[1 + step]
+            expected, before = states.lm_head @ block[step], int(ids[0, root + 1 + step])
             # The angles are float32 in both, their sines are computed in two ways.
-            torch.testing.assert_close(drafted[step][0, root], expected, rtol=1e-5, atol=1e-5)
+            exact = {"rtol": 1e-5, "atol": 1e-5}
+            if told is not None:
+                expected = expected + block_reference.pair_logits(weights, before)
+                odds = block_reference.confidence(weights, block[step], before)
+                assert float(told[step][0, root]) == pytest.approx(odds, rel=1e-5, abs=1e-5)
+            torch.testing.assert_close(drafted[step][0, root], expected, **exact)
+
+
+def test_dspark_begins_as_the_dflash_head_that_it_goes_on_from(target, monkeypatch):
+    trained, ids = some_head("dflash", target), some_ids()
+    states = target_states(target, ids)
+    monkeypatch.setattr("dspark.INTERMEDIATE", trained.config["intermediate_size"])
+    with torch.no_grad():
+        head = DSpark.from_dflash(trained)
+        for got, want in zip(head(states, ids, 4), trained(states, ids, 4), strict=True):
+            torch.testing.assert_close(got, want)
+        weakest = trained.layers[0].mlp.down_proj.weight.norm(dim=0).argmin()
+        trained.layers[0].mlp.gate_proj.weight[weakest] = 0  # now it weighs nothing
+        monkeypatch.setattr("dspark.INTERMEDIATE", trained.config["intermediate_size"] - 1)
+        for layer in trained.layers[1:]:
+            layer.mlp.gate_proj.weight[3] = 0
+        want = trained(states, ids, 4)
+        for got, one in zip(DSpark.from_dflash(trained)(states, ids, 4), want, strict=True):
+            torch.testing.assert_close(got, one)
 
 
 def test_the_mlp_speculator_mixes_state_and_token_as_its_paper_says(target):
@@ -207,12 +234,20 @@ BLOCK_LAYERS = [
     "input_layernorm.weight",
     "post_attention_layernorm.weight",
 ]
+BLOCKS = [
+    "fc.weight",
+    "hidden_norm.weight",
+    "norm.weight",
+    *(f"layers.{layer}.{name}" for layer in range(2) for name in BLOCK_LAYERS),
+]
 TENSORS = {
-    "dflash": [
-        "fc.weight",
-        "hidden_norm.weight",
-        "norm.weight",
-        *(f"layers.{layer}.{name}" for layer in range(2) for name in BLOCK_LAYERS),
+    "dflash": BLOCKS,
+    "dspark": [
+        *BLOCKS,
+        "markov_head.markov_w1.weight",
+        "markov_head.markov_w2.weight",
+        "confidence_head.proj.weight",
+        "confidence_head.proj.bias",
     ],
     "eagle3": [
         "fc.weight",

@@ -1,7 +1,8 @@
 """What drafts grow from, and what comes of it.
 
 Dimension key: B requests that draft, E nodes of the level above (1: the root), F rows of the newest
-level, K drafts, L levels, V vocabulary, D the network's state, P blocks.
+level, K drafts, L levels, V vocabulary, N the network's own, D its state, P blocks, R rows, M rank
+of a head of pairs.
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from outdraft.core.tree_shape import TreeShape
 
 if TYPE_CHECKING:
     from outdraft.attention.rows import Span
-    from outdraft.kernels.ops import Kernels
+    from outdraft.kernels.ops import Kernels, Product
     from outdraft.kv.cache import LayerCache
     from outdraft.sampling.batch import SamplingBatch
 
@@ -146,6 +147,33 @@ class UnreadTexts:
     places: Sequence[int]
     wants_states: bool = False
     num_skipped: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """How a network drafts by blocks of rows that see each other: DFlash, DSpark.
+
+    Attributes:
+        num_rows: of a block: the newest token, and mask tokens behind it.
+        first_draft: the row of the first draft; the next rows give the next ones.
+        is_causal: a row sees the rows before it only.
+        context: the product of `DecoderPass.write_context`.
+        pair_embedding_VM: vectors of the tokens before drafts; None: there is no head of pairs.
+        pairs: from these to logits that are added, [R, N].
+        confidence: from the state of a draft's row, and the vector of the token before it if
+            `confidence_reads_token`, to the log-odds that the draft is accepted; None: there is no
+            such head.
+    """
+
+    num_rows: int
+    first_draft: int
+    mask_token_id: int
+    is_causal: bool
+    context: "Product"
+    pair_embedding_VM: Tensor | None = None
+    pairs: "Product | None" = None
+    confidence: "Product | None" = None
+    confidence_reads_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)

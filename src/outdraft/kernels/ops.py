@@ -22,6 +22,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.draft_ops import (
     AddSilu,
+    BlockSpec,
     DraftStart,
     DrawnLevel,
     Growth,
@@ -386,6 +387,40 @@ class DecoderPass(Protocol):
         Args:
             by_levels: reads the same and makes the same draft level by level, with this network's
                 passes; that is the meaning of this operation.
+        """
+        ...
+
+    def write_context(
+        self,
+        product: Product,
+        features_TD: Tensor,
+        caches: Sequence["LayerCache"],
+        positions_T: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        """Write keys and values that are made of features, not of what the layers read.
+
+        Keys are normed and turned as the layers' own.
+
+        Args:
+            product: from features to keys, then values, of layer 0, then of the next one, ...
+            features_TD: of the network's dtype.
+            positions_T, slots_T: int64, as in AttentionMetadata.
+        """
+        ...
+
+    def draft_block(
+        self,
+        spec: BlockSpec,
+        unread: UnreadTexts,
+        growth: Growth,
+        by_levels: Callable[[], ModelDrafts],
+    ) -> ModelDrafts:
+        """Write the context of the rest of texts, and draft behind them by one pass over blocks.
+
+        Args:
+            unread: its spans' blocks cover the blocks' rows, and it wants no states.
+            by_levels: as in `draft`.
         """
         ...
 

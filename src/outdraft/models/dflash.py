@@ -10,11 +10,12 @@ DSpark (arXiv 2607.05147) adds two heads. One adds logits that depend on the tok
 so that tokens are drawn one after the other behind one pass. The other says from the row of a
 draft, and from the token before it, how likely the draft is accepted.
 
-Dimension key: T rows, R rows that need logits, D hidden, S hidden of the target, K taps, L layers,
-G kv heads, C head size, X = L * 2 * G * C, N draft vocabulary, V vocabulary, M rank of pairs.
+Dimension key: T rows, R rows that need logits, D hidden, S hidden of the target, K taps, N draft
+vocabulary, V vocabulary, M rank of pairs.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
+from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.kernels.reference.pointwise import rms_norm, rotate
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
 from outdraft.models.layers.embedding import Embedding
@@ -65,6 +66,16 @@ class SparkHeads(nn.Module):
             assert self.markov_w1 is not None
             inputs.append(self.markov_w1(token_ids_R))
         return self.confidence(torch.cat(inputs, dim=1))[:, 0].float()
+
+    def added_to(self, spec: BlockSpec) -> BlockSpec:
+        """The same with these heads, once they are packed."""
+        if self.markov_w1 is not None and self.markov_w2 is not None:
+            pairs, table_VM = product_of(self.markov_w2), self.markov_w1.weight.data
+            spec = replace(spec, pairs=pairs, pair_embedding_VM=table_VM)
+        if self.confidence is None:
+            return spec
+        confidence = product_of(self.confidence)
+        return replace(spec, confidence=confidence, confidence_reads_token=self._reads_token)
 
     def slots(self) -> dict[str, Slot | None]:
         """As DFlashNetwork.checkpoint_slots."""
@@ -143,7 +154,7 @@ class DFlashNetwork(nn.Module):
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self._passes: DecoderPass | None = None
-        self._k_norms_L1C: Tensor | None = None
+        self._block: BlockSpec | None = None
 
     def features(self, tapped_TKS: Tensor) -> Tensor:
         """[T, D]: what keys and values of a text's tokens are made of.
@@ -157,19 +168,8 @@ class DFlashNetwork(nn.Module):
         self, features_TD: Tensor, caches: Sequence[LayerCache], metadata: AttentionMetadata
     ) -> None:
         """Write the keys and values of tokens of texts, in every layer, where the rows stand."""
-        layers = self.decoder.decoder_layers
-        shape = len(layers), 2, self.shard.num_kv_heads, self.shard.head_size
-        k_TLGC, v_TLGC = self.context_kv(features_TD).unflatten(1, shape).unbind(2)
-        if self._k_norms_L1C is None:
-            norms = [layer.k_norm.weight.data for layer in layers if layer.k_norm is not None]
-            self._k_norms_L1C = torch.stack(norms)[:, None]
-        k_TLGC = rms_norm(k_TLGC, self._k_norms_L1C, self.shard.rms_norm_eps)
-        cos_sin_TC = self.decoder.rotary.cos_sin_MC.index_select(0, metadata.positions_T)
-        k_TLGC = rotate(k_TLGC.flatten(1, 2), cos_sin_TC).view(k_TLGC.shape)
-        for index, cache in enumerate(caches):
-            self.kernels.attention.write(
-                k_TLGC[:, index], v_TLGC[:, index], cache, metadata.slots_T
-            )
+        context, positions_T = product_of(self.context_kv), metadata.positions_T
+        self.passes.write_context(context, features_TD, caches, positions_T, metadata.slots_T)
 
     @property
     def passes(self) -> DecoderPass:
@@ -210,6 +210,26 @@ class DFlashNetwork(nn.Module):
             wanted_R: as in DecoderPass.
         """
         return self.passes(token_ids_T, caches, metadata, wanted_R=wanted_R)[0]
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft_block`."""
+        if self._block is None:
+            self._block = self._block_spec()
+        return self.passes.draft_block(self._block, unread, growth, by_levels)
+
+    def _block_spec(self) -> BlockSpec:
+        """Once the products are packed."""
+        config = self.config
+        spec = BlockSpec(
+            num_rows=config.block_size,
+            first_draft=config.block_size - config.num_drafts,
+            mask_token_id=config.mask_token_id,
+            is_causal=self.is_uniform and config.is_causal[0],
+            context=product_of(self.context_kv),
+        )
+        return spec if self.heads is None else self.heads.added_to(spec)
 
     def known_logits(self, states_RD: Tensor) -> Tensor:
         """[R, N] of the tokens that it can draft; float32, or float64 as the target's."""

@@ -13,6 +13,7 @@ level.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +24,19 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
+from outdraft.drafting.device.grower import KnownLevels, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
-from outdraft.drafting.device.settled import SettledRows
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.text_reader import TextReader
-from outdraft.kernels.draft_ops import Frontier, TreeLevels
+from outdraft.kernels.draft_ops import (
+    Frontier,
+    Growth,
+    ModelDrafts,
+    TellsOdds,
+    TreeLevels,
+    UnreadTexts,
+)
 from outdraft.kv.cache import KVCache
 from outdraft.models.dflash import DFlashNetwork, SparkHeads
 
@@ -74,7 +81,7 @@ class Block(NamedTuple):
     table_BP: np.ndarray
 
 
-class BlockDrafter(LevelDrafter):
+class BlockDrafter:
     """A network that drafts blocks, and the texts that it has read."""
 
     def __init__(
@@ -91,13 +98,14 @@ class BlockDrafter(LevelDrafter):
             max_rows: of one pass, if a block is not larger.
         """
         config = network.config
-        self._network, self._cache, self._max_rows = network, cache, max_rows
+        self._network, self._cache = network, cache
         self.state_window, self.taps = window.num_tokens, network.taps
         self.drafting = ModelDrafting(source, max_kept=-1)
         self.max_drafts, self.max_passes = config.num_drafts, 1
         self._reader = TextReader(ContextReader(network), cache, max_rows, window)
         self.keep = self._reader.keep
         size = config.block_size
+        self._most_blocks = max(1, max_rows // size)  # of a pass
         self._num_spare = num_spare_blocks(size, cache.block_size)
         num_state_rows = (len(window.features_NF) - 1) // window.num_tokens
         self._first_spare = cache.num_blocks - num_state_rows * self._num_spare
@@ -106,13 +114,32 @@ class BlockDrafter(LevelDrafter):
         masks_R = (1 << (rows_R + 1)) - 1 if is_causal else np.full(size, (1 << size) - 1)
         self._masks_R = masks_R.astype(np.int64)
 
-    def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
-    ) -> tuple[TreeLevels, SettledRows | None]:
-        """As `LevelDrafter`."""
+    def draft(
+        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
+    ) -> ModelDrafts:
+        """As `Drafter.draft`."""
         unread = self._reader.unread(asks, token_ids_SL)
+
+        def by_levels() -> ModelDrafts:
+            levels = self._levels_behind(asks, unread, growth.shape.depth)
+            if growth.stops is not None and isinstance(levels, TellsOdds):
+                return grow(levels, growth)  # compiled growth of levels looks at margins
+            return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+
+        if len(asks) > self._most_blocks:
+            return by_levels()
+        return self._network.draft(self._with_room(asks, unread), growth, by_levels)
+
+    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
+        """What may follow the texts, so many levels deep."""
+        return self._levels_behind(asks, self._reader.unread(asks, token_ids_SL), depth)
+
+    def _levels_behind(
+        self, asks: Sequence[DraftModelAsk], unread: UnreadTexts, depth: int
+    ) -> TreeLevels:
+        """Once the rest of the texts is read."""
         self._reader.read(unread)
-        most = max(1, self._max_rows // self._network.config.block_size)
+        token_ids_SL, most = unread.token_ids_SL, self._most_blocks
         parts = [
             self._block_states(asks[first : first + most], token_ids_SL, depth)
             for first in range(0, len(asks), most)
@@ -122,15 +149,29 @@ class BlockDrafter(LevelDrafter):
         logits_RN = network.known_logits(states_BKD.flatten(0, 1))
         if network.heads is None:
             logits_BKV = network.over_vocabulary(logits_RN).view(*states_BKD.shape[:2], -1)
-            return KnownLevels(logits_BKV), None
+            return KnownLevels(logits_BKV)
         newest_B = self._newest(asks, token_ids_SL)
         logits_BKN = logits_RN.view(*states_BKD.shape[:2], -1)
         kind = SureSparkLevels if network.config.has_confidence else SparkLevels
-        return kind(network, network.heads, logits_BKN, states_BKD, newest_B), None
+        return kind(network, network.heads, logits_BKN, states_BKD, newest_B)
 
-    def first_logits(self, states_RD: Tensor) -> Tensor:
-        """Nobody asks: what a block says of settled tokens would take a block for each."""
-        raise NotImplementedError("a drafter of blocks is compared with nothing")
+    def _with_room(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> UnreadTexts:
+        """The same, with blocks of the cache for all rows of the requests' blocks."""
+        num_rows = self._network.config.block_size
+        spans = [
+            span._replace(
+                block_ids=self._blocks(ask, span.context_len + span.num_causal + num_rows)
+            )
+            for ask, span in zip(asks, unread.spans, strict=True)
+        ]
+        return replace(unread, spans=spans)
+
+    def _blocks(self, ask: DraftModelAsk, num_tokens: int) -> list[int]:
+        """Those of a request, and spare ones behind them if so many tokens need more."""
+        needed = -(-num_tokens // self._cache.block_size)
+        own = list(ask.block_ids[:needed])
+        spare = self._first_spare + ask.state_row * self._num_spare
+        return [*own, *range(spare, spare + needed - len(own))]
 
     def _block_states(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
@@ -171,11 +212,8 @@ class BlockDrafter(LevelDrafter):
         width = -(-(max(contexts) + num_rows) // size)
         table_BP = np.zeros((len(asks), width), dtype=np.int32)
         for row, (ask, context) in enumerate(zip(asks, contexts, strict=True)):
-            needed = -(-(context + num_rows) // size)
-            own = ask.block_ids[:needed]
-            spare = self._first_spare + ask.state_row * self._num_spare
-            table_BP[row, : len(own)] = own
-            table_BP[row, len(own) : needed] = np.arange(spare, spare + needed - len(own))
+            blocks = self._blocks(ask, context + num_rows)
+            table_BP[row, : len(blocks)] = blocks
         positions_BR = np.array(contexts)[:, None] + np.arange(num_rows)
         blocks_BR = np.take_along_axis(table_BP, positions_BR // size, axis=1)
         slots_BR = blocks_BR.astype(np.int64) * size + positions_BR % size

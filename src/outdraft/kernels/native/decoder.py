@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.native.arrays import address_of
 from outdraft.kernels.native.attention import limit
+from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.team import Team
@@ -96,6 +97,7 @@ class NativeDecoder:
             "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
         )
         self._growth = NativeGrowth(team.library)
+        self._blocks = NativeBlocks(team.library, self._growth)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
         self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
@@ -159,6 +161,27 @@ class NativeDecoder:
         assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
         size = self._spec.embedding_VD.shape[1]
         return self._growth.draft(self.handle(unread.caches), unread, growth, size, self._dtype)
+
+    def write_context(
+        self,
+        product: Product,
+        features_TD: Tensor,
+        caches: Sequence[LayerCache],
+        positions_T: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        assert features_TD.dtype is self._dtype
+        self._blocks.write_context(self.handle(caches), product, features_TD, positions_T, slots_T)
+
+    def draft_block(
+        self,
+        spec: BlockSpec,
+        unread: UnreadTexts,
+        growth: Growth,
+        by_levels: Callable[[], ModelDrafts],
+    ) -> ModelDrafts:
+        """As `ops.DecoderPass`, in one call."""
+        return self._blocks.draft(self.handle(unread.caches), spec, unread, growth, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
         """Address of the `Decoder` with these caches; it lives as long as they do."""

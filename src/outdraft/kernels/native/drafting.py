@@ -5,7 +5,6 @@ Dimension key: B requests that draft, K drafts, L levels, V vocabulary.
 
 import ctypes
 import functools
-from array import array
 from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from dataclasses import replace
@@ -29,6 +28,7 @@ from outdraft.kernels.draft_ops import (
 )
 from outdraft.kernels.native.arrays import Addresses, address_of, array_address
 from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.unread_texts import UnreadArrays, UnreadOf
 
 
 class NativeDrafting:
@@ -131,19 +131,7 @@ class _Stops(ctypes.Structure):
     )
 
 
-_UNREAD = ("spans", "places", "texts", "features", "block_table", "states")
-
-
-class _Unread(ctypes.Structure):
-    """As `UnreadTexts` of csrc/decoder_draft.cpp."""
-
-    _fields_ = (
-        *((name, c_void_p) for name in _UNREAD),
-        *((name, c_int64) for name in ("table_width", "block_size")),
-    )
-
-
-class _Task(ctypes.Structure):
+class NativeTask(ctypes.Structure):
     """As `DraftTask` of csrc/growth.h."""
 
     _fields_ = (
@@ -181,8 +169,8 @@ class NativeGrowth:
     """Whole drafts: of a decoder in one call, of what else says what may follow level by level."""
 
     def __init__(self, library: Library) -> None:
-        task, handle, address = ctypes.POINTER(_Task), c_void_p, c_void_p
-        function, unread = library.function, ctypes.POINTER(_Unread)
+        task, handle, address = ctypes.POINTER(NativeTask), c_void_p, c_void_p
+        function, unread = library.function, ctypes.POINTER(UnreadOf)
         self._draft = function("decoder_draft", [handle, task, unread], c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
         of_level = [handle, address, address]
@@ -200,34 +188,13 @@ class NativeGrowth:
             decoder: address of the `Decoder`.
             size, dtype: D of its states, and their type.
         """
-        task = self._task(growth)
-        table_width = max([len(span.block_ids) for span in unread.spans])
-        numbers, blocks = array("q"), array("i")
-        num_skipped = unread.num_skipped or [0] * len(unread.spans)
-        for (context_len, count, _, block_ids, text_start, _), skipped in zip(
-            unread.spans, num_skipped, strict=True
-        ):
-            numbers.extend((context_len, count, text_start, skipped))
-            blocks.extend(block_ids)
-            blocks.extend([0] * (table_width - len(block_ids)))
-        num_numbers = len(numbers)
-        numbers.extend(unread.places)
-        spans = numbers.buffer_info()[0]
-        features_NF, states_TD = unread.features_NF, None
+        task, texts = self.task(growth), UnreadArrays(unread, dtype)
+        states_TD = None
         if unread.wants_states:
             num_rows = sum([span.num_causal for span in unread.spans])
             states_TD = torch.empty((num_rows, size), dtype=dtype)
-        native = _Unread(
-            spans,
-            spans + num_numbers * numbers.itemsize,
-            address_of(unread.token_ids_SL, torch.int64),
-            None if features_NF is None else address_of(features_NF, dtype),
-            blocks.buffer_info()[0],
-            None if states_TD is None else states_TD.data_ptr(),
-            table_width,
-            unread.block_size,
-        )
-        is_valid = self._draft(decoder, ctypes.byref(task.native), ctypes.byref(native))
+            texts.native.states = states_TD.data_ptr()
+        is_valid = self._draft(decoder, ctypes.byref(task.native), ctypes.byref(texts.native))
         assert is_valid, "a token or a position is out of its table"
         drafts = task.drafts()
         return drafts if states_TD is None else replace(drafts, states_TD=states_TD)
@@ -236,7 +203,7 @@ class NativeGrowth:
         self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `ops.Grow`, of float32 logits."""
-        task, num_requests = self._task(growth), len(growth.num_tokens_B)
+        task, num_requests = self.task(growth), len(growth.num_tokens_B)
         handle = self._create(ctypes.byref(task.native))
         try:
             first_row, frontier = 0, None
@@ -254,7 +221,7 @@ class NativeGrowth:
             self._destroy(handle)
         return task.drafts()
 
-    def _task(self, growth: Growth) -> "_Drafting":
+    def task(self, growth: Growth) -> "_Drafting":
         """How the requests choose is kept: the newest batch is the next one too, as a rule."""
         newest = self._newest
         if newest is None or not newest.hold_for(growth):
@@ -334,7 +301,7 @@ class _KeptColumns:
             None if sampling.allowed is None else at(_allowed_BV(growth), torch.bool),
             None if sampling.bias is None else at(_bias_BV(growth), torch.float32),
         )
-        self.task = _Task(
+        self.task = NativeTask(
             num_requests=growth.num_tokens_B.shape[0],
             size=sampling.vocab_size,
             worth=_NO_SHARES,  # each level sets the number of shares

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
-from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.ops import DecoderSpec, LayerSpec
+from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.ops import DecoderSpec, LayerSpec, Product
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
 
 
@@ -68,6 +68,33 @@ class ReferenceDecoder:
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        return by_levels()
+
+    def write_context(
+        self,
+        product: Product,
+        features_TD: Tensor,
+        caches: Sequence[LayerCache],
+        positions_T: Tensor,
+        slots_T: Tensor,
+    ) -> None:
+        layers, num_kv_heads = self._spec.layers, self._spec.num_kv_heads
+        cos_sin_TC = self._spec.cos_sin_MC.index_select(0, positions_T)
+        of_layers_T2GC = product(features_TD).unflatten(1, (len(layers), 2, num_kv_heads, -1))
+        for layer, cache, of_layer_T2GC in zip(
+            layers, caches, of_layers_T2GC.unbind(1), strict=True
+        ):
+            k_TGC, v_TGC = of_layer_T2GC.unbind(1)
+            k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
+            self._spec.attention.write(k_TGC, v_TGC, cache, slots_T)
+
+    def draft_block(
+        self,
+        spec: BlockSpec,
+        unread: UnreadTexts,
+        growth: Growth,
+        by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
         return by_levels()
 
