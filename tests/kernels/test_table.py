@@ -4,7 +4,7 @@ comparisons.py says how an operation gets its comparison.
 """
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from outdraft.kernels.choose import REFERENCE, choose_kernels, computed_by, kernels_options
 from outdraft.kernels.native.library import usable_instruction_sets
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, operation_names
 from outdraft.kernels.triton.select import triton_attention
 from tests.kernels.comparisons import Case, Comparison
 
 CPU = torch.device("cpu")
-OPERATIONS = [field.name for field in fields(Kernels) if field.name != "name"]
+OPERATIONS = operation_names()
 TABLES = [*kernels_options(), *(["triton"] if find_spec("triton") else [])]
 
 

@@ -1,12 +1,14 @@
 """Networks of the transformers library on the paged cache, against the library's own attention."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     BartConfig,
     DogeConfig,
@@ -251,3 +253,26 @@ def test_a_random_model_is_the_same_every_time(tmp_path: Path) -> None:
     written(CONFIGS["phi-3"](), tmp_path, "Phi3ForCausalLM")
     one, other = (Texts(loaded(tmp_path, has_random_weights=True)) for _ in range(2))
     assert torch.equal(one.read()[0], other.read()[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_threads"), [({}, 1), ({"hidden_act": "relu"}, 3)], ids=["packed", "torch's"]
+)
+def test_torch_leaves_the_cores_to_kernels_that_have_all_products(
+    changes: dict[str, str], num_threads: int, tmp_path: Path
+) -> None:
+    """The kernels have no experts with ReLU: torch multiplies those, with all its threads."""
+    save(randomised_family("mixtral", **changes), tmp_path)
+    kernels = replace(reference_kernels(in_order=True), has_threads=True)
+    texts = Texts(loaded(tmp_path, kernels=kernels))
+    seen, before = set[int](), torch.get_num_threads()
+    hook = register_module_forward_hook(lambda *_: seen.add(torch.get_num_threads()))
+    torch.set_num_threads(3)
+    try:
+        texts.read()
+        after = torch.get_num_threads()
+    finally:
+        hook.remove()
+        torch.set_num_threads(before)
+    assert seen - {3} == {num_threads} - {3}
+    assert after == 3

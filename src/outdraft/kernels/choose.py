@@ -1,6 +1,6 @@
 """The one place that chooses how operations are computed."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -11,7 +11,7 @@ from outdraft.kernels.native.limits import Limits
 from outdraft.kernels.native.ranks import NativeMemoryTransports
 from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_kernels
 from outdraft.kernels.native.team import shared_team
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, operation_names
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kernels.triton.select import triton_attention
 
@@ -38,7 +38,7 @@ def has_library() -> bool:
 def computed_by(kernels: Kernels) -> dict[str, str]:
     """For each operation the module that computes it, as its name below `outdraft.kernels`."""
     found: dict[str, str] = {}
-    for operation in (field.name for field in fields(Kernels) if field.name != "name"):
+    for operation in operation_names():
         computing = getattr(kernels, operation)
         computing = getattr(computing, "func", computing)  # what a functools.partial calls
         named = computing if hasattr(computing, "__qualname__") else type(computing)

@@ -11,7 +11,7 @@ S texts, L tokens, D inputs, E outputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -496,9 +496,12 @@ class Kernels:
 
     Attributes:
         name: for people.
+        has_threads: products and attention have threads of their own, which wait for cores while
+            torch's threads have them.
     """
 
     name: str
+    has_threads: bool
     attention: "AttentionBackend"
     place_rows: PlaceRows
     shape_rows: ShapeRows
@@ -526,3 +529,8 @@ class Kernels:
     match: Match
     verify: Verify
     compile_decoder: CompileDecoder
+
+
+def operation_names() -> list[str]:
+    """Of all that a table chooses."""
+    return [field.name for field in fields(Kernels) if field.name not in ("name", "has_threads")]

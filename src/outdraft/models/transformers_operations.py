@@ -5,7 +5,8 @@ Falcon attends by torch's function; routers multiply by it, and torch's products
 bits beside other rows, so that a text could go to other experts because of its neighbours.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,6 +31,24 @@ def catch_operations(module: nn.Module, kernels: Kernels) -> None:
             return forward(*args, **kwargs)
 
     module.forward = own_forward
+
+
+@contextmanager
+def one_torch_thread(is_wanted: bool) -> Generator[None]:
+    """Inside, torch leaves the other cores to the kernels' threads, if that is wanted.
+
+    Those spin between two products. Where torch shares so little as a sum over the cores, each of
+    the two waits for the other's cores: prompts took half as long again.
+    """
+    if not is_wanted:
+        yield
+        return
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def is_router(module: nn.Module) -> bool:

@@ -59,6 +59,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
     return replace(
         kernels,
         name=library.name,
+        has_threads=num_threads > 1,
         gumbel=sampling.gumbel,
         mask_forbidden=sampling.mask_forbidden,
         finite_rows=sampling.finite_rows,

@@ -20,6 +20,7 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
     """
     return Kernels(
         name="reference",
+        has_threads=False,
         attention=ReferenceAttention(in_order=in_order),
         place_rows=rows.place_rows,
         place_level=rows.place_level,
