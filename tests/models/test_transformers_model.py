@@ -259,7 +259,7 @@ def test_a_random_model_is_the_same_every_time(tmp_path: Path) -> None:
     ("changes", "num_threads"), [({}, 1), ({"hidden_act": "relu"}, 3)], ids=["packed", "torch's"]
 )
 def test_torch_leaves_the_cores_to_kernels_that_have_all_products(
-    changes: dict[str, str], num_threads: int, tmp_path: Path
+    changes: dict[str, Any], num_threads: int, tmp_path: Path
 ) -> None:
     """The kernels have no experts with ReLU: torch multiplies those, with all its threads."""
     save(randomised_family("mixtral", **changes), tmp_path)
