@@ -532,5 +532,5 @@ class Kernels:
 
 
 def operation_names() -> list[str]:
-    """Of all that a table chooses."""
+    """All that a table chooses an implementation for."""
     return [field.name for field in fields(Kernels) if field.name not in ("name", "has_threads")]
