@@ -15,6 +15,9 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.draft_ops import Frontier
+from outdraft.models.dflash import DFlashNetwork
+from outdraft.models.dflash_loader import load_dflash
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
@@ -40,12 +43,15 @@ from tests.models.head_checkpoints import (
     random_hidden,
     write,
 )
+from tests.models.test_dflash import Drive as BlockDrive
 from tests.models.test_eagle import Drive, check_against_reference
+from tests.oracle.heads import random_head
 from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
 SIZES = [(2, 1), (2, 2), *(pytest.param(4, one, marks=SLOW) for one in (1, 2, 4))]
+BLOCKS = ["dflash", "dspark"]
 VOCAB, HIDDEN, LAYERS = TINY["vocab_size"], TINY["hidden_size"], TINY["num_hidden_layers"]
 over_ranks = pytest.mark.parametrize(("size", "draft_size"), SIZES)
 
@@ -248,6 +254,44 @@ def test_an_embedding_that_differs_on_one_rank_only_is_kept_on_all(
         assert [one.embed_tokens is not None for one in networks] == [differs] * size
 
 
+def spread_blocks(path: Path, target_path: Path, ranks: Ranks) -> DFlashNetwork:
+    target = load(target_path, ranks.target)
+    tables = TargetTables(target, ranks.draft, target_path)
+    return load_dflash(path, target, target.kernels, None, tables)
+
+
+@over_ranks
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_blocks_are_drafted_as_on_one_rank(
+    kind: str, size: int, draft_size: int, checkpoint: Path, tmp_path: Path
+):
+    """With a context in the cache, and two blocks of other lengths behind it."""
+    path = random_head(kind, checkpoint, tmp_path / kind)
+    tokens_B1 = torch.tensor([[3], [5]])
+
+    def logits(ranks: Ranks) -> Tensor:
+        drive, found = BlockDrive(spread_blocks(path, checkpoint, ranks)), list[Tensor]()
+        sent(ranks.target), sent(ranks.draft)  # of loading
+        for lengths in ((13, 30), (16, 31)):
+            levels = drive.levels(lengths, 3)
+            found.append(levels.first_logits())
+            for depth in (1, 2):
+                frontier = Frontier(tokens_B1, tokens_B1 * 0, tokens_B1, depth, depth - 1)
+                found.append(levels.next_logits(frontier)[:, 0])
+        assert sent(ranks.target) == ({}, {})
+        assert sent(ranks.peers) == ({}, {})
+        # Of two blocks: the embedding and two sums a layer; texts are read without any.
+        calls = {"sum": 2 * (1 + 2 * 2), "join_columns": 2}
+        assert sent(ranks.draft)[0] == (calls if ranks.draft.size > 1 else {})
+        return torch.stack(found)
+
+    want = logits(Ranks())
+    is_known = want.isfinite()
+    for got in on_ranks(size, draft_size, logits):
+        assert torch.equal(got.isfinite(), is_known)
+        assert (got - want)[is_known].abs().max() <= 1e-10
+
+
 TOKEN_MAP = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))[:20]
 
 
@@ -350,4 +394,8 @@ def test_ranks_that_do_not_divide_a_drafter_are_refused_by_the_name_of_their_opt
     whole = load(checkpoint, Ranks().target)
     refused(
         lambda group: load_eagle(tmp_path, whole, whole.kernels, None, TargetTables(whole, group))
+    )
+    blocks = random_head("dflash", checkpoint, tmp_path / "dflash")
+    refused(
+        lambda group: load_dflash(blocks, whole, whole.kernels, None, TargetTables(whole, group))
     )

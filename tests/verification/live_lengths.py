@@ -18,11 +18,13 @@ def live_lengths(
     stops: Sequence[LiveStop | None],
     wanted: Sequence[int],
     num_host_rows: int = 0,
+    told: Callable[[int, Chain, int], float] | None = None,
 ) -> tuple[int, ...]:
     """Tokens that are drafted for each request, as the engine's own rule has it.
 
     proposer: (request, prefix) -> probabilities [V]. chains: tokens that would be drawn, by
-    request, at least as many as are wanted.
+    request, at least as many as are wanted. told: (request, chain, level) -> log-odds of the level
+    that the network tells in the place of its margin.
     """
     depth = max(wanted)
     asks = [
@@ -35,5 +37,8 @@ def live_lengths(
     live = LiveStops(torch.tensor(wanted), rules)
     for level in range(depth):
         probs = [proposer(which, tuple(chain[:level])) for which, chain in enumerate(chains)]
-        live.look(torch.tensor(np.array(probs)).log())
+        odds_B = None
+        if told is not None:
+            odds_B = torch.tensor([told(which, one, level) for which, one in enumerate(chains)])
+        live.look(torch.tensor(np.array(probs)).log(), odds_B)
     return tuple(live.num_drafts_B.tolist())

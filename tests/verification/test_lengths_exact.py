@@ -35,6 +35,7 @@ TEXTS = all_sequences(V, LENGTH)
 Chain = tuple[int, ...]
 Chains = tuple[Chain, Chain]
 Lengths = Callable[[Chains], tuple[int, int]]
+Told = Callable[[int, Chain, int], float]  # log-odds of a request's level
 
 TARGETS = [random_model(seed, ("plain",))[0] for seed in (1, 2)]
 # What the network draws from, behind each draft. It is sure of itself behind a 0 of the first
@@ -116,10 +117,24 @@ def live(
     row_cap: int = 1 << 30,
     wanted: tuple[int, int] = (DEPTH, DEPTH),
     num_host_rows: int = 0,
+    told: Told | None = None,
 ) -> Lengths:
     """The engine's own live rule, with a price, weights and levels of finished steps."""
     stops = [LiveStop((1.0,) * DEPTH, (one,) * DEPTH, price, row_cap) for one in bias_of]
-    return lambda chains: live_lengths(proposer, chains, stops, wanted, num_host_rows)
+    return lambda chains: live_lengths(proposer, chains, stops, wanted, num_host_rows, told)
+
+
+EVEN = 5.0  # what even odds count as, in the place of a margin
+
+
+def behind_the_token_above(which: int, chain: Chain, level: int) -> float:
+    """Log-odds as a confidence head tells them: of a level's row, and of the token before it."""
+    return (0.8, 0.3)[which] if level == 0 else (2.0, -1.5, 0.4)[chain[level - 1]]
+
+
+def of_the_draft_itself(which: int, chain: Chain, level: int) -> float:
+    """As a head would that reads the token of its own level."""
+    return (2.0, -1.5, 0.4)[chain[level]]
 
 
 def lengths_of(rule: Lengths) -> set[tuple[int, int]]:
@@ -138,6 +153,12 @@ IN_USE: dict[str, Lengths] = {
     "a live price with a cap of three rows": live(0.4, row_cap=3),
     "a cap that drafts of the host share": live(0.4, row_cap=4, num_host_rows=1),
     "levels that differ by request under a live price": live(0.4, wanted=(2, 1)),
+    "a live price of odds that a network tells": live(
+        0.4, bias_of=(-EVEN, -EVEN), told=behind_the_token_above
+    ),
+    "a live price of told odds, with a cap of three rows": live(
+        0.3, bias_of=(-EVEN, -EVEN), row_cap=3, told=behind_the_token_above
+    ),
 }
 
 
@@ -236,6 +257,10 @@ BIASED: dict[str, tuple[Lengths, float]] = {
     "the best number of rows of this step, with stairs": (best_of_this_step(STAIRS), 0.01),
     "chains that are dropped whole": (dropped_whole, 0.05),
     "rows that are dropped behind the drafts": (cap_by_drawn_tokens, 0.01),
+    "odds of a network that has read the draft": (
+        live(0.4, bias_of=(-EVEN, -EVEN), told=of_the_draft_itself),
+        0.01,
+    ),
 }
 
 
