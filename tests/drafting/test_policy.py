@@ -383,6 +383,23 @@ def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_s
     assert control.plain_times == []
 
 
+def test_only_steps_that_are_learned_from_tell_margins_and_compare_settled_tokens():
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a", temperature=0.0)
+    told = list[DraftChoice]()
+    for wants_margins in (False, True, False, True):  # the first step is decided
+        control.wants_margins = wants_margins
+        told.append(ours.choose([one], 1, ROOM)["a"])
+        ours.observe([booking(one, told[-1])], stats(5))
+        control.is_held, control.standing = True, ours.decision
+    assert [choice.stop is not None for choice in told] == [False, True, False, True]
+    assert [choice.teaches for choice in told] == [False, True, False, True]
+    assert told[0] is told[2]  # none is made anew
+    assert told[1] is told[3]
+    assert told[1].stop.price == 0.0  # it ends no draft
+
+
 def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_network():
     ids = "a", "b"
     control = Scripted(lambda _: [Grant(one, "draft_model", 4, 4, 2) for one in ids])

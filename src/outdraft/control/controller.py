@@ -184,8 +184,9 @@ class Controller:
 
     @property
     def wants_margins(self) -> bool:
-        """Chances of acceptance are learned from them, also where no chain is ended by them."""
-        return True
+        """Chances of acceptance are learned from them, also where no chain is ended by them: in
+        steps that are observed. To tell them takes a twentieth of a short step."""
+        return self.wants_outcome
 
     @property
     def has_wrong_costs(self) -> bool:

@@ -65,7 +65,7 @@ class LengthPolicy(Protocol):
     @property
     def wants_margins(self) -> bool:
         """Whether networks should tell the margins of their chains, and what they would have
-        drafted where they catch up."""
+        drafted where they catch up, in the step that was decided, or held, just now."""
         ...
 
     @property

@@ -7,7 +7,7 @@ phase took; offers of the host that were not used are compared with the text tha
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
@@ -118,6 +118,21 @@ class _Step:
     decision: Decision
 
 
+@dataclass(frozen=True, slots=True)
+class _Translated:
+    """What a decision means for the engine.
+
+    Attributes:
+        choices: by request; with margins that are told, and without.
+    """
+
+    decision: Decision
+    told: StepDecision
+    choices: dict[bool, dict[str, DraftChoice]] = field(
+        default_factory=dict[bool, dict[str, DraftChoice]]
+    )
+
+
 class DraftPolicy:
     """Translates requests, decisions and outcomes.
 
@@ -152,7 +167,7 @@ class DraftPolicy:
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
-        self._newest: tuple[Decision, StepDecision, dict[str, DraftChoice]] | None = None
+        self._newest: _Translated | None = None
         self._on_wrong_costs = on_wrong_costs
         self._alarms = SourceAlarms(str(source) for source in config.methods)
 
@@ -413,18 +428,26 @@ class DraftPolicy:
     def _translated(
         self, decision: Decision, drafts: dict[str, Drafts]
     ) -> tuple[StepDecision, dict[str, DraftChoice]]:
-        """A decision that holds for several steps is translated once."""
-        if not drafts and self._newest is not None and self._newest[0] is decision:
-            return self._newest[1:]
-        told = explained(decision)
-        choices = {
-            grant.request_id: self._choice(grant, decision, drafts.get(grant.request_id, {}))
-            for grant in decision.grants
-        }
-        self._newest = None if drafts else (decision, told, choices)
-        return told, choices
+        """A decision that holds for several steps is translated once, and once for its lesson."""
+        newest = self._newest
+        if newest is None or newest.decision is not decision or drafts:
+            newest = _Translated(decision, explained(decision))
+            self._newest = None if drafts else newest
+        margins = self.control.wants_margins
+        choices = newest.choices.get(margins)
+        if choices is None:
+            choices = newest.choices[margins] = {
+                grant.request_id: self._choice(
+                    grant, decision, drafts.get(grant.request_id, {}), margins=margins
+                )
+                for grant in decision.grants
+            }
+        return newest.told, choices
 
-    def _choice(self, grant: Grant, decision: Decision, drafts: Drafts) -> DraftChoice:
+    def _choice(
+        self, grant: Grant, decision: Decision, drafts: Drafts, *, margins: bool
+    ) -> DraftChoice:
+        """`margins`: a network tells them, and is compared with what it catches up with."""
         source = DraftSource(grant.source)
         if source in drafts:
             return DraftChoice(source, drafts[source].first_levels(grant.levels))
@@ -432,7 +455,7 @@ class DraftPolicy:
         drafting, stop = self._drafter.drafting, None
         if grant.shape == CHAIN and self._drafter.chain is not None:
             drafting = self._drafter.chain
-        teaches = self.control.wants_margins and not drafting.is_tree
+        teaches = margins and not drafting.is_tree
         if grant.stop is not None:
             stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
         elif teaches:
