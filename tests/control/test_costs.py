@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
-from outdraft.control.drift import LONG, Costs
+from outdraft.control.drift import HOST_CLIP, LONG, Correction, Costs, LoneCorrection
 from outdraft.control.facts import (
     Decision,
     DraftOutcome,
@@ -177,3 +177,14 @@ def test_what_a_network_adds_to_the_targets_pass_is_no_news_of_plain_steps():
     for _ in range(50):
         costs.observe(StepOutcome(facts, decision, drafts, 2, 2, 0.13, target_s, 0.0))
     assert costs.target_s(1, 0) == pytest.approx(before, rel=0.01)
+
+
+def test_a_correction_of_one_bucket_is_that_of_many_to_the_last_bit():
+    rng = np.random.default_rng(0)
+    for clip in (0.2, HOST_CLIP):
+        lone, many = LoneCorrection(clip), Correction(1, clip)
+        for _ in range(300):
+            times = (10 ** rng.uniform(-4, 0, 2)).tolist() if rng.random() < 0.9 else [0.0, 1.0]
+            lone.observe(*times)
+            many.observe(0, *times)
+            assert (lone.factor, lone.num_far) == (many.factor(0), many.num_far)

@@ -1,11 +1,14 @@
 """The plan of a step is the best one: against all combinations of lengths."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from outdraft.control.decision import Option, Prices, best_plan
+from outdraft.control.decision import best_of_many, best_plan
+from outdraft.control.few import best_of_few
+from outdraft.control.plans import Option, Prices
 
 
 def falling(rng, count):
@@ -140,3 +143,29 @@ def test_a_tree_level_that_is_poor_by_itself_is_taken_for_the_one_behind_it():
     plan = best_plan([[tree], [tree]], prices)
     assert [pick.levels for pick in plan.picks] == [3, 3]
     assert plan.objective == pytest.approx(2 * (0.9 + 0.85 + 0.8 - 6 * 0.25))
+
+
+def random_option(rng, max_levels):
+    """A draft of the host or the network, chain or tree, with something to catch up or without."""
+    survivals = falling(rng, int(rng.integers(1, max_levels + 1)))
+    shape = tuple(rng.integers(1, 4, len(survivals)).tolist()) if rng.random() < 0.3 else ()
+    is_network = bool(rng.random() < 0.7)
+    fixed_s = rng.uniform(0, 0.5) if is_network and rng.random() < 0.4 else 0.0
+    return Option("any", survivals, shape, is_network, fixed_s)
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 50))
+def test_loops_for_few_requests_find_the_plan_of_arrays_to_the_last_bit(seed: int):
+    num_drafting = 0
+    for own in range(seed, seed + 50):
+        rng = np.random.default_rng(own)
+        prices = random_prices(rng, int(rng.integers(1, 24)), stairs=own % 2 == 0)
+        prices = replace(prices, drafting_s=rng.uniform(0, 0.2))
+        chosen = [(place, random_option(rng, 8)) for place in range(2, 2 + int(rng.integers(1, 6)))]
+        few, many = best_of_few(chosen, prices), best_of_many(chosen, prices)
+        if many.objective > 0:
+            num_drafting += 1
+            assert few == many
+        else:
+            assert few.picks == ()
+    assert num_drafting > 10

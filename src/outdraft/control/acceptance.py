@@ -235,16 +235,20 @@ class NetworkCurve:
             batch = fates[start : start + BATCH]
             before = [level.logit for level in self._levels]
             excess = variance = 0.0
+            num_right, num_wrong = [0] * len(before), [0] * len(before)
+            for most, done in batch:
+                for depth in range(min(done, len(before))):
+                    num_right[depth] += 1
+                if done < min(most, len(before)):
+                    num_wrong[done] += 1
             num_seen = 0
-            for depth, level in enumerate(self._levels):
-                labels = [done > depth for most, done in batch if done >= depth < most]
-                if not labels:
+            for level, right, wrong in zip(self._levels, num_right, num_wrong, strict=True):
+                if not (count := right + wrong):
                     break
-                num_seen = depth + 1
-                mean = sum(labels) / len(labels)
-                error, spread = level.observe(mean, offset.value, self.memory, len(labels))
+                error, spread = level.observe(right / count, offset.value, self.memory, count)
                 excess, variance = excess + error, variance + spread
-                self.num_labels += 0 if depth else len(labels)
+                self.num_labels += 0 if num_seen else count
+                num_seen += 1
             self._spread(before, num_seen)
             offset.observe(excess, variance)
             if self._surprise.observe(excess, variance):

@@ -7,12 +7,12 @@ is drafted, the engine itself compares its live survival with the decision's pri
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from outdraft.control.answers import Answers, Question, question
 from outdraft.control.costs import CostTable
-from outdraft.control.decision import Option, Plan, Prices, best_plan, plain
+from outdraft.control.decision import best_plan
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
@@ -20,6 +20,7 @@ from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
+from outdraft.control.plans import Option, Plan, Prices, plain
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
@@ -36,7 +37,7 @@ RARER = 3  # and how many times as many until the next, where steps are short: a
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
-ROUTINE = 8  # plain steps of which one is timed
+ROUTINE = 8  # steps that are held of which one is timed; MAX_STEPS is a multiple of it
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 
@@ -124,37 +125,40 @@ class Controller:
             held = self._standing.find(num_requests, prompt_rows)
         if held is None:
             return False
-        self._held, decision = held, held.decision
-        self.is_passing = bool(decision.grants)
+        self._held = held
+        self.is_passing = held.drafts
         self.wants_outcome = held.left == held.lesson_at
         self._num_steps += 1
         self._reused += 1
-        if decision.grants:
+        if held.drafts:
             self._since_plain += 1
             return True
         self._since_plain = 0
         self._num_plain += 1
         self.probe.pass_by()
-        if decision.reason is Reason.PATIENCE:
+        if held.decision.reason is Reason.PATIENCE:
             self._regime(num_requests).guard.pass_by()
         return True
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
     ) -> None:
         """A step of a decision that holds for several brought so many tokens and took so long.
 
-        fates: of its drafts, if the step is no lesson.
+        fates: of its drafts, if the step is no lesson; looked at later.
         """
-        assert self._held is not None
-        self._held.pass_by(num_tokens, step_s, fates)
-        if self._num_steps % self._routine == 0:
-            self.costs.observe_host(self._held.num_requests, host_s, drafts=True)
+        held = self._held
+        assert held is not None
+        held.passed.append((num_tokens, step_s, fates))
+        if self._num_steps % ROUTINE == 0 and self._num_steps % self._routine == 0:
+            self.costs.observe_host(held.num_requests, host_s, drafts=True)
 
     @property
     def wants_plain_time(self) -> bool:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
         number = self._num_plain
+        if number % ROUTINE and number > WARM_PLAIN[1] + TIMED_PLAIN:
+            return False
         return number >= self._warm and (
             number <= self._warm + TIMED_PLAIN or number % self._routine == 0
         )

@@ -13,119 +13,14 @@ Dimension key: I levels of all drafts, D depths of networks (0 included), B numb
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
 
-from outdraft.control.facts import CHAIN, Shape
+from outdraft.control.few import best_of_few
+from outdraft.control.plans import Option, Pick, Plan, Prices, falling, plain, price_of
 
-FREE_ROW = 0.05  # tokens; at low load, where rows cost less, no chain is ended by its confidence
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One way in which a request could draft.
-
-    Attributes:
-        survivals: by level, the chance that at least so many levels are accepted; never rising.
-        shape: rows of each level; CHAIN: one each.
-        is_network: its levels take passes.
-        fixed_s: seconds that using it costs at all: its share of catching up.
-    """
-
-    source: str
-    survivals: Sequence[float]
-    shape: Shape = CHAIN
-    is_network: bool = False
-    fixed_s: float = 0.0
-    match_length: int = 0
-
-    def rows_at(self, level: int) -> int:
-        """Rows of a level, the first of which is 0."""
-        return self.shape[level] if self.shape else 1
-
-    def pass_rows(self, level: int) -> int:
-        """Rows that the pass for a level reads: those of the level above."""
-        return self.rows_at(level - 1) if level else 1
-
-    def num_rows(self, num_levels: int) -> int:
-        return sum(self.shape[:num_levels]) if self.shape else num_levels
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """What a step's drafts cost.
-
-    Attributes:
-        target_N: seconds of the target's pass with 0, 1, ... rows of drafts, up to the most that
-            are allowed.
-        pass_N: seconds of a network's pass with 0, 1, ... rows.
-        max_passes: the network's, for a draft of any depth.
-        rate: g, tokens a second.
-        start_s: of a step in which the network drafts, beside its passes; what it adds to the
-            target's pass included.
-        drafting_s: of the host in a step in which anybody drafts, beyond a plain one.
-    """
-
-    target_N: Sequence[float]
-    pass_N: Sequence[float]
-    max_passes: int
-    rate: float
-    start_s: float = 0.0
-    drafting_s: float = 0.0
-
-    @property
-    def max_rows(self) -> int:
-        return len(self.target_N) - 1
-
-    def times(self, speedup: float) -> "Prices":
-        """The same where time is worth so many times more."""
-        return replace(self, rate=self.rate * speedup)
-
-
-@dataclass(frozen=True, slots=True)
-class Pick:
-    """A request's part of a plan: an option, and how many of its levels."""
-
-    request: int
-    option: Option
-    levels: int
-
-    @property
-    def tokens(self) -> float:
-        return float(sum(self.option.survivals[: self.levels]))
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Drafts of a step.
-
-    Attributes:
-        depth: levels that networks may reach.
-        rows: of all drafts.
-        price: what one more row is worth, in tokens, to networks' chains: the smallest survival
-            that was taken, if others were left out; else the cost of the last rows, and 0 if that
-            is next to nothing.
-        tokens: accepted drafts that are expected.
-        objective: J less that of plain decoding, in tokens.
-        draft_s, target_s: of the step; shares of catching up are in `fixed_s`.
-    """
-
-    picks: tuple[Pick, ...]
-    depth: int
-    rows: int
-    price: float
-    tokens: float
-    objective: float
-    draft_s: float
-    target_s: float
-    fixed_s: float
-
-
-def plain(prices: Prices) -> Plan:
-    """No drafts."""
-    return Plan((), 0, 0, 0.0, 0.0, 0.0, 0.0, float(prices.target_N[0]), 0.0)
+FEW = 256  # levels times depths up to which plain loops take less time than arrays
 
 
 def best_plan(options: Sequence[Sequence[Option]], prices: Prices) -> Plan:
@@ -187,7 +82,7 @@ def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan
         (Pick(request, option, levels),),
         levels if option.is_network else 0,
         rows,
-        _price(option.survivals[:levels], prices, rows, is_trimmed=False),
+        price_of(option.survivals[:levels], prices, rows, is_trimmed=False),
         tokens,
         best,
         draft_s - option.fixed_s,
@@ -198,6 +93,14 @@ def _best_alone(request: int, options: Sequence[Option], prices: Prices) -> Plan
 
 def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
     """The best plan if each request has one option: every depth with every number of rows."""
+    num_levels = sum([len(option.survivals) for _, option in chosen])
+    depth = max([len(option.survivals) if option.is_network else 0 for _, option in chosen])
+    is_few = num_levels * (1 + depth) <= FEW
+    return best_of_few(chosen, prices) if is_few else best_of_many(chosen, prices)
+
+
+def best_of_many(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
+    """As `best_of_few`, whose fast twin it is for larger batches."""
     levels = _Levels(chosen, prices)
     depths_D1 = np.arange(levels.max_depth + 1)[:, None]
     is_in_DI = levels.depth_I[None, :] <= depths_D1
@@ -224,7 +127,7 @@ def _best_pooled(chosen: Sequence[tuple[int, Option]], prices: Prices) -> Plan:
         ),
         int(depth),
         int(rows_DI[depth, last]),
-        _price(
+        price_of(
             levels.tokens_I[live].tolist(), prices, int(rows_DI[depth, last]), is_trimmed=is_trimmed
         ),
         float(levels.tokens_I[taken].sum()),
@@ -261,7 +164,7 @@ class _Levels:
                 pass_rows_I[own] *= [option.pass_rows(level) for level in levels]
                 is_chain_I[own] = False
             if option.shape or option.fixed_s:
-                density_I[own] = _falling(option, prices.rate)
+                density_I[own] = falling(option, prices.rate)
         order = (-density_I).argsort(kind="stable")
         self.tokens_I = tokens_I[order]
         self.rows_I = rows_I[order]
@@ -286,36 +189,6 @@ class _Levels:
             added[0] += prices.start_s if depth == 1 else 0.0
             draft_I[at] = added
         return draft_I
-
-
-def _falling(option: Option, rate: float) -> Sequence[float]:
-    """Tokens a row by level, averaged where they would rise: slopes of the concave hull.
-
-    What the option costs at all is taken from its first level.
-    """
-    if not option.shape and option.fixed_s == 0:
-        return option.survivals
-    blocks: list[tuple[float, int, int]] = []  # tokens, rows, levels
-    for level, survival in enumerate(option.survivals):
-        tokens = survival - (0 if level else rate * option.fixed_s)
-        blocks.append((tokens, option.rows_at(level), 1))
-        while len(blocks) > 1 and blocks[-2][0] * blocks[-1][1] < blocks[-1][0] * blocks[-2][1]:
-            (a, b, c), (d, e, f) = blocks.pop(), blocks.pop()
-            blocks.append((a + d, b + e, c + f))
-    return [tokens / rows for tokens, rows, levels in blocks for _ in range(levels)]
-
-
-def _price(survivals: Sequence[float], prices: Prices, rows: int, *, is_trimmed: bool) -> float:
-    """Plan.price, from the survivals of networks' chain levels that were taken."""
-    if not survivals:
-        return 0.0
-    smallest = min(survivals)
-    if is_trimmed:
-        return smallest
-    first = rows // 2
-    cost_s = float(prices.target_N[rows] - prices.target_N[first])
-    price = min(smallest, prices.rate * cost_s / (rows - first))
-    return price if price >= FREE_ROW else 0.0
 
 
 def _slope(prices: Prices, num_requests: int) -> float:

@@ -36,6 +36,7 @@ class Correction:
         """`clip`: the largest correction, either way, as a logarithm."""
         self._clip = clip
         self.num_far = 0  # times in a row that the correction was beyond FAR
+        self._factors: list[float] | None = None  # until the next time is observed
         bucket_N = np.arange(num_buckets)
         near_NN = NEAR ** np.abs(bucket_N[:, None] - bucket_N)
         self._log_N = np.zeros(num_buckets)
@@ -45,10 +46,13 @@ class Correction:
     @property
     def factors(self) -> list[float]:
         """By bucket."""
-        return [math.exp(max(-self._clip, min(self._clip, log))) for log in self._log_N.tolist()]
+        if self._factors is None:
+            logs_N, clip = self._log_N.tolist(), self._clip
+            self._factors = [math.exp(max(-clip, min(clip, log))) for log in logs_N]
+        return self._factors
 
     def factor(self, bucket: int) -> float:
-        return math.exp(max(-self._clip, min(self._clip, float(self._log_N[bucket]))))
+        return self.factors[bucket]
 
     def observe(self, bucket: int, table_s: float, actual_s: float) -> None:
         """Learn what a pass of this bucket took, and what the table says that it takes."""
@@ -57,12 +61,39 @@ class Correction:
         surprise = math.log(actual_s / table_s) - float(self._log_N[bucket])
         surprise = max(-SURPRISE, min(SURPRISE, surprise))
         self._variance_NN += self._walk_NN
+        self._factors = None
         own_N = self._variance_NN[bucket].copy()
         gain_N = own_N * (1 / (float(own_N[bucket]) + NOISE))
         self._log_N += surprise * gain_N
         self._variance_NN -= gain_N[:, None] * own_N
         is_far = abs(float(self._log_N[bucket])) > FAR
         self.num_far = self.num_far + 1 if is_far else 0
+
+
+class LoneCorrection:
+    """As Correction, of a table with one bucket: numbers, which take a tenth of arrays' time."""
+
+    def __init__(self, clip: float = CLIP) -> None:
+        self._clip = clip
+        self.num_far = 0
+        self._log = 0.0
+        self._variance = SHARED + OWN
+
+    @property
+    def factor(self) -> float:
+        return math.exp(max(-self._clip, min(self._clip, self._log)))
+
+    def observe(self, table_s: float, actual_s: float) -> None:
+        """As Correction."""
+        if table_s <= 0 or actual_s <= 0:
+            return
+        surprise = math.log(actual_s / table_s) - self._log
+        surprise = max(-SURPRISE, min(SURPRISE, surprise))
+        own = self._variance + 2 * WALK
+        gain = own * (1 / (own + NOISE))
+        self._log += surprise * gain
+        self._variance = own - gain * own
+        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
 
 
 class Costs:
@@ -78,8 +109,8 @@ class Costs:
         self._catch_up_N = {
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
-        self._drafters = {name: Correction(1) for name in table.drafters}
-        self._host, self._drafting_host = Correction(1, HOST_CLIP), Correction(1, HOST_CLIP)
+        self._drafters = {name: LoneCorrection() for name in table.drafters}
+        self._host, self._drafting_host = LoneCorrection(HOST_CLIP), LoneCorrection(HOST_CLIP)
 
     def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
         """A pass of the target."""
@@ -109,12 +140,12 @@ class Costs:
         times_N = self._pass_N[network][:count]
         if count > SPAN:
             times_N = cost.passes.at(np.arange(count)).tolist()
-        beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor(0)
+        beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
     def start_s(self, network: str) -> float:
         """What a network's drafts of a step take beside its passes."""
-        return self.drafter(network).start_s * self._drafters[network].factor(0)
+        return self.drafter(network).start_s * self._drafters[network].factor
 
     def beside_s(self, network: str) -> float:
         """How much longer the target's pass takes in a step in which the network drafts."""
@@ -123,16 +154,16 @@ class Costs:
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
         seconds = self._table_catch_up_s(network, num_tokens)
-        return seconds * self._drafters[network].factor(0)
+        return seconds * self._drafters[network].factor
 
     def host_s(self, num_requests: int) -> float:
         """The host's part of a plain step."""
-        return self.table.booking_s(num_requests, drafts=False) * self._host.factor(0)
+        return self.table.booking_s(num_requests, drafts=False) * self._host.factor
 
     def drafting_s(self, num_requests: int) -> float:
         """What the host takes beyond that in a step in which anybody drafts."""
         drafting_s = self.table.booking_s(num_requests, drafts=True)
-        drafting_s *= self._drafting_host.factor(0)
+        drafting_s *= self._drafting_host.factor
         return max(0.0, drafting_s - self.host_s(num_requests))
 
     @property
@@ -191,12 +222,12 @@ class Costs:
         table_s += len(pass_rows) * cost.context_s * context_tokens
         if catch_up_tokens:
             table_s += self._table_catch_up_s(network, catch_up_tokens)
-        self._drafters[network].observe(0, table_s, actual_s)
+        self._drafters[network].observe(table_s, actual_s)
 
     def observe_host(self, num_requests: int, actual_s: float, *, drafts: bool) -> None:
         """`drafts`: somebody drafted in that step."""
         correction = self._drafting_host if drafts else self._host
-        correction.observe(0, self.table.booking_s(num_requests, drafts=drafts), actual_s)
+        correction.observe(self.table.booking_s(num_requests, drafts=drafts), actual_s)
 
     def _table_catch_up_s(self, network: str, num_tokens: int) -> float:
         if num_tokens < SPAN:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from outdraft.control.acceptance import MAX_INFORMATION, NetworkCurve
-from outdraft.control.decision import Option, Plan
 from outdraft.control.drift import Costs
 from outdraft.control.facts import Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
 from outdraft.control.host_acceptance import HostCurve
+from outdraft.control.plans import Option, Plan
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
 LEARNED = 8  # drafts of a step

@@ -1,6 +1,6 @@
 """Lengths that never change: to compare the controller with, and for tests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from outdraft.control.facts import (
@@ -63,7 +63,7 @@ class FixedLength:
         return False
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
     ) -> None:
         """A fixed policy learns nothing."""
 

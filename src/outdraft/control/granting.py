@@ -2,11 +2,11 @@
 
 from collections.abc import Container, Sequence
 
-from outdraft.control.decision import Pick, Plan
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Reason, StepFacts
 from outdraft.control.outlook import Outlook
+from outdraft.control.plans import Pick, Plan
 
 SHADOWS = 8  # requests of a step whose unused offers are compared with the text
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from outdraft.control.decision import Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.facts import StepFacts
 from outdraft.control.guard import Guard
 from outdraft.control.lessons import Lessons
+from outdraft.control.plans import Plan, Prices
 
 SPEEDUP_RATE = 1 / 32  # of the latest step in the long run's averages
 

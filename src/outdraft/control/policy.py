@@ -1,6 +1,6 @@
 """What decides lengths: the controller, or a rule that never learns."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from outdraft.control.facts import Decision, Fate, ShadowOutcome, StepFacts, StepOutcome
@@ -34,11 +34,11 @@ class LengthPolicy(Protocol):
         ...
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
     ) -> None:
         """A step of a decision that holds for several is over. Steps may fail.
 
-        fates: of its drafts, if `observe` is not told of them.
+        fates: of its drafts, if `observe` is not told of them; looked at when it is needed.
         """
         ...
 

@@ -11,11 +11,11 @@ while is plain.
 import math
 from collections.abc import Sequence
 
-from outdraft.control.decision import Option, Pick, Plan, Prices
 from outdraft.control.drift import Costs
 from outdraft.control.estimates import Estimates
 from outdraft.control.facts import StepFacts
 from outdraft.control.outlook import Outlook
+from outdraft.control.plans import Option, Pick, Plan, Prices
 
 SHARE = 0.01  # most of the time that network probes take
 PLAIN_SHARE = 0.005  # most of the tokens that plain probes cost

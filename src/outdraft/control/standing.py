@@ -6,7 +6,7 @@ for steps that draft, where they take so little time that deciding would be felt
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from outdraft.control.facts import Decision, Fate, Reason
@@ -41,8 +41,11 @@ class Standing:
     Attributes:
         most: steps that it was to stand for,
         left: and that it still stands for.
+        drafts: whether anybody drafts.
+        spread: it fits batches that differ by so many requests.
         lesson_at: steps left behind the one that should be learned from; negative: none should.
-        passed: steps that it stood for, if it drafts.
+        passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
+            them up one after the other takes less time than in each step.
         is_proven: several others like it came before, so that it stands for other requests, too.
     """
 
@@ -52,31 +55,32 @@ class Standing:
     most: int = 0
     left: int = 0
     lesson_at: int = -1
-    passed: Passed = field(default_factory=Passed)
+    passed: list[tuple[int, float, Iterable[Fate]]] = field(
+        default_factory=list[tuple[int, float, Iterable[Fate]]]
+    )
     is_proven: bool = False
+    drafts: bool = field(init=False)
+    spread: int = field(init=False)
 
-    def fits(self, num_requests: int) -> bool:
-        spread = 0 if self.decision.grants else self.num_requests // SPREAD
-        return self.left > 0 and abs(num_requests - self.num_requests) <= spread
-
-    def pass_by(self, num_tokens: int, step_s: float, fates: Sequence[Fate]) -> None:
-        """It stood for a step that drafted."""
-        decision, passed = self.decision, self.passed
-        # A step that took very long met something else: it counts as twice the prediction.
-        step_s = min(step_s, 2 * decision.step_s)
-        plain_tokens = self.num_requests * step_s / decision.plain_s
-        excess = num_tokens - (1 + decision.gain) * plain_tokens
-        passed.num_steps += 1
-        passed.tokens += num_tokens
-        passed.seconds += step_s
-        passed.squares += excess * excess
-        for request_id, drafted, accepted in fates:
-            passed.fates.setdefault(request_id, []).append((drafted, accepted))
+    def __post_init__(self) -> None:
+        self.drafts = bool(self.decision.grants)
+        self.spread = 0 if self.drafts else self.num_requests // SPREAD
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
-        passed, self.passed = self.passed, Passed()
-        return passed
+        steps, self.passed = self.passed, []
+        decision, whole = self.decision, Passed(len(steps))
+        for num_tokens, took_s, fates in steps:
+            # A step that took very long met something else: it counts as twice the prediction.
+            step_s = min(took_s, 2 * decision.step_s)
+            plain_tokens = self.num_requests * step_s / decision.plain_s
+            excess = num_tokens - (1 + decision.gain) * plain_tokens
+            whole.tokens += num_tokens
+            whole.seconds += step_s
+            whole.squares += excess * excess
+            for request_id, drafted, accepted in fates:
+                whole.fates.setdefault(request_id, []).append((drafted, accepted))
+        return whole
 
 
 @dataclass(slots=True)
@@ -96,7 +100,9 @@ class StandingDecisions:
     def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided."""
         standing = self._known.get(prompt_rows.bit_length())
-        if standing is None or not standing.fits(num_requests):
+        if standing is None or standing.left <= 0:
+            return None
+        if abs(num_requests - standing.num_requests) > standing.spread:
             return None
         standing.left -= 1
         return standing
@@ -116,9 +122,7 @@ class StandingDecisions:
 
     def clear(self, *, drafts: bool) -> None:
         """Forget the decisions that draft, or those that do not."""
-        self._known = {
-            rows: one for rows, one in self._known.items() if bool(one.decision.grants) != drafts
-        }
+        self._known = {rows: one for rows, one in self._known.items() if one.drafts != drafts}
 
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
@@ -126,4 +130,4 @@ class StandingDecisions:
             shares = max(1, standing.num_requests) * (PROVEN if standing.is_proven else 1)
             gone = math.ceil(standing.most / shares)
             # Whoever comes should draft at once if drafts pay.
-            standing.left = 0 if standing.decision.grants else standing.left - gone
+            standing.left = 0 if standing.drafts else standing.left - gone
