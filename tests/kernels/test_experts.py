@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.experts import NativeExpertKernels
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.reference.experts import ReferenceExperts
+from outdraft.kernels.reference.experts import ReferenceExperts, pack_experts
 from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT
@@ -34,6 +35,7 @@ def random_weights(
         (torch.randn(X, 2 * I, D) / D**0.5).to(dtype).unbind(),
         (torch.randn(X, D, I) / I**0.5).to(dtype).unbind(),
         *(None if bias is None else bias.to(dtype) for bias in biases),
+        dtype=dtype,
     )
 
 
@@ -94,8 +96,9 @@ def in_float64(
     biases = (weights.gate_up_bias_XE, weights.down_bias_XD)
     return ExpertWeights(
         [exact(one) for one in weights.gate_up_X if isinstance(one, Tensor)],
-        [exact(one) for one in weights.down_X],
+        [exact(one) for one in weights.down_X if isinstance(one, Tensor)],
         *(None if bias is None else bias.double() for bias in biases),
+        dtype=torch.float64,
     )
 
 
@@ -223,12 +226,41 @@ def test_no_rows_and_rows_without_experts_give_nothing(instruction_set):
         )
 
 
+@pytest.mark.parametrize("tile", [WeightFormat.INT8_G32, WeightFormat.INT4_G32_ZERO])
+def test_codes_of_experts_stay_as_they_are(instruction_set, tile: WeightFormat):
+    """The experts of their numbers give the same, by the torch twin."""
+    X, D, I = 3, 64, 96  # noqa: E741
+    torch.manual_seed(0)
+
+    def coded(num_outputs: int, num_inputs: int) -> CodedWeight:
+        codes_ED = torch.randint(-8, 8, (num_outputs, num_inputs), dtype=torch.int8)
+        scales_EN = torch.rand(num_outputs, num_inputs // 32).bfloat16().float() / 40
+        shifts_EN = torch.ones_like(scales_EN) if tile.has_zero else None
+        return CodedWeight(tile, codes_ED, scales_EN, shifts_EN)
+
+    gate_up_X, down_X = ([coded(*sizes) for _ in range(X)] for sizes in ((2 * I, D), (D, I)))
+    codes = ExpertWeights(gate_up_X, down_X, dtype=torch.float32)
+    numbers = ExpertWeights(
+        [one.numbers() for one in gate_up_X],
+        [one.numbers() for one in down_X],
+        dtype=torch.float32,
+    )
+    rows = torch.randn(9, D), torch.randint(0, X, (9, 2)), torch.rand(9, 2)
+    want_TD = pack_experts(numbers, GATE)(*rows)
+    for pack in (native(instruction_set, 1).pack_experts, pack_experts):
+        experts = pack(codes, GATE)
+        assert experts.format is tile
+        torch.testing.assert_close(experts(*rows), want_TD, rtol=1e-2, atol=1e-2)
+
+
 def test_gate_and_up_may_come_in_parts_and_across(instruction_set):
     torch.manual_seed(0)
     whole = random_weights((3, 24, 40), torch.float32)
     turned = [weight.T.contiguous().T for weight in whole.gate_up_X if isinstance(weight, Tensor)]
     parts = ExpertWeights(
-        [weight.split(40) for weight in turned], [one.T.contiguous().T for one in whole.down_X]
+        [weight.split(40) for weight in turned],
+        [one.T.contiguous().T for one in whole.down_X if isinstance(one, Tensor)],
+        dtype=torch.float32,
     )
     x_TD, ids_TK, weights_TK = torch.randn(9, 24), torch.randint(0, 3, (9, 2)), torch.rand(9, 2)
     pack = native(instruction_set, 1).pack_experts

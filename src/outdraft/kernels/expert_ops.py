@@ -4,13 +4,15 @@ Dimension key: T rows, K experts of a row, X experts, D hidden, I intermediate.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 
 
 class Activation(StrEnum):
@@ -38,18 +40,22 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The weights of all experts of a layer, of one dtype.
+    """The weights of all experts of a layer, of one dtype, or codes.
+
+    They are asked for one by one and in order, those of codes once.
 
     Attributes:
         gate_up_X: for each expert [2 I, D], the gate's rows first; or parts of it that lie apart,
             each some of its rows.
         down_X: for each expert [D, I].
+        dtype: of the rows.
         gate_up_bias_XE: [X, 2 I].
         down_bias_XD: for each expert what is added to its output.
     """
 
-    gate_up_X: Sequence[Tensor | Sequence[Tensor]]
-    down_X: Sequence[Tensor]
+    gate_up_X: Sequence[Tensor | Sequence[Tensor] | CodedWeight]
+    down_X: Sequence[Tensor | CodedWeight]
+    dtype: torch.dtype = field(kw_only=True)
     gate_up_bias_XE: Tensor | None = None
     down_bias_XD: Tensor | None = None
 
@@ -89,5 +95,6 @@ class PackExperts(Protocol):
     def __call__(
         self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
     ) -> Experts:
-        """Numbers of weights are those given, or those that `quantization` rounds them to."""
+        """Numbers of weights are those given, or those that `quantization` rounds them to; codes
+        stay as they are."""
         ...

@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from outdraft.core.routed_weights import RoutedWeights
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
+from outdraft.models.quantized.deferred import StoredParameter, joined
+from outdraft.models.quantized.stand_ins import StandIns
 
 _logger = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ ACTIVATIONS = {
 }
 _USUAL_GATE = "_default_apply_gate"  # act(gate) * up
 _CLAMPING = ("GptOssExperts", "OpenAIPrivacyFilterExperts")  # with an alpha and a limit
+_WEIGHTS = ("gate_up_proj", "down_proj")
 _DENSE = "Llama4TextExperts"  # is called with all rows for each expert, most of them zeros
 
 
@@ -67,15 +71,38 @@ class PackedDenseExperts(PackedExperts):
         return torch.zeros_like(hidden_states).index_copy_(0, rows_R, out_RD)
 
 
+class _CodesOfExperts(Sequence[CodedWeight]):
+    """Those of one expert after the other, read when they are asked for."""
+
+    def __init__(self, stored: StoredParameter, *, is_interleaved: bool) -> None:
+        """`is_interleaved`: a row of the gate, one of up, and so on."""
+        self._stored, self._is_interleaved = stored, is_interleaved
+
+    def __len__(self) -> int:
+        return len(self._stored.rows_X)
+
+    def __getitem__(self, expert: Any) -> Any:
+        if not 0 <= expert < len(self):
+            raise IndexError(expert)
+        coded = self._stored.coded(expert)
+        if not self._is_interleaved:
+            return coded
+        return joined([coded.rows(slice(None, None, 2)), coded.rows(slice(1, None, 2))])
+
+
 def replace_experts(
-    module: nn.Module, kernels: Kernels, quantization: WeightFormat | None = None
+    module: nn.Module,
+    kernels: Kernels,
+    quantization: WeightFormat | None = None,
+    stand_ins: StandIns | None = None,
 ) -> int:
     """Replace the experts inside a transformers model; returns how many layers of them.
 
     Each layer is packed as it is reached and then given free, so that few weights are there twice.
-    Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
+    `stand_ins` has those that are codes. Experts whose arithmetic the kernels do not have stay the
+    library's; a line of the log says so.
     """
-    count, left = 0, dict[str, str]()
+    count, left, stand_ins = 0, dict[str, str](), stand_ins or StandIns()
     for parent in present_modules(module):
         for name, child in list(parent.named_children()):
             if not _holds_experts(child):
@@ -84,7 +111,7 @@ def replace_experts(
             if isinstance(gate, str):
                 left[type(child).__name__] = gate
                 continue
-            setattr(parent, name, _packed(child, gate, kernels, quantization))
+            setattr(parent, name, _packed(child, gate, kernels, quantization, stand_ins))
             count += 1
     for name, why in left.items():
         _logger.warning("%s stays the transformers library's own code: %s", name, why)
@@ -137,11 +164,29 @@ def _gate_of(module: Any) -> Gate | str:
     return Gate(ACTIVATIONS[activation])
 
 
+def keeps_codes(module: Any, name: str, *, is_turned: bool) -> bool:
+    """Whether this parameter of a module of experts may be codes.
+
+    Args:
+        is_turned: it has inputs before outputs.
+    """
+    if name not in _WEIGHTS or not _holds_experts(module) or isinstance(_gate_of(module), str):
+        return False
+    return is_turned == _is_transposed(module)
+
+
+def _is_transposed(module: Any) -> bool:
+    return type(module).__name__ == _DENSE or module.is_transposed
+
+
 def _packed(
-    module: Any, gate: Gate, kernels: Kernels, quantization: WeightFormat | None
+    module: Any,
+    gate: Gate,
+    kernels: Kernels,
+    quantization: WeightFormat | None,
+    stand_ins: StandIns,
 ) -> PackedExperts:
-    is_dense = type(module).__name__ == _DENSE
-    is_transposed = is_dense or module.is_transposed
+    is_dense, is_transposed = type(module).__name__ == _DENSE, _is_transposed(module)
     is_interleaved = not is_dense and not module.is_concatenated
     gate_up_XED, down_XDI = module.gate_up_proj.detach(), module.down_proj.detach()
     if is_transposed:
@@ -149,12 +194,17 @@ def _packed(
     biases: list[Tensor | None] = [None, None]
     if not is_dense and module.has_bias:
         biases = [module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()]
-    gate_up_X: Sequence[Tensor | Sequence[Tensor]] = gate_up_XED.unbind()
+    gate_up_X: Sequence[Tensor | Sequence[Tensor] | CodedWeight] = gate_up_XED.unbind()
     if is_interleaved:
         gate_up_X = [(weight_ED[::2], weight_ED[1::2]) for weight_ED in gate_up_XED]
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
-    weights = ExpertWeights(gate_up_X, down_XDI.unbind(), *biases)
+    down_X: Sequence[Tensor | CodedWeight] = down_XDI.unbind()
+    if (stored := stand_ins.stored(module.gate_up_proj)) is not None:
+        gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved)
+    if (stored := stand_ins.stored(module.down_proj)) is not None:
+        down_X = _CodesOfExperts(stored, is_interleaved=False)
+    weights = ExpertWeights(gate_up_X, down_X, *biases, dtype=down_XDI.dtype)
     experts = kernels.pack_experts(weights, gate, quantization)
     kind = PackedDenseExperts if is_dense else PackedExperts
     return kind(experts, len(down_XDI), gate_up_XED.nbytes + down_XDI.nbytes)

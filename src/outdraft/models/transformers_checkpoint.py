@@ -2,9 +2,8 @@
 before the library asks for it.
 """
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,13 +15,14 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.models.loader import Place, read_tensor, tell_purpose, tensor_places, weight_files
 from outdraft.models.quantized.config import Quantization
+from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 from outdraft.models.quantized.reader import read_stacks, read_stored
 from outdraft.models.quantized.stored import StoredStack, StoredWeight
 from outdraft.models.quantized.tensors import StoredTensors
 
 # What has no meaning without scales.
 _CODES = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F4", "I32", "I8", "U8"}
-_logger = logging.getLogger(__name__)
+_NO_PRODUCT = "no product of this network can read its codes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +37,47 @@ class QuantisedCheckpoint:
     places: dict[str, Place]
     weights: dict[str, StoredWeight | StoredStack]
 
-    def presented(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
-        """For the library's loader. `dtype`: of the network."""
+    def presented(self, dtype: torch.dtype, *, keeps_codes: bool) -> dict[str, "PresentedTensor"]:
+        """For the library's loader.
+
+        Args:
+            dtype: of the network.
+            keeps_codes: what fits tiles is a deferred tensor; else all weights are dequantised.
+        """
         plain = {
             name: PresentedTensor(partial(read_tensor, place))
             for name, place in self.places.items()
         }
         return plain | {
-            name: PresentedTensor(partial(_numbers, weight, dtype))
+            name: PresentedTensor(partial(_read, _parameter(weight, dtype), keeps_codes))
             for name, weight in self.weights.items()
         }
 
-    def summary(self) -> list[str]:
-        """What becomes of the quantised weights, for people."""
+    def summary(self, kept: Iterable[StoredWeight]) -> list[str]:
+        """What became of the quantised weights, for people.
+
+        Args:
+            kept: those that are codes.
+        """
+        of_kept = {id(weight): weight for weight in kept}
         weights = [
             weight
             for one in self.weights.values()
             for weight in (one.weights if isinstance(one, StoredStack) else [one])
+            if id(weight) not in of_kept
         ]
-        counts = Counter((weight.label, weight.reason or _LIBRARYS) for weight in weights)
+        tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
+        counts = Counter((weight.label, weight.reason or _NO_PRODUCT) for weight in weights)
         return [
-            f"{count} weights ({label}) are dequantised: {reason}"
-            for (label, reason), count in counts.items()
+            *(
+                f"{count} weights ({label}) are kept as they are, in {tile} tiles"
+                for (label, tile), count in tiles.items()
+            ),
+            *(
+                f"{count} weights ({label}) are dequantised: {reason}"
+                for (label, reason), count in counts.items()
+            ),
         ]
-
-
-_LIBRARYS = "the transformers library computes this family"
 
 
 class PresentedTensor:
@@ -100,9 +115,12 @@ def open_quantised(
     return QuantisedCheckpoint(rest, {**stored, **stacks})
 
 
-def _numbers(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> Tensor:
-    """Rounded to bfloat16 where the network has float32, as CausalLM does."""
-    kept = torch.bfloat16 if dtype is torch.float32 else dtype
+def _parameter(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> StoredParameter:
     if isinstance(weight, StoredStack):
-        return weight.numbers(kept)
-    return weight.numbers().to(kept)
+        rows_X = [[one] for one in weight.weights]
+        return StoredParameter(rows_X, True, weight.is_turned, dtype)
+    return StoredParameter([[weight]], False, False, dtype)
+
+
+def _read(stored: StoredParameter, keeps_codes: bool) -> Tensor:
+    return DeferredTensor(stored) if keeps_codes and stored.has_tiles else stored.numbers()

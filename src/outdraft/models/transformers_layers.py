@@ -18,6 +18,7 @@ from outdraft.kernels.expert_ops import ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
 from outdraft.models.experts import ACTIVATIONS, PackedExperts, present_modules
 from outdraft.models.layers.linear import Linear
+from outdraft.models.quantized.stand_ins import StandIns
 
 _READ_TOGETHER = (("q_proj", "k_proj", "v_proj"),)
 
@@ -27,23 +28,27 @@ def fuse_layers(
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     group: RankGroup = ALONE,
+    stand_ins: StandIns | None = None,
 ) -> None:
     """Replace norms, feed-forward blocks, and products that read the same rows.
 
     Args:
         group: the ranks over which the products are spread already.
+        stand_ins: what of the weights is codes; those of other formats stay products of their own.
     """
+    stand_ins = stand_ins or StandIns()
     for module in present_modules(model):
         for name, part in list(module.named_children()):
             found = _norm(part, kernels)
             if found is None and group.size == 1:  # else parts of a block are to be summed
-                found = _block(part, kernels, quantization)
+                found = _block(part, kernels, quantization, stand_ins)
             if found is not None:
                 setattr(module, name, found)
         for names in _READ_TOGETHER:
             parts = [getattr(module, name, None) for name in names]
-            if all(type(part) is nn.Linear for part in parts):
-                fused = _FusedProducts(_joined(parts, kernels, quantization), parts)
+            is_one = all(type(part) is nn.Linear for part in parts)
+            if is_one and stand_ins.can_join([part.weight for part in parts if part]):
+                fused = _FusedProducts(_joined(parts, kernels, quantization, stand_ins), parts)
                 for index, name in enumerate(names):
                     setattr(module, name, _FusedPart(fused, index))
 
@@ -120,7 +125,9 @@ def _norm(part: nn.Module, kernels: Kernels) -> FusedNorm | None:
     return fused if _is_same(part(x_2D), fused(x_2D)) else None
 
 
-def _block(part: Any, kernels: Kernels, quantization: WeightFormat | None) -> FusedBlock | None:
+def _block(
+    part: Any, kernels: Kernels, quantization: WeightFormat | None, stand_ins: StandIns
+) -> FusedBlock | None:
     names = ("gate_proj", "up_proj", "down_proj")
     products: list[Any] = [getattr(part, name, None) for name in names]
     if not all(type(one) is nn.Linear and getattr(one, "bias", None) is None for one in products):
@@ -128,17 +135,26 @@ def _block(part: Any, kernels: Kernels, quantization: WeightFormat | None) -> Fu
     activation = ACTIVATIONS.get(type(getattr(part, "act_fn", None)).__name__)
     if activation is None:
         return None
-    gate, up, down = (one.weight.detach() for one in products)
+    kept = [one.weight for one in products]
+    if not stand_ins.can_join(kept[:2]):
+        return None
+    gate, up, down = (weight.detach() for weight in kept)
     x_2D = _random(2, gate.shape[1], gate)
     between_2I = part.act_fn(F.linear(x_2D, gate)) * F.linear(x_2D, up)
     if not _is_same(part(x_2D), F.linear(between_2I, down)):
         return None
-    weights = ExpertWeights([(gate, up)], [down], None, None)
+    weights = ExpertWeights(
+        [stand_ins.coded(kept[:2]) or (gate, up)],
+        [stand_ins.coded(kept[2:]) or down],
+        dtype=down.dtype,
+    )
     experts = kernels.pack_experts(weights, Gate(activation), quantization)
     return FusedBlock(PackedExperts(experts, 1, gate.nbytes + up.nbytes + down.nbytes))
 
 
-def _joined(parts: list[Any], kernels: Kernels, quantization: WeightFormat | None) -> Linear:
+def _joined(
+    parts: list[Any], kernels: Kernels, quantization: WeightFormat | None, stand_ins: StandIns
+) -> Linear:
     weight = parts[0].weight
     biases = [part.bias for part in parts]
     sizes = [part.out_features for part in parts]
@@ -149,7 +165,11 @@ def _joined(parts: list[Any], kernels: Kernels, quantization: WeightFormat | Non
     if linear.bias is not None:
         for to, bias in zip(linear.bias.data.split(sizes), biases, strict=True):
             to.copy_(bias) if bias is not None else to.zero_()
-    linear.pack(kernels, quantization, [part.weight.detach() for part in parts])
+    weights = [part.weight for part in parts]
+    if (coded := stand_ins.coded(weights)) is not None:
+        linear.pack_codes(kernels, coded, weight.dtype)
+    else:
+        linear.pack(kernels, quantization, [weight.detach() for weight in weights])
     return linear
 
 

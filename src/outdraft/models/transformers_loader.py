@@ -7,6 +7,7 @@ itself.
 
 import copy
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -32,6 +33,8 @@ from outdraft.models.config import read_json
 from outdraft.models.counts import read_token_ids
 from outdraft.models.experts import replace_experts
 from outdraft.models.quantized.config import read_quantization
+from outdraft.models.quantized.placing import kept_already
+from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
 from outdraft.models.transformers_attention import (
     NAME,
@@ -39,11 +42,11 @@ from outdraft.models.transformers_attention import (
     attention_modules,
     register,
 )
-from outdraft.models.transformers_checkpoint import open_quantised
+from outdraft.models.transformers_checkpoint import QuantisedCheckpoint, open_quantised
 from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import SpreadOver, TransformersModel
 from outdraft.models.transformers_operations import catch_operations
-from outdraft.models.transformers_products import pack_products
+from outdraft.models.transformers_products import keeps_codes, pack_products
 from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
 from outdraft.models.transformers_survey import survey_attention
@@ -107,11 +110,19 @@ def load_transformers_model(
     check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
     name = NAME if _takes_attention(kind) else "sdpa"
     register()
+    checkpoint = None
     with _LOADING:
         if has_random_weights:
             model = _random(config, path, dtype, name)
         else:
-            model = _loaded(kind, path, config, dtype, name)
+            checkpoint = _opened(kind, path, config)
+            keeps = torch.device(device).type == "cpu" and group.size == 1
+            source = _source(path, checkpoint, dtype, keeps_codes=keeps)
+            model = _loaded(kind, source, plain_config(config), dtype, name)
+    stand_ins = StandIns()
+    stand_ins.put(model, keeps_codes)
+    if quantization is not None and stand_ins.kept:
+        raise kept_already(quantization, stand_ins.kept[0])
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
@@ -124,9 +135,13 @@ def load_transformers_model(
             catch_operations(module, kernels)
     attention = survey_attention(model, config, mask)
     shape = _shape(path, config, list(attention.values()), moves)
-    replace_experts(model, kernels, quantization)
-    fuse_layers(model, kernels, quantization, group)
-    pack_products(model, kernels, quantization, spreads)
+    replace_experts(model, kernels, quantization, stand_ins)
+    fuse_layers(model, kernels, quantization, group, stand_ins)
+    pack_products(model, kernels, quantization, spreads, stand_ins)
+    stand_ins.read_rest(model)
+    if checkpoint is not None:
+        for line in checkpoint.summary(stand_ins.kept):
+            _logger.info("%s", line)
     forms = {module: layer.form for module, layer in attention.items()}
     spread = SpreadOver(group, has_whole_logits=drafts or group.size == 1)
     return TransformersModel(model, shape, forms, kernels, spread, mask)
@@ -175,18 +190,13 @@ def _takes_attention(kind: Any) -> bool:
 
 
 def _loaded(
-    kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
+    kind: Any,
+    source: Mapping[str, Any],
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    attention: str,
 ) -> PreTrainedModel:
-    source: dict[str, Any] = {"pretrained_model_name_or_path": path, "use_safetensors": True}
-    if (quantization := read_quantization(read_json(path / "config.json"))) is not None:
-        config = plain_config(config)
-        checkpoint = open_quantised(path, quantization, empty_model(kind, config).state_dict())
-        for line in checkpoint.summary():
-            _logger.info("%s", line)
-        source = {
-            "pretrained_model_name_or_path": None,
-            "state_dict": checkpoint.presented(dtype),
-        }
+    """`source`: where from_pretrained finds the weights."""
     level = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # what is missing is an error below
     library_logging.disable_progress_bar()
@@ -202,7 +212,7 @@ def _loaded(
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"transformers cannot load {path}: {error}") from error
+        raise ConfigError(f"transformers cannot load this {kind.__name__}: {error}") from error
     finally:
         library_logging.set_verbosity(level)
         library_logging.enable_progress_bar()
@@ -213,6 +223,24 @@ def _loaded(
                 f"the checkpoint has {what.replace('_', ' ')}: {', '.join(keys[:5])}{more}"
             )
     return model
+
+
+def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpoint | None:
+    """None: the weights are plain."""
+    quantization = read_quantization(read_json(path / "config.json"))
+    if quantization is None:
+        return None
+    wanted = empty_model(kind, plain_config(config)).state_dict()
+    return open_quantised(path, quantization, wanted)
+
+
+def _source(
+    path: Path, checkpoint: QuantisedCheckpoint | None, dtype: torch.dtype, *, keeps_codes: bool
+) -> dict[str, Any]:
+    if checkpoint is None:
+        return {"pretrained_model_name_or_path": path, "use_safetensors": True}
+    tensors = checkpoint.presented(dtype, keeps_codes=keeps_codes)
+    return {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:

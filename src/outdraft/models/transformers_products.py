@@ -13,9 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
+from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.rank_products import Spread
+from outdraft.models.quantized.deferred import StoredParameter
+from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.transformers_operations import catch_operations, is_router
 
 
@@ -39,6 +42,7 @@ def pack_products(
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     spreads: Mapping[nn.Module, Spread] = MappingProxyType({}),
+    stand_ins: StandIns | None = None,
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
@@ -50,11 +54,20 @@ def pack_products(
         for name, part in list(module.named_children()):
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings
-                linear = _packed(part, kernels, quantization, is_tied, spreads.get(part))
+                linear = _packed(
+                    part, kernels, quantization, is_tied, spreads.get(part), stand_ins or StandIns()
+                )
                 setattr(module, name, FlatLinear(linear))
     for module in model.modules():
         if is_router(module):
             catch_operations(module, kernels)
+
+
+def keeps_codes(module: nn.Module, name: str, stored: StoredParameter) -> bool:
+    """Whether a parameter's codes can be packed."""
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return name == "weight" and not stored.is_stack and not stored.is_turned
+    return stored.is_stack and experts_keep_codes(module, name, is_turned=stored.is_turned)
 
 
 def _is_product(part: nn.Module) -> TypeGuard[nn.Linear | Conv1D]:
@@ -75,6 +88,7 @@ def _packed(
     quantization: WeightFormat | None,
     is_tied: bool,
     spread: Spread | None,
+    stand_ins: StandIns,
 ) -> Linear:
     """`is_tied`: the weight is a table of embeddings too, which stays as it is."""
     weight_ED = part.weight.data
@@ -92,7 +106,10 @@ def _packed(
     )
     if linear.bias is not None:
         linear.bias.data.copy_(bias)
-    linear.pack(kernels, quantization)
+    if (coded := stand_ins.coded([part.weight])) is not None:
+        linear.pack_codes(kernels, coded, weight_ED.dtype)
+    else:
+        linear.pack(kernels, quantization)
     if not is_tied and not isinstance(part, Conv1D):
         part.weight = None  # pyright: ignore[reportAttributeAccessIssue]  # it is packed now
     return linear

@@ -42,6 +42,11 @@ class CodedWeight:
             numbers_ED = numbers_ED + self._spread(self.shifts_EN)
         return numbers_ED * self._spread(self.scales_EN)
 
+    def rows(self, outputs: slice) -> "CodedWeight":
+        """Some of the outputs."""
+        shifts_EN = None if self.shifts_EN is None else self.shifts_EN[outputs]
+        return CodedWeight(self.format, self.codes_ED[outputs], self.scales_EN[outputs], shifts_EN)
+
     def _spread(self, numbers_EN: Tensor) -> Tensor:
         """[E, D]: the number of each input's group."""
         num_inputs = self.codes_ED.shape[1]

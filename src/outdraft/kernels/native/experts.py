@@ -4,6 +4,7 @@ Dimension key: as in expert_ops.py.
 """
 
 import weakref
+from collections.abc import Sequence
 from ctypes import c_bool, c_float, c_int64, c_void_p
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
 from outdraft.kernels.native.arrays import Addresses
-from outdraft.kernels.native.linear import NativeLinear
+from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 
+Numbers = Tensor | Sequence[Tensor]
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # Dtype of csrc/linear.h
 _ACTIVATIONS = {one: place for place, one in enumerate(Activation)}  # of csrc/linear_tiles.h
 
@@ -57,20 +60,25 @@ class NativeExperts:
         gate: Gate,
         quantization: WeightFormat | None,
     ) -> None:
-        pack = functions.linear.pack_linear
+        linear, dtype = functions.linear, weights.dtype
+
+        def pack(weight: Numbers | CodedWeight, bias_E: Tensor | None) -> NativeProduct:
+            if isinstance(weight, CodedWeight):
+                return linear.pack_codes(weight, bias_E, dtype)
+            return linear.pack_linear(weight, bias_E, quantization)
+
         self._gate_up_X = [
-            pack(weight, _row(weights.gate_up_bias_XE, expert), quantization)
+            pack(weight, _row(weights.gate_up_bias_XE, expert))
             for expert, weight in enumerate(weights.gate_up_X)
         ]
         self._down_X = [
-            pack(weight, _row(weights.down_bias_XD, expert), quantization)
+            pack(weight, _row(weights.down_bias_XD, expert))
             for expert, weight in enumerate(weights.down_X)
         ]
         products = *self._gate_up_X, *self._down_X
         self.format = self._down_X[0].format
         self.nbytes = sum(product.nbytes for product in products)
-        first = weights.down_X[0]
-        self._dtype, self._hidden = first.dtype, first.shape[0]
+        self._dtype, self._hidden = dtype, self._down_X[0].num_outputs
         addresses = np.array([product.handle for product in products], dtype=np.uintp)
         at, num_experts = addresses.ctypes.data, len(self._down_X)
         self._handle: int = functions.make(

@@ -3,14 +3,17 @@
 Dimension key: as in expert_ops.py; R rows of one expert.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, ExpertWeights, Gate
-from outdraft.kernels.reference.linear import PlainProduct
+from outdraft.kernels.reference.linear import PlainProduct, pack_codes
 from outdraft.kernels.reference.pointwise import silu_mul
 
 
@@ -22,11 +25,11 @@ class ReferenceExperts:
     ) -> None:
         self._gate = gate
         self._gate_up_X = [
-            PlainProduct(weight, _row(weights.gate_up_bias_XE, expert), quantization)
+            _pack(weight, _row(weights.gate_up_bias_XE, expert), quantization, weights.dtype)
             for expert, weight in enumerate(weights.gate_up_X)
         ]
         self._down_X = [
-            PlainProduct(weight, _row(weights.down_bias_XD, expert), quantization)
+            _pack(weight, _row(weights.down_bias_XD, expert), quantization, weights.dtype)
             for expert, weight in enumerate(weights.down_X)
         ]
         self.format = self._down_X[0].format
@@ -72,6 +75,17 @@ def _sigmoid_mul(x_RI: Tensor, alpha: float) -> Tensor:
     wide_RI = x_RI.to(torch.promote_types(x_RI.dtype, torch.float32)).numpy()
     with np.errstate(over="ignore"):  # infinity is right
         return torch.from_numpy(wide_RI / (1 + np.exp(-alpha * wide_RI)))
+
+
+def _pack(
+    weight: Tensor | Sequence[Tensor] | CodedWeight,
+    bias_E: Tensor | None,
+    quantization: WeightFormat | None,
+    dtype: torch.dtype,
+) -> PlainProduct:
+    if isinstance(weight, CodedWeight):
+        return pack_codes(weight, bias_E, dtype)
+    return PlainProduct(weight, bias_E, quantization)
 
 
 def _row(bias_XE: Tensor | None, expert: int) -> Tensor | None:

@@ -77,7 +77,7 @@ def place(
         reason = "a rank's part begins in the middle of a group"
     if reason is not None:
         return Placing(found, None, reason)
-    tile = _common([one.tile for one, _ in quantised.values() if one.tile is not None])
+    tile = common_tile([one.tile for one, _ in quantised.values() if one.tile is not None])
     if tile is None:
         return Placing(found, None, "parts of the same product have other numbers of bits")
     return Placing(found, tile)
@@ -99,11 +99,15 @@ def check_quantization(placings: Iterable[Placing], quantization: WeightFormat |
     """
     kept = next((one for one in placings if one.tile is not None), None)
     if quantization is not None and kept is not None:
-        label = next(stored.label for stored, _ in kept.stored.values())
-        raise ConfigError(
-            f"quantization {quantization}: this checkpoint is quantised already ({label}), and its "
-            f"weights are kept as they are, in {kept.tile} tiles: leave the option out"
-        )
+        raise kept_already(quantization, next(stored for stored, _ in kept.stored.values()))
+
+
+def kept_already(quantization: WeightFormat, stored: StoredWeight) -> ConfigError:
+    """What to raise where a weight is to be quantised that stays codes."""
+    return ConfigError(
+        f"quantization {quantization}: this checkpoint is quantised already ({stored.label}), and "
+        f"its weights are kept as they are, in {stored.tile} tiles: leave the option out"
+    )
 
 
 def fill_stored(
@@ -156,7 +160,7 @@ def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list
     return lines
 
 
-def _common(tiles: Sequence[WeightFormat]) -> WeightFormat | None:
+def common_tile(tiles: Sequence[WeightFormat]) -> WeightFormat | None:
     """The format that can keep the codes of all."""
     if len({tile.is_int8 for tile in tiles}) > 1:
         return None

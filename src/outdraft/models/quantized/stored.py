@@ -122,21 +122,6 @@ class StoredStack:
     weights: Sequence[StoredWeight]
     is_turned: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the parameter."""
-        num_outputs, num_inputs = self.weights[0].shape
-        sizes = (num_inputs, num_outputs) if self.is_turned else (num_outputs, num_inputs)
-        return len(self.weights), *sizes
-
-    def numbers(self, dtype: torch.dtype) -> Tensor:
-        """Those of the parameter; one weight after the other is there twice."""
-        found = torch.empty(self.shape, dtype=dtype)
-        for to, weight in zip(found, self.weights, strict=True):
-            numbers_ED = weight.numbers()
-            to.copy_(numbers_ED.T if self.is_turned else numbers_ED)
-        return found
-
 
 def tile_for(
     bits: int, group_inputs: int, num_inputs: int, *, has_zero: bool

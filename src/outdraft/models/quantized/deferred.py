@@ -1,0 +1,171 @@
+"""Parameters of a quantised checkpoint that are not read yet.
+
+A loader of another library may stack such tensors, put them below one another, or turn them: it
+gets tensors that are still not read. All else is computed with their numbers.
+
+Dimension key: X experts, D inputs, E outputs.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.models.quantized.placing import common_tile
+from outdraft.models.quantized.stored import StoredWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredParameter:
+    """A parameter [E, D], or of experts [X, E, D], that is made of weights of a checkpoint.
+
+    Attributes:
+        rows_X: for each expert its weights, one below the other.
+        is_stack: it has a first dimension X.
+        is_turned: it is [D, E], or [X, D, E].
+        dtype: that of its numbers.
+    """
+
+    rows_X: Sequence[Sequence[StoredWeight]]
+    is_stack: bool
+    is_turned: bool
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the parameter."""
+        num_outputs = sum(weight.shape[0] for weight in self.rows_X[0])
+        sizes = num_outputs, self.rows_X[0][0].shape[1]
+        sizes = (sizes[1], sizes[0]) if self.is_turned else sizes
+        return (len(self.rows_X), *sizes) if self.is_stack else sizes
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether the codes of each expert fit a tile."""
+        return all(self._tile(expert) is not None for expert in range(len(self.rows_X)))
+
+    def coded(self, expert: int = 0) -> CodedWeight:
+        """The codes of one expert, [E, D]."""
+        tile = self._tile(expert)
+        assert tile is not None, "a parameter of numbers"
+        parts = [weight.codes().coded(tile) for weight in self.rows_X[expert]]
+        return joined(parts)
+
+    def numbers(self) -> Tensor:
+        """The parameter; those of one weight after the other are there twice.
+
+        They are rounded to bfloat16 where the network has float32, as CausalLM does.
+        """
+        kept = torch.bfloat16 if self.dtype is torch.float32 else self.dtype
+        found = torch.empty(self.shape, dtype=self.dtype)
+        stack = found if self.is_stack else found[None]
+        for to, weights in zip(stack, self.rows_X, strict=True):
+            to_ED = to.T if self.is_turned else to
+            sizes = [weight.shape[0] for weight in weights]
+            for part_ED, weight in zip(to_ED.split(sizes), weights, strict=True):
+                part_ED.copy_(weight.numbers().to(kept))
+        return found
+
+    def _tile(self, expert: int) -> Any:
+        tiles = [weight.tile for weight in self.rows_X[expert]]
+        if any(tile is None for tile in tiles):
+            return None
+        return common_tile([tile for tile in tiles if tile is not None])
+
+
+def joined(parts: Sequence[CodedWeight]) -> CodedWeight:
+    """Weights of one format, one below the other."""
+    shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
+    return CodedWeight(
+        parts[0].format,
+        torch.cat([part.codes_ED for part in parts]),
+        torch.cat([part.scales_EN for part in parts]),
+        torch.cat(shifts) if shifts else None,
+    )
+
+
+class DeferredTensor(Tensor):
+    """A tensor on the CPU that stands for a stored parameter."""
+
+    stored: StoredParameter
+
+    @staticmethod
+    def __new__(cls: type["DeferredTensor"], stored: StoredParameter) -> "DeferredTensor":
+        made = Tensor._make_wrapper_subclass(cls, stored.shape, dtype=stored.dtype)
+        made.stored = stored
+        return made
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        keep = _KEPT.get(func)
+        stored = keep(*args, **kwargs or {}) if keep is not None else None
+        if stored is not None:
+            return cls(stored)
+        read: tuple[Any, dict[str, Any]] = tree_map_only(
+            cls, lambda one: one.stored.numbers(), (args, kwargs or {})
+        )
+        return func(*read[0], **read[1])
+
+
+def _same(x: DeferredTensor, **_: Any) -> StoredParameter:
+    return x.stored
+
+
+def _converted(x: DeferredTensor, dtype: torch.dtype | None = None, **others: Any) -> Any:
+    if any(value not in (None, False, torch.device("cpu")) for value in others.values()):
+        return None
+    old = x.stored
+    return StoredParameter(old.rows_X, old.is_stack, old.is_turned, dtype or old.dtype)
+
+
+def _stacked(tensors: Sequence[Tensor], dim: int = 0) -> StoredParameter | None:
+    parts = _parts(tensors)
+    if dim != 0 or not parts or any(part.is_stack for part in parts):
+        return None
+    rows_X = [part.rows_X[0] for part in parts]
+    return StoredParameter(rows_X, True, parts[0].is_turned, parts[0].dtype)
+
+
+def _below(tensors: Sequence[Tensor], dim: int = 0) -> StoredParameter | None:
+    parts = _parts(tensors)
+    if not parts:
+        return None
+    first = parts[0]
+    if dim % len(first.shape) != len(first.shape) - (1 if first.is_turned else 2):
+        return None
+    experts = zip(*(part.rows_X for part in parts), strict=True)
+    rows_X = [[weight for rows in parts for weight in rows] for parts in experts]
+    return StoredParameter(rows_X, first.is_stack, first.is_turned, first.dtype)
+
+
+def _turned(x: DeferredTensor, dim0: int, dim1: int) -> StoredParameter | None:
+    old = x.stored
+    last = len(old.shape)
+    if {dim0 % last, dim1 % last} != {last - 1, last - 2}:
+        return None
+    return StoredParameter(old.rows_X, old.is_stack, not old.is_turned, old.dtype)
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[StoredParameter]:
+    """None if one is no deferred tensor, or lies otherwise."""
+    parts = [one.stored for one in tensors if isinstance(one, DeferredTensor)]
+    kinds = {(part.is_stack, part.is_turned, part.dtype, len(part.rows_X)) for part in parts}
+    return parts if len(parts) == len(tensors) and len(kinds) == 1 else []
+
+
+_aten = torch.ops.aten
+_KEPT: dict[Any, Callable[..., StoredParameter | None]] = {
+    _aten.detach.default: _same,
+    _aten.alias.default: _same,
+    _aten.clone.default: _same,
+    _aten._to_copy.default: _converted,
+    _aten.stack.default: _stacked,
+    _aten.cat.default: _below,
+    _aten.transpose.int: _turned,
+}

@@ -1,0 +1,89 @@
+"""Parameters of a network whose weights stay codes, until its products are packed.
+
+Dimension key: D inputs, E outputs.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
+from outdraft.models.quantized.placing import common_tile
+from outdraft.models.quantized.stored import StoredWeight
+
+
+class StandIns:
+    """What is in the place of parameters that are not read yet.
+
+    A stand-in has the shape of its parameter and random numbers, so that passes through the network
+    try all of it, and takes next to no memory. All are to be packed, then `read_rest` reads others.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[nn.Parameter, StoredParameter]] = {}
+
+    def put(
+        self, module: nn.Module, can_keep: Callable[[nn.Module, str, StoredParameter], bool]
+    ) -> None:
+        """Into all places of deferred tensors; those that cannot stay codes are read.
+
+        Args:
+            can_keep: whether something packs the codes of this parameter of a module.
+        """
+        for part in module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                if isinstance(weight, DeferredTensor):
+                    stored = weight.stored
+                    keeps = stored.has_tiles and can_keep(part, name, stored)
+                    numbers = _random_like(stored) if keeps else stored.numbers()
+                    made = nn.Parameter(numbers, requires_grad=False)
+                    part.register_parameter(name, made)
+                    if keeps:
+                        self._found[id(made)] = made, stored
+
+    @property
+    def kept(self) -> list[StoredWeight]:
+        """All weights that stay codes."""
+        parameters = [stored for _, stored in self._found.values()]
+        return [weight for one in parameters for rows in one.rows_X for weight in rows]
+
+    def stored(self, weight: Tensor) -> StoredParameter | None:
+        """What a parameter stands for; None: for itself."""
+        found = self._found.get(id(weight))
+        return None if found is None else found[1]
+
+    def can_join(self, weights: Sequence[Tensor]) -> bool:
+        """Whether these are one product: none of them is codes, or all are and fit one format."""
+        kept = [stored for weight in weights if (stored := self.stored(weight)) is not None]
+        if not kept:
+            return True
+        tiles = [weight.tile for one in kept for weight in one.rows_X[0]]
+        known = [tile for tile in tiles if tile is not None]
+        return len(kept) == len(weights) and common_tile(known) is not None
+
+    def coded(self, weights: Sequence[Tensor]) -> CodedWeight | None:
+        """The codes of weights one below the other; None: they are numbers."""
+        kept = [stored for weight in weights if (stored := self.stored(weight)) is not None]
+        if not kept:
+            return None
+        assert self.can_join(weights), "weights of several kinds"
+        rows = [weight for stored in kept for weight in stored.rows_X[0]]
+        return StoredParameter([rows], False, False, kept[0].dtype).coded()
+
+    def read_rest(self, module: nn.Module) -> None:
+        """Give the numbers to all that was not packed."""
+        for part in module.modules():
+            for name, weight in list(part.named_parameters(recurse=False)):
+                if (stored := self.stored(weight)) is not None:
+                    part.register_parameter(name, nn.Parameter(stored.numbers(), False))
+                    del self._found[id(weight)]
+
+
+def _random_like(stored: StoredParameter) -> Tensor:
+    """Of that shape, each row the one before it, moved by a number."""
+    generator = torch.Generator().manual_seed(0)
+    shape = stored.shape
+    numbers = torch.randn(sum(shape), generator=generator) * shape[-1] ** -0.5
+    return numbers.to(stored.dtype).as_strided(shape, (1,) * len(shape))
