@@ -82,7 +82,7 @@ class StandIns:
 
 
 def _random_like(stored: StoredParameter) -> Tensor:
-    """Of that shape, each row the one before it, moved by a number."""
+    """Numbers of that shape; each row is the one before it, moved by one place."""
     generator = torch.Generator().manual_seed(0)
     shape = stored.shape
     numbers = torch.randn(sum(shape), generator=generator) * shape[-1] ** -0.5
