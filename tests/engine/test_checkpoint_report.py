@@ -7,9 +7,12 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.checkpoint_report import report
+from outdraft.models.choose import load_language_model
 from outdraft.models.loader import load_model
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import llama, randomised, save
+from tests.models.families import randomised_family
+from tests.models.quantized.families import EXPERTS, save_family
 from tests.models.quantized.writers import (
     SIZES,
     Format,
@@ -50,3 +53,31 @@ def test_a_plain_checkpoint_is_reported_as_it_will_be_packed(tmp_path: Path):
     rows = report(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"))
     assert rows["quantisation"] == "none"
     assert rows["gate_up_proj"] == "2 x bfloat16: 0.25 MiB"
+
+
+LIBRARYS: dict[str, tuple[str, Format | None, tuple[str, ...]]] = {
+    "gptq": ("qwen-3-moe", gptq(group=32), ("gate_up_proj", "3 x int4-g32, codes and scales")),
+    "fp8": (
+        "qwen-3-moe",
+        fp8((32, 32)),
+        ("gate_up_proj", "3 x bfloat16, dequantised (FP8, 8-bit floats"),
+    ),
+    "plain": ("phi-3", None, ("qkv_proj", "3 x float32: ")),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARYS)
+def test_the_report_counts_what_the_transformers_library_computes(name: str, tmp_path: Path):
+    family, stored_as, (product, row) = LIBRARYS[name]
+    if stored_as is None:
+        save(randomised_family(family), tmp_path)
+    else:
+        save_family(family, tmp_path, stored_as, rounds=True, **EXPERTS)
+    rows = report(EngineConfig(model=str(tmp_path), dtype="float32", device="cpu"))
+    model = load_language_model(tmp_path, torch.float32, torch.device("cpu"), cpu_kernels())
+
+    assert rows[product].startswith(row)
+    assert isinstance(model, torch.nn.Module)
+    vectors = sum(one.nbytes for one in model.parameters() if one.dim() == 1)
+    mib = (model.memory_bytes - vectors) / 2**20
+    assert float(rows["all weights"].split()[0]) == pytest.approx(mib, abs=0.011)

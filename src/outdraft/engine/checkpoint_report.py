@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -10,8 +11,9 @@ from safetensors import safe_open
 from outdraft.config.engine import EngineConfig
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
+from outdraft.engine.transformers_report import rows_of
 from outdraft.kernels.choose import choose_kernels
-from outdraft.models.choose import uses_transformers
+from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.config import ModelConfig, read_config
 from outdraft.models.layers.linear import linears_of
 from outdraft.models.llama import EMBEDDING_NAME, CausalLM
@@ -22,6 +24,7 @@ from outdraft.models.loader import (
     placings_of,
     resolve_model_path,
 )
+from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.placing import Placing
 from outdraft.models.slots import Slot
 
@@ -99,8 +102,7 @@ def report(config: EngineConfig) -> dict[str, str]:
     """
     path = resolve_model_path(config.model, config.revision)
     if uses_transformers(path, config.model_impl):
-        names = ", ".join(read_config(path).get("architectures") or ["unknown"])
-        return {"architecture": names, "computed by": "the transformers library, plain weights"}
+        return _report_of_library(config, path)
     shape, device = ModelConfig.from_directory(path), choose_device(config.device)
     dtype = choose_dtype(config.dtype, shape.torch_dtype or "float32", device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
@@ -126,6 +128,28 @@ def report(config: EngineConfig) -> dict[str, str]:
     table = model.embed_tokens.weight
     rows["embedding"] = f"{str(dtype).removeprefix('torch.')}: {_size(table.nbytes)}"
     total = sum(row.num_bytes for row in found.rows.values()) + table.nbytes
+    rows["all weights"] = f"{_size(total)}, to run in {str(dtype).removeprefix('torch.')}"
+    return rows
+
+
+def _report_of_library(config: EngineConfig, path: Path) -> dict[str, str]:
+    """The same where the transformers library computes the network."""
+    raw, device = read_config(path), choose_device(config.device)
+    dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
+    kernels = choose_kernels(config.kernels, device, dtype)
+    plain = kernels.pack_linear(torch.zeros(1, 1, dtype=dtype, device=device), None).format
+    found = rows_of(path, dtype, has_tiles=plain is not WeightFormat.PLAIN)
+    quantization = read_quantization(raw)
+    rows = {
+        "architecture": ", ".join(raw.get("architectures") or ["unknown"]),
+        "computed by": "the transformers library, with this engine's attention and products",
+        "quantisation": quantization.method if quantization else "none",
+    }
+    for label, (count, num_bytes) in found.items():
+        product, _, kept_as = label.partition(": ")
+        number = "" if product not in rows else f" ({len(rows)})"
+        rows[product + number] = f"{count} x {kept_as}: {_size(num_bytes)}"
+    total = sum(num_bytes for _, num_bytes in found.values())
     rows["all weights"] = f"{_size(total)}, to run in {str(dtype).removeprefix('torch.')}"
     return rows
 

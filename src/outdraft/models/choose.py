@@ -50,11 +50,16 @@ def check_shards(path: Path, size: int, flag: str, implementation: str = AUTO) -
     if not uses_transformers(path, implementation):
         ModelConfig.from_directory(path).shard(size, flag)
         return
-    loader = _transformers_loader(path)
+    loader = transformers_loader(path)
     loader.check_division(loader.read_config(path), size, flag)
 
 
-def _transformers_loader(path: Path) -> ModuleType:
+def transformers_loader(path: Path) -> ModuleType:
+    """The module that loads a checkpoint through the library.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
     try:
         return import_module("outdraft.models.transformers_loader")
     except ImportError as error:
@@ -97,7 +102,7 @@ def load_language_model(
         return load(*place, group, drafts=drafts)
     if is_gguf(path):
         raise ConfigError(f"{path}: --model-impl transformers is for directories, not GGUF files")
-    load_any = _transformers_loader(path).load_transformers_model
+    load_any = transformers_loader(path).load_transformers_model
     model = load_any(*place, group, drafts=drafts, has_random_weights=has_random_weights)
     _logger.info(
         "%s: the transformers library computes %s, with this engine's attention and products",

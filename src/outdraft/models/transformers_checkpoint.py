@@ -3,7 +3,7 @@ before the library asks for it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,6 +52,22 @@ class QuantisedCheckpoint:
             name: PresentedTensor(partial(_read, _parameter(weight, dtype), keeps_codes))
             for name, weight in self.weights.items()
         }
+
+    def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
+        """As `presented`, with tensors that stay unread, all but small ones and stacks of plain
+        numbers: those have no numbers."""
+        tensors = StoredTensors(self.places)
+        found: dict[str, PresentedTensor] = {}
+        for name in self.places:
+            shape = tensors.shape(name)
+            if len(shape) == 2:
+                plain = _plain(tensors, name, (shape[0], shape[1]))
+                found[name] = PresentedTensor(partial(DeferredTensor, _parameter(plain, dtype)))
+            else:
+                found[name] = PresentedTensor(partial(_nothing, shape, dtype))
+        for name, weight in self.weights.items():
+            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
+        return found
 
     def summary(self, kept: Iterable[StoredWeight]) -> list[str]:
         """What became of the quantised weights, for people.
@@ -113,6 +129,24 @@ def open_quantised(
             "does not say what it stands for"
         )
     return QuantisedCheckpoint(rest, {**stored, **stacks})
+
+
+def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredWeight:
+    return StoredWeight(
+        shape=shape,
+        label=tensors.dtype(name),
+        group_inputs=shape[1],
+        tile=None,
+        reason="",
+        scale_bytes=0,
+        is_plain=True,
+        read=partial(tensors.read, name),
+    )
+
+
+def _nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """One number for all."""
+    return torch.zeros((), dtype=dtype).expand(*shape)
 
 
 def _parameter(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> StoredParameter:

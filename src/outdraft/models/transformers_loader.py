@@ -32,6 +32,7 @@ from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_token_ids
 from outdraft.models.experts import replace_experts
+from outdraft.models.loader import tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.placing import kept_already
 from outdraft.models.quantized.stand_ins import StandIns
@@ -145,6 +146,22 @@ def load_transformers_model(
     forms = {module: layer.form for module, layer in attention.items()}
     spread = SpreadOver(group, has_whole_logits=drafts or group.size == 1)
     return TransformersModel(model, shape, forms, kernels, spread, mask)
+
+
+def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a checkpoint directory, its weights not read: `deferred` says which they are.
+
+    Raises:
+        ConfigError: as load_transformers_model, as far as tensors are concerned.
+    """
+    config = read_config(path)
+    kind = _causal_class(config, path)
+    checkpoint = _opened(kind, path, config)
+    if checkpoint is None:
+        checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
+    source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.unread(dtype)}
+    with _LOADING:
+        return _loaded(kind, source, plain_config(config), dtype, "sdpa")
 
 
 def read_config(path: Path) -> PretrainedConfig:

@@ -48,6 +48,11 @@ class StoredParameter:
         """Whether the codes of each expert fit a tile."""
         return all(self._tile(expert) is not None for expert in range(len(self.rows_X)))
 
+    @property
+    def coded_bytes(self) -> int:
+        """Those of all codes and scales."""
+        return sum(weight.coded_bytes for rows in self.rows_X for weight in rows)
+
     def coded(self, expert: int = 0) -> CodedWeight:
         """The codes of one expert, [E, D]."""
         tile = self._tile(expert)

@@ -99,6 +99,16 @@ class StoredWeight:
     is_plain: bool = False
     read: Callable[[], GroupedCodes | Tensor]
 
+    @property
+    def coded_bytes(self) -> int:
+        """What its codes and scales take; only of a weight with a tile."""
+        assert self.tile is not None, "a tile of numbers"
+        num_outputs, num_inputs = self.shape
+        num_groups = -(-num_inputs // (self.tile.group_inputs or num_inputs))
+        of_scales = self.scale_bytes * (2 if self.tile.has_zero else 1)
+        of_codes = num_inputs * (8 if self.tile.is_int8 else 4) // 8
+        return num_outputs * (of_codes + num_groups * of_scales)
+
     def numbers(self) -> Tensor:
         """All of them, of the dtype that `read` gives."""
         read = self.read()
