@@ -280,7 +280,7 @@ def test_blocks_are_drafted_as_on_one_rank(
                 found.append(levels.next_logits(frontier)[:, 0])
         assert sent(ranks.target) == ({}, {})
         assert sent(ranks.peers) == ({}, {})
-        # Of two blocks: the embedding and two sums a layer; texts are read without any.
+        # Two blocks: for each the embedding, and two sums a layer. Texts are read without any.
         calls = {"sum": 2 * (1 + 2 * 2), "join_columns": 2}
         assert sent(ranks.draft)[0] == (calls if ranks.draft.size > 1 else {})
         return torch.stack(found)

@@ -14,14 +14,18 @@ from transformers import (
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GemmaConfig,
     Glm4Config,
+    Glm4MoeLiteConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
     GraniteConfig,
+    HunYuanMoEV1Config,
     Llama4TextConfig,
     LlamaConfig,
+    MiniCPM3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -98,7 +102,18 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         Gemma2Config, **_HEADS, **_WINDOW, query_pre_attn_scalar=16, attn_logit_softcapping=2.0
     ),
     "gemma-3": _tiny(Gemma3TextConfig, **_HEADS, **_WINDOW, query_pre_attn_scalar=16),
+    "gemma-4": _tiny(
+        Gemma4TextConfig,
+        **_HEADS,
+        **_WINDOW,
+        num_hidden_layers=4,
+        num_kv_shared_layers=0,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        hidden_size_per_layer_input=0,
+        global_head_dim=24,
+    ),
     "glm-4": _tiny(Glm4Config, **_HEADS),
+    "glm-4-moe-lite": _tiny(Glm4MoeLiteConfig, **_LATENT, n_routed_experts=4),
     "gpt-2": lambda: GPT2Config(
         vocab_size=61,
         n_embd=32,
@@ -124,6 +139,13 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         residual_multiplier=0.5,
         attention_multiplier=0.2,
     ),
+    "hunyuan-moe": _tiny(
+        HunYuanMoEV1Config,
+        head_dim=8,
+        num_experts=4,
+        moe_topk=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "llama": _tiny(LlamaConfig),
     "llama-4": _tiny(
         Llama4TextConfig,
@@ -137,6 +159,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         floor_scale=8,
     ),
     "mistral": _tiny(MistralConfig, **_WINDOW),
+    "minicpm-3": _tiny(
+        MiniCPM3Config,
+        **{key: value for key, value in _LATENT.items() if key.endswith(("rank", "dim"))},
+        num_key_value_heads=4,
+    ),
     "mixtral": _tiny(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "nemotron": _tiny(NemotronConfig),
     "olmo-2": _tiny(Olmo2Config),
@@ -171,7 +198,11 @@ def family_model(name: str, **changes: Any) -> PreTrainedModel:
 
 def randomised_family(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """As `family_model`, weights so large that every part of the network shows in the logits."""
-    model = family_model(name, **changes)
+    return randomise(family_model(name, **changes), seed)
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """Give the model such weights."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for key, weight in model.named_parameters():

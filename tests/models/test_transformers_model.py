@@ -13,6 +13,8 @@ from transformers import (
     BartConfig,
     DogeConfig,
     FalconConfig,
+    Gemma3nForCausalLM,
+    Gemma3nTextConfig,
     LlamaConfig,
     MambaConfig,
     OlmoeConfig,
@@ -31,7 +33,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model, uses_transformers
 from tests.models.checkpoints import TINY, VARIANTS, llama, randomised, save
-from tests.models.families import CONFIGS, family_model, randomised_family
+from tests.models.families import CONFIGS, family_model, randomise, randomised_family
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 8
@@ -276,3 +278,26 @@ def test_torch_leaves_the_cores_to_kernels_that_have_all_products(
         torch.set_num_threads(before)
     assert seen - {3} == {num_threads} - {3}
     assert after == 3
+
+
+def test_drafters_cannot_read_several_streams(tmp_path: Path) -> None:
+    config = Gemma3nTextConfig(
+        **TINY | {"num_hidden_layers": 4},
+        sliding_window=7,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        vocab_size_per_layer_input=TINY["vocab_size"],
+        hidden_size_per_layer_input=8,
+        laurel_rank=8,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4,
+    )
+    config.architectures = ["Gemma3nForCausalLM"]
+    oracle = randomise(Gemma3nForCausalLM(config))
+    save(oracle, tmp_path)
+    texts = Texts(loaded(tmp_path))
+    with torch.inference_mode():
+        want_2TV = oracle.double()(input_ids=texts.ids_2T).logits
+    torch.testing.assert_close(texts.read()[0], want_2TV, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="passes on 2 streams"):
+        texts.read((1,))

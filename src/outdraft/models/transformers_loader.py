@@ -7,6 +7,7 @@ itself.
 
 import copy
 import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers import logging as library_logging
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
@@ -50,13 +55,15 @@ from outdraft.models.transformers_operations import catch_operations
 from outdraft.models.transformers_products import keeps_codes, pack_products
 from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
-from outdraft.models.transformers_survey import survey_attention
+from outdraft.models.transformers_survey import check_packed, survey_attention
+from outdraft.models.transformers_text import leave_out_unreached, reached_modules, text_part
 
 _logger = logging.getLogger(__name__)
 _LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
 
 # Layers whose keys and values are all that they keep of a text.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION_TABLE = "ALL_ATTENTION_FUNCTIONS"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
@@ -109,7 +116,8 @@ def load_transformers_model(
     config = read_config(path)
     kind = _causal_class(config, path)
     check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
-    name = NAME if _takes_attention(kind) else "sdpa"
+    takes_attention = _takes_attention(kind, config.get_text_config())
+    name = NAME if takes_attention else "sdpa"
     register()
     checkpoint = None
     with _LOADING:
@@ -124,17 +132,21 @@ def load_transformers_model(
     stand_ins.put(model, keeps_codes)
     if quantization is not None and stand_ins.kept:
         raise kept_already(quantization, stand_ins.kept[0])
+    model = text_part(model)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
     moves = fix_frequencies(model, context_len)
     spreads = divide(model, group, drafts=drafts)
     mask = None
-    if not _takes_attention(kind):
+    if not takes_attention:
         mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
         for module in attention_modules(model):
             catch_operations(module, kernels)
-    attention = survey_attention(model, config, mask)
+    with reached_modules() as reached:
+        attention = survey_attention(model, config, mask)
+    if left_out := leave_out_unreached(model, reached):
+        _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
     replace_experts(model, kernels, quantization, stand_ins)
     fuse_layers(model, kernels, quantization, group, stand_ins)
@@ -143,6 +155,8 @@ def load_transformers_model(
     if checkpoint is not None:
         for line in checkpoint.summary(stand_ins.kept):
             _logger.info("%s", line)
+    if group.size == 1:
+        check_packed(model, mask)
     forms = {module: layer.form for module, layer in attention.items()}
     spread = SpreadOver(group, has_whole_logits=drafts or group.size == 1)
     return TransformersModel(model, shape, forms, kernels, spread, mask)
@@ -177,33 +191,37 @@ def read_config(path: Path) -> PretrainedConfig:
 
 
 def _causal_class(config: PretrainedConfig, path: Path) -> Any:
-    """The library's class for the architecture that config.json names."""
-    names = config.architectures or []
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    """The library's class for the architecture that config.json names. One that reads pictures
+    too reads texts here."""
+    names, text_config = config.architectures or [], config.get_text_config()
+    kinds = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    found: list[Any] = [mapping[type(config)] for mapping in kinds if type(config) in mapping]
+    kind: Any = next((one for one in found if [one.__name__] == names), found[0] if found else None)
     if kind is None or len(names) != 1 or kind.__name__ != names[0]:
         known = f"; for {config.model_type} it has {kind.__name__}" if kind is not None else ""
         raise ConfigError(
             f"{path} holds {' and '.join(names) or 'no named architecture'}, which transformers "
             f"does not have as a model that only continues texts{known}"
         )
-    types = set(getattr(config.get_text_config(), "layer_types", None) or ()) - _LAYER_TYPES
+    types = set(getattr(text_config, "layer_types", None) or ()) - _LAYER_TYPES
     if kind._is_stateful or types:
         what = f" ({', '.join(sorted(types))} layers)" if types else ""
         raise ConfigError(
             f"{names[0]} keeps a recurrent or compressed state of the text{what}: it cannot be "
             "taken back when a draft is refused, so this engine does not run it"
         )
-    if getattr(config, "alibi", False):
+    if getattr(text_config, "alibi", False):
         raise ConfigError(f"{names[0]} with alibi adds to the scores of its attention")
-    if getattr(config, "use_bidirectional_attention", False):
+    if getattr(text_config, "use_bidirectional_attention", False):
         raise ConfigError(f"{names[0]} with use_bidirectional_attention looks ahead in the text")
     return kind
 
 
-def _takes_attention(kind: Any) -> bool:
-    """Whether the class asks the library's table for its attention."""
-    module = __import__(kind.__module__, fromlist=["ALL_ATTENTION_FUNCTIONS"])
-    return hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+def _takes_attention(kind: Any, text_config: PretrainedConfig) -> bool:
+    """Whether the class of a model, or of its part for texts, asks the library's table for its
+    attention."""
+    kinds = kind, MODEL_MAPPING.get(type(text_config), kind)
+    return any(hasattr(sys.modules[one.__module__], _ATTENTION_TABLE) for one in kinds)
 
 
 def _loaded(

@@ -197,18 +197,32 @@ class Taps:
     def _entering(self, index: int) -> Callable[..., None]:
         def keep(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if index in self._wanted:
-                states_1TD = args[0] if args else kwargs["hidden_states"]
-                self._found[index] = states_1TD[0].clone()
+                states = args[0] if args else kwargs["hidden_states"]
+                self._found[index] = _stream(layer, states)
 
         return keep
 
     def _leaving(self, index: int) -> Callable[..., None]:
         def keep(layer: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             if index in self._wanted:
-                states_1TD = out[0] if isinstance(out, tuple) else out
-                self._found[index] = states_1TD[0].clone()
+                states = out[0] if isinstance(out, tuple) else out
+                self._found[index] = _stream(layer, states)
 
         return keep
+
+
+def _stream(layer: nn.Module, states_1TD: Tensor) -> Tensor:
+    """[T, D], a copy.
+
+    Raises:
+        ConfigError: it is no single stream, as Gemma 3n's is not.
+    """
+    if states_1TD.dim() != 3 or len(states_1TD) != 1:
+        raise ConfigError(
+            f"{type(layer).__name__} passes on {len(states_1TD)} streams of states: drafters that "
+            "read the target's states cannot draft for it"
+        )
+    return states_1TD[0].clone()
 
 
 class _TokensBefore:

@@ -24,7 +24,7 @@ _ROUTERS = ("Router", "Gate")  # how the library's classes of routers end
 def catch_operations(module: nn.Module, kernels: Kernels) -> None:
     """Let attention and products inside this module be computed by the engine's kernels."""
     forward = module.forward
-    products: dict[torch.dtype, Product] = {}
+    products: dict[tuple[torch.dtype, torch.Size], Product] = {}
 
     def own_forward(*args: Any, **kwargs: Any) -> Any:
         with _OwnOperations(module, kernels, products):
@@ -52,16 +52,24 @@ def one_torch_thread(is_wanted: bool) -> Generator[None]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether it multiplies by a weight of its own without being a product."""
-    has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
-    return has_weight and type(module).__name__.endswith(_ROUTERS)
+    """Whether it chooses experts by products of its own, of which it may read the weights."""
+    weights = [part.weight for part in (module, *module.children()) if _has_weight(part)]
+    return bool(weights) and type(module).__name__.endswith(_ROUTERS)
+
+
+def _has_weight(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.dim() == 2
 
 
 class _OwnOperations(TorchFunctionMode):
     def __init__(
-        self, module: nn.Module, kernels: Kernels, products: dict[torch.dtype, Product]
+        self,
+        module: nn.Module,
+        kernels: Kernels,
+        products: dict[tuple[torch.dtype, torch.Size], Product],
     ) -> None:
-        """`products`: with the module's weight, by the dtype that it was converted to."""
+        """`products`: with the module's weights, by the dtypes that they were converted to."""
         super().__init__()
         self._module, self._kernels, self._products = module, kernels, products
 
@@ -87,9 +95,13 @@ class _OwnOperations(TorchFunctionMode):
         return func(*args, **options)
 
     def _linear(self, x_TD: Tensor, weight_ED: Tensor, bias_E: Tensor | None = None) -> Tensor:
-        product = self._products.get(x_TD.dtype)
+        key = x_TD.dtype, weight_ED.shape
+        product = self._products.get(key)
         if product is None:
-            assert weight_ED.shape == self._module.weight.shape, "a product with another weight"
+            alike = [one for one in self._module.parameters() if one.shape == weight_ED.shape]
+            if len(alike) != 1:
+                name = type(self._module).__name__
+                raise ConfigError(f"{name} has {len(alike)} weights of {tuple(weight_ED.shape)}")
             product = self._kernels.pack_linear(weight_ED, bias_E)
-            self._products[x_TD.dtype] = product
+            self._products[key] = product
         return product(x_TD.flatten(0, -2)).unflatten(0, x_TD.shape[:-1])

@@ -46,11 +46,13 @@ def pack_products(
 ) -> None:
     """Replace all products by packed ones, each as it is reached, so that few are there twice.
 
-    A router's weight is multiplied as it lies: its product is called by name, not as a module. Its
-    rows do not depend on each other either.
+    A router's weights are multiplied as they lie: it may call its product by name, not as a module.
+    Its rows do not depend on each other either.
     """
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     for module in present_modules(model):
+        if is_router(module):
+            continue
         for name, part in list(module.named_children()):
             if _is_product(part):
                 is_tied = id(part.weight) in embeddings

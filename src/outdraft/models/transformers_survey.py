@@ -49,11 +49,21 @@ def survey_attention(
             f"{type(model).__name__} cannot read rows at given positions: they depend on their "
             "order, or on each other outside of attention"
         )
-    says_masks = hasattr(sys.modules[type(model).__module__], _WINDOW_MASK)
+    codes = {type(part).__module__ for part in (model, *found)}  # the text may be of another family
+    says_masks = any(hasattr(sys.modules[code], _WINDOW_MASK) for code in codes)
     return {
         module: _with_chunk(layer, text_config, index, says_masks)
         for index, (module, layer) in enumerate(found.items())
     }
+
+
+def check_packed(model: PreTrainedModel, mask: Tensor | None) -> None:
+    """Try a pass once weights are packed, which some code reads beside the products.
+
+    Raises:
+        ConfigError: it does so.
+    """
+    _pass(model, [0, 1], mask)
 
 
 def _pass(
