@@ -1,5 +1,6 @@
 """Ranks as threads of one process, connected as processes are; engines spread over them."""
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -12,8 +13,9 @@ from torch._C._distributed_c10d import HashStore  # torch.distributed does not n
 from outdraft.config.engine import EngineConfig
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult
-from outdraft.distributed.group import Ranks
+from outdraft.distributed.group import RankGroup, Ranks
 from outdraft.distributed.process_groups import join_ranks
+from outdraft.distributed.request_shares import RequestShares
 from outdraft.distributed.shared_memory import MemoryTransports
 from outdraft.engine.build import build_engine
 from outdraft.engine.llm import LLM
@@ -55,6 +57,12 @@ def on_ranks(
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
+
+
+def equal_shares(group: RankGroup, num_requests: int) -> RequestShares:
+    """Each rank of a group has an equal part of the requests; the last ones have one more."""
+    ends = [num_requests * rank // group.size for rank in range(group.size + 1)]
+    return RequestShares(group, tuple(end - start for start, end in itertools.pairwise(ends)))
 
 
 def spread_models(config: EngineConfig, size: int, draft_size: int) -> list[LoadedModels]:

@@ -9,6 +9,7 @@ import torch
 
 from outdraft.core.errors import RanksError
 from outdraft.distributed.group import Ranks
+from outdraft.distributed.request_shares import RequestShares
 from outdraft.kernels.choose import has_library, memory_transports
 from tests import ranks
 
@@ -70,14 +71,12 @@ def test_ranks_gather_join_and_turn_what_they_have(
         own = columns[group.rank]
         return [
             group.gather(own),
-            group.join_columns(own),
             group.join_rows(rows[group.rank], counts),
             group.turn(own, counts),
         ]
 
-    for rank, (gathered, joined, stacked, turned) in enumerate(on_ranks(size, 1, work)):
+    for rank, (gathered, stacked, turned) in enumerate(on_ranks(size, 1, work)):
         assert torch.equal(gathered, torch.stack(columns))
-        assert torch.equal(joined, whole_RV)
         assert torch.equal(stacked, whole_RV)
         assert torch.equal(turned, rows[rank])
 
@@ -95,20 +94,45 @@ def test_what_a_rank_sends_is_counted(on_ranks: Callable[..., list[Any]]) -> Non
 
 
 @pytest.mark.parametrize(("size", "draft_size"), [(4, 1), (4, 2), (4, 4), (2, 1), (2, 2)])
-def test_each_rank_knows_its_draft_group_and_its_peers(
+def test_each_rank_knows_its_draft_group(
     on_ranks: Callable[..., list[Any]], size: int, draft_size: int
 ) -> None:
-    def work(ranks: Ranks) -> tuple[list[int], list[int]]:
+    def work(ranks: Ranks) -> tuple[list[int], int, int]:
         own = torch.tensor([ranks.target.rank])
-        return ranks.draft.gather(own).flatten().tolist(), ranks.peers.gather(
-            own
-        ).flatten().tolist()
+        members = ranks.draft.gather(own).flatten().tolist()
+        return members, ranks.draft_group, ranks.num_draft_groups
 
-    for rank, (draft, peers) in enumerate(on_ranks(size, draft_size, work)):
-        assert draft == [
+    for rank, (members, group, number) in enumerate(on_ranks(size, draft_size, work)):
+        assert members == [
             other for other in range(size) if other // draft_size == rank // draft_size
         ]
-        assert peers == [other for other in range(size) if other % draft_size == rank % draft_size]
+        assert (group, number) == (rank // draft_size, size // draft_size)
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (0, 3), (1, 0, 2, 1), (0, 0, 0, 1)])
+def test_each_rank_gets_whole_rows_of_its_requests(
+    on_ranks: Callable[..., list[Any]], counts: tuple[int, ...]
+) -> None:
+    """Some requests have no row, or ranks no request; the last columns stand for nothing."""
+    num_each, num_columns = 3, 5 * len(counts) - 2
+    whole_RV = parts_of(1, torch.float64, (sum(counts) * num_each, 5 * len(counts)))[0]
+    owners = [request for request in range(sum(counts)) for _ in range((request + 1) % 3)]
+
+    def work(ranks: Ranks) -> list[torch.Tensor]:
+        shares = RequestShares(ranks.target, counts)
+        columns_RS = whole_RV.split(5, dim=1)[ranks.target.rank]
+        turned = shares.turn(columns_RS, num_columns)
+        some = shares.of_rows(owners)
+        texts = some.own(torch.tensor(owners))
+        assert ((texts >= shares.first) & (texts < shares.first + counts[shares.group.rank])).all()
+        return [turned, shares.join(turned[::num_each]), some.join(texts)]
+
+    found = on_ranks(len(counts), 1, work)
+    assert torch.equal(torch.cat([one[0] for one in found]), whole_RV[:, :num_columns])
+    for turned, joined, texts in found:
+        assert turned.is_contiguous()
+        assert torch.equal(joined, whole_RV[::num_each, :num_columns])
+        assert texts.tolist() == owners
 
 
 def test_a_rank_that_is_left_alone_says_so(on_ranks: Callable[..., list[Any]]) -> None:

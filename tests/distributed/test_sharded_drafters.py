@@ -13,6 +13,7 @@ from torch import Tensor
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import RankGroup, Ranks
+from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.draft_ops import Frontier
@@ -46,7 +47,7 @@ from tests.models.head_checkpoints import (
 from tests.models.test_dflash import Drive as BlockDrive
 from tests.models.test_eagle import Drive, check_against_reference
 from tests.oracle.heads import random_head
-from tests.ranks import on_ranks
+from tests.ranks import equal_shares, on_ranks
 
 CPU = torch.device("cpu")
 SLOW = pytest.mark.slow
@@ -88,8 +89,16 @@ def sent(group: RankGroup) -> tuple[dict[str, int], dict[str, int]]:
     return found
 
 
+def of_groups(parts: list[Tensor], draft_size: int, dim: int = 0) -> list[Tensor]:
+    """What the ranks of each draft group have together."""
+    return [
+        torch.cat(parts[first : first + draft_size], dim)
+        for first in range(0, len(parts), draft_size)
+    ]
+
+
 @over_ranks
-def test_every_rank_of_a_draft_model_has_the_logits_of_one(
+def test_the_ranks_of_a_draft_model_have_the_logits_of_one_each_some_rows(
     size: int, draft_size: int, checkpoint: Path
 ):
     ids_T, num_rows = random_tokens(40), 40
@@ -97,24 +106,26 @@ def test_every_rank_of_a_draft_model_has_the_logits_of_one(
 
     def logits(ranks: Ranks) -> Tensor:
         model = load(checkpoint, ranks.draft, drafts=True)
-        found_TV = chunked_logits(model, ids_T, [num_rows])
+        shares, network = equal_shares(ranks.draft, num_rows), DraftNetwork(model)
+        found_QV = chunked_logits(
+            model, ids_T, [num_rows], logits_of=lambda states: network.logits(states, shares)
+        )
         sums, others, width = 2 * LAYERS + 1, draft_size - 1, -(-VOCAB // draft_size)
         counts = (
-            {"sum": sums, "join_columns": 1},
+            {"sum": sums, "turn": 1},
             {
                 "sum": others * sums * num_rows * HIDDEN * 8,
-                "join_columns": others * num_rows * width * 8,
+                "turn": (num_rows - len(found_QV)) * width * 8,
             },
         )
         assert sent(ranks.draft) == (counts if draft_size > 1 else ({}, {}))
         assert sent(ranks.target) == ({}, {})
-        assert sent(ranks.peers) == ({}, {})
         best_T, _ = model.checked_best_tokens(torch.zeros(2, HIDDEN).double())
         assert best_T.tolist() == [0, 0]  # of equal ones the first
-        return found_TV
+        assert found_QV.is_contiguous()
+        return found_QV
 
-    for got_TV in on_ranks(size, draft_size, logits):
-        assert got_TV.is_contiguous()
+    for got_TV in of_groups(on_ranks(size, draft_size, logits), draft_size):
         assert (got_TV - want_TV).abs().max() <= 1e-10
         assert torch.equal(got_TV.argmax(-1), want_TV.argmax(-1))
 
@@ -131,11 +142,17 @@ def test_a_draft_model_of_another_vocabulary_is_spread_as_well(
         model = load(checkpoint, ranks.draft, drafts=True)
         translated: Any = TranslatedModel(model, vocabulary)
         assert translated.shard.num_kv_heads == model.shard.num_kv_heads
-        return chunked_logits(translated, ids_T, [7, 23])
+        shares = equal_shares(ranks.draft, len(ids_T))
+        return chunked_logits(
+            translated,
+            ids_T,
+            [len(ids_T)],
+            logits_of=lambda states: translated.logits(states, shares),
+        )
 
     want_TV = logits(Ranks())
     assert (want_TV.isfinite() == is_shared_V).all()
-    for got_TV in on_ranks(size, draft_size, logits):
+    for got_TV in of_groups(on_ranks(size, draft_size, logits), draft_size):
         assert (got_TV - want_TV)[:, is_shared_V].abs().max() <= 1e-10
         assert (got_TV.isfinite() == is_shared_V).all()
 
@@ -159,10 +176,14 @@ def test_eagle_drafts_as_on_one_rank(
 
     def draft(ranks: Ranks) -> int:
         network = spread_eagle(tmp_path, eagle_target, ranks)
+
+        def logits_of(states_RD: Tensor) -> Tensor:
+            shares = equal_shares(ranks.draft, len(states_RD))
+            return shares.join(network.logits(states_RD, shares))
+
         sent(ranks.target)  # of loading
-        check_against_reference(layout, network, whole, 1e-9)
+        check_against_reference(layout, network, whole, 1e-9, logits_of)
         assert sent(ranks.target) == ({}, {})
-        assert sent(ranks.peers) == ({}, {})
         assert (sent(ranks.draft) == ({}, {})) == (draft_size == 1)
         return network.memory_bytes
 
@@ -228,9 +249,9 @@ def test_a_step_of_eagle_costs_what_its_layer_and_its_tables_cost(
         row_bytes, others = network.shard.hidden_size * 8, draft_size - 1
         read = {"sum": 3}, {"sum": others * 3 * num_rows * row_bytes}
         assert sent(ranks.draft) == (read if others else ({}, {}))
-        network.logits(states_TD[-1:])
-        width = -(-VOCAB // draft_size)
-        said = {"join_columns": 1}, {"join_columns": others * width * 8}
+        network.logits(states_TD[-1:], equal_shares(ranks.draft, 1))
+        width, is_last = -(-VOCAB // draft_size), ranks.draft.rank == others
+        said = {"turn": 1}, {"turn": 0 if is_last else width * 8}
         assert sent(ranks.draft) == (said if others else ({}, {}))
 
     on_ranks(size, draft_size, traffic)
@@ -272,22 +293,23 @@ def test_blocks_are_drafted_as_on_one_rank(
     def logits(ranks: Ranks) -> Tensor:
         drive, found = BlockDrive(spread_blocks(path, checkpoint, ranks)), list[Tensor]()
         sent(ranks.target), sent(ranks.draft)  # of loading
+        shares = equal_shares(ranks.draft, 2)
+        own_B1 = shares.own(tokens_B1)
         for lengths in ((13, 30), (16, 31)):
-            levels = drive.levels(lengths, 3)
+            levels = drive.levels(lengths, 3, shares)
             found.append(levels.first_logits())
             for depth in (1, 2):
-                frontier = Frontier(tokens_B1, tokens_B1 * 0, tokens_B1, depth, depth - 1)
+                frontier = Frontier(own_B1, own_B1 * 0, own_B1, depth, depth - 1)
                 found.append(levels.next_logits(frontier)[:, 0])
         assert sent(ranks.target) == ({}, {})
-        assert sent(ranks.peers) == ({}, {})
-        # Two blocks: for each the embedding, and two sums a layer. Texts are read without any.
-        calls = {"sum": 2 * (1 + 2 * 2), "join_columns": 2}
+        # Two blocks send the embedding and two sums a layer; texts are read without any.
+        calls = {"sum": 2 * (1 + 2 * 2), "turn": 2}
         assert sent(ranks.draft)[0] == (calls if ranks.draft.size > 1 else {})
         return torch.stack(found)
 
     want = logits(Ranks())
     is_known = want.isfinite()
-    for got in on_ranks(size, draft_size, logits):
+    for got in of_groups(on_ranks(size, draft_size, logits), draft_size, dim=1):
         assert torch.equal(got.isfinite(), is_known)
         assert (got - want)[is_known].abs().max() <= 1e-10
 
@@ -325,19 +347,21 @@ def test_medusa_heads_know_what_they_know_on_one_rank(
 
     def logits(ranks: Ranks) -> tuple[Tensor, int]:
         heads = spread_medusa(path, checkpoint, ranks)
-        found_BJV = heads.logits(hidden_BD)
+        found_QJV = heads.logits(hidden_BD, shares=equal_shares(ranks.draft, len(hidden_BD)))
         assert sent(ranks.target) == ({}, {})
         calls, _ = sent(ranks.draft)
-        joins = 1 if kind == "targets" else heads.num_heads
-        assert calls == ({"join_columns": joins} if draft_size > 1 else {})
-        return found_BJV, heads.memory_bytes
+        turns = 1 if kind == "targets" else heads.num_heads
+        assert calls == ({"turn": turns} if draft_size > 1 else {})
+        return found_QJV, heads.memory_bytes
 
-    for got_BJV, num_bytes in on_ranks(size, draft_size, logits):
+    parts, each_bytes = zip(*on_ranks(size, draft_size, logits), strict=True)
+    for got_BJV in of_groups(list(parts), draft_size):
         assert torch.equal(got_BJV.isfinite(), want_BJV.isfinite())
         is_known = want_BJV.isfinite()
         assert (got_BJV[is_known] - want_BJV[is_known]).abs().max() <= 1e-10
-        if draft_size == 1:  # a copy of the target's head is counted
-            assert num_bytes == alone.memory_bytes + (head_bytes if kind == "targets" else 0)
+    if draft_size == 1:  # a copy of the target's head is counted
+        want_bytes = alone.memory_bytes + (head_bytes if kind == "targets" else 0)
+        assert each_bytes == (want_bytes,) * size
 
 
 @over_ranks
@@ -354,15 +378,15 @@ def test_an_mlp_speculator_says_what_it_says_on_one_rank(
         state_RS, found = speculator.first_state(random_hidden(5)), []
         for head in range(speculator.num_heads):
             state_RS = speculator.step(head, state_RS, random_tokens(5, seed=head))
-            found.append(speculator.logits(head, state_RS))
+            found.append(speculator.logits(head, state_RS, equal_shares(ranks.draft, 5)))
         calls, _ = sent(ranks.draft)
-        joins = {"join_columns": speculator.num_heads}
-        assert calls == (joins if ranks.draft.size > 1 else {})
+        turns = {"turn": speculator.num_heads}
+        assert calls == (turns if ranks.draft.size > 1 else {})
         assert sent(ranks.target) == ({}, {})
         return torch.stack(found)
 
     want = logits(Ranks())
-    for got in on_ranks(size, draft_size, logits):
+    for got in of_groups(on_ranks(size, draft_size, logits), draft_size, dim=1):
         assert (got - want).abs().max() <= 1e-10
 
 

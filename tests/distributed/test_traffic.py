@@ -1,5 +1,6 @@
 """What the ranks of an engine send, counted from the plans of its steps: nothing else may cross."""
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -44,6 +45,12 @@ class Expected:
             self.calls[operation] += calls
             self.sent[operation] += (self.size - 1) * numbers * NUMBER
 
+    def add_turn(self, num_rows: int, width: int) -> None:
+        """`num_rows`: of other ranks."""
+        if self.size > 1:
+            self.calls["turn"] += 1
+            self.sent["turn"] += num_rows * width * NUMBER
+
     def add_pass(self, model: ModelConfig, num_rows: int) -> None:
         """The embedding, and two products of each layer."""
         calls = 1 + 2 * model.num_layers
@@ -62,41 +69,50 @@ def split(works: Sequence[Work], size: int, draft_size: int) -> list[list[Work]]
 
 def expected(
     plans: list[StepPlan], rank: int, size: int, draft_size: int, draws: bool
-) -> tuple[Expected, Expected, Expected]:
-    """For the groups of target, drafter and peers."""
+) -> tuple[Expected, Expected]:
+    """For the groups of target and drafter."""
     target, drafter = (ModelConfig.from_directory(path) for path in (_pair[0], _pair[1]))
-    of_target, of_draft, of_peers = map(Expected, (size, draft_size, size // draft_size))
+    of_target, of_draft = map(Expected, (size, draft_size))
     columns = -(-target.vocab_size // size)
     for plan in plans:
         of_target.add_pass(target, plan.num_rows)
         works = [work for work in plan.works if work.samples]
-        asked = [work for work in works if work.drafts is not None]
-        if asked:
-            depth = max(work.num_drafts for work in asked)
-            groups = [[w for w in asked if w.owner == g] for g in range(size // draft_size)]
-            of_peers.add("join_rows", max(map(len, groups)) * (2 * depth + 1))
-            mine = groups[rank // draft_size]
-            if mine:
-                levels = max(work.num_drafts for work in mine)
-                unread = sum(work.num_tokens - work.num_drafter_computed for work in mine)
-                of_draft.add_pass(drafter, unread)
-                for _ in range(levels - 1):
-                    of_draft.add_pass(drafter, len(mine))
-                width = -(-drafter.vocab_size // draft_size)
-                of_draft.add("join_columns", levels * len(mine) * width, levels)
+        parts = split(works, size, draft_size)
+        drafted = [[work for work in part if work.drafts is not None] for part in parts]
+        if any(drafted):
+            depth = max(work.num_drafts for work in itertools.chain(*drafted))
+            of_target.add("join_rows", max(map(len, drafted)) * (2 * depth + 1))
+            first = rank - rank % draft_size
+            group = drafted[first : first + draft_size]
+            if any(group):
+                add_drafting(of_draft, drafter, group, rank - first)
         if not works:
             continue
         rows = sum(1 + work.num_drafts for work in works)
         if not draws:
             of_target.add("gather", 2 * rows)
             continue
-        parts = split(works, size, draft_size)
         own_rows = sum(1 + work.num_drafts for work in parts[rank])
-        of_target.calls["turn"] += 1
-        of_target.sent["turn"] += (rows - own_rows) * columns * NUMBER
+        of_target.add_turn(rows - own_rows, columns)
         depth = max(work.num_drafts for work in works)
         of_target.add("join_rows", max(map(len, parts)) * (3 * depth + 3))
-    return of_target, of_draft, of_peers
+    return of_target, of_draft
+
+
+def add_drafting(
+    sent: Expected, drafter: ModelConfig, parts: list[list[Work]], member: int
+) -> None:
+    """Chains of a draft group. Each level turns the logits of all its requests; behind each but the
+    last one three integers of each request go to all members: what is read next."""
+    works = [*itertools.chain(*parts)]
+    levels = max(work.num_drafts for work in works)
+    sent.add_pass(drafter, sum(work.num_tokens - work.num_drafter_computed for work in works))
+    width = -(-drafter.vocab_size // sent.size)
+    for _ in range(levels):
+        sent.add_turn(len(works) - len(parts[member]), width)
+    for _ in range(levels - 1):
+        sent.add("join_rows", 3 * max(map(len, parts)))
+        sent.add_pass(drafter, len(works))
 
 
 _pair = pair(FAMILY).target, pair(FAMILY).drafter
@@ -114,7 +130,7 @@ def test_each_rank_sends_what_the_plans_say_and_no_more(
     loaded = spread_models(chosen, size, draft_size)
     llm = LLM.from_config(chosen, loaded[0])
     params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
-    groups = [[one.ranks.target, one.ranks.draft, one.ranks.peers] for one in loaded]
+    groups = [[one.ranks.target, one.ranks.draft] for one in loaded]
     ranks = Recorded(llm, loaded)
     with ranks:
         run(llm, prompts_of((9, 14, 5, 11, 7)), params)

@@ -113,9 +113,14 @@ def random_tokens(num_tokens: int, seed: int = 0) -> Tensor:
 
 
 def chunked_logits(
-    model: CausalLM, token_ids_T: Tensor, chunk_sizes: list[int], block_size: int = 4
+    model: CausalLM,
+    token_ids_T: Tensor,
+    chunk_sizes: list[int],
+    block_size: int = 4,
+    logits_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """[T, V]: a prompt that is fed in chunks, over blocks in no order."""
+    """[T, V]: a prompt that is fed in chunks, over blocks in no order; `logits_of` hidden states:
+    other ones than the model's."""
     config, num_blocks = model.shard, len(token_ids_T) // block_size + 2
     cache = KVCache(
         config.cache_shapes,
@@ -134,7 +139,7 @@ def chunked_logits(
         slots_T = table_P[positions_T // block_size].long() * block_size + positions_T % block_size
         metadata = causal_metadata(start, size, slots_T, table_P)
         hidden_TD = model(token_ids_T[start : start + size], cache.layers, metadata)
-        logits.append(model.logits(hidden_TD))
+        logits.append((logits_of or model.logits)(hidden_TD))
         start += size
     return torch.cat(logits)
 

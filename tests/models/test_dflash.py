@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.block_drafter import BlockDrafter, num_spare_blocks
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import STATE_WINDOW, StateWindow
@@ -119,7 +120,9 @@ class Drive:
             features = network.features(self.tapped[row].to(network.dtype))
             self.window.features_NF[self.window.places(row, 0, 60)] = features
 
-    def levels(self, lengths: tuple[int, ...], num_drafts: int) -> Any:
+    def levels(
+        self, lengths: tuple[int, ...], num_drafts: int, shares: RequestShares = ALL_HERE
+    ) -> Any:
         """Behind the first so many tokens of each text."""
         asks: list[DraftModelAsk] = []
         for row, length in enumerate(lengths):
@@ -127,7 +130,7 @@ class Drive:
             blocks = self.blocks[row, :count].tolist()
             asks.append(DraftModelAsk(row, length, self.num_read[row], num_drafts, blocks))
             self.num_read[row] = length - 1
-        return self.drafter.levels(asks, self.ids_SL, num_drafts)
+        return self.drafter.levels(asks, self.ids_SL, num_drafts, shares)
 
     def expected(self, weights: dict[str, Tensor], row: int, length: int) -> Tensor:
         """[R, D]."""

@@ -89,9 +89,14 @@ def load(path: Path, target: CausalLM, kernels: Kernels | None = None) -> EagleN
 
 
 def check_against_reference(
-    layout: Layout, network: EagleNetwork, target: CausalLM, tolerance: float
+    layout: Layout,
+    network: EagleNetwork,
+    target: CausalLM,
+    tolerance: float,
+    logits_of: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """A text in chunks, then a greedy chain whose states stand in for the target's."""
+    """A text in chunks, then a greedy chain whose states stand in for the target's; `logits_of`
+    states: from all ranks of the network."""
     weights, options = layout.reference(target)
     ids_T, hidden_TD, tapped_TKS = random_pass(NUM_TOKENS, len(layout.taps))
     want_TF = features_of(layout, target, hidden_TD, tapped_TKS)
@@ -105,8 +110,9 @@ def check_against_reference(
         want_TD = reference.states(weights, options, ids_T, want_TF)
         want_TV = reference.logits(weights, options, want_TD)
         torch.testing.assert_close(got_TD, want_TD[-len(got_TD) :], **close)
-        torch.testing.assert_close(network.logits(got_TD), want_TV[-len(got_TD) :], **close)
-        best_T = network.logits(got_TD).argmax(-1).cpu()
+        got_TV = (logits_of or network.logits)(got_TD)
+        torch.testing.assert_close(got_TV, want_TV[-len(got_TD) :], **close)
+        best_T = got_TV.argmax(-1).cpu()
         assert torch.equal(best_T, want_TV[-len(got_TD) :].argmax(-1))
         ids_T = torch.cat([ids_T, best_T[-1:]])
         want_TF = torch.cat([want_TF, want_TD[-1:]])

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.plan import StepPlan
@@ -162,10 +161,11 @@ def test_measured_steps_draft_in_all_groups(draft_size: int, owners: list[int]) 
     assert [[work.owner for work in plan.works] for plan in plans] == [owners]
 
 
-def test_owners_draft_alone_and_what_they_drew_from_stays_with_them() -> None:
-    """With as many requests as groups no rank is idle; q is nowhere but where it was drawn."""
+@pytest.mark.parametrize("draft_size", [1, 2])
+def test_each_rank_draws_for_its_part_and_what_it_drew_from_stays_there(draft_size: int) -> None:
+    """With as many requests as ranks none is idle; q is nowhere but where it was drawn."""
     params = [SamplingParams(temperature=1.0, max_tokens=12, ignore_eos=True)] * 4
-    with spread("draft_model", (2, 1)) as (llm, ranks):
+    with spread("draft_model", (2, draft_size)) as (llm, ranks):
         drafted: list[list[int]] = [[], []]
         for number, runner in enumerate(ranks.runners):
             assert runner.proposer is not None
@@ -176,10 +176,11 @@ def test_owners_draft_alone_and_what_they_drew_from_stays_with_them() -> None:
 
 def _counted(propose: Any, numbers: list[int]) -> Any:
     def wrapped(asks: Any, *rest: Any) -> Any:
-        numbers.append(len(asks))
         made = propose(asks, *rest)
-        assert isinstance(made.probs_BKV, torch.Tensor)
-        assert len(made.probs_BKV) == len(asks)
+        probs_BKV, group, counts = made.probs_BKV, rest[-1].group, rest[-1].counts
+        assert sum(counts) == len(asks)
+        numbers.append(counts[group.rank])
+        assert (0 if probs_BKV is None else len(probs_BKV)) == numbers[-1]
         return made
 
     return wrapped

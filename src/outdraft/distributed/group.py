@@ -100,12 +100,6 @@ class RankGroup:
         """[t, *shape]: the tensors of all ranks, which are of one shape."""
         return self._gathered("gather", part) if self.size > 1 else part[None]
 
-    def join_columns(self, part_RS: Tensor) -> Tensor:
-        """[R, t * S]: the columns of all ranks, in rank order."""
-        if self.size == 1:
-            return part_RS
-        return torch.cat([*self._gathered("join_columns", part_RS)], dim=-1)
-
     def join_rows(self, part: Tensor, counts: Sequence[int]) -> Tensor:
         """[sum(counts), ...]: the rows of all ranks, in rank order.
 
@@ -167,25 +161,24 @@ class Ranks:
     Attributes:
         target: all t ranks.
         draft: the d ranks that draft for the same requests, with one drafter.
-        peers: the ranks of the same place in each of the t / d draft groups, in their order.
     """
 
     target: RankGroup = ALONE
     draft: RankGroup = ALONE
-    peers: RankGroup = ALONE
 
     @property
     def num_draft_groups(self) -> int:
-        return self.peers.size
+        """t / d."""
+        return self.target.size // self.draft.size
 
     @property
     def draft_group(self) -> int:
         """Which draft group this rank belongs to."""
-        return self.peers.rank
+        return self.target.rank // self.draft.size
 
     def abort(self) -> None:
         """As `RankGroup.abort`, for all groups."""
-        for group in (self.target, self.draft, self.peers):
+        for group in (self.target, self.draft):
             group.abort()
 
 

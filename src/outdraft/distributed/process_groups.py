@@ -53,11 +53,10 @@ def join_ranks(
             transport = ProcessTransport(*own, device, timeout_s, host)
         return RankGroup(*own[1:], transport)
 
-    first, place = rank - rank % draft_size, rank % draft_size
+    first = rank - rank % draft_size
     ranks = Ranks(
         target=group("target", range(size)),
         draft=group(f"draft-{first}", range(first, first + draft_size)),
-        peers=group(f"peers-{place}", range(place, size, draft_size)),
     )
     ranks.target.meet(device)  # nobody needs the store any more, which may end with one of them
     return ranks

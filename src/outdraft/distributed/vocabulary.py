@@ -67,11 +67,6 @@ class VocabularyShard:
         missing = self.width - logits_RN.shape[1]
         return F.pad(logits_RN, (0, missing), value=-torch.inf) if missing else logits_RN
 
-    def join(self, logits_RN: Tensor) -> Tensor:
-        """[R, V], contiguous: the logits of all ranks."""
-        joined = self.group.join_columns(self.padded(logits_RN))
-        return joined[:, : self.num_tokens].contiguous()
-
     def best_tokens(self, logits_RS: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [R]: of all ranks' tokens the one of the highest logit; bool [R]: whether that
         logit is finite. A NaN counts as the highest; of equal ones the first wins.

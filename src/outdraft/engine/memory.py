@@ -36,8 +36,7 @@ class StepShape:
             they are verified.
         drafter_rows: fewest rows of a pass of the drafter.
         noise_is_compiled: and so takes no memory but its result.
-        num_ranks: that verify, each an equal part of the requests.
-        draft_ranks: that draft together, for the requests that they verify.
+        num_ranks: that choose drafts and verify, each for an equal part of the requests.
     """
 
     scheduler: SchedulerConfig
@@ -50,18 +49,12 @@ class StepShape:
     drafter_rows: int = 0
     noise_is_compiled: bool = False
     num_ranks: int = 1
-    draft_ranks: int = 1
 
     @property
     def num_verified(self) -> int:
-        """Most requests that this rank verifies. No draft group owns more than its part, since a
-        request goes to the one that owns the fewest."""
+        """Most requests whose drafts this rank chooses and verifies. No draft group owns more than
+        its part, since a request goes to the one that owns the fewest."""
         return -(-self.scheduler.max_num_seqs // self.num_ranks)
-
-    @property
-    def num_drafted(self) -> int:
-        """Most requests that this rank's draft group drafts for."""
-        return min(self.scheduler.max_num_seqs, self.num_verified * self.draft_ranks)
 
     @property
     def num_rows(self) -> int:
@@ -73,7 +66,7 @@ class StepShape:
     def num_logit_rows(self) -> int:
         """Most rows with all their logits on this rank, the target's or the drafter's."""
         verified = self.num_verified + self.num_draft_rows
-        return min(max(verified, self.num_drafted * max(1, self._widest)), self.num_rows)
+        return min(max(verified, self.num_verified * max(1, self._widest)), self.num_rows)
 
     @property
     def _widest(self) -> int:
@@ -134,15 +127,14 @@ def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
-    """float32, whatever the model's dtype: of each draft that the group makes, stacked, and those
-    that this rank verifies, among the drafts of the host."""
+    """float32, whatever the model's dtype: of each draft of the network, stacked, and among the
+    drafts of the host."""
     if not shape.num_sampled:
         return 0
-    made = min(shape.num_sampled * shape.num_drafted, shape.num_rows)
+    made = min(shape.num_sampled * shape.num_verified, shape.num_rows)
     verified = min(shape.num_draft_rows, shape.num_rows)
     if shape.tree is not None:
-        made = shape.num_drafted * shape.tree.num_rows
-        verified = shape.num_verified * shape.tree.num_rows
+        made = verified = shape.num_verified * shape.tree.num_rows
     return (2 * made + verified) * vocab_size * 4
 
 

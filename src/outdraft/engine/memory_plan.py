@@ -128,7 +128,6 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         drafter_rows=drafter.block_rows if drafter is not None else 0,
         noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
         num_ranks=ranks.target.size,
-        draft_ranks=ranks.draft.size if network is not None else 1,
     )
     states = 0
     if drafter is not None and drafter.state_window:

@@ -2,7 +2,8 @@
 
 Dimension key: B requests that draft, E nodes of the level above (1: the root), F rows of the newest
 level, K drafts, L levels, V vocabulary, N the network's own, D its state, P blocks, R rows, M rank
-of a head of pairs.
+of a head of pairs. Ranks that share a network read with it for G requests together, and each
+chooses drafts for B of them.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.tree_shape import TreeShape
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 
 if TYPE_CHECKING:
     from outdraft.attention.rows import Span
@@ -39,6 +41,8 @@ SIDE_WEIGHT = 0.7  # what a row of rank 1 or more hands on to its children, as a
 class StopRules:
     """Where the chains of a batch end: the rules of `LiveStop` in core/plan.py.
 
+    B are the requests of all ranks that share the drafter.
+
     Attributes:
         weights_BL, biases_BL: float64; 0 past the levels that a request wants.
         price_B: float64.
@@ -63,22 +67,29 @@ class Growth:
         kernels: process logits and draw noise.
         shape: of the largest tree.
         num_tokens_B: int64, committed tokens, and the text position of the first draft.
-        num_drafts_B: int64; how many rows of the shape each request wants: the first ones.
+        num_drafts_G: int64; how many rows of the shape each request wants: the first ones.
         fewest: known on the host: the smallest of these.
         sampling: the requests' parameters, without those that look back at the text.
         samples: draw drafts from the drafter's distribution; False: all requests get the
             likeliest tokens.
-        stops: of chains; None: no request has a rule.
+        stops: of chains, for all G requests; None: none of them has a rule.
+        shares: which of the G requests are this rank's.
     """
 
     kernels: "Kernels"
     shape: TreeShape
     num_tokens_B: Tensor
-    num_drafts_B: Tensor
+    num_drafts_G: Tensor
     fewest: int
     sampling: "SamplingBatch"
     samples: bool
     stops: StopRules | None = None
+    shares: RequestShares = ALL_HERE
+
+    @property
+    def num_drafts_B(self) -> Tensor:
+        """int64; of this rank's requests."""
+        return self.shares.own(self.num_drafts_G)
 
 
 @dataclass(frozen=True, slots=True)

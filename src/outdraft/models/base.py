@@ -92,8 +92,8 @@ class LanguageModel(Protocol):
         ...
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model. A target that is spread over
-        ranks gives [R, S], the columns of this rank's tokens, padded with -inf."""
+        """[R, S] of float32, of float64 for a float64 model: of this rank's tokens, padded with
+        -inf."""
         ...
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:

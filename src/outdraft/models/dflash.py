@@ -10,8 +10,8 @@ DSpark (arXiv 2607.05147) adds two heads. One adds logits that depend on the tok
 so that tokens are drawn one after the other behind one pass. The other says from the row of a
 draft, and from the token before it, how likely the draft is accepted.
 
-Dimension key: T rows, R rows that need logits, D hidden, S hidden of the target, K taps, N draft
-vocabulary, V vocabulary, M rank of pairs.
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, S hidden of the
+target, K taps, N draft vocabulary, V vocabulary, M rank of pairs.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
@@ -32,7 +33,7 @@ from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS
 from outdraft.models.slots import Slot, rows_of, slot_of
-from outdraft.models.target_tables import TargetTables, joined_linear
+from outdraft.models.target_tables import TargetTables, vocabulary_linear
 
 
 class SparkHeads(nn.Module):
@@ -148,7 +149,7 @@ class DFlashNetwork(nn.Module):
         self.lm_head: Linear | None = None
         self._target_head = None if own_head else tables.head()
         if own_head:
-            self.lm_head = joined_linear(layer.hidden_size, self._drafted, kind)
+            self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, kind)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
         ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
@@ -231,9 +232,10 @@ class DFlashNetwork(nn.Module):
         )
         return spec if self.heads is None else self.heads.added_to(spec)
 
-    def known_logits(self, states_RD: Tensor) -> Tensor:
-        """[R, N] of the tokens that it can draft; float32, or float64 as the target's."""
-        return self.passes.logits(states_RD)
+    def known_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, N] of the tokens that it can draft, of the rows that are this rank's; float32, or
+        float64 as the target's."""
+        return shares.turn(self.passes.logits(states_RD), self._drafted.num_tokens)
 
     def over_vocabulary(self, logits_RN: Tensor) -> Tensor:
         """[R, V]: -inf where the drafter has no such token."""

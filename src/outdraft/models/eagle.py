@@ -6,8 +6,9 @@ the token after that. EAGLE-3 (Li et al. 2025, arXiv 2503.01840) reads states th
 between the target's layers, and has a head of its own, often for the frequent tokens only. In both,
 the next drafted token is read together with the drafter's own state, in place of the target's.
 
-Dimension key: T rows, R rows that need logits, D hidden of the drafter, F what is kept of the
-target's pass for a row, S hidden of the target, K taps, N draft vocabulary, V vocabulary.
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden of the drafter, F
+what is kept of the target's pass for a row, S hidden of the target, K taps, N draft vocabulary, V
+vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
@@ -28,7 +30,7 @@ from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm, norm_weight
 from outdraft.models.shape import DRAFT_RANKS
 from outdraft.models.slots import Slot, rows_of, slot_of
-from outdraft.models.target_tables import TargetTables, joined_linear
+from outdraft.models.target_tables import TargetTables, vocabulary_linear
 
 
 class EagleNetwork(nn.Module):
@@ -101,7 +103,7 @@ class EagleNetwork(nn.Module):
         self._target_head = None if config.own_head else self._tables.head()
         self._drafted = VocabularyShard(self._tables.group, config.draft_vocab_size)
         if config.own_head:
-            self.lm_head = joined_linear(layer.hidden_size, self._drafted, kind)
+            self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, kind)
         self.mask_hidden: nn.Parameter | None = None
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
@@ -167,13 +169,14 @@ class EagleNetwork(nn.Module):
         """
         return self.passes(token_ids_T, caches, metadata, states_TD=states_TF)[0]
 
-    def logits(self, states_RD: Tensor) -> Tensor:
-        """[R, V] over the target's vocabulary, -inf where the drafter has no such token."""
-        logits_RN = self.passes.logits(states_RD)
+    def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where the
+        drafter has no such token."""
+        logits_QN = shares.turn(self.passes.logits(states_RD), self._drafted.num_tokens)
         if self.draft_ids_N is None:
-            return logits_RN
-        logits_RV = logits_RN.new_full((len(logits_RN), self.config.layer.vocab_size), -torch.inf)
-        return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
+            return logits_QN
+        logits_QV = logits_QN.new_full((len(logits_QN), self.config.layer.vocab_size), -torch.inf)
+        return logits_QV.index_copy_(1, self.draft_ids_N, logits_QN)
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]

@@ -21,7 +21,7 @@ from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm
-from outdraft.models.layers.rank_products import JoinedProduct, PaddedProduct
+from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 from outdraft.models.slots import Slot, rows_of
 
@@ -50,7 +50,7 @@ class CausalLM(nn.Module):
     ) -> None:
         """
         Args:
-            drafts: it is a drafter: every rank gets the logits of the whole vocabulary.
+            drafts: it is a drafter, of as many ranks as were asked for it.
 
         Raises:
             ConfigError: the model cannot be divided over the group.
@@ -61,19 +61,17 @@ class CausalLM(nn.Module):
         self.config, self.kernels, self.group = config, kernels, group
         self.dtype, self.device = dtype, kind["device"]
         self.vocabulary = VocabularyShard(group, config.vocab_size)
-        self._has_whole_logits = drafts or group.size == 1
         num_tokens = self.vocabulary.num_own
         self.embed_tokens = Embedding(num_tokens, config.hidden_size, **kind)
         self.decoder = Decoder(config, kernels, kind, group=group)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, **kind)
-        product = JoinedProduct if drafts else PaddedProduct
         self.lm_head = Linear(
             config.hidden_size,
             num_tokens,
             bias=False,
             **kind,
             weight=self.embed_tokens.weight if config.tie_word_embeddings else None,
-            spread=None if group.size == 1 else partial(product, self.vocabulary),
+            spread=None if group.size == 1 else partial(PaddedProduct, self.vocabulary),
         )
         self._passes: DecoderPass | None = None
 
@@ -117,14 +115,14 @@ class CausalLM(nn.Module):
         return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model. A target that is spread over
-        ranks gives [R, S], the columns of this rank's tokens, padded with -inf."""
+        """[R, S] of float32, of float64 for a float64 model: of this rank's tokens, padded with
+        -inf."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
         same on every rank."""
-        if not self._has_whole_logits:
+        if self.group.size > 1:
             return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
 

@@ -7,8 +7,8 @@ whatever the tokens between: residual blocks h + SiLU(W h + b), then a language 
 Two forms of checkpoint are read: vLLM's (blocks.{j}.layers.{k}, lm_heads.{j}), whose names are used
 here, and that of the original repository ({j}.{k}.linear, {j}.{number of layers}).
 
-Dimension key: B requests, J heads, K some of them, R rows, D hidden, V vocabulary of the target, E
-tokens that a head knows.
+Dimension key: B requests, J heads, K some of them, R rows, Q of them on this rank, D hidden, V
+vocabulary of the target, E tokens that a head knows.
 """
 
 import re
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
@@ -32,7 +33,7 @@ from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
-from outdraft.models.target_tables import BorrowedHead, TargetTables, joined_linear
+from outdraft.models.target_tables import BorrowedHead, TargetTables, vocabulary_linear
 
 _ORIGINAL_FILE = "medusa_lm_head.safetensors"
 _PREFIX = "medusa_heads."  # some checkpoints of the converted form have it
@@ -118,7 +119,7 @@ class MedusaHeads(nn.Module):
         self.blocks = nn.ModuleList(nn.ModuleList(block) for block in self._blocks)
         own_names = dict.fromkeys(name for name in config.head_names if name is not None)
         self.known = VocabularyShard(tables.group, config.num_known)
-        self._own_heads = {name: joined_linear(size, self.known, kind) for name in own_names}
+        self._own_heads = {name: vocabulary_linear(size, self.known, kind) for name in own_names}
         self.own_heads = nn.ModuleList(self._own_heads.values())
         # The target's head is no part of this module: it is neither counted nor packed here.
         self._lm_heads = [
@@ -128,8 +129,11 @@ class MedusaHeads(nn.Module):
         token_map_E = torch.zeros(config.num_known if is_cut else 0, dtype=torch.int64)
         self.register_buffer("token_map_E", token_map_E.to(self.device), persistent=False)
 
-    def logits(self, hidden_BD: Tensor, heads: range | None = None) -> Tensor:
-        """[B, K, V] of `heads`, by default all of them; -inf for tokens that a head does not know.
+    def logits(
+        self, hidden_BD: Tensor, heads: range | None = None, shares: RequestShares = ALL_HERE
+    ) -> Tensor:
+        """[Q, K, V] of `heads`, by default all of them, of the rows that are this rank's; -inf for
+        tokens that a head does not know.
 
         The dtype is float32, or float64 as the target's.
         """
@@ -138,9 +142,11 @@ class MedusaHeads(nn.Module):
         states_BKD = torch.stack(states, dim=1) if len(states) > 1 else states[0][:, None]
         lm_heads = [self._lm_heads[head] for head in heads]
         if all(lm_head is lm_heads[0] for lm_head in lm_heads):  # one read of its weights for all
-            logits_RV = self._logits(lm_heads[0], states_BKD.flatten(0, 1))
-            return logits_RV.view(*states_BKD.shape[:2], -1)
-        each = [self._logits(lm_head, states_BKD[:, k]) for k, lm_head in enumerate(lm_heads)]
+            logits_RV = self._logits(lm_heads[0], states_BKD.flatten(0, 1), shares)
+            return logits_RV.unflatten(0, (-1, len(heads)))
+        each = [
+            self._logits(lm_head, states_BKD[:, k], shares) for k, lm_head in enumerate(lm_heads)
+        ]
         return torch.stack(each, dim=1)
 
     def _state(self, head: int, hidden_BD: Tensor) -> Tensor:
@@ -148,19 +154,25 @@ class MedusaHeads(nn.Module):
             hidden_BD = self._kernels.add_silu(hidden_BD, layer(hidden_BD))
         return hidden_BD
 
-    def _logits(self, lm_head: Linear | BorrowedHead, states_RD: Tensor) -> Tensor:
-        """[R, V]."""
-        known_RE = self._known_logits(lm_head, states_RD)
-        if known_RE.shape[1] == self.config.vocab_size:
-            return known_RE
-        logits_RV = known_RE.new_full((len(known_RE), self.config.vocab_size), -torch.inf)
-        return logits_RV.index_copy_(1, self.token_map_E, known_RE)
+    def _logits(
+        self, lm_head: Linear | BorrowedHead, states_RD: Tensor, shares: RequestShares
+    ) -> Tensor:
+        """[Q, V]."""
+        known_QE = self._known_logits(lm_head, states_RD, shares)
+        if known_QE.shape[1] == self.config.vocab_size:
+            return known_QE
+        logits_QV = known_QE.new_full((len(known_QE), self.config.vocab_size), -torch.inf)
+        return logits_QV.index_copy_(1, self.token_map_E, known_QE)
 
-    def _known_logits(self, lm_head: Linear | BorrowedHead, states_RD: Tensor) -> Tensor:
-        """[R, E], or [R, V] of the target's own head."""
-        logits_RE = lm_head(states_RD)
-        logits_RE = logits_RE.to(torch.promote_types(self.dtype, torch.float32))
-        return logits_RE if self.config.logit_scale == 1.0 else logits_RE * self.config.logit_scale
+    def _known_logits(
+        self, lm_head: Linear | BorrowedHead, states_RD: Tensor, shares: RequestShares
+    ) -> Tensor:
+        """[Q, E], or [Q, V] of the target's own head."""
+        is_borrowed = isinstance(lm_head, BorrowedHead)
+        known = self._tables.vocabulary if is_borrowed else self.known
+        logits_QE = shares.turn(lm_head(states_RD), known.num_tokens)
+        logits_QE = logits_QE.to(torch.promote_types(self.dtype, torch.float32))
+        return logits_QE if self.config.logit_scale == 1.0 else logits_QE * self.config.logit_scale
 
     @property
     def memory_bytes(self) -> int:

@@ -11,8 +11,8 @@ The weights are such that the target's state makes up half of what the last head
 are those of IBM's accelerators; top_k_tokens_per_head and n_candidates of their configs describe
 the trees of another engine and are not used here.
 
-Dimension key: B requests, R rows, D hidden of the target, S state (of the target's width before
-head 0, the inner width after it), V vocabulary.
+Dimension key: B requests, R rows, Q of them on this rank, D hidden of the target, S state (of the
+target's width before head 0, the inner width after it), V vocabulary.
 """
 
 import math
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
@@ -39,7 +40,7 @@ from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import Slot, rows_of
-from outdraft.models.target_tables import TargetTables, joined_linear
+from outdraft.models.target_tables import TargetTables, vocabulary_linear
 
 _ARCHITECTURE, _MODEL_TYPE = "MLPSpeculatorPreTrainedModel", "mlp_speculator"
 _PREFIX = "speculator."
@@ -155,7 +156,7 @@ class MLPSpeculator(nn.Module):
         self._ln = [ScaleAndShift(inner, **kind) for _ in range(config.num_distinct("ln"))]
         self._tokens = VocabularyShard(group, vocabulary)
         self._head = [
-            joined_linear(inner, self._tokens, kind) for _ in range(config.num_distinct("head"))
+            vocabulary_linear(inner, self._tokens, kind) for _ in range(config.num_distinct("head"))
         ]
         self.emb, self.proj = nn.ModuleList(self._emb), nn.ModuleList(self._proj)
         self.ln, self.head = nn.ModuleList(self._ln), nn.ModuleList(self._head)
@@ -173,10 +174,11 @@ class MLPSpeculator(nn.Module):
         share = self.config.token_share
         return self._kernels.mix_tokens(z_RS, token_ids_R, table_VS, share, norm_2S, _NORM_EPS)
 
-    def logits(self, head: int, state_RS: Tensor) -> Tensor:
-        """[R, V] of a head, from its own state; of float32, or float64 as the target's."""
-        logits_RV = _of(self._head, head)(state_RS)
-        return logits_RV.to(torch.promote_types(self.dtype, torch.float32))
+    def logits(self, head: int, state_RS: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V] of a head, from its own state, of the rows that are this rank's; float32, or
+        float64 as the target's."""
+        logits_QV = shares.turn(_of(self._head, head)(state_RS), self._tokens.num_tokens)
+        return logits_QV.to(torch.promote_types(self.dtype, torch.float32))
 
     @property
     def memory_bytes(self) -> int:

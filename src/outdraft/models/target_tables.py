@@ -1,6 +1,6 @@
 """What a drafter reads of its target: the embedding and the head, as the drafter's ranks have them.
 
-Dimension key: R rows, D hidden, V vocabulary, N tokens of this rank.
+Dimension key: R rows, D hidden, V vocabulary, N tokens of this rank, S the most that one has.
 """
 
 from dataclasses import dataclass
@@ -18,16 +18,17 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Kind, product_of
 from outdraft.models.layers.linear import Linear, memory_bytes
-from outdraft.models.layers.rank_products import JoinedProduct
+from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import fill_slots, open_checkpoint, tensor_places, weight_files
 from outdraft.models.quantized.placing import fill_stored
 from outdraft.models.slots import Slot, rows_of
 
 
-def joined_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
-    """A head without a bias: each rank has the weights of its tokens, and gets all logits."""
-    spread = None if shard.group.size == 1 else partial(JoinedProduct, shard)
+def vocabulary_linear(num_inputs: int, shard: VocabularyShard, kind: Kind) -> Linear:
+    """A head without a bias: each rank has the weights of its tokens, and gets their logits, padded
+    with -inf."""
+    spread = None if shard.group.size == 1 else partial(PaddedProduct, shard)
     return Linear(num_inputs, shard.num_own, bias=False, **kind, spread=spread)
 
 
@@ -36,7 +37,7 @@ class BorrowedHead:
     """A head that is no part of the drafter.
 
     Attributes:
-        product: to logits of the whole vocabulary.
+        product: to logits of this rank's tokens, padded with -inf.
         num_bytes: of the weights that it reads.
     """
 
@@ -44,7 +45,7 @@ class BorrowedHead:
     num_bytes: int
 
     def __call__(self, states_RD: Tensor) -> Tensor:
-        """[R, V]."""
+        """[R, S]."""
         return self.product(states_RD)
 
 
@@ -103,13 +104,10 @@ class TargetTables:
     def _found_head(self) -> BorrowedHead:
         own = self.target.lm_head
         if self._are_the_targets:
-            product = product_of(own)
-            if self.group.size > 1:
-                product = JoinedProduct(self.vocabulary, product)
-            return BorrowedHead(product, memory_bytes(own))
+            return BorrowedHead(product_of(own), memory_bytes(own))
         config = self.target.config
         kind = Kind(dtype=self.target.dtype, device=self.target.device)
-        head = joined_linear(config.hidden_size, self.vocabulary, kind)
+        head = vocabulary_linear(config.hidden_size, self.vocabulary, kind)
         name = EMBEDDING_NAME if config.tie_word_embeddings else HEAD_NAME
         self._read(name, rows_of(self.vocabulary, head.weight))
         head.pack(self.target.kernels, own.format if own.format in QUANTIZATIONS else None)

@@ -50,7 +50,7 @@ from outdraft.models.transformers_attention import (
 )
 from outdraft.models.transformers_checkpoint import QuantisedCheckpoint, open_quantised
 from outdraft.models.transformers_layers import fuse_layers
-from outdraft.models.transformers_model import SpreadOver, TransformersModel
+from outdraft.models.transformers_model import TransformersModel
 from outdraft.models.transformers_operations import catch_operations
 from outdraft.models.transformers_products import keeps_codes, pack_products
 from outdraft.models.transformers_ranks import check_division, divide
@@ -137,7 +137,7 @@ def load_transformers_model(
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
     moves = fix_frequencies(model, context_len)
-    spreads = divide(model, group, drafts=drafts)
+    spreads = divide(model, group)
     mask = None
     if not takes_attention:
         mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
@@ -158,8 +158,7 @@ def load_transformers_model(
     if group.size == 1:
         check_packed(model, mask)
     forms = {module: layer.form for module, layer in attention.items()}
-    spread = SpreadOver(group, has_whole_logits=drafts or group.size == 1)
-    return TransformersModel(model, shape, forms, kernels, spread, mask)
+    return TransformersModel(model, shape, forms, kernels, group, mask)
 
 
 def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:

@@ -9,7 +9,6 @@ Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, K tapped
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,14 +30,6 @@ from outdraft.models.transformers_operations import one_torch_thread
 from outdraft.models.transformers_products import FlatLinear
 
 
-@dataclass(frozen=True, slots=True)
-class SpreadOver:
-    """The ranks of a model. `has_whole_logits`: every rank gets those of the whole vocabulary."""
-
-    group: RankGroup
-    has_whole_logits: bool
-
-
 class TransformersModel(nn.Module):
     """As CausalLM, for other families. All products are packed.
 
@@ -52,7 +43,7 @@ class TransformersModel(nn.Module):
         shape: ModelShape,
         attention: Mapping[nn.Module, AttentionForm],
         kernels: Kernels,
-        spread: SpreadOver,
+        group: RankGroup,
         mask: Tensor | None = None,
     ) -> None:
         """
@@ -64,10 +55,9 @@ class TransformersModel(nn.Module):
         """
         super().__init__()
         self.config = self.shard = shape
-        self.kernels, self.group = kernels, spread.group
-        self._has_whole_logits = spread.has_whole_logits
+        self.kernels, self.group = kernels, group
         self.dtype, self.device = model.dtype, model.device
-        self.vocabulary = VocabularyShard(spread.group, shape.vocab_size)
+        self.vocabulary = VocabularyShard(group, shape.vocab_size)
         self._base, self._head = getattr(model, _base_name(model)), _head_of(model)
         self._attention, self._mask = attention, mask
         self._taps = Taps(_layers_of(self._base, list(attention)))
@@ -124,14 +114,14 @@ class TransformersModel(nn.Module):
         return hidden_RD, tapped_TKD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V] of float32; of float64 for a float64 model."""
+        """As CausalLM."""
         logits_RV = self._head(inputs_embeds=hidden_RD[None]).logits[0]
         return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """As CausalLM."""
         logits_RV = self.logits(hidden_RD)
-        if not self._has_whole_logits:
+        if self.group.size > 1:
             return self.vocabulary.best_tokens(logits_RV)
         best_R = logits_RV.argmax(dim=-1)
         return best_R, logits_RV.gather(1, best_R[:, None])[:, 0].isfinite()

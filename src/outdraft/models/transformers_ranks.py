@@ -19,12 +19,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.shards import can_spread
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.models.layers.rank_products import (
-    JoinedProduct,
-    PaddedProduct,
-    Spread,
-    SummedProduct,
-)
+from outdraft.models.layers.rank_products import PaddedProduct, Spread, SummedProduct
 
 _OUTPUTS, _INPUTS = "colwise", "rowwise"
 
@@ -51,13 +46,9 @@ def check_division(config: PretrainedConfig, size: int, flag: str) -> None:
         )
 
 
-def divide(model: PreTrainedModel, group: RankGroup, *, drafts: bool) -> dict[nn.Module, Spread]:
+def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
     """Keep this rank's part of each weight that is spread; for those whose results the ranks put
-    together, how.
-
-    Args:
-        drafts: every rank gets the logits of the whole vocabulary.
-    """
+    together, how."""
     if group.size == 1:
         return {}
     spreads: dict[nn.Module, Spread] = {}
@@ -77,7 +68,7 @@ def divide(model: PreTrainedModel, group: RankGroup, *, drafts: bool) -> dict[nn
     head.weight, head.out_features = nn.Parameter(own_ND.clone(), requires_grad=False), len(own_ND)
     if head.bias is not None:
         raise ConfigError(f"the head of {type(model).__name__} has a bias: it needs one rank")
-    spreads[head] = partial(JoinedProduct if drafts else PaddedProduct, shard)
+    spreads[head] = partial(PaddedProduct, shard)
     return spreads
 
 

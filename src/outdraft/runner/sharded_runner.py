@@ -1,9 +1,10 @@
 """A step on one rank of several: the target is spread over all, and they share out the rest.
 
 Every rank runs the same plan, and keeps the same texts and keys. What it does alone: its draft
-group drafts for the requests that it owns, and each rank verifies a part of them, with what their
-drafts were drawn from. Drafts and verdicts, which are integers, go to all ranks. Logits go only to
-the rank that verifies their row: each rank has computed the columns of its part of the vocabulary.
+group drafts for the requests that it owns. Each rank chooses the drafts of a part of them, and
+verifies these with what they were drawn from. Drafts and verdicts, which are integers, go to all
+ranks. Logits go only to the rank that needs their row: each rank has computed the columns of its
+part of the vocabulary.
 
 Dimension key: B requests that sample, N most drafts of one of them, R rows whose logits are needed,
 D hidden, V vocabulary, J rows of log-probabilities, K best tokens.
@@ -19,6 +20,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import Work
 from outdraft.distributed.group import Ranks
+from outdraft.distributed.request_shares import RequestShares
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
@@ -37,7 +39,6 @@ from outdraft.runner.shares import (
     Shares,
     back_in_order,
     caps_of_groups,
-    chosen_rows,
     owned_states,
     packed_verdict,
     unpacked_verdict,
@@ -81,48 +82,49 @@ class ShardedRunner(ModelRunner):
         asked = [i for i, work in enumerate(works) if work.drafts and work.drafts.num_model_drafts]
         if not asked:
             return host_drafts(works, self.device), host_drafts(own_works, self.device)
-        columns = DraftedColumns.of([works[place] for place in asked])
-        are_asked = set(asked)
-        by_group = [[i for i in group if i in are_asked] for group in shares.groups]
-        mine = by_group[self.ranks.draft_group]
-        made = self._made(works, slots, by_group)
+        columns, are_asked = DraftedColumns.of([works[place] for place in asked]), set(asked)
+        by_rank = [[i for i in part if i in are_asked] for part in shares.ranks]
+        made = self._made(works, slots, by_rank)
         if made is None:
             rows_MC = torch.zeros(0, columns.number, dtype=torch.int64, device=self.device)
         else:
             rows_MC = columns.packed(made)
-        counts = [len(group) for group in by_group]
-        rows_MC = self.ranks.peers.join_rows(rows_MC, counts)
-        owners_first = [i for group in by_group for i in group]
-        order = back_in_order(owners_first, self.device)
+        rows_MC = self.ranks.target.join_rows(rows_MC, [len(part) for part in by_rank])
+        order = back_in_order([i for part in by_rank for i in part], self.device)
         everybodys = columns.unpacked(rows_MC.index_select(0, order))
         drafts = joined_drafts(works, asked, everybodys, self.device)
-        asked_own = [at for at, place in enumerate(own) if place in mine]
+        asked_own = [at for at, place in enumerate(own) if place in are_asked]
         if made is None or not asked_own:
             return drafts, host_drafts(own_works, self.device)
-        made = chosen_rows(made, [mine.index(own[at]) for at in asked_own])
         return drafts, joined_drafts(own_works, asked_own, made, self.device)
 
     def _made(
-        self, works: Sequence[Work], slots: Sequence[RequestSlot], by_group: Sequence[Sequence[int]]
+        self, works: Sequence[Work], slots: Sequence[RequestSlot], by_rank: Sequence[Sequence[int]]
     ) -> ModelDrafts | None:
-        """What this rank's draft group drafts; None: nothing.
+        """What this rank's draft group drafts for the works that this rank verifies; None: the
+        group drafts nothing.
 
         Args:
-            by_group: places of the works that each group drafts for.
+            by_rank: places of the works that the network drafts for, by the rank that verifies.
         """
+        own, size = by_rank[self.ranks.target.rank], self.ranks.draft.size
         group = self.ranks.draft_group
-        mine = by_group[group]
-        if not mine:
+        parts = [by_rank[first : first + size] for first in range(0, len(by_rank), size)]
+        groups = [[i for part in members for i in part] for members in parts]
+        if not groups[group]:
             return None
         assert self.proposer is not None
-        asks = [draft_ask(works[i], slots[i]) for i in mine]
+        asks = [draft_ask(works[i], slots[i]) for i in groups[group]]
         host_rows = 0
         if any(ask.stop for ask in asks):
             host_rows = num_host_rows(works)
-            planned = [sum([works[i].num_drafts for i in places]) for places in by_group]
+            planned = [sum([works[i].num_drafts for i in places]) for places in groups]
             asks = [_with_part_of_cap(ask, host_rows, planned, group) for ask in asks]
-        sampling = self._sampling_batch([slots[i] for i in mine])
-        return self.proposer.propose(asks, self.state.token_ids_SL, sampling, host_rows)
+        sampling = self._sampling_batch([slots[i] for i in own])
+        counts = tuple([len(part) for part in parts[group]])
+        requests = RequestShares(self.ranks.draft, counts)
+        texts_SL = self.state.token_ids_SL
+        return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
 
     def _verified(
         self,

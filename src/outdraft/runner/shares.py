@@ -1,7 +1,8 @@
 """Which rank does what in a step, and how integers of all ranks become one again.
 
-A draft group drafts for the requests that it owns. Its ranks verify them, each a part: the rank has
-what the drafts were drawn from. All of it follows from the plan, so that no rank has to ask.
+A draft group drafts for the requests that it owns. Its ranks choose the drafts and verify them,
+each a part: the rank has what the drafts were drawn from. All of it follows from the plan, so that
+no rank has to ask.
 
 Dimension key: B requests that sample, M of them that the network drafts for, K and N most drafts of
 one of them, C columns of integers, R rows whose logits are needed, V vocabulary.
@@ -25,15 +26,13 @@ from outdraft.kernels.draft_ops import ModelDrafts
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The works of a step that sample, by the rank that verifies them.
+    """The works of a step that sample, by the rank that chooses their drafts and verifies them.
 
     Attributes:
-        groups: places of the works of each draft group.
         ranks: places of the works of each rank.
         num_rows: rows of each work whose logits are needed.
     """
 
-    groups: tuple[tuple[int, ...], ...]
     ranks: tuple[tuple[int, ...], ...]
     num_rows: tuple[int, ...]
 
@@ -50,7 +49,7 @@ class Shares:
             for member in range(size)
         ]
         num_rows = tuple([1 + work.num_drafts for work in works])
-        return cls(tuple(map(tuple, groups)), tuple(parts), num_rows)
+        return cls(tuple(parts), num_rows)
 
     @property
     def counts(self) -> list[int]:
@@ -99,7 +98,7 @@ def caps_of_groups(row_cap: int, num_host_rows: int, planned: Sequence[int]) -> 
 
 @dataclass(frozen=True, slots=True)
 class DraftedColumns:
-    """How the drafts of a group travel: one row of integers for each request.
+    """How drafts travel: one row of integers for each request.
 
     Attributes:
         width: K.
@@ -163,28 +162,6 @@ class DraftedColumns:
             margins_BL=margins_ML if self.num_levels else None,
             taught_B2=taught_M2 if self.has_taught else None,
         )
-
-
-def chosen_rows(made: ModelDrafts, rows: Sequence[int]) -> ModelDrafts:
-    """The drafts of some of the requests."""
-    if list(rows) == list(range(made.token_ids_BK.shape[0])):
-        return made
-    (rows_R,) = to_device([np.array(rows, dtype=np.int64)], made.token_ids_BK.device)
-
-    def some(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.index_select(0, rows_R)
-
-    return ModelDrafts(
-        made.token_ids_BK.index_select(0, rows_R),
-        made.parents_BK.index_select(0, rows_R),
-        made.num_drafts_B.index_select(0, rows_R),
-        some(made.probs_BKV),
-        some(made.is_sampled_BK),
-        made.is_chain,
-        made.all_sampled,
-        some(made.margins_BL),
-        some(made.taught_B2),
-    )
 
 
 def widened(drafts: DraftBatch, width: int) -> DraftBatch:

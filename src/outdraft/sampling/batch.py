@@ -115,7 +115,7 @@ class SamplingBatch:
         device: torch.device | str,
         shares_noise: bool = False,
     ) -> "SamplingBatch":
-        """One batch of requests, in order.
+        """One batch of requests, in order; there may be none.
 
         All token ids must be in the vocabulary: that is checked once, when a request is added.
 
@@ -129,8 +129,8 @@ class SamplingBatch:
         ints = [
             (*_ints(one, vocab_size), int(share)) for one, share in zip(rules, shares, strict=True)
         ]
-        ints_CB = _columns(ints, np.int64, device)
-        floats_CB = _columns([_floats(one) for one in rules], np.float32, device)
+        ints_CB = _columns(ints, 4, np.int64, device)
+        floats_CB = _columns([_floats(one) for one in rules], 6, np.float32, device)
         seeds_B = torch.tensor([one.seed for one in rules], dtype=torch.int64)
         return cls(
             vocab_size=vocab_size,
@@ -229,10 +229,13 @@ def _floats(rules: TokenRules) -> tuple[float, ...]:
 
 
 def _columns(
-    rows: Sequence[Sequence[float]], dtype: type[np.generic], device: torch.device | str
+    rows: Sequence[Sequence[float]],
+    number: int,
+    dtype: type[np.generic],
+    device: torch.device | str,
 ) -> Tensor:
     """[C, B] on the device, of B rows of C numbers: one upload."""
-    columns_CB = np.ascontiguousarray(np.array(rows, dtype=dtype).T)
+    columns_CB = np.ascontiguousarray(np.array(rows, dtype=dtype).reshape(len(rows), number).T)
     return torch.from_numpy(columns_CB).to(device, non_blocking=True)
 
 

@@ -41,7 +41,7 @@ def build(
         kernels=kernels_for(torch.float32),
         shape=shape,
         num_tokens_B=num_tokens_B,
-        num_drafts_B=torch.tensor(num_rows),
+        num_drafts_G=torch.tensor(num_rows),
         fewest=min(num_rows),
         sampling=sampling_of(temperatures, seeds, model.vocab_size, shares_noise),
         samples=samples,

@@ -56,7 +56,7 @@ def table_drafts(
         kernels=kernels_for(torch.float32),
         shape=TreeShape.chain(max(wanted)),
         num_tokens_B=num_tokens_B,
-        num_drafts_B=torch.tensor(wanted),
+        num_drafts_G=torch.tensor(wanted),
         fewest=min(wanted),
         sampling=sampling_of(temperatures, range(len(kinds)), model.vocab_size, shares),
         samples=True,

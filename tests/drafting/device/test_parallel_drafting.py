@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
+from outdraft.distributed.request_shares import RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.parallel_drafting import ParallelDrafter, mask_token_id
@@ -206,7 +207,7 @@ class ScriptedNetwork:
         self.read_rows.append((token_ids_T, states_TD, metadata))
         return token_ids_T[:, None].double()
 
-    def logits(self, states_RD: Tensor) -> Tensor:
+    def logits(self, states_RD: Tensor, shares: RequestShares) -> Tensor:
         return -(states_RD + 1 - torch.arange(VOCAB)).abs()
 
 

@@ -7,9 +7,9 @@ block always has the size that the network was trained with, however few drafts 
 does not fit into the blocks of a request goes to a few spare ones. Nothing in a block has a use
 later.
 
-Dimension key: B requests that draft, R rows of a block, K drafts, V vocabulary, N the draft
-vocabulary, T rows, S state rows, L tokens of a text, D state, P blocks of the cache, F nodes of a
-level.
+Dimension key: B requests that draft, G those of all ranks that share the network, R rows of a
+block, K drafts, V vocabulary, N the draft vocabulary, T rows, S state rows, L tokens of a text, D
+state, P blocks of the cache, F nodes of a level.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.drafting.device.grower import KnownLevels, grow
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.drafting.device.grower import KnownLevels, compiled_grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.target_states import TargetStates
@@ -33,7 +34,6 @@ from outdraft.kernels.draft_ops import (
     Frontier,
     Growth,
     ModelDrafts,
-    TellsOdds,
     TreeLevels,
     UnreadTexts,
 )
@@ -121,39 +121,47 @@ class BlockDrafter:
         unread = self._reader.unread(asks, token_ids_SL)
 
         def by_levels() -> ModelDrafts:
-            levels = self._levels_behind(asks, unread, growth.shape.depth)
-            if growth.stops is not None and isinstance(levels, TellsOdds):
-                return grow(levels, growth)  # compiled growth of levels looks at margins
-            return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+            depth, shares = growth.shape.depth, growth.shares
+            return compiled_grow(self._levels_behind(asks, unread, depth, shares), growth)
 
         if len(asks) > self._most_blocks:
             return by_levels()
         return self._network.draft(self._with_room(asks, unread), growth, by_levels)
 
-    def levels(self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int) -> TreeLevels:
-        """What may follow the texts, so many levels deep."""
-        return self._levels_behind(asks, self._reader.unread(asks, token_ids_SL), depth)
+    def levels(
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
+    ) -> TreeLevels:
+        """What may follow this rank's texts, so many levels deep."""
+        return self._levels_behind(asks, self._reader.unread(asks, token_ids_SL), depth, shares)
 
     def _levels_behind(
-        self, asks: Sequence[DraftModelAsk], unread: UnreadTexts, depth: int
+        self,
+        asks: Sequence[DraftModelAsk],
+        unread: UnreadTexts,
+        depth: int,
+        shares: RequestShares,
     ) -> TreeLevels:
-        """Once the rest of the texts is read."""
+        """Of this rank's texts, once the rest of all is read."""
         self._reader.read(unread)
         token_ids_SL, most = unread.token_ids_SL, self._most_blocks
         parts = [
             self._block_states(asks[first : first + most], token_ids_SL, depth)
             for first in range(0, len(asks), most)
         ]
-        states_BKD = parts[0] if len(parts) == 1 else torch.cat(parts)
+        states_GKD = parts[0] if len(parts) == 1 else torch.cat(parts)
         network = self._network
-        logits_RN = network.known_logits(states_BKD.flatten(0, 1))
+        logits_RN = network.known_logits(states_GKD.flatten(0, 1), shares)
         if network.heads is None:
-            logits_BKV = network.over_vocabulary(logits_RN).view(*states_BKD.shape[:2], -1)
-            return KnownLevels(logits_BKV)
-        newest_B = self._newest(asks, token_ids_SL)
-        logits_BKN = logits_RN.view(*states_BKD.shape[:2], -1)
+            logits_RV = network.over_vocabulary(logits_RN)
+            return KnownLevels(logits_RV.unflatten(0, (-1, states_GKD.shape[1])))
+        newest_B = shares.own(self._newest(asks, token_ids_SL))
+        logits_BKN = logits_RN.unflatten(0, (-1, states_GKD.shape[1]))
         kind = SureSparkLevels if network.config.has_confidence else SparkLevels
-        return kind(network, network.heads, logits_BKN, states_BKD, newest_B)
+        return kind(network, network.heads, logits_BKN, shares.own(states_GKD), newest_B)
 
     def _with_room(self, asks: Sequence[DraftModelAsk], unread: UnreadTexts) -> UnreadTexts:
         """The same, with blocks of the cache for all rows of the requests' blocks."""
@@ -262,7 +270,7 @@ class SparkLevels:
             pairs_RN = self._heads.pair_logits(token_ids_BF.flatten())
             logits_BFN = logits_BFN + pairs_RN.view(logits_BFN.shape)
         logits_RV = self._network.over_vocabulary(logits_BFN.flatten(0, 1))
-        return logits_RV.view(*token_ids_BF.shape, -1)
+        return logits_RV.view(*token_ids_BF.shape, logits_RV.shape[1])
 
 
 class SureSparkLevels(SparkLevels):

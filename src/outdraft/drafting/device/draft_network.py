@@ -4,7 +4,8 @@ A language model reads a token; its cache has everything else that it needs. EAG
 and 2503.01840) reads a token together with a state of the text before it. That state is the
 target's where the target has read the text, else EAGLE's own.
 
-Dimension key: T rows, R rows whose logits are needed, D state, V the target's vocabulary.
+Dimension key: T rows, R rows whose logits are needed, Q of them on this rank, D state, V the
+target's vocabulary.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.drafting.device.translated_model import DraftModel
+from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
 from outdraft.models.eagle import EagleNetwork
 
 
@@ -26,8 +28,6 @@ class DraftNetwork:
             be kept for the newest token of a text before the next token is known.
         feature_size: F of `features`; 0: it reads no states.
         taps: residual streams of the target that `features` reads.
-        logits: from states [R, D] to [R, V] of float32 at least; -inf for tokens that the network
-            does not know.
         draft: as `DecoderPass.draft`.
     """
 
@@ -36,12 +36,19 @@ class DraftNetwork:
         if isinstance(network, EagleNetwork):
             self.lag, self.feature_size, self.taps = 1, network.feature_size, network.taps
         self.network, self.kernels = network, network.kernels
-        self.logits, self.draft = network.logits, network.draft
+        self.draft = network.draft
 
     def features(self, states: TargetStates) -> Tensor:
         """[T, F]: what it reads of the target's pass; only with a lag."""
         assert isinstance(self.network, EagleNetwork), "a language model reads no states"
         return self.network.features(states.hidden_TD, states.tapped_TKD)
+
+    def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V] of float32 at least, of the rows that are this rank's; -inf for tokens that the
+        network does not know."""
+        if isinstance(self.network, EagleNetwork | TranslatedModel):
+            return self.network.logits(states_RD, shares)
+        return shares.turn(self.network.logits(states_RD), self.network.vocabulary.num_tokens)
 
     def read(
         self,

@@ -11,8 +11,8 @@ replacement (`drawn_tree`). Requests that share their noise get the tokens that 
 most likely choose with that noise if it had the drafter's logits. These are matched with the
 target's own choices, so the output does not depend on them.
 
-Dimension key: B requests, E nodes of the level above (1: the root), F rows of the newest level, K
-rows of a tree, V vocabulary.
+Dimension key: B requests, G those of all ranks that share the drafter, E nodes of the level above
+(1: the root), F rows of the newest level, K rows of a tree, V vocabulary.
 """
 
 from abc import ABC, abstractmethod
@@ -22,6 +22,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.drawn_tree import DrawnTrees
 from outdraft.drafting.device.live_stop import LiveStops
 from outdraft.drafting.device.model_drafts import DraftModelAsk
@@ -56,24 +57,35 @@ class LevelDrafter(ABC):
 
     @abstractmethod
     def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
     ) -> tuple[TreeLevels, SettledRows | None]:
-        """What may follow the texts, so many levels deep; what it can be compared with."""
+        """What may follow this rank's texts, so many levels deep; what all ranks' can be compared
+        with."""
 
     @abstractmethod
-    def first_logits(self, states_RD: Tensor) -> Tensor:
-        """[R, V]: of the first level, from states that `levels` returned for comparison."""
+    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V]: of the first level, of those rows that are this rank's, from states that `levels`
+        returned for comparison."""
 
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
         """As `Drafter.draft`."""
-        levels, settled = self.levels(asks, token_ids_SL, growth.shape.depth)
-        if growth.stops is not None and isinstance(levels, TellsOdds):
-            drafts = grow(levels, growth)  # compiled growth looks at margins
-        else:
-            drafts = growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
-        return with_settled(drafts, settled, self.first_logits, growth)
+        levels, settled = self.levels(asks, token_ids_SL, growth.shape.depth, growth.shares)
+        return with_settled(compiled_grow(levels, growth), settled, self.first_logits, growth)
+
+
+def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
+    """As `grow`, by the table's operation where that can make these drafts: its rules look at
+    margins only, and count the rows of this rank's requests only."""
+    looks_elsewhere = growth.shares.group.size > 1 or isinstance(levels, TellsOdds)
+    if (growth.stops is not None and looks_elsewhere) or not growth.sampling.num_requests:
+        return grow(levels, growth)
+    return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
@@ -86,7 +98,9 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     draws = growth.samples and sampling.any_draws
     drawn = DrawnTrees(growth) if draws else None
     ranked = None if draws and sampling.all_draw else RankedTrees(shape)
-    stops = LiveStops(growth.num_drafts_B, growth.stops) if growth.stops is not None else None
+    stops = None
+    if growth.stops is not None:
+        stops = LiveStops(growth.num_drafts_G, growth.stops, growth.shares)
     draws_B1 = sampling.draws_B[:, None]
     logits_BEV, frontier = levels.first_logits()[:, None], None
     for depth in range(shape.depth):
@@ -107,6 +121,15 @@ def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
         if stops is not None and stops.have_all_ended:
             break
     return _finished(growth, drawn and drawn.finish(), ranked and ranked.finish(), stops)
+
+
+def frontier_of_all(frontier: Frontier, shares: RequestShares) -> Frontier:
+    """The level of all G requests, from this rank's part of it."""
+    if shares.group.size == 1:
+        return frontier
+    columns = frontier.token_ids_BF, frontier.origins_BF, frontier.ancestors_BF
+    rows_3GF = shares.join(torch.stack(columns, dim=1)).transpose(0, 1).contiguous()
+    return Frontier(*rows_3GF.unbind(), depth=frontier.depth, first_row=frontier.first_row)
 
 
 def _processed(kernels: Kernels, logits_BFV: Tensor, sampling: SamplingBatch) -> Tensor:

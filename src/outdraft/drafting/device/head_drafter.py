@@ -6,9 +6,9 @@ steps before are kept as well, for what they say of the heads when these draft a
 
 Head j drafts the token at position (length of the text) + j.
 
-Dimension key: B requests that draft, R settled rows, W works of a step, K levels, V vocabulary, S
-state rows (of a speculator's state too), L tokens of a text, D hidden of the target, E and F nodes
-of a level and of the next one.
+Dimension key: B requests that draft, G those of all ranks that share the heads, R settled rows, W
+works of a step, K levels, V vocabulary, S state rows (of a speculator's state too), L tokens of a
+text, D hidden of the target, E and F nodes of a level and of the next one.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import DraftSource
 from outdraft.core.plan import ModelDrafting
-from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.drafting.device.grower import KnownLevels, LevelDrafter, frontier_of_all
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import SettledRows, settled_tokens
 from outdraft.drafting.device.state_window import HEAD_WINDOW, StateWindow
@@ -86,15 +87,19 @@ class MedusaDrafter(LevelDrafter):
         self.keep = self._last.keep
 
     def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
     ) -> tuple[KnownLevels, SettledRows | None]:
         """As `LevelDrafter`."""
-        hidden_BD, settled = self._last.find(asks, token_ids_SL)
-        return KnownLevels(self._heads.logits(hidden_BD, range(depth))), settled
+        hidden_GD, settled = self._last.find(asks, token_ids_SL)
+        return KnownLevels(self._heads.logits(hidden_GD, range(depth), shares)), settled
 
-    def first_logits(self, states_RD: Tensor) -> Tensor:
+    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """As `LevelDrafter`."""
-        return self._heads.logits(states_RD, range(1))[:, 0]
+        return self._heads.logits(states_RD, range(1), shares)[:, 0]
 
 
 class MLPSpeculatorDrafter(LevelDrafter):
@@ -113,26 +118,30 @@ class MLPSpeculatorDrafter(LevelDrafter):
         self.keep = self._last.keep
 
     def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
     ) -> tuple["MLPSpeculatorLevels", SettledRows | None]:
         """As `LevelDrafter`."""
-        rows_B, num_tokens_B = to_device(
+        rows_G, num_tokens_G = to_device(
             [
                 np.array([ask.state_row for ask in asks]),
                 np.array([ask.num_tokens for ask in asks]),
             ],
             token_ids_SL.device,
         )
-        newest_B = token_ids_SL[rows_B, num_tokens_B - 1]
-        hidden_BD, settled = self._last.find(asks, token_ids_SL)
+        newest_G = token_ids_SL[rows_G, num_tokens_G - 1]
+        hidden_GD, settled = self._last.find(asks, token_ids_SL)
         if settled is not None:
             states_RS = first_states(self._speculator, settled.states_RD, settled.ids_R)
             settled = replace(settled, states_RD=states_RS)
-        return MLPSpeculatorLevels(self._speculator, hidden_BD, newest_B), settled
+        return MLPSpeculatorLevels(self._speculator, hidden_GD, newest_G, shares), settled
 
-    def first_logits(self, states_RD: Tensor) -> Tensor:
+    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """As `LevelDrafter`."""
-        return self._speculator.logits(0, states_RD)
+        return self._speculator.logits(0, states_RD, shares)
 
 
 def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) -> Tensor:
@@ -143,10 +152,16 @@ def first_states(speculator: MLPSpeculator, hidden_RD: Tensor, ids_R: Tensor) ->
 class MLPSpeculatorLevels:
     """The logits of a level: of the state of every node, kept for those that continue it."""
 
-    def __init__(self, speculator: MLPSpeculator, hidden_BD: Tensor, newest_B: Tensor) -> None:
-        """`newest_B`: the texts' newest tokens."""
-        self._speculator = speculator
-        self._states_BES = first_states(speculator, hidden_BD, newest_B)[:, None]
+    def __init__(
+        self,
+        speculator: MLPSpeculator,
+        hidden_GD: Tensor,
+        newest_G: Tensor,
+        shares: RequestShares = ALL_HERE,
+    ) -> None:
+        """`newest_G`: the texts' newest tokens."""
+        self._speculator, self._shares = speculator, shares
+        self._states_GES = first_states(speculator, hidden_GD, newest_G)[:, None]
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the last token before the drafts."""
@@ -154,17 +169,17 @@ class MLPSpeculatorLevels:
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]: behind the nodes of a level."""
-        shape, above_BES = frontier.token_ids_BF.shape, self._states_BES
-        origins_BF1 = frontier.origins_BF[:, :, None].expand(-1, -1, above_BES.shape[2])
-        above_RS = above_BES.gather(1, origins_BF1).flatten(0, 1)
-        ids_R = frontier.token_ids_BF.flatten()
+        every, above_GES = frontier_of_all(frontier, self._shares), self._states_GES
+        origins_GF1 = every.origins_BF[:, :, None].expand(-1, -1, above_GES.shape[2])
+        above_RS = above_GES.gather(1, origins_GF1).flatten(0, 1)
+        ids_GF = every.token_ids_BF
 
-        states_RS = self._speculator.step(frontier.depth, above_RS, ids_R)
-        self._states_BES = states_RS.view(*shape, -1)
+        states_RS = self._speculator.step(frontier.depth, above_RS, ids_GF.flatten())
+        self._states_GES = states_RS.view(*ids_GF.shape, -1)
         return self._logits(frontier.depth)
 
     def _logits(self, head: int) -> Tensor:
         """[B, E, V]: of the states of a level."""
-        states_RS = self._states_BES.flatten(0, 1)
-        logits_RV = self._speculator.logits(head, states_RS)
-        return logits_RV.view(*self._states_BES.shape[:2], -1)
+        states_RS = self._states_GES.flatten(0, 1)
+        logits_RV = self._speculator.logits(head, states_RS, self._shares)
+        return logits_RV.unflatten(0, (-1, self._states_GES.shape[1]))

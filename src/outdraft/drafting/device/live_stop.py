@@ -5,7 +5,8 @@ the draft. So the draft ends at a stopping time, and any rule of verification st
 docs/design/0012). What was decided is never taken back. The probability of the token that was drawn
 would be no such signal.
 
-Dimension key: B requests that draft, L levels, V vocabulary.
+Dimension key: B requests that draft, G those of all ranks that share the drafter, L levels, V
+vocabulary.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_MARGIN
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.draft_ops import StopRules
 
@@ -99,16 +101,20 @@ def host_sees(device: torch.device) -> bool:
 class LiveStops:
     """Says, level by level, which requests go on.
 
+    A rule looks at the rows of all requests, so each rank decides for all.
+
     Attributes:
-        num_drafts_B: int64; how many drafts each request has so far.
+        num_drafts_G: int64; how many drafts each request has so far.
     """
 
-    def __init__(self, num_wanted_B: Tensor, rules: StopRules) -> None:
-        """`num_wanted_B`: int64, most drafts of each request."""
-        self._rules, self._num_wanted_B = rules, num_wanted_B
-        self._is_drafting_B = torch.ones_like(rules.has_rule_B)
-        self._survival_B = torch.ones_like(rules.price_B)
-        self.num_drafts_B = torch.zeros_like(num_wanted_B)
+    def __init__(
+        self, num_wanted_G: Tensor, rules: StopRules, shares: RequestShares = ALL_HERE
+    ) -> None:
+        """`num_wanted_G`: int64, most drafts of each request."""
+        self._rules, self._num_wanted_G, self._shares = rules, num_wanted_G, shares
+        self._is_drafting_G = torch.ones_like(rules.has_rule_B)
+        self._survival_G = torch.ones_like(rules.price_B)
+        self.num_drafts_G = torch.zeros_like(num_wanted_G)
         self._margins: list[Tensor] = []
 
     def look(self, logits_BV: Tensor, odds_B: Tensor | None = None) -> None:
@@ -117,26 +123,32 @@ class LiveStops:
         `odds_B`: a drafter's own log-odds that they are accepted; None: it tells none.
         """
         rules, level = self._rules, len(self._margins)
-        self._is_drafting_B = self._is_drafting_B & (level < self._num_wanted_B)
-        looks_B = self._is_drafting_B & rules.has_rule_B
-        margin_B = margins_B(logits_BV) if odds_B is None else margins_of_odds(odds_B)
-        self._margins.append(margin_B.masked_fill(~looks_B, torch.nan))
-        score_B = rules.weights_BL[:, level] * margin_B + rules.biases_BL[:, level]
-        self._survival_B = self._survival_B * score_B.sigmoid()
-        survives_B = self._is_drafting_B & ((self._survival_B >= rules.price_B) | ~rules.has_rule_B)
+        self._is_drafting_G = self._is_drafting_G & (level < self._num_wanted_G)
+        looks_G = self._is_drafting_G & rules.has_rule_B
+        own_B = margins_B(logits_BV) if odds_B is None else margins_of_odds(odds_B)
+        margin_G = self._shares.join(own_B)
+        self._margins.append(margin_G.masked_fill(~looks_G, torch.nan))
+        score_G = rules.weights_BL[:, level] * margin_G + rules.biases_BL[:, level]
+        self._survival_G = self._survival_G * score_G.sigmoid()
+        survives_G = self._is_drafting_G & ((self._survival_G >= rules.price_B) | ~rules.has_rule_B)
         # While there is room, all that survive have a row: those before a request are as many.
-        num_before_B = survives_B.cumsum(0) - survives_B.long()
-        num_rows_B = num_before_B + self.num_drafts_B.sum() + rules.num_rows_before
-        self._is_drafting_B = survives_B & (~rules.has_rule_B | (num_rows_B < rules.row_cap))
-        self.num_drafts_B = self.num_drafts_B + self._is_drafting_B
+        num_before_G = survives_G.cumsum(0) - survives_G.long()
+        num_rows_G = num_before_G + self.num_drafts_G.sum() + rules.num_rows_before
+        self._is_drafting_G = survives_G & (~rules.has_rule_B | (num_rows_G < rules.row_cap))
+        self.num_drafts_G = self.num_drafts_G + self._is_drafting_G
 
     @property
     def have_all_ended(self) -> bool:
         """Whether no request drafts on; False where the host would have to wait to know it."""
-        if not host_sees(self._is_drafting_B.device):
+        if not host_sees(self._is_drafting_G.device):
             return False
-        return not bool(self._is_drafting_B.any())
+        return not bool(self._is_drafting_G.any())
+
+    @property
+    def num_drafts_B(self) -> Tensor:
+        """int64; of this rank's requests."""
+        return self._shares.own(self.num_drafts_G)
 
     def margins_BL(self) -> Tensor:
-        """float32, of the levels so far."""
-        return torch.stack(self._margins, dim=1)
+        """float32, of this rank's requests and the levels so far."""
+        return self._shares.own(torch.stack(self._margins, dim=1))

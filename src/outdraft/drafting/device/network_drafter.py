@@ -1,7 +1,8 @@
 """Drafts with a network that reads its own drafts, level after level, behind the device's texts.
 
-Dimension key: B requests that draft, E nodes of the level above, F nodes of a level, V vocabulary,
-S state rows, L tokens of a text, D the network's state.
+Dimension key: B requests that draft, G those of all ranks that share the network, E nodes of the
+level above, F nodes of a level, V vocabulary, S state rows, L tokens of a text, D the network's
+state.
 """
 
 from collections.abc import Sequence
@@ -15,8 +16,9 @@ from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import grow
+from outdraft.drafting.device.grower import frontier_of_all, grow
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
@@ -57,7 +59,8 @@ class NetworkDrafter:
 
         def by_levels() -> ModelDrafts:
             start, states_TD = self.start(asks, unread)
-            drafts = grow(NetworkLevels(self.network, start, growth.num_drafts_B), growth)
+            levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
+            drafts = grow(levels, growth)
             return replace(drafts, states_TD=states_TD) if unread.wants_states else drafts
 
         drafts = self.network.draft(unread, growth, by_levels)
@@ -92,50 +95,61 @@ class NetworkDrafter:
 
 class NetworkLevels:
     """What follows each node of a level: its rows are read behind the text, each seeing its
-    ancestors only."""
+    ancestors only. The ranks that share the network read the rows of all G requests together."""
 
-    def __init__(self, network: DraftNetwork, start: DraftStart, num_drafts_B: Tensor) -> None:
-        """`num_drafts_B`: int64, slots of each request behind its text."""
-        self._network, self._start = network, start
-        self._num_drafts_B = num_drafts_B
-        self._states_BED = start.states_BD[:, None]
-        self._context_lens_B = start.contexts_B.int()
-        self._zeros_B = torch.zeros_like(self._context_lens_B)
-        self._starts_B1 = torch.arange(
-            len(num_drafts_B) + 1, dtype=torch.int32, device=num_drafts_B.device
+    def __init__(
+        self,
+        network: DraftNetwork,
+        start: DraftStart,
+        num_drafts_G: Tensor,
+        shares: RequestShares = ALL_HERE,
+    ) -> None:
+        """
+        Args:
+            start: of all G requests.
+            num_drafts_G: int64, slots of each request behind its text.
+        """
+        self._network, self._start, self._shares = network, start, shares
+        self._num_drafts_G = num_drafts_G
+        self._states_GED = start.states_BD[:, None]
+        self._context_lens_G = start.contexts_B.int()
+        self._zeros_G = torch.zeros_like(self._context_lens_G)
+        self._starts_G1 = torch.arange(
+            len(num_drafts_G) + 1, dtype=torch.int32, device=num_drafts_G.device
         )
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the last token before the drafts."""
-        return self._network.logits(self._start.states_BD)
+        return self._network.logits(self._start.states_BD, self._shares)
 
     def next_logits(self, frontier: Frontier) -> Tensor:
         """[B, F, V]: behind the nodes of a level."""
-        shape = frontier.token_ids_BF.shape
-        states_BFD = self._states_BED
-        if shape[1] > 1 or states_BFD.shape[1] > 1:
-            origins_BF1 = frontier.origins_BF[:, :, None]
-            states_BFD = states_BFD.gather(1, origins_BF1.expand(-1, -1, states_BFD.shape[2]))
+        every = frontier_of_all(frontier, self._shares)
+        shape = every.token_ids_BF.shape
+        states_GFD = self._states_GED
+        if shape[1] > 1 or states_GFD.shape[1] > 1:
+            origins_GF1 = every.origins_BF[:, :, None]
+            states_GFD = states_GFD.gather(1, origins_GF1.expand(-1, -1, states_GFD.shape[2]))
         states_RD = self._network.read(
-            frontier.token_ids_BF.flatten(),
-            states_BFD.flatten(0, 1),
+            every.token_ids_BF.flatten(),
+            states_GFD.flatten(0, 1),
             self._start.caches,
-            self._batch(frontier),
+            self._batch(every),
         )
-        self._states_BED = states_RD.view(*shape, -1)
-        return self._network.logits(states_RD).view(*shape, -1)
+        self._states_GED = states_RD.view(*shape, -1)
+        return self._network.logits(states_RD, self._shares).unflatten(0, (-1, shape[1]))
 
     def _batch(self, frontier: Frontier) -> AttentionMetadata:
         width = frontier.token_ids_BF.shape[1]
         ancestors_T, positions_T, slots_T = self._network.kernels.place_level(
-            frontier.ancestors_BF, frontier.first_row, self._num_drafts_B, self._start
+            frontier.ancestors_BF, frontier.first_row, self._num_drafts_G, self._start
         )
         if self._start.num_skipped_B is not None:
             positions_T = positions_T + self._start.num_skipped_B.repeat_interleave(width)
         return AttentionMetadata(
-            query_start_B1=self._starts_B1 * width,
-            context_lens_B=self._context_lens_B,
-            num_causal_B=self._zeros_B,
+            query_start_B1=self._starts_G1 * width,
+            context_lens_B=self._context_lens_G,
+            num_causal_B=self._zeros_G,
             ancestors_T=ancestors_T,
             positions_T=positions_T,
             slots_T=slots_T,

@@ -9,8 +9,8 @@ the text up to the newest token only.
 Networks that read states beside tokens (P-EAGLE, arXiv 2602.01469) have a learned state for the
 mask tokens, which stands in for the target's.
 
-Dimension key: B requests that draft, K drafts, V vocabulary, T rows, S state rows, L tokens,
-D state.
+Dimension key: B requests that draft, G those of all ranks that share the network, K drafts, V
+vocabulary, T rows, S state rows, L tokens, D state.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from torch import Tensor
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.plan import ModelDrafting
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.grower import KnownLevels, LevelDrafter
 from outdraft.drafting.device.model_drafts import DraftModelAsk
@@ -78,7 +79,11 @@ class ParallelDrafter(LevelDrafter):
         self._mask = mask_token_id
 
     def levels(
-        self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, depth: int
+        self,
+        asks: Sequence[DraftModelAsk],
+        token_ids_SL: Tensor,
+        depth: int,
+        shares: RequestShares = ALL_HERE,
     ) -> tuple[KnownLevels, SettledRows | None]:
         """As `LevelDrafter`."""
         num_levels = [min(ask.num_drafts, depth) for ask in asks]
@@ -86,10 +91,10 @@ class ParallelDrafter(LevelDrafter):
             replace(ask, masks=(self._mask,) * (number - 1))
             for ask, number in zip(asks, num_levels, strict=True)
         ]
-        states_BKD, settled = self._reader.read_masked(masked, token_ids_SL, num_levels)
-        logits_RV = self.network.logits(states_BKD.flatten(0, 1))
-        return KnownLevels(logits_RV.view(*states_BKD.shape[:2], -1)), settled
+        states_GKD, settled = self._reader.read_masked(masked, token_ids_SL, num_levels)
+        logits_RV = self.network.logits(states_GKD.flatten(0, 1), shares)
+        return KnownLevels(logits_RV.unflatten(0, (-1, states_GKD.shape[1]))), settled
 
-    def first_logits(self, states_RD: Tensor) -> Tensor:
+    def first_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """As `LevelDrafter`."""
-        return self.network.logits(states_RD)
+        return self.network.logits(states_RD, shares)

@@ -3,7 +3,8 @@
 A drafter answers one question: the logits behind these rows. Everything else is the same for
 small models, EAGLE, mask tokens and heads, and is done here and in `grower`.
 
-Dimension key: B requests that draft, S state rows, L tokens of a text.
+Dimension key: B requests that draft, G those of all ranks that share the drafter, S state rows, L
+tokens of a text.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from outdraft.attention.rows import to_device
 from outdraft.core.plan import ModelDrafting
 from outdraft.core.tree_shape import TreeShape
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.live_stop import KeptRules
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
@@ -52,7 +54,8 @@ class Drafter(Protocol):
     def draft(
         self, asks: Sequence[DraftModelAsk], token_ids_SL: Tensor, growth: Growth
     ) -> ModelDrafts:
-        """What grows behind the text of each ask: `grow` over what the drafter says may follow.
+        """What grows behind the texts of this rank's asks: `grow` over what the drafter says may
+        follow.
 
         Args:
             token_ids_SL: int64, the texts on the device; [S state rows, L tokens].
@@ -110,15 +113,18 @@ class DeviceProposer:
         token_ids_SL: Tensor,
         sampling: SamplingBatch,
         num_host_rows: int = 0,
+        shares: RequestShares = ALL_HERE,
     ) -> ModelDrafts:
         """Chains or trees of `ask.num_drafts` tokens each; fewer where a live rule ends a chain.
 
         All asks are for the same levels.
 
         Args:
+            asks: of all ranks that share the drafter; what comes back is of this rank's.
             token_ids_SL: int64, the texts; [S state rows, L tokens].
-            sampling: the parameters of the same requests in the same order.
+            sampling: the parameters of this rank's requests in the same order.
             num_host_rows: rows of the step that the host drafted; live rules count them.
+            shares: which of the requests are this rank's.
         """
         wanted = [ask.num_drafts for ask in asks]
         assert max(wanted) <= self.max_drafts, "more drafts than rows"
@@ -126,17 +132,18 @@ class DeviceProposer:
         shape = self._shapes[levels][max(wanted)]
         stops = self._rules.find(asks, num_host_rows, token_ids_SL.device)
         assert stops is None or shape.is_chain, "trees have no live rule"
-        counts_2B = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
-        num_tokens_B, num_drafts_B = to_device([*counts_2B], token_ids_SL.device)
+        counts_2G = np.array([[ask.num_tokens for ask in asks], wanted], dtype=np.int64)
+        num_tokens_G, num_drafts_G = to_device([*counts_2G], token_ids_SL.device)
         growth = Growth(
             kernels=self._kernels,
             shape=shape,
-            num_tokens_B=num_tokens_B,
-            num_drafts_B=num_drafts_B,
+            num_tokens_B=shares.own(num_tokens_G),
+            num_drafts_G=num_drafts_G,
             fewest=min(wanted),
             sampling=sampling.of_drafts,
             samples=self._samples,
             stops=stops,
+            shares=shares,
         )
         return self.drafter.draft(asks, token_ids_SL, growth)
 

@@ -7,7 +7,8 @@ that token. The rows are computed anyway: what is added is their logits.
 Only drafts that follow from the text can be compared: the best token, or with noise that the
 request shares with the target the best one with that noise. Who asks makes sure of it.
 
-Dimension key: B requests that draft, R rows, X rows of a pass or places of states, D the drafter's
+Dimension key: B requests that draft, G those of all ranks that share the drafter, R rows, Q those
+of this rank, X rows of a pass or places of states, D the drafter's
 state, V vocabulary, S state rows, L tokens of a text.
 """
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span, to_device
 from outdraft.core.draft import MAX_TAUGHT_ROWS
+from outdraft.distributed.request_shares import RequestShares
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -44,12 +46,14 @@ class SettledRows:
     """Rows behind which it is known how a text goes on. All tensors but the states are int64.
 
     Attributes:
+        owners: place of each row's text in the batch, ascending.
         states_RD: of the drafter.
-        owners_R: place of each row's text in the batch.
+        owners_R: as `owners`.
         positions_R: places in the texts of the tokens behind the rows.
         ids_R, next_ids_R: the tokens before these, and these.
     """
 
+    owners: Sequence[int]
     states_RD: Tensor
     owners_R: Tensor
     positions_R: Tensor
@@ -76,7 +80,8 @@ class SettledRows:
         columns_4R = np.array([rows, owners, positions, texts], dtype=np.int64)
         rows_R, owners_R, positions_R, texts_R = to_device([*columns_4R], token_ids_SL.device)
         before_R, next_R = (token_ids_SL[texts_R, positions_R - back] for back in (1, 0))
-        return cls(states_XD.index_select(0, rows_R), owners_R, positions_R, before_R, next_R)
+        states_RD = states_XD.index_select(0, rows_R)
+        return cls(owners, states_RD, owners_R, positions_R, before_R, next_R)
 
 
 def settled_tokens(asks: Sequence[DraftModelAsk], most: Sequence[int]) -> list[SettledToken]:
@@ -113,30 +118,39 @@ def settled_rows(
 def with_settled(
     drafts: ModelDrafts,
     rows: SettledRows | None,
-    logits: Callable[[Tensor], Tensor],
+    logits: Callable[[Tensor, RequestShares], Tensor],
     growth: Growth,
 ) -> ModelDrafts:
     """The drafts, and how many of the settled tokens would have been drafted.
 
     Args:
-        logits: [R, V] of the first level, from states.
+        rows: of all G texts.
+        logits: [Q, V] of the first level, from states.
     """
     if rows is None:
         return drafts
-    is_right_R = _first_drafts_R(rows, logits(rows.states_RD), growth) == rows.next_ids_R
-    labels_R2 = torch.stack([torch.ones_like(is_right_R), is_right_R], dim=1).long()
-    taught_B2 = labels_R2.new_zeros(len(growth.num_drafts_B), 2)
-    return replace(drafts, taught_B2=taught_B2.index_add_(0, rows.owners_R, labels_R2))
+    shares = growth.shares.of_rows(rows.owners)
+    logits_QV = logits(rows.states_RD, shares)
+    owners_Q = shares.own(rows.owners_R) - growth.shares.first
+    taught_B2 = owners_Q.new_zeros(growth.sampling.num_requests, 2)
+    if len(owners_Q):
+        positions_Q, next_ids_Q = shares.own(rows.positions_R), shares.own(rows.next_ids_R)
+        is_right_Q = _first_drafts_Q(owners_Q, positions_Q, logits_QV, growth) == next_ids_Q
+        labels_Q2 = torch.stack([torch.ones_like(is_right_Q), is_right_Q], dim=1).long()
+        taught_B2.index_add_(0, owners_Q, labels_Q2)
+    return replace(drafts, taught_B2=taught_B2)
 
 
-def _first_drafts_R(rows: SettledRows, logits_RV: Tensor, growth: Growth) -> Tensor:
-    """int64 [R]: the tokens that a draft would have begun with; as `grow` chooses them."""
+def _first_drafts_Q(
+    owners_Q: Tensor, positions_Q: Tensor, logits_QV: Tensor, growth: Growth
+) -> Tensor:
+    """int64 [Q]: the tokens that a draft would have begun with; as `grow` chooses them."""
     sampling = growth.sampling
-    logits_RV = process_drafts(growth.kernels, logits_RV, rows.owners_R, sampling)
+    logits_QV = process_drafts(growth.kernels, logits_QV, owners_Q, sampling)
     if growth.samples and sampling.any_shares_noise:
-        seeds_R = sampling.seeds_B[rows.owners_R]
-        keys = NoiseKeys.of(seeds_R, rows.positions_R, Purpose.SAMPLE)
-        noise_RV = growth.kernels.gumbel(keys, logits_RV.shape[1])
-        shares_R1 = sampling.shares_noise_B[rows.owners_R, None]
-        logits_RV = torch.where(shares_R1, logits_RV + noise_RV, logits_RV)
-    return logits_RV.argmax(1)
+        seeds_Q = sampling.seeds_B[owners_Q]
+        keys = NoiseKeys.of(seeds_Q, positions_Q, Purpose.SAMPLE)
+        noise_QV = growth.kernels.gumbel(keys, logits_QV.shape[1])
+        shares_Q1 = sampling.shares_noise_B[owners_Q, None]
+        logits_QV = torch.where(shares_Q1, logits_QV + noise_QV, logits_QV)
+    return logits_QV.argmax(1)

@@ -6,7 +6,8 @@ renormalised; the logits of all other tokens are -inf. For temperature, top-k, t
 verification it is a drafter with the target's vocabulary that gives some tokens no mass. What is
 exact for such drafters is exact for this one.
 
-Dimension key: T rows, R rows that need logits, D hidden, V the target's vocabulary.
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, V the target's
+vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.vocabulary_map import VocabularyMap
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -31,6 +33,7 @@ class TranslatedModel:
         self.model, self.dtype, self.device = model, model.dtype, model.device
         # The model has these shapes itself; only its logits have another width.
         self.shard = replace(model.shard, vocab_size=len(vocabulary.target_to_draft_V))
+        self._num_draft_ids = len(vocabulary.draft_to_target_U)
         self._draft_ids_V = vocabulary.target_to_draft_V.to(model.device)
         is_shared_V = vocabulary.is_shared_V.to(model.device)
         # Added to logits: a product and a comparison less than masking them.
@@ -48,9 +51,11 @@ class TranslatedModel:
         """[T, D]; token_ids_T are the target's."""
         return self.model(self._draft_ids_V[token_ids_T], caches, metadata)
 
-    def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, V]: -inf for the tokens that the model does not share."""
-        return self.model.logits(hidden_RD).index_select(1, self._draft_ids_V).add_(self._mask_V)
+    def logits(self, hidden_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V], of the rows that are this rank's: -inf for the tokens that the model does not
+        share."""
+        logits_QU = shares.turn(self.model.logits(hidden_RD), self._num_draft_ids)
+        return logits_QU.index_select(1, self._draft_ids_V).add_(self._mask_V)
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]

@@ -33,19 +33,6 @@ class SummedProduct:
         return sum_TE if self._bias_E is None else sum_TE + self._bias_E
 
 
-class JoinedProduct:
-    """As `ops.Product`, without a bias: each rank has some of the outputs; every rank gets all."""
-
-    def __init__(self, shard: VocabularyShard, own: Product, bias_E: Tensor | None = None) -> None:
-        assert bias_E is None
-        self.format, self.nbytes = own.format, own.nbytes
-        self._shard, self._own = shard, own
-
-    def __call__(self, x_TD: Tensor) -> Tensor:
-        """[T, E]."""
-        return self._shard.join(self._own(x_TD))
-
-
 class PaddedProduct:
     """As `ops.Product`, without a bias: each rank gets its own outputs, padded with -inf."""
 
