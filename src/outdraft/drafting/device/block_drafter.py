@@ -145,7 +145,7 @@ class BlockDrafter:
         depth: int,
         shares: RequestShares,
     ) -> TreeLevels:
-        """Of this rank's texts, once the rest of all is read."""
+        """What follows this rank's texts, once the rest of all is read."""
         self._reader.read(unread)
         token_ids_SL, most = unread.token_ids_SL, self._most_blocks
         parts = [
