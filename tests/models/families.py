@@ -13,6 +13,7 @@ from transformers import (
     Exaone4Config,
     FalconConfig,
     Gemma2Config,
+    Gemma3Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     GemmaConfig,
@@ -23,9 +24,12 @@ from transformers import (
     GptOssConfig,
     GraniteConfig,
     HunYuanMoEV1Config,
+    Llama4Config,
     Llama4TextConfig,
     LlamaConfig,
+    LlavaConfig,
     MiniCPM3Config,
+    Mistral3Config,
     MistralConfig,
     MixtralConfig,
     NemotronConfig,
@@ -36,6 +40,7 @@ from transformers import (
     PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2MoeConfig,
     Qwen3Config,
@@ -45,7 +50,10 @@ from transformers import (
     StableLmConfig,
     Starcoder2Config,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from tests.models.checkpoints import TINY
 
@@ -183,13 +191,77 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "starcoder-2": _tiny(Starcoder2Config, **_WINDOW),
 }
 
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_GEMMA_TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_LLAMA4 = {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 48}
+PICTURE = TINY["vocab_size"] - 1  # the token that stands for pictures
+
+
+def _gemma3() -> PretrainedConfig:
+    text = TINY | _WINDOW | {"layer_types": _GEMMA_TYPES}
+    tower = _TOWER | {"model_type": "siglip_vision_model"}
+    return Gemma3Config(text_config=text, vision_config=tower, image_token_index=PICTURE)
+
+
+def _llama4() -> PretrainedConfig:
+    text = TINY | _LLAMA4 | {"attention_chunk_size": 16, "pad_token_id": 2}
+    sizes = "vision_output_dim", "projector_input_dim", "projector_output_dim"
+    tower = _TOWER | {"intermediate_size": 64} | dict.fromkeys(sizes, 32)
+    return Llama4Config(text_config=text, vision_config=tower)
+
+
+def _llava() -> PretrainedConfig:
+    text = TINY | _WINDOW | {"model_type": "mistral"}
+    tower = _TOWER | {"model_type": "clip_vision_model"}
+    return LlavaConfig(text_config=text, vision_config=tower, image_token_index=PICTURE)
+
+
+def _mistral3() -> PretrainedConfig:
+    text = TINY | _WINDOW | {"model_type": "mistral"}
+    tower = _TOWER | {"model_type": "pixtral"}
+    return Mistral3Config(text_config=text, vision_config=tower, image_token_index=PICTURE)
+
+
+def _qwen2_5_vl() -> PretrainedConfig:
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    text = TINY | {"rope_parameters": _ROPE}
+    return Qwen2_5_VLConfig(
+        text_config=text,
+        vision_config=tower | {"out_hidden_size": 32},
+        image_token_id=PICTURE,
+        video_token_id=PICTURE - 1,
+        vision_start_token_id=PICTURE - 2,
+        vision_end_token_id=PICTURE - 3,
+    )
+
+
+# Those that read pictures too.
+PICTURES: dict[str, Callable[[], PretrainedConfig]] = {
+    "gemma-3-vl": _gemma3,
+    "llama-4-vl": _llama4,
+    "llava": _llava,
+    "mistral-3-vl": _mistral3,
+    "qwen-2.5-vl": _qwen2_5_vl,
+}
+
 
 def family_model(name: str, **changes: Any) -> PreTrainedModel:
     """A model of the family; its weights mean nothing. `changes`: of its config's attributes."""
-    config = CONFIGS[name]()
+    config = (CONFIGS | PICTURES)[name]()
     for key, value in changes.items():
         setattr(config, key, value)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kinds = (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if name in PICTURES else MODEL_FOR_CAUSAL_LM_MAPPING
+    )
+    kind = kinds[type(config)]
     config.architectures = [kind.__name__]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

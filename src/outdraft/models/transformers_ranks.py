@@ -75,7 +75,11 @@ def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
 def _plan_of(model: PreTrainedModel) -> Mapping[re.Pattern[str], str]:
     """By patterns of whole names."""
     config: Any = model.config.get_text_config()
-    base = next(name for name, part in model.named_children() if isinstance(part, PreTrainedModel))
+    base = next(
+        name
+        for name, part in model.named_modules()
+        if name and isinstance(part, PreTrainedModel) and type(part.config) is type(config)
+    )
     return {
         re.compile(re.escape(f"{base}.{name}").replace(r"\*", r"\d+")): how
         for name, how in config.base_model_tp_plan.items()
