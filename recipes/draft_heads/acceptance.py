@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
+from dflash import DFlash
 from target_states import TargetStates, target_states
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -91,8 +92,8 @@ class Judge:
         """The chance of each draft given those before it, [B, T, S]; names as in `measure`."""
         roots = slice(self.first, self.first + self.num_tokens)
         greedy, sampled, overlap = [], [], []
-        for step, logits in enumerate(head(self.states, self.ids, self.num_drafts)):
-            drafted = over_vocabulary(head, logits[:, roots], self.states.logits.shape[-1])
+        for step, logits in enumerate(self._logits(head, roots)):
+            drafted = over_vocabulary(head, logits, self.states.logits.shape[-1])
             begin = self.first + 1 + step
             wanted = self.states.logits[:, begin : begin + self.num_tokens].softmax(-1)
             text = self.ids[:, begin + 1 : begin + 1 + self.num_tokens, None]
@@ -105,6 +106,13 @@ class Judge:
             "sampled": torch.stack(sampled, -1),
             "overlap": torch.stack(overlap, -1),
         }
+
+    def _logits(self, head: DraftHead, roots: slice) -> list[Tensor]:
+        """[B, R, N] of each draft from these roots. Only blocks do without the others."""
+        if isinstance(head, DFlash):
+            roots_R = torch.arange(roots.start, roots.stop)
+            return head(self.states, self.ids, self.num_drafts, roots_R)
+        return [logits[:, roots] for logits in head(self.states, self.ids, self.num_drafts)]
 
 
 def measure(head: nn.Module, greedy: Judge, sampled: Judge) -> dict[str, float | list[float]]:

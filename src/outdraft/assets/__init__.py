@@ -11,7 +11,8 @@ from pathlib import Path
 
 from outdraft.core.errors import ConfigError
 
-HEADS = ("eagle3", "medusa", "mlp_speculator")  # by the method that drafts with each
+# By the method that drafts with each.
+HEADS = ("eagle3", "medusa", "mlp_speculator", "dspark")
 _PAIR_RECIPE, _HEADS_RECIPE = "recipes/embedded_pair", "recipes/draft_heads"
 
 

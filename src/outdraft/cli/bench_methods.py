@@ -35,6 +35,7 @@ EMBEDDED: dict[str, dict[str, Any]] = {
     "eagle3-tree": {"method": "eagle3", "tree_levels": TREE_LEVELS},
     "medusa": {"method": "medusa"},
     "mlp_speculator": {"method": "mlp_speculator"},
+    "dspark": {"method": "dspark"},
     **OF_THE_HOST,
     "combined": {"method": "combined"},
 }

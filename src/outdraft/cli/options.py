@@ -90,9 +90,9 @@ class EngineOptions:
     seed: int | None = flag("For everything random.")
     speculative_config: str | None = flag(
         "JSON with vLLM's keys, or null for plain decoding. The embedded model brings the "
-        "networks of draft_model, eagle3, medusa and mlp_speculator. Default: with it, its "
-        "drafter combined with suffix and n-gram lookup; else plain decoding, or suffix lookup "
-        "in a server."
+        "networks of draft_model, eagle3, medusa, mlp_speculator and dspark. Default: with it, "
+        "its drafter combined with suffix and n-gram lookup; else plain decoding, or suffix "
+        "lookup in a server."
     )
 
 
