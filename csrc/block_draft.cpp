@@ -2,7 +2,8 @@
 // the blocks of all requests, and all choices, in one call.
 //
 // The readable twin is src/outdraft/drafting/device/block_drafter.py. What DSpark adds to the
-// logits of a draft depends on the token before it, so it is computed level by level.
+// logits of a draft depends on the token before it, so it is computed level by level, and not
+// rounded on the way.
 
 #include <algorithm>
 #include <cstring>
@@ -170,12 +171,10 @@ class BlockDrafting {
   void add_pairs(int64_t num_rows, int64_t size) {
     const int64_t rank = spec_.pair_rank;
     for (int64_t row = 0; row < num_rows; ++row) copy_token(nodes_[row], inputs_, row, rank, 0);
-    linear(decoder_.spec().team, *spec_.pairs, {inputs_, dtype_, rank}, {added_, dtype_, size},
-           num_rows);
-    const ConstRows added{added_, dtype_, size};
-    for (int64_t row = 0; row < num_rows; ++row) {
-      for (int64_t id = 0; id < size; ++id) level_[row * size + id] += added.at(row, id);
-    }
+    linear(decoder_.spec().team, *spec_.pairs, {inputs_, dtype_, rank},
+           {added_, Dtype::kFloat32, size}, num_rows);
+    const auto* added = reinterpret_cast<const float*>(added_);
+    for (int64_t at = 0; at < num_rows * size; ++at) level_[at] += added[at];
   }
 
   // The vector of a token in rows of `width` numbers, behind the first `skipped` of them.
