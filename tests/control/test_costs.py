@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost, monotone
+from outdraft.control.decision import Prices
 from outdraft.control.drift import HOST_CLIP, LONG, Correction, Costs, LoneCorrection
 from outdraft.control.facts import (
     Decision,
@@ -77,6 +78,33 @@ def test_a_pass_over_a_part_of_each_text_takes_no_longer_for_longer_texts():
     assert CostTable.from_json(costs.table.to_json()) == costs.table
 
 
+def test_looking_at_long_texts_is_a_cost_of_drafting_and_of_nothing_else():
+    own = replace(TABLE.drafters["eagle3"], max_context=100, look_s=1e-3)
+    costs = Costs(replace(TABLE, drafters={"self": own}))
+
+    def prices(lengths: list[int]) -> Prices:
+        requests = tuple(
+            RequestFacts(str(i), 50, 4, length, network="self") for i, length in enumerate(lengths)
+        )
+        facts = StepFacts(requests)
+        return Outlook.of(facts, costs).prices(facts, "self", costs)
+
+    short, long = prices([60, 100]), prices([60, 5000])
+    assert long.start_s - short.start_s == pytest.approx(1e-3 * 5000)
+    assert long.pass_N == short.pass_N
+    assert long.target_N[0] - short.target_N[0] == pytest.approx(1e-4 * 4900)
+
+
+def test_what_looking_takes_is_learned_from_steps_that_draft():
+    own = replace(TABLE.drafters["eagle3"], max_context=100, look_s=1e-3)
+    costs = Costs(replace(TABLE, drafters={"self": own}))
+    plain_s = costs.target_s(1, 5000)
+    for _ in range(100):  # all of it takes twice as long
+        costs.observe_drafter("self", [1, 1], 0, [5000], 2 * (0.03 + 0.2 + 5.0))
+    assert costs.start_s("self", [5000]) == pytest.approx(2 * 5.03, rel=0.01)
+    assert costs.target_s(1, 5000) == plain_s
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"target": {"rows": [1], "seconds": [1]}}'])
 def test_other_json_is_refused(text: str):
     with pytest.raises(ConfigError, match="no table of costs"):
@@ -135,7 +163,7 @@ def test_corrections_are_bounded_and_outliers_count_little():
 def test_a_networks_time_is_learned_from_its_passes_and_its_catching_up():
     costs = Costs(TABLE)
     for _ in range(100):
-        costs.observe_drafter("eagle3", [8, 1], 40, 0, 1.1 * (0.03 + 0.2 + 0.1 + 0.05))
+        costs.observe_drafter("eagle3", [8, 1], 40, [], 1.1 * (0.03 + 0.2 + 0.1 + 0.05))
     assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.11, rel=0.01)
     assert costs.start_s("eagle3") == pytest.approx(0.033, rel=0.01)
 

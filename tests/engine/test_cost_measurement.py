@@ -1,5 +1,7 @@
 """Tables that follow from what steps took: right without noise, monotone with any."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -89,6 +91,31 @@ def test_a_networks_costs_without_noise_are_what_was_true(tree):
         [0, 1e-5, *(1e-5 * lag for lag in LAGS)]
     )
     assert cost.max_passes == 63
+
+
+def test_what_a_look_takes_is_told_from_passes_over_a_part_of_the_text():
+    """A pass of a long text reads 100 tokens, a look all of them, and only where they are more."""
+    steps = DrafterSteps(
+        COUNTS, NUM_LONG, depth=4, tree=(), max_passes=63, reads_texts=True, lags=False, looks=True
+    )
+    prior = replace(PRIOR.drafters["eagle3"], max_context=100, look_s=1.0)
+    num_more = prior.num_read([NUM_LONG]) - SHORT
+
+    def truth(step):
+        if not step.is_network:
+            return 5e-5, 1.0, 1.0
+        pass_s = 1e-4 * step.num_requests + (1e-6 * num_more if step.is_long else 0.0)
+        look_s = 2e-7 * NUM_LONG if step.is_long else 0.0
+        return 5e-5 + 8e-4 + look_s + pass_s * step.num_drafts(0), 1.0, 1.0
+
+    cost = steps.fitted(measured_as(steps.wanted, truth), prior)
+    assert cost.look_s == pytest.approx(2e-7)
+    assert cost.context_s == pytest.approx(1e-6)
+    assert cost.start_s == pytest.approx(8e-4)
+    unmeasured = DrafterSteps(
+        COUNTS, 90, depth=4, tree=(), max_passes=63, reads_texts=True, lags=False, looks=True
+    )
+    assert unmeasured.fitted(measured_as(unmeasured.wanted, truth), prior).look_s == 1.0
 
 
 def test_heads_take_one_pass_and_catch_up_with_as_many_tokens_as_they_are_compared_with():

@@ -44,6 +44,24 @@ def test_each_block_has_the_weights_of_its_keys(kernels, sizes, dtype):
         assert float(mass_P.sum()) == pytest.approx(num_heads, abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", kernels_options())
+def test_a_long_text_has_one_softmax(kernels, dtype):
+    """It has parts that threads share, and more heads for each kv head than products have rows."""
+    torch.manual_seed(3)
+    block_size, lengths = 24, (1, 505, 1500)  # 21 blocks are a part
+    k_PSGC = torch.randn(70, block_size, 2, 16).to(dtype)
+    q_BHC = 3 * torch.randn(len(lengths), 14, 16).to(dtype)
+    table_BP = torch.stack([torch.randperm(70)[:63] for _ in lengths]).int()
+    block_mass = choose_kernels(kernels, CPU, dtype).block_mass
+    mass_BP = block_mass(q_BHC, k_PSGC, table_BP, torch.tensor(lengths), 0.3)
+    for mass_P, q_HC, blocks_P, length in zip(mass_BP, q_BHC, table_BP, lengths, strict=True):
+        k_KGC = k_PSGC[blocks_P.long()].flatten(0, 1)[:length]
+        expected = by_definition(q_HC, k_KGC, 0.3, block_size)
+        torch.testing.assert_close(mass_P[: len(expected)].double(), expected, atol=1e-5, rtol=1e-4)
+        assert not mass_P[len(expected) :].any()
+
+
 def compare_block_mass(case: Case) -> None:
     """Texts of any length over blocks in any order."""
     rng, draw = case.rng(), case.data.draw

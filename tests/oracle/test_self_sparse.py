@@ -5,6 +5,7 @@ spoils all of it, and nothing changes.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.sampling import SamplingParams
+from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.self_drafter import SelfDrafter
-from outdraft.drafting.device.target_states import TargetStates
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
@@ -144,18 +144,18 @@ def test_seeded_ids_are_those_of_plain_decoding():
 def test_the_attention_of_the_newest_row_is_that_of_transformers(shape: dict[str, Any]):
     [prompt], size = prompts_of((50,)), 4
     llm = sparse_engine("llama-llama3-rope", {**SPARSE, **shape})
-    drafter = drafter_of(llm)
-    attended, keep = drafter._attended, drafter.keep
+    attended = drafter_of(llm)._attended
     assert attended is not None
+    masses = attended._masses
     found: dict[int, torch.Tensor] = {}  # by the position of the row
 
-    def watched(states: TargetStates) -> None:
-        keep(states)
-        assert states.metadata is not None
-        [position] = states.metadata.positions_T[states.last_rows_W].tolist()
-        found[position] = attended._mass_SP[int(states.last_places_W)].clone()
+    def watched(asks: Sequence[DraftModelAsk]) -> torch.Tensor:
+        mass_BP = masses(asks)
+        [ask] = asks
+        found[ask.num_tokens - 2] = mass_BP[0].clone()
+        return mass_BP
 
-    drafter.keep = watched
+    attended._masses = watched
     [output] = run(llm, [prompt], greedy(30))
     text = torch.tensor([prompt + output.outputs[0].token_ids])
     path = pair("llama-llama3-rope").target
@@ -166,8 +166,33 @@ def test_the_attention_of_the_newest_row_is_that_of_transformers(shape: dict[str
     for newest in compared:
         weights = sum(attentions[layer][0, :, newest].sum(0) for layer in attended.layers)
         padded = torch.nn.functional.pad(weights, (0, -len(weights) % size))
-        by_block = padded.view(-1, size).sum(1)
-        torch.testing.assert_close(found[newest][: len(by_block)], by_block, atol=1e-4, rtol=1e-4)
+        seen = padded.view(-1, size).sum(1)[: newest // size + 1]
+        torch.testing.assert_close(found[newest], seen, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_only_steps_with_drafts_look_at_what_was_attended_to(drafts: int):
+    llm = sparse_engine("qwen2", {**SPARSE, **CHAIN})
+    drafter, looked, drafting = drafter_of(llm), [0], [0]
+    attended, draft = drafter._attended, drafter.draft
+    assert attended is not None
+    block_mass = attended._target.kernels.block_mass
+
+    def counted(*args: Any) -> torch.Tensor:
+        looked[0] += 1
+        return block_mass(*args)
+
+    def watched(asks: Sequence[DraftModelAsk], *others: Any) -> ModelDrafts:
+        drafting[0] += 1
+        return draft(asks, *others)
+
+    attended._target.kernels = replace(attended._target.kernels, block_mass=counted)
+    drafter.draft = watched
+    speculation = SpeculationParams(num_speculative_tokens=drafts)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculation=speculation)
+    run(llm, prompts_of((40,)), params)
+    assert llm.engine.stats.num_draft_tokens > 0 if drafts else drafting == [0]
+    assert looked[0] == drafting[0] * len(attended.layers)
 
 
 def test_a_model_with_windows_is_refused_by_its_name():

@@ -53,6 +53,9 @@ def show_costs(console: Console, config: "EngineConfig") -> None:
             "each token of a context": f"{cost.context_s * 1e6:.2f} us a pass",
             "passes of a draft": f"at most {cost.max_passes}",
         }
+        if cost.max_context is not None:
+            looking = f"{cost.look_s * 1e6:.2f} us a step"
+            numbers[f"each token of a text of more than {cost.max_context}"] = looking
         _show_numbers(console, numbers)
     kept = cost_file(config, models, runner).path if config.cost_table == "auto" else None
     console.print(f"kept in {kept}" if kept else f"as told: {config.cost_table}", markup=False)

@@ -92,6 +92,8 @@ class DrafterCost:
         beside_s: more that the target's pass takes in a step in which the network drafts: weights
             of both may not fit into the caches.
         max_context: most tokens of a text that a pass attends to; None: all.
+        look_s: more in each step in which it drafts, for each token of texts that are longer than
+            that: it looks for what is attended to in all of them.
     """
 
     passes: CostCurve
@@ -101,11 +103,19 @@ class DrafterCost:
     max_passes: int = 63
     beside_s: float = 0.0
     max_context: int | None = None
+    look_s: float = 0.0
 
     def num_read(self, lengths: Iterable[int]) -> int:
         """Tokens of texts of these lengths that a pass attends to."""
         most = self.max_context
         return sum(lengths) if most is None else sum(min(length, most) for length in lengths)
+
+    def step_s(self, lengths: Iterable[int]) -> float:
+        """What it takes once in a step in which it drafts, for texts of these lengths."""
+        most = self.max_context
+        if most is None or self.look_s == 0:
+            return self.start_s
+        return self.start_s + self.look_s * sum(length for length in lengths if length > most)
 
 
 @dataclass(frozen=True, slots=True)

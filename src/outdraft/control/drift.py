@@ -8,7 +8,7 @@ and put right at once, while it would be put right by rare probes only if it loo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -143,9 +143,9 @@ class Costs:
         beside_s, factor = cost.context_s * context_tokens, self._drafters[network].factor
         return [0.0, *[(seconds + beside_s) * factor for seconds in times_N[1:]]]
 
-    def start_s(self, network: str) -> float:
-        """What a network's drafts of a step take beside its passes."""
-        return self.drafter(network).start_s * self._drafters[network].factor
+    def start_s(self, network: str, lengths: Iterable[int] = ()) -> float:
+        """What a network's drafts of a step, for texts of these lengths, take beside its passes."""
+        return self.drafter(network).step_s(lengths) * self._drafters[network].factor
 
     def beside_s(self, network: str) -> float:
         """How much longer the target's pass takes in a step in which the network drafts."""
@@ -197,8 +197,8 @@ class Costs:
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
         target_s = outcome.target_s
         if network:
-            read = self.drafter(network).num_read(r.context_tokens for r in facts.requests)
-            self.observe_drafter(network, pass_rows, lag, read, outcome.draft_s)
+            lengths = [request.context_tokens for request in facts.requests]
+            self.observe_drafter(network, pass_rows, lag, lengths, outcome.draft_s)
             target_s -= self.beside_s(network)
         self.observe_target(outcome.num_rows, context, target_s, count)
 
@@ -213,13 +213,13 @@ class Costs:
         network: str,
         pass_rows: Sequence[int],
         catch_up_tokens: int,
-        context_tokens: int,
+        lengths: Sequence[int],
         actual_s: float,
     ) -> None:
-        """`pass_rows`: rows of each pass that a step's drafts took."""
+        """`pass_rows`: rows of each pass of a step's drafts; `lengths`: of the texts."""
         cost, times_N = self.drafter(network), self._pass_N[network]
-        table_s = cost.start_s + sum(times_N[min(rows, SPAN - 1)] for rows in pass_rows)
-        table_s += len(pass_rows) * cost.context_s * context_tokens
+        table_s = cost.step_s(lengths) + sum(times_N[min(rows, SPAN - 1)] for rows in pass_rows)
+        table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
         if catch_up_tokens:
             table_s += self._table_catch_up_s(network, catch_up_tokens)
         self._drafters[network].observe(table_s, actual_s)

@@ -77,10 +77,11 @@ class Outlook:
         most = min(facts.max_rows, sum(request.most_rows for request in facts.requests))
         pass_N, max_passes, start_s = [0.0, 0.0], 0, 0.0
         if network is not None:
-            context = costs.drafter(network).num_read(r.context_tokens for r in facts.requests)
+            lengths = [request.context_tokens for request in facts.requests]
+            context = costs.drafter(network).num_read(lengths)
             pass_N = costs.pass_N(network, 1 + self.num_requests + most, context)
             max_passes = costs.drafter(network).max_passes
-            start_s = costs.start_s(network) + costs.beside_s(network)
+            start_s = costs.start_s(network, lengths) + costs.beside_s(network)
         return Prices(
             costs.target_N(self.first_row, 1 + most, self.context, self.num_requests),
             pass_N,

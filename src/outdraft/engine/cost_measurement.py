@@ -174,6 +174,7 @@ class DrafterSteps:
         max_passes: int,
         reads_texts: bool,
         lags: bool = True,
+        looks: bool = False,
     ) -> None:
         """
         Args:
@@ -184,6 +185,7 @@ class DrafterSteps:
             reads_texts: the network has to read what it drafts behind. Else all that catching up
                 takes is to compare it with settled tokens.
             lags: it has texts to catch up with; else the target's cache has them.
+            looks: it looks at all of a long text before it drafts, and then reads a part of it.
         """
         self._counts, self._num_long = counts, num_long
         self._num_passes = min(depth, max_passes)
@@ -200,6 +202,7 @@ class DrafterSteps:
             for count in (counts if self._further else ())
         }
         self._long = Step(1, rows, is_network=True, is_long=True)
+        self._first_long = Step(1, 2, is_network=True, is_long=True)
         self._lags = {
             lag: Step(1, 2, is_network=True, is_long=True, lag=lag)
             for lag in ((0, *(LAGS if reads_texts else (MAX_TAUGHT,))) if lags else ())
@@ -215,6 +218,8 @@ class DrafterSteps:
         )
         alone.insert(1, self._hosted)
         long = [*([self._long] if reads_texts else []), *self._lags.values()]
+        if looks:
+            long.insert(1, self._first_long)
         self.wanted = list(dict.fromkeys(chain(alone, long, *others)))
 
     def fitted(self, measured: Measured, prior: DrafterCost) -> DrafterCost:
@@ -243,10 +248,14 @@ class DrafterSteps:
                 passes.setdefault(rows, max(0.0, tree_s - first_s) / number)
         if not passes:
             return prior
-        context_s = 0.0
+        context_s, look_s = 0.0, prior.look_s
         short_s, long_s = own_s(self._whole[1]), own_s(self._long)
         if short_s is not None and long_s is not None:
             more_s = max(0.0, long_s - short_s)
+            if prior.max_context is not None and prior.max_context < self._num_long:
+                looking_s = self._looking_s(own_s, more_s)
+                if looking_s is not None:
+                    look_s, more_s = looking_s / self._num_long, more_s - looking_s
             num_more = prior.num_read([self._num_long]) - prior.num_read([SHORT])
             context_s = more_s / self._num_passes / max(1, num_more)
         beside_s = 0.0
@@ -261,7 +270,20 @@ class DrafterSteps:
             prior.max_passes,
             beside_s,
             prior.max_context,
+            look_s,
         )
+
+    def _looking_s(self, own_s: Callable[[Step], float | None], more_s: float) -> float | None:
+        """What of the time that a draft of a long text takes longer is no pass's.
+
+        A draft of one pass takes the look and a pass longer, one of several as many passes.
+        """
+        short_s, long_s = own_s(self._first[1]), own_s(self._first_long)
+        if short_s is None or long_s is None or self._num_passes == 1:
+            return None
+        first_s = long_s - short_s
+        passes_s = max(0.0, more_s - first_s) * self._num_passes / (self._num_passes - 1)
+        return max(0.0, more_s - passes_s)
 
 
 def request_counts(runner: ScratchSteps) -> list[int]:

@@ -19,6 +19,7 @@ from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
 SHORT, LONG = 16, 1024  # tokens of a text
+LOOKED_AT = 8192  # of one that is looked at before drafts read a part of it
 MOST_DRAFTS = 63  # behind a short text
 
 
@@ -82,12 +83,19 @@ class ScratchSteps:
         num_long: tokens of the long text.
     """
 
-    def __init__(self, runner: StepRunner, limits: SchedulerConfig, max_model_len: int) -> None:
+    def __init__(
+        self,
+        runner: StepRunner,
+        limits: SchedulerConfig,
+        max_model_len: int,
+        most_long: int = LONG,
+    ) -> None:
+        """`most_long`: tokens of the long text, where the cache has room for twice as many."""
         self._runner, self._max_rows = runner, limits.max_num_batched_tokens
         self._max_len = max_model_len
         size, num_blocks = runner.cache.block_size, runner.cache.num_blocks
         length = min(max_model_len, num_blocks * size)
-        self.num_long = min(LONG, length // 2)
+        self.num_long = min(most_long, length // 2)
         blocks = -(-min(length, SHORT + 1 + MOST_DRAFTS) // size)
         self.max_requests = min(limits.max_num_seqs, num_blocks // blocks)
         self._short = [

@@ -24,7 +24,7 @@ from outdraft.engine.cost_measurement import (
     request_counts,
     take_turns,
 )
-from outdraft.engine.cost_steps import ScratchSteps
+from outdraft.engine.cost_steps import LONG, LOOKED_AT, ScratchSteps
 from outdraft.engine.drafters import LoadedDrafter
 from outdraft.engine.loading import LoadedModels
 from outdraft.kv.cache import KVCache
@@ -107,8 +107,13 @@ def roofline(
     table = prior_table(machine, _target_size(models.target), drafters, rows)
     if models.drafter is None or models.drafter.max_context is None:
         return table
-    most = models.drafter.max_context
-    reading_less = {n: replace(cost, max_context=most) for n, cost in table.drafters.items()}
+    most, target = models.drafter.max_context, models.target
+    token_bytes = _token_bytes(target.shard, target.dtype) * models.drafter.num_taps
+    key_bytes = token_bytes / (2 * target.shard.num_layers)  # of the layers that it looks at
+    reading_less = {
+        name: replace(cost, max_context=most, look_s=key_bytes / machine.bandwidth)
+        for name, cost in table.drafters.items()
+    }
     return replace(table, drafters=reading_less)
 
 
@@ -166,7 +171,8 @@ class _Measuring:
         proposer, loaded = self._runner.proposer, self._models.drafter
         assert proposer is not None
         assert loaded is not None
-        steps = self._steps()
+        looks = loaded.max_context is not None
+        steps = self._steps(LOOKED_AT if looks else LONG)
         drafter = DrafterSteps(
             request_counts(steps),
             steps.num_long,
@@ -175,14 +181,15 @@ class _Measuring:
             max_passes=proposer.max_passes,
             reads_texts=loaded.layers is not None,
             lags=not loaded.shares_cache,
+            looks=looks,
         )
         budget_s = DRAFTER_SHARE * self._budget_s
         measured = take_turns(steps, drafter.wanted, self._prior.target, budget_s)
         return drafter.fitted(measured, self._prior.drafters[name])
 
-    def _steps(self) -> ScratchSteps:
+    def _steps(self, most_long: int = LONG) -> ScratchSteps:
         limits = self._config.scheduler
-        return ScratchSteps(self._runner, limits, self._runner.state.row_len - 1)
+        return ScratchSteps(self._runner, limits, self._runner.state.row_len - 1, most_long)
 
 
 def _table_in(path: Path) -> CostTable:

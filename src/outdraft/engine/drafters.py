@@ -264,8 +264,7 @@ def _self_drafter(
     if kv_budget is not None:
         assert isinstance(target, CausalLM), "load_self refuses others"
         budget = BlockBudget.of_tokens(kv_budget, cache.block_size)
-        longest = config.max_model_len or target.config.max_model_len
-        attended = AttendedBlocks(target, cache, budget, scheduler.max_num_seqs, longest)
+        attended = AttendedBlocks(target, cache, budget, scheduler.max_num_seqs)
     return SelfDrafter(model, cache, scheduler.max_num_batched_tokens, attended)
 
 

@@ -99,8 +99,9 @@ class ReplayedDevice:
         ]
         if cost is None or drafter is None or not drafting:
             return 0.0
-        context = cost.num_read(request.num_tokens for request, _ in drafting)
-        seconds, level = cost.start_s + cost.beside_s, 0
+        lengths = [request.num_tokens for request, _ in drafting]
+        context = cost.num_read(lengths)
+        seconds, level = cost.step_s(lengths) + cost.beside_s, 0
         while rows := sum(_pass_rows(choice, level) for _, choice in drafting):
             if level < cost.max_passes:
                 seconds += float(cost.passes.at(np.array(rows))) + cost.context_s * context

@@ -45,7 +45,6 @@ def target_states(
         last_places_W,
         state.token_ids_SL,
         _reads(works, slots),
-        rows.metadata,
     )
 
 

@@ -4,7 +4,8 @@ The first block (attention sinks, Xiao et al. 2023, arXiv 2309.17453), the newes
 to which the newest row of the target's last full pass gave most of its attention, in a few of its
 layers. That follows from finished steps only.
 
-Dimension key: S state rows, P blocks of the longest text, W works of a step, D hidden.
+Dimension key: S state rows, K layers, D hidden, W works of a step, B requests that draft, H heads,
+C head size, P blocks of the longest text.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch.nn.functional import pad
+from torch import Tensor
 
+from outdraft.attention.rows import to_device
 from outdraft.core.errors import ConfigError
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import TargetStates
@@ -89,60 +91,44 @@ def attention_layers(num_layers: int) -> tuple[int, ...]:
 class AttendedBlocks:
     """What the newest full pass attended to, of the text in each state row.
 
+    It is looked at where somebody drafts: what a pass leaves is the stream of its newest row, and
+    attention is summed over the keys, which stay. So a step without drafts looks at nothing.
+
     Attributes:
         layers: whose attention is summed; the streams that enter them are tapped.
     """
 
     def __init__(
-        self,
-        target: CausalLM,
-        cache: KVCache,
-        budget: BlockBudget,
-        num_state_rows: int,
-        max_model_len: int,
+        self, target: CausalLM, cache: KVCache, budget: BlockBudget, num_state_rows: int
     ) -> None:
         self.layers = attention_layers(target.config.num_layers)
         self._target, self._cache, self._budget = target, cache, budget
         # The last row takes writes that must go nowhere.
-        self._mass_SP = torch.zeros(
-            num_state_rows + 1, -(-max_model_len // budget.block_size), device=target.device
+        self._streams_SKD = torch.zeros(
+            num_state_rows + 1,
+            len(self.layers),
+            target.config.hidden_size,
+            dtype=target.dtype,
+            device=target.device,
         )
 
     def keep(self, states: TargetStates) -> None:
-        """Look at what the newest row of each text attended to, if any text is long."""
-        metadata = states.metadata
-        assert metadata is not None
-        if metadata.max_seq_len < self._budget.num_tokens:
-            return
-        positions_W = metadata.positions_T.index_select(0, states.last_rows_W)
-        mass_WP = torch.zeros(metadata.block_table_BP.shape, device=self._mass_SP.device)
-        for place, layer in enumerate(self.layers):
-            stream_WD = states.tapped_TKD[:, place].index_select(0, states.last_rows_W)
-            q_WHC = layer_queries(self._target.decoder, layer, stream_WD, positions_W)
-            mass_WP += self._target.kernels.block_mass(
-                q_WHC,
-                self._cache.layers[layer].k_PSGC,
-                metadata.block_table_BP,
-                positions_W + 1,
-                q_WHC.shape[2] ** -0.5,
-            )
-        num_rows, width = self._mass_SP.shape
-        mass_WP = pad(mass_WP, (0, max(0, width - mass_WP.shape[1])))[:, :width]
+        """Keep the streams of each text's newest row."""
         places_W = states.last_places_W
-        rows_W = torch.where(places_W < 0, num_rows - 1, places_W)
-        self._mass_SP.index_copy_(0, rows_W, mass_WP)
+        rows_W = torch.where(places_W < 0, len(self._streams_SKD) - 1, places_W)
+        streams_WKD = states.tapped_TKD.index_select(0, states.last_rows_W)
+        self._streams_SKD.index_copy_(0, rows_W, streams_WKD)
 
     def narrowed(self, asks: Sequence[DraftModelAsk]) -> list[DraftModelAsk]:
         """The same requests, with tables of the blocks that they read.
 
-        What is copied to the host was computed before the last step was over.
+        Which these are follows from finished steps. The host waits for their masses.
         """
         size, budget = self._budget.block_size, self._budget
-        rows = [ask.state_row for ask in asks if ask.num_tokens > budget.num_tokens]
-        if not rows:
+        long = [ask for ask in asks if ask.num_tokens > budget.num_tokens]
+        if not long:
             return list(asks)
-        rows_B = torch.tensor(rows, device=self._mass_SP.device)
-        masses = iter(self._mass_SP.index_select(0, rows_B).cpu().numpy())
+        masses = iter(self._masses(long).cpu().numpy())
         narrowed: list[DraftModelAsk] = []
         for ask in asks:
             if ask.num_tokens > budget.num_tokens:
@@ -154,3 +140,28 @@ class AttendedBlocks:
                 ask = replace(ask, block_ids=blocks, num_skipped=num_skipped)
             narrowed.append(ask)
         return narrowed
+
+    def _masses(self, asks: Sequence[DraftModelAsk]) -> Tensor:
+        """float32 [B, P]: what the newest computed row of each text gave to the text's blocks."""
+        device = self._streams_SKD.device
+        num_blocks = [-(-(ask.num_tokens - 1) // self._budget.block_size) for ask in asks]
+        table_BP = np.zeros((len(asks), max(num_blocks)), dtype=np.int32)
+        for row_P, ask, count in zip(table_BP, asks, num_blocks, strict=True):
+            row_P[:count] = ask.block_ids[:count]
+        # All tokens but the newest one are computed.
+        computed_B = np.array([ask.num_tokens - 1 for ask in asks])
+        rows_B = np.array([ask.state_row for ask in asks])
+        table_BP, computed_B, rows_B = to_device([table_BP, computed_B, rows_B], device)
+        streams_BKD = self._streams_SKD.index_select(0, rows_B)
+        mass_BP = torch.zeros(table_BP.shape, device=device)
+        for place, layer in enumerate(self.layers):
+            stream_BD = streams_BKD[:, place].contiguous()
+            q_BHC = layer_queries(self._target.decoder, layer, stream_BD, computed_B - 1)
+            mass_BP += self._target.kernels.block_mass(
+                q_BHC,
+                self._cache.layers[layer].k_PSGC,
+                table_BP,
+                computed_B,
+                q_BHC.shape[2] ** -0.5,
+            )
+        return mass_BP

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 
 
@@ -41,7 +40,6 @@ class TargetStates:
         last_places_W: int64; the places of these rows.
         token_ids_SL: int64; the texts, with the tokens that the step emitted.
         reads: what the drafter reads now.
-        metadata: of the pass, whose accepted branches stand where texts are read now.
     """
 
     hidden_TD: Tensor
@@ -51,4 +49,3 @@ class TargetStates:
     last_places_W: Tensor
     token_ids_SL: Tensor
     reads: Sequence[ChunkRead] = ()
-    metadata: AttentionMetadata | None = None

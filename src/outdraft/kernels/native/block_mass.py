@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.native.arrays import Addresses, address_of
-from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.team import Team
 
 
 class _Task(ctypes.Structure):
@@ -19,17 +19,19 @@ class _Task(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("q", "k", "block_table", "num_keys", "mass")),
         *((name, c_int64) for name in ("num_requests", "num_heads", "num_kv_heads", "head_size")),
-        *((name, c_int64) for name in ("block_size", "table_width", "mass_width")),
+        *((name, c_int64) for name in ("block_size", "table_width")),
         ("scale", c_float),
-        ("is_bf16", c_int32),
+        *((name, c_int32) for name in ("is_bf16", "is_bf16_query")),
     )
 
 
 class NativeBlockMass:
     """As `ops.BlockMass`, for float32 and bfloat16 on the CPU; scores and sums are float32."""
 
-    def __init__(self, library: Library) -> None:
-        self._block_mass = library.function("block_mass", [POINTER(_Task)], releases_gil=True)
+    def __init__(self, team: Team) -> None:
+        arguments = [c_void_p, POINTER(_Task)]
+        self._block_mass = team.library.function("block_mass", arguments, releases_gil=True)
+        self._team = team
 
     def __call__(
         self,
@@ -54,9 +56,9 @@ class NativeBlockMass:
             head_size,
             k_PSGC.shape[1],
             num_blocks,
-            num_blocks,
             scale,
             k_PSGC.dtype is torch.bfloat16,
+            q_BHC.dtype is torch.bfloat16,
         )
-        self._block_mass(ctypes.byref(task))
+        self._block_mass(self._team.address, ctypes.byref(task))
         return mass_BP

@@ -68,7 +68,7 @@ def native_kernels(library: Library, num_threads: int) -> Kernels:
         match=verification.match,
         verify=verification.verify,
         attention=NativeAttention(team),
-        block_mass=NativeBlockMass(library),
+        block_mass=NativeBlockMass(team),
         pack_linear=linear.pack_linear,
         pack_codes=linear.pack_codes,
         pack_experts=NativeExpertKernels(linear).pack_experts,
