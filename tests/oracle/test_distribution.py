@@ -84,7 +84,7 @@ def counts(
         device="cpu",
         kernels=kernels,
         max_num_seqs=100,
-        num_blocks=400,
+        **blocks_for(speculative),
         seed=17,
     )
     others = nullcontext()
@@ -106,6 +106,14 @@ def counts(
         assert stats.num_drafts > NUM_TEXTS / 2
         assert stats.num_draft_tokens > (1.2 if control is None else 1.05) * stats.num_drafts
     return found.ravel()
+
+
+def blocks_for(speculative: dict[str, Any] | None) -> dict[str, int]:
+    """Of one token each where drafts read a part of the text: the prompt is short."""
+    if speculative is not None and "kv_budget" in speculative:
+        assert speculative["kv_budget"] < len(PROMPT)
+        return {"block_size": 1, "num_blocks": 2000}
+    return {"num_blocks": 400}
 
 
 def p_value(found: np.ndarray, exact: np.ndarray) -> float:
@@ -158,6 +166,8 @@ CASES = {
     "medusa-tree": {**MEDUSA, **TREE},
     "self": {"method": "self", "quantization": "int4", **NUMBER},
     "self-tree": {"method": "self", "quantization": "int4", **TREE},
+    "self-sparse": {"method": "self", "kv_budget": 4, **NUMBER},
+    "self-sparse-tree": {"method": "self", "kv_budget": 4, **TREE},
     "mlp_speculator": {**SPECULATOR, **NUMBER},
     "mlp_speculator-tree": {**SPECULATOR, **TREE},
     "dflash": {**DFLASH, **NUMBER},

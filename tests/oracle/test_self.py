@@ -13,6 +13,7 @@ from outdraft.engine.loading import load_models
 from outdraft.models.llama import CausalLM
 from tests.oracle.engines import (
     FAMILIES,
+    LIBRARY,
     TREE,
     config,
     engine,
@@ -40,6 +41,22 @@ def test_a_copy_in_four_bits_drafts_and_greedy_ids_are_those_of_transformers(
     family: str, shape: dict[str, Any], kernels: str
 ):
     llm = self_engine(family, {"quantization": "int4", **shape}, kernels=kernels)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
+    assert llm.engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["gpt-2", "granite", "qwen-3-moe"])
+def test_a_copy_in_four_bits_drafts_for_a_network_of_the_library(
+    family: str, shape: dict[str, Any]
+):
+    """Biases and layers that are stored transposed; factors on streams; experts."""
+    family = LIBRARY + family
+    llm = self_engine(family, {"quantization": "int4", **shape})
+    models = load_models(llm.config)
+    assert models.drafter is not None
+    assert 0 < models.drafter.network.weight_bytes < models.target.weight_bytes
     outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
     assert llm.engine.stats.num_accepted_tokens > 0

@@ -21,6 +21,7 @@ from outdraft.engine.loading import load_models
 from outdraft.kernels.draft_ops import Growth, ModelDrafts
 from outdraft.runner.model_runner import ModelRunner
 from tests.oracle.engines import (
+    LIBRARY,
     TREE,
     config,
     engine,
@@ -129,6 +130,23 @@ def test_what_drafts_wrote_is_never_read_by_the_target(
     assert max(output.num_cached_tokens for output in outputs) > 0
 
 
+@pytest.mark.parametrize("shares_prefixes", [False, True])
+def test_a_preempted_request_drafts_on_over_a_part_of_its_text(shares_prefixes: bool):
+    options = {"num_blocks": 36, "enable_prefix_caching": shares_prefixes}
+    llm = sparse_engine("qwen2", {**SPARSE, **CHAIN}, **options)
+    watched = Watched(llm)
+    outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
+    assert ids(outputs) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)
+    preempted = [o for o in outputs if o.metrics is not None and o.metrics.num_preemptions]
+    assert preempted
+    assert watched.num_narrowed > 0
+    if shares_prefixes:
+        for num_hits in (0, 32):  # the pool holds no more than this text
+            [again] = run(llm, prompts_of(LENGTHS)[2:3], greedy(NUM_TOKENS))
+            assert ids([again]) == greedy_oracle("qwen2", LENGTHS, NUM_TOKENS)[2:3]
+            assert again.num_cached_tokens >= num_hits
+
+
 def test_seeded_ids_are_those_of_plain_decoding():
     for dtype in ("float32", "bfloat16"):
         options = {"dtype": dtype, "block_size": 4}
@@ -198,6 +216,12 @@ def test_only_steps_with_drafts_look_at_what_was_attended_to(drafts: int):
 def test_a_model_with_windows_is_refused_by_its_name():
     chosen = config("mistral-window", {"method": "self", "kv_budget": 64})
     with pytest.raises(ConfigError, match="MistralForCausalLM"):
+        load_models(chosen)
+
+
+def test_a_network_of_the_library_is_refused_by_its_name():
+    chosen = config(LIBRARY + "granite", {"method": "self", "kv_budget": 64})
+    with pytest.raises(ConfigError, match="GraniteForCausalLM"):
         load_models(chosen)
 
 

@@ -31,6 +31,7 @@ from tests.oracle.forms import (
     forms,
     regex,
     schema,
+    sparse_engine,
 )
 
 RECORD = schema(
@@ -95,6 +96,24 @@ def test_drafter_invariant_outputs_are_those_without_speculation(
     params = asking(form, temperature=1.0, seed=seed, n=2)
     plain = run(engine("plain"), PROMPTS, params)
     assert ids(run(engine(method, "drafter_invariant"), PROMPTS, params)) == ids(plain)
+
+
+@settings(max_examples=8, deadline=None)
+@given(form=forms, seed=st.integers(0, 999))
+def test_a_target_that_drafts_over_a_part_of_its_text_keeps_to_the_form(form: Form, seed: int):
+    outputs = run(sparse_engine(), PROMPTS, asking(form))
+    check(outputs, form)
+    assert ids(outputs) == ids(run(engine("plain"), PROMPTS, asking(form)))
+    sampled = asking(form, temperature=1.0, seed=seed)
+    check(run(sparse_engine(), PROMPTS, asking(form, temperature=1.0, seed=None)), form)
+    outputs = run(sparse_engine("drafter_invariant"), PROMPTS, sampled)
+    assert ids(outputs) == ids(run(engine("plain"), PROMPTS, sampled))
+
+
+def test_drafts_over_a_part_of_a_text_are_accepted_in_outputs_with_a_form():
+    llm = sparse_engine()
+    run(llm, PROMPTS, asking(RECORD, **RECORD_PARAMS))
+    assert llm.engine.stats.num_accepted_tokens > 0
 
 
 MARK = "x"

@@ -17,7 +17,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 from outdraft.scheduling import grammar_masks
 from tests.models.checkpoints import llama, randomised, save
-from tests.oracle.test_distribution import ALPHA, CASES, folder_of, p_value
+from tests.oracle.test_distribution import ALPHA, CASES, blocks_for, folder_of, p_value
 from tests.structured.vocabularies import (
     END,
     TOKENS,
@@ -26,7 +26,15 @@ from tests.structured.vocabularies import (
     tokenizer,
 )
 
-LIKE_OTHERS = ("eagle", "eagle3-token", "p-eagle", "medusa-tree", "mlp_speculator", "suffix-tree")
+LIKE_OTHERS = (
+    "eagle",
+    "eagle3-token",
+    "p-eagle",
+    "medusa-tree",
+    "mlp_speculator",
+    "suffix-tree",
+    "self-sparse",
+)
 PATTERN, NUM_TOKENS, NUM_TEXTS = "(aab?|c|b){0,9}", 4, 6_000
 PROMPT = [0, 1, 2, 2, 0, 1, 2, 2, 0]
 
@@ -76,7 +84,7 @@ def found(checkpoints: tuple[Path, Path, Any], case: str) -> list[tuple[int, ...
         dtype="float32",
         device="cpu",
         max_num_seqs=100,
-        num_blocks=400,
+        **blocks_for(speculative),
         seed=5,
     )
     params = SamplingParams(n=100, max_tokens=NUM_TOKENS, structured=regex(PATTERN))
