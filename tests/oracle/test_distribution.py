@@ -109,7 +109,7 @@ def counts(
 
 
 def blocks_for(speculative: dict[str, Any] | None) -> dict[str, int]:
-    """Of one token each where drafts read a part of the text: the prompt is short."""
+    """Each has one token where drafts read a part of the text: the prompt is short."""
     if speculative is not None and "kv_budget" in speculative:
         assert speculative["kv_budget"] < len(PROMPT)
         return {"block_size": 1, "num_blocks": 2000}

@@ -19,7 +19,7 @@ from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
 SHORT, LONG = 16, 1024  # tokens of a text
-LOOKED_AT = 8192  # of one that is looked at before drafts read a part of it
+LOOKED_AT = 8192  # tokens of one that is looked at before drafts read a part
 MOST_DRAFTS = 63  # behind a short text
 
 
