@@ -3,10 +3,12 @@
 The embedded target was trained on texts of 1,024 tokens, and no rotary positions make it at home in
 longer ones. Here each of its heads gets as many dimensions more, whose queries and keys are
 constants: through the rotary embedding their product depends on nothing but the distance of two
-tokens. It is about 0 up to 64 tokens, -1.3 at 128, -4 at 256, -8 at 512, and below -9.7 from 1,024
-to 70,000. So each row attends to the last few hundred tokens, in which the model is at home, and to
-few others: to those far ones that it wants most. All weights are trained ones; no row was trained
-with the change.
+tokens. What it adds to a score, less what it adds at distance 0, is -0.6 at 64 tokens, -2.6 at 128,
+-8.6 at 256, -17 at 512, and below -19 from 1,024 to 70,000. So each row attends to the last few
+hundred tokens, in which the model is at home, and hardly to others. All other weights are trained
+ones; none was trained with the change. Behind 3,400 tokens of this repository's source the next
+500 cost 3.92 nats each, 4.23 with the embedded target's own positions, and 3.72 if that sees no
+more than 900.
 
 Dimension key: H heads, C head size of the embedded target, D hidden.
 """
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from outdraft import assets
 
+STRENGTH = 2.0  # what each slow frequency adds to scores, at most
 LEAST_WAVELENGTH = 700  # tokens; a dimension of a shorter one would hide near tokens
 
 
@@ -53,7 +56,9 @@ def write_local_target(folder: Path, max_model_len: int) -> Path:
         wide_DHC = torch.cat([out_DHC, torch.zeros_like(out_DHC)], 2)
         weights[f"{name}o_proj.weight"] = wide_DHC.flatten(1)
         weights[f"{name}o_proj.bias"] = torch.zeros(len(out_DHC), dtype=out_DHC.dtype)
-    save_file({key: value.contiguous() for key, value in weights.items()}, path / "model.safetensors")
+    save_file(
+        {key: value.contiguous() for key, value in weights.items()}, path / "model.safetensors"
+    )
     config |= {"head_dim": 2 * size, "attention_bias": True}
     config["max_position_embeddings"] = max_model_len
     (path / "config.json").write_text(json.dumps(config))
@@ -72,5 +77,5 @@ def _distance_vector(size: int, theta: float) -> Tensor:
     frequencies = theta ** (-torch.arange(size) / size)
     is_new = torch.arange(size) % 2 == 1
     is_slow = 2 * math.pi / frequencies > LEAST_WAVELENGTH
-    half = (is_new & is_slow).float() * size**0.25
+    half = (is_new & is_slow).float() * (STRENGTH * size**0.5) ** 0.5
     return torch.cat([half, torch.zeros(size)])

@@ -1,10 +1,14 @@
 """Self-speculation at long contexts: the target over a part of a text, beside others.
 
-The embedded target was trained on texts of 1,024 tokens. Here its rotary positions are stretched
-(YaRN) to the context that is asked for, and its prompt is this repository's own source. So drafts
-are accepted as this model really accepts them, but what it writes so far from its training is no
-sign of what a model of that length would write. All methods share one prefill, by the prefix cache,
-and take turns: `python benchmarks/long_context.py --context 8192 --json FILE`.
+    python benchmarks/long_context.py --contexts 8192 16384 32768 65536 --json FILE
+
+Two targets: the embedded one with local attention (local_target.py), and the embedded one with its
+rotary positions stretched by YaRN from the 1,024 tokens of its training. The prompt is this
+repository's own source, and drafts are accepted as the model really accepts them.
+
+All methods of a context share one prefill, by the prefix cache, and take turns. With
+`--prefill-window` the rows of a prompt see only so many tokens before their chunk: a whole prefill
+grows with the square of the context. What is measured attends to the whole text in any case.
 """
 
 import argparse
@@ -12,11 +16,17 @@ import json
 import shutil
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from local_target import write_local_target
+
 from outdraft import assets
+from outdraft.attention.base import AttentionMetadata
 from outdraft.bench.environment import compute, environment
 from outdraft.bench.side_by_side import complete_alone
 from outdraft.config.engine import EngineConfig
@@ -26,6 +36,7 @@ from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.loading import load_models
+from outdraft.runner.model_runner import ModelRunner
 
 ROOT = Path(__file__).parents[1]
 MORE_BLOCKS = 64  # than the prompt takes
@@ -34,21 +45,44 @@ WARM_UP = 8  # tokens
 
 def main() -> None:
     args = _arguments()
+    longest = max(args.contexts)
     with TemporaryDirectory() as folder:
-        model = _stretched(Path(folder), args.context + args.max_tokens + 64)
-        engine, prompt = _engine(args, model)
-    fixed, chosen = FixedLength(args.drafts), engine.drafting.control
-    off = SpeculationParams(enabled=False)
+        write = write_local_target if args.target == "local" else _stretched
+        model = write(Path(folder), longest + args.max_tokens + 64)
+        engine, prompt = _engine(args, model, longest)
+    fixed, off = FixedLength(args.drafts), SpeculationParams(enabled=False)
+    own = SpeculationParams(method="self")
     methods: dict[str, tuple[LengthPolicy, SpeculationParams]] = {
         "plain": (fixed, off),
         "suffix": (fixed, SpeculationParams(method="suffix")),
-        "self": (fixed, SpeculationParams(method="self")),
-        "self, lengths chosen": (chosen, SpeculationParams(method="self")),
+        "self": (fixed, own),
+        "self, lengths chosen": (engine.drafting.control, own),
     }
-    _complete(engine, prompt, *methods["plain"], WARM_UP)  # fills the prefix cache
+    with _narrow_prompts(engine, args.prefill_window):
+        _complete(engine, prompt, *methods["plain"], 2)  # fills the prefix cache
     if args.wait:
         print("ready", flush=True)
         sys.stdin.readline()
+    measured = {
+        context: _measured(args, engine, prompt[:context], methods) for context in args.contexts
+    }
+    result: dict[str, Any] = {
+        "environment": environment() | compute(),
+        "options": {key: str(value) for key, value in vars(args).items()},
+        "contexts": measured,
+    }
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(measured, indent=1))
+
+
+def _measured(
+    args: argparse.Namespace,
+    engine: Engine,
+    prompt: list[int],
+    methods: dict[str, tuple[LengthPolicy, SpeculationParams]],
+) -> dict[str, Any]:
+    """What the methods did in turns, by their names."""
     for control, speculation in methods.values():
         _complete(engine, prompt, control, speculation, WARM_UP)
     samples: dict[str, list[dict[str, Any]]] = {name: [] for name in methods}
@@ -56,23 +90,20 @@ def main() -> None:
         for name, (control, speculation) in methods.items():
             sample = _complete(engine, prompt, control, speculation, args.max_tokens)
             samples[name].append(sample)
-    result: dict[str, Any] = {
-        "environment": environment() | compute(),
-        "options": {key: str(value) for key, value in vars(args).items()},
-        "context_tokens": len(prompt),
-        "methods": {name: _summary(rounds, samples["plain"]) for name, rounds in samples.items()},
-    }
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps({"context": len(prompt), **result["methods"]}, indent=1))
+    return {name: _summary(rounds, samples["plain"]) for name, rounds in samples.items()}
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--context", type=int, default=8192, help="tokens of the prompt")
+    parser.add_argument("--target", choices=("local", "stretched"), default="local")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192], help="tokens of prompts")
+    parser.add_argument(
+        "--prefill-window", type=int, help="tokens before a prompt's chunk that its rows see"
+    )
     parser.add_argument("--kv-budget", type=int, default=512)
     parser.add_argument("--quantization", help="of the weights that draft")
+    parser.add_argument("--cost-table", default="auto", help="as outdraft serve's")
     parser.add_argument("--drafts", type=int, default=4, help="a step, where lengths are fixed")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -97,7 +128,7 @@ def _stretched(folder: Path, context: int) -> Path:
     return target
 
 
-def _engine(args: argparse.Namespace, model: Path) -> tuple[Engine, list[int]]:
+def _engine(args: argparse.Namespace, model: Path, context: int) -> tuple[Engine, list[int]]:
     """An engine for one text at a time, and the prompt."""
     own = {"method": "self", "kv_budget": args.kv_budget}
     if args.quantization:
@@ -106,7 +137,8 @@ def _engine(args: argparse.Namespace, model: Path) -> tuple[Engine, list[int]]:
         model=str(model),
         max_num_seqs=1,
         max_num_batched_tokens=1024,
-        num_blocks=args.context // 16 + MORE_BLOCKS,
+        num_blocks=context // 16 + MORE_BLOCKS,
+        cost_table=args.cost_table,
         speculative_config={
             "sources": [{"method": "suffix", "suffix_decoding_max_cached_requests": 0}, own],
             "num_speculative_tokens": args.drafts,
@@ -116,8 +148,33 @@ def _engine(args: argparse.Namespace, model: Path) -> tuple[Engine, list[int]]:
     assert models.tokenizer is not None
     sources = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     ids = models.tokenizer.encode(sources, add_special_tokens=False).ids
-    assert len(ids) >= args.context, f"the sources have {len(ids)} tokens"
-    return build_engine(config, models)[0], ids[: args.context]
+    assert len(ids) >= context, f"the sources have {len(ids)} tokens"
+    return build_engine(config, models)[0], ids[:context]
+
+
+@contextmanager
+def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
+    """Rows of prompts see at most so many tokens before their chunk; None: all."""
+    runner = engine.runner
+    assert isinstance(runner, ModelRunner)
+    model, block_size = runner.model, runner.cache.block_size
+    forward = model.forward_tapped
+
+    def narrowed(ids_T: Any, caches: Any, metadata: AttentionMetadata, *others: Any) -> Any:
+        [context] = metadata.context_lens_B.tolist()
+        num_blocks = max(0, context - (window or context)) // block_size
+        less = num_blocks * block_size
+        own = replace(
+            metadata,
+            context_lens_B=metadata.context_lens_B - less,
+            block_table_BP=metadata.block_table_BP[:, num_blocks:].contiguous(),
+            max_seq_len=metadata.max_seq_len - less,
+        )
+        return forward(ids_T, caches, own, *others)
+
+    model.forward_tapped = narrowed  # positions stay, so keys are turned as in the whole text
+    yield
+    model.forward_tapped = forward
 
 
 def _complete(
