@@ -1,6 +1,7 @@
 """Writes the trained draft heads where the package finds them, and their part of its model card.
 
-A head that is not trained yet is left out; what the card says of the pair stays as it is.
+A head that is not trained yet is left out, and so is DFlash's, which DSpark's goes on from; what
+the card says of the pair stays as it is.
 """
 
 import argparse
@@ -10,13 +11,10 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from heads import HEADS
-
 TITLES = {
     "eagle3": "EAGLE-3",
     "medusa": "Medusa-1",
     "mlp_speculator": "MLPSpeculator",
-    "dflash": "DFlash",
     "dspark": "DSpark",
 }
 HEADING, NEXT_HEADING = "## Draft heads\n", "## Limits\n"
@@ -72,7 +70,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder of the trained heads")
     parser.add_argument("--out", type=Path, required=True, help="the package's assets folder")
     args = parser.parse_args()
-    trained = {name: args.data / name for name in HEADS}
+    trained = {name: args.data / name for name in TITLES}
     trained = {name: path for name, path in trained.items() if (path / "acceptance.json").exists()}
     for name, path in trained.items():
         (args.out / name).mkdir(exist_ok=True)
