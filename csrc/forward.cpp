@@ -402,8 +402,12 @@ class DecoderOf final : public Decoder {
     const int64_t size = spec_.hidden;
     for (int64_t r = 0; r < count; ++r) {
       Number* to = x_ + r * 2 * size;
-      const Number* token = embedded(rows.token_ids[first + r]);
-      normalize(token, spec_.token_norm, size, spec_.eps, to);
+      if (spec_.leaves_out_first && rows.positions[first + r] == 0) {
+        std::fill_n(to, size, Number{});
+      } else {
+        const Number* token = embedded(rows.token_ids[first + r]);
+        normalize(token, spec_.token_norm, size, spec_.eps, to);
+      }
       normalize(states + (first + r) * size, spec_.state_norm, size, spec_.eps, to + size);
     }
   }

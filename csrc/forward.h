@@ -31,7 +31,7 @@ struct DecoderSpec {
   const float* final_norm;
   const DecoderLayer* layers;
   // Of a network that reads states beside tokens; without an `fc` layer 0 reads both side by side.
-  int32_t reads_states, adds_to_normed;
+  int32_t reads_states, adds_to_normed, leaves_out_first;
   const float *token_norm, *state_norm;
   const LinearWeights* fc;
   // From states to logits.

@@ -90,6 +90,7 @@ def test_a_written_file_is_toml_that_holds_the_choice():
 
 def test_drafters_are_named_by_their_methods():
     assert drafters("m", ["a", "eagle3=b"]) == {"draft_model": "a", "eagle3": "b"}
+    assert drafters("m", ["mtp"]) == {"mtp": None}
     for wrong in (["a", "b"], ["none=a"]):
         with pytest.raises(ConfigError):
             drafters("m", wrong)

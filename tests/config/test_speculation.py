@@ -30,6 +30,9 @@ from outdraft.core.errors import ConfigError
         {"method": "dspark", "tree_levels": [2, 1]},
         {"method": "draft_model", "model": 5},
         {"method": "draft_model", "model": "m", "kv_budget": 512},
+        {"method": "mtp", "model": "m"},
+        {"method": "mtp", "parallel_drafting": True},
+        {"method": "mtp", "kv_budget": 512},
         {"method": "self"},
         {"method": "self", "quantization": "int5"},
         {"method": "self", "kv_budget": 0},
@@ -48,6 +51,14 @@ from outdraft.core.errors import ConfigError
 def test_what_makes_no_sense_is_refused(values):
     with pytest.raises(ConfigError):
         parse_speculative_config(values)
+
+
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"])
+def test_layers_of_the_target_draft_without_a_path_whatever_vllm_calls_them(name: str):
+    config = parse_speculative_config({"method": name, "num_speculative_tokens": 3})
+    assert config.methods == (DraftSource.MTP,)
+    assert config.network is not None
+    assert config.network.model == ""
 
 
 def test_sources_keep_their_order_and_a_tree_brings_its_number_of_rows():

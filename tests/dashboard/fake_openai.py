@@ -100,7 +100,7 @@ LIKELY = ScriptedStep(  # a tree with the probabilities 3/4, 1/8, 1/2, 1/1000 an
 )
 HEADS = tuple(
     chain(source, [source], 1, ".")
-    for source in ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark", "self")
+    for source in ("eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark", "mtp", "self")
 )
 TEXT = "".join(text for step in ANSWER for text, _ in step.tokens)
 

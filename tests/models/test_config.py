@@ -121,7 +121,7 @@ def test_the_head_size_is_derived_only_where_it_is_not_told():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Mistral"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, MiMo"),
         ({"architectures": None}, "must name one architecture"),
         ({"rope_scaling": {"rope_type": "dynamite", "factor": 2.0}}, "'dynamite'.*llama3.*yarn"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "'dynamic' needs factor"),

@@ -18,6 +18,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
+from outdraft.models.base import StateNetwork
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_loader import load_eagle
 from outdraft.models.llama import CausalLM
@@ -42,7 +43,7 @@ BLOCK_SIZE, NUM_BLOCKS = 4, 12
 class Drive:
     """A drafter that reads one text, or continues it, over blocks of a cache in no order."""
 
-    def __init__(self, network: EagleNetwork) -> None:
+    def __init__(self, network: StateNetwork) -> None:
         self.network, self.num_read = network, 0
         sizes = (NUM_BLOCKS, BLOCK_SIZE, network.dtype, network.device)
         self.cache = KVCache(network.shard.cache_shapes, *sizes)

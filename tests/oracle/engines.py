@@ -29,10 +29,13 @@ from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.models.families import randomised_family
+from tests.models.mtp_checkpoints import add_library_layer, add_mimo_layer
 from tests.oracle.heads import random_head
 
 VOCAB_SIZE = 61
 LIBRARY = "transformers/"  # before a family whose network the library computes
+MIMO = "mimo"
+MTP_FAMILIES = (MIMO, f"{LIBRARY}deepseek-v3", f"{LIBRARY}glm-4-moe", f"{LIBRARY}mellum")
 FAMILIES = ("llama-llama3-rope", "mistral-window", "qwen2", "qwen3-window")
 
 
@@ -49,7 +52,9 @@ class Pair:
 def pair(family: str) -> Pair:
     """Made once; the drafter is another random model."""
     folder = Path(mkdtemp())
-    if family in VARIANTS:
+    if family == MIMO:
+        oracle = randomised(VARIANTS["qwen2"]())
+    elif family in VARIANTS:
         oracle = randomised(VARIANTS[family]())
     else:
         oracle = randomised_family(family.removeprefix(LIBRARY))
@@ -60,6 +65,8 @@ def pair(family: str) -> Pair:
         for weight in (*oracle.parameters(), *drafter.parameters()):  # not frequencies
             weight.data = weight.data.bfloat16().float()
     paths = save(oracle, folder / "target"), save(drafter, folder / "drafter")
+    if family in MTP_FAMILIES:
+        (add_mimo_layer if family == MIMO else add_library_layer)(paths[0])
     for path in paths:
         tokenizer().save(str(path / "tokenizer.json"))
     return Pair(*paths, oracle)
@@ -81,8 +88,8 @@ def models(
     options = {"dtype": dtype, "device": device, "kernels": kernels}
     speculative = None
     if network is not None:
-        named = "quantization" if network[0] == "self" else "model"
-        speculative = {"method": network[0], named: network[1]}
+        named = {"self": "quantization", "mtp": None}.get(network[0], "model")
+        speculative = {"method": network[0]} | ({named: network[1]} if named else {})
         if network[1].endswith("masked"):
             speculative |= {"parallel_drafting": True}
     return load_models(config(family, speculative, **options))
@@ -127,6 +134,11 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "dspark": {"method": "dspark", "model": "dspark"},
     "dspark-tree": {"method": "dspark", "model": "dspark", **TREE},
 }
+# Only families whose checkpoints hold such layers: `MTP_FAMILIES`.
+MTP: dict[str, dict[str, Any]] = {
+    "mtp": {"method": "mtp"},
+    "mtp-tree": {"method": "mtp", **TREE},
+}
 HOST: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "suffix": {"method": "suffix"},
@@ -162,7 +174,7 @@ def speculation(family: str, method: str, num_drafts: int) -> dict[str, Any] | N
         network = {"method": "eagle3", "model": str(checkpoint(family, "eagle3"))}
         ngram = {"method": "ngram", "prompt_lookup_min": 1, "branching": 2}
         return {**common, "sources": [ngram, {"method": "suffix"}, network]}
-    chosen = NETWORKS[method]
+    chosen = MTP[method] if method in MTP else NETWORKS[method]
     if "model" in chosen:
         chosen = chosen | {"model": str(checkpoint(family, chosen["model"]))}
     if TREE.keys() & chosen:

@@ -25,6 +25,7 @@ SOURCES = {  # label and style of each
     TokenOrigin.MLP: ("MLP speculator", "bold bright_magenta"),
     TokenOrigin.DFLASH: ("DFlash", "bold bright_green"),
     TokenOrigin.DSPARK: ("DSpark", "bold bright_yellow"),
+    TokenOrigin.MTP: ("MTP", "bold bright_white"),
     TokenOrigin.SELF: ("self", "bold bright_cyan"),
 }
 PROMPT_LINES = 4  # of the end of each prompt

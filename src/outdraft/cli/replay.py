@@ -140,13 +140,15 @@ def _defaults(requests: "list[RecordedRequest]", prices: CostOptions) -> list[di
 
 def _with_any_network(given: dict[str, Any]) -> dict[str, Any]:
     """Networks are not loaded, so their names do not matter."""
-    from outdraft.config.speculation import NETWORK_SOURCES
+    from outdraft.config.speculation import NETWORK_SOURCES, OWN_SOURCES
 
     if isinstance(sources := given.get("sources"), list):
         listed: list[Any] = sources
         named = [_with_any_network(one) if isinstance(one, dict) else one for one in listed]
         return {**given, "sources": named}
-    if given.get("method") in NETWORK_SOURCES and given.get("model") is None:
+    method = given.get("method")
+    is_named = method in NETWORK_SOURCES and method not in OWN_SOURCES
+    if is_named and given.get("model") is None:
         return {**given, "model": "recorded"}
     return given
 

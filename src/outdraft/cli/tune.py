@@ -26,6 +26,7 @@ from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
 from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.config.speculation_json import parse_speculative_config
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class TuneOptions:
 
     draft: list[str] | None = flag(
         "A drafter: a directory or hub name, with METHOD= before it if it is no draft_model; "
-        "repeatable. Default for the embedded model: its own.",
+        "repeatable; mtp: the layer of the target's own checkpoint. Default for the embedded "
+        "model: its own.",
         metavar="[METHOD=]PATH",
     )
     concurrency: str = flag("Requests that run at once.", default="1,8", metavar="1,8")
@@ -111,8 +113,10 @@ def drafters(model: str | None, given: Sequence[str]) -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     methods = tuple(map(str, NETWORK_SOURCES))
     for text in given:
-        before, separator, path = text.partition("=")
-        method, path = (before, path) if separator else ("draft_model", text)
+        before, separator, after = text.partition("=")
+        method, path = (before, after) if separator else ("draft_model", text)
+        if text == DraftSource.MTP:
+            method, path = text, None
         if method not in methods:
             raise ConfigError(
                 f"--draft METHOD= must be one of {', '.join(methods)}, got {method!r}"

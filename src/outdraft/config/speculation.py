@@ -18,8 +18,10 @@ NETWORK_SOURCES = (
     DraftSource.MLP,
     DraftSource.DFLASH,
     DraftSource.DSPARK,
+    DraftSource.MTP,
     DraftSource.SELF,
 )
+OWN_SOURCES = (DraftSource.MTP, DraftSource.SELF)  # weights of the target's own checkpoint
 BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
 REJECTION_METHODS = ("block", "token", "drafter_invariant", "lossy_typical")
@@ -84,7 +86,7 @@ class DraftNetworkConfig:
     2502.05202).
 
     Attributes:
-        model: directory or hub name; "": the target itself drafts, as `self` does.
+        model: directory or hub name; "": the target's own checkpoint, of `mtp` and `self`.
         source: what kind of network it is.
         max_model_len: tokens; None: what the network's own config says.
         parallel_drafting: all drafts in one pass, with mask tokens (PARD, P-EAGLE).
@@ -135,14 +137,18 @@ class DraftNetworkConfig:
             raise ConfigError("parallel_drafting drafts chains: leave out the tree")
 
     def _check_who_drafts(self) -> None:
+        method = str(self.source)
+        if self.source not in OWN_SOURCES and not self.model:
+            raise ConfigError(f"method {method!r} needs a model")
+        if self.source in OWN_SOURCES and self.model:
+            raise ConfigError(
+                f"method {method!r} drafts with weights of the target's checkpoint: leave out "
+                f"{self.model!r}"
+            )
         if self.source is not DraftSource.SELF:
-            if not self.model:
-                raise ConfigError(f"method {str(self.source)!r} needs a model")
             if self.kv_budget is not None:
-                raise ConfigError(f"kv_budget is for method 'self', not for {str(self.source)!r}")
+                raise ConfigError(f"kv_budget is for method 'self', not for {method!r}")
             return
-        if self.model:
-            raise ConfigError(f"method 'self' drafts with the target: leave out {self.model!r}")
         if self.quantization is None and self.kv_budget is None:
             raise ConfigError(
                 "method 'self' needs a quantization of the weights that draft, a kv_budget of "

@@ -7,6 +7,7 @@ from typing import Any
 from outdraft.config.checks import check_choice
 from outdraft.config.speculation import (
     NETWORK_SOURCES,
+    OWN_SOURCES,
     DraftNetworkConfig,
     NgramConfig,
     SourceConfig,
@@ -18,6 +19,8 @@ from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.core.tree_shape import TreeShape
 
 METHODS = (*map(str, NETWORK_SOURCES), "ngram", "suffix", "combined")
+# Names that vLLM has, or had, for the layers of one family.
+_OTHER_NAMES: dict[str, str] = dict.fromkeys(("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp"), "mtp")
 
 
 def _options(kind: type) -> tuple[str, ...]:
@@ -49,6 +52,7 @@ _KEYS_OF_METHOD = {
     "mlp_speculator": _NETWORK_KEYS,
     "dflash": _NETWORK_KEYS,
     "dspark": _NETWORK_KEYS,
+    "mtp": _NETWORK_KEYS,
     "self": _SELF_KEYS,
     "combined": (*_NGRAM_KEYS, *_SUFFIX_KEYS, *_MODEL_KEYS, "sources"),
 }
@@ -93,6 +97,8 @@ def _method(given: dict[str, Any]) -> str:
     method = given.pop("method", fallback)
     if method is None:
         raise ConfigError(f"speculative_config needs a method, one of {', '.join(METHODS)}")
+    if isinstance(method, str):
+        method = _OTHER_NAMES.get(method, method)
     check_choice("method", method, METHODS)
     return method
 
@@ -135,7 +141,7 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
             bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
         sources.append(NgramConfig(**bounds, **_chosen(given, ("branching",))))
     if method in map(str, NETWORK_SOURCES) or any(key in given for key in _MODEL_KEYS):
-        if "model" not in given and method != DraftSource.SELF:
+        if "model" not in given and method not in OWN_SOURCES:
             raise ConfigError(f"speculative_config of method {method!r} needs a model")
         kind = DraftSource.MODEL if method == "combined" else DraftSource(method)
         keys = {*_MODEL_KEYS, *_SELF_KEYS} - {"tree_levels"}

@@ -33,6 +33,7 @@ class DraftSource(StrEnum):
     MLP = "mlp_speculator"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    MTP = "mtp"
     SELF = "self"
 
 

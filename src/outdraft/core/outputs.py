@@ -26,6 +26,7 @@ class TokenOrigin(StrEnum):
     MLP = "mlp_speculator"
     DFLASH = "dflash"
     DSPARK = "dspark"
+    MTP = "mtp"
     SELF = "self"
 
 

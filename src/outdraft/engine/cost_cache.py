@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import DraftNetworkConfig
+from outdraft.config.speculation import OWN_SOURCES, DraftNetworkConfig
 from outdraft.control.costs import CostTable
-from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import LoadedModels
 from outdraft.engine.machine import installed_version, processor
@@ -121,7 +120,7 @@ def target_key(config: EngineConfig, models: LoadedModels, max_model_len: int) -
 
 def drafter_key(network: DraftNetworkConfig) -> Key:
     """All that the costs of a network hang on, beside those of the target."""
-    if network.source is DraftSource.SELF:
+    if network.source in OWN_SOURCES:
         return {"settings": repr(network)}
     path = Path(network.model)
     settings = replace(network, model="-")

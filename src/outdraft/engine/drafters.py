@@ -38,7 +38,7 @@ from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.engine.vocabulary import Vocabulary, map_vocabularies
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.cache import KVCache
-from outdraft.models.base import LanguageModel
+from outdraft.models.base import LanguageModel, StateNetwork
 from outdraft.models.choose import load_language_model
 from outdraft.models.dflash import DFlashNetwork
 from outdraft.models.dflash_loader import load_dflash
@@ -48,12 +48,13 @@ from outdraft.models.llama import CausalLM
 from outdraft.models.loader import resolve_model_path
 from outdraft.models.medusa import MedusaHeads, load_medusa
 from outdraft.models.mlp_speculator import MLPSpeculator, load_mlp_speculator
+from outdraft.models.mtp import load_mtp
 from outdraft.models.shape import ModelShape
 from outdraft.models.target_tables import TargetTables
 
 _logger = logging.getLogger(__name__)
 
-Network = DraftModel | EagleNetwork | MedusaHeads | MLPSpeculator | DFlashNetwork
+Network = DraftModel | StateNetwork | MedusaHeads | MLPSpeculator | DFlashNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +129,12 @@ def load_drafter(
         ConfigError: it is missing, unknown or damaged, cannot be divided over its ranks, or it does
             not fit the target.
     """
-    path = resolve_model_path(config.model)
     kept = WeightFormat(config.quantization) if config.quantization else None
     tables = TargetTables(target, group, target_path)
+    if config.source is DraftSource.MTP:
+        mtp = load_mtp(target_path, target, kernels, kept, tables)
+        return LoadedDrafter(mtp, mtp.shard, mtp.feature_size)
+    path = resolve_model_path(config.model)
     if config.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         eagle = load_eagle(path, target, kernels, kept, tables)
         version = str(eagle.config.version)
@@ -256,8 +260,8 @@ def _self_drafter(
     config: EngineConfig, model: Network, target: LanguageModel, cache: KVCache
 ) -> SelfDrafter:
     """For the target, or a copy of it."""
-    assert not isinstance(model, EagleNetwork | DFlashNetwork | MedusaHeads | MLPSpeculator)
-    assert not isinstance(model, TranslatedModel)
+    assert not isinstance(model, DFlashNetwork | MedusaHeads | MLPSpeculator)
+    assert not isinstance(model, TranslatedModel | StateNetwork)
     assert config.speculation.network is not None
     scheduler, kv_budget = config.scheduler, config.speculation.network.kv_budget
     attended = None
@@ -279,7 +283,7 @@ def _layered_drafter(
     loaded, layers, mask = drafter.network, drafter.layers, drafter.mask_token_id
     assert layers is not None
     window, mask_state_D = None, None
-    if isinstance(loaded, EagleNetwork | DFlashNetwork):
+    if drafter.feature_size:
         size, dtype = drafter.feature_size, drafter.network.dtype
         window = StateWindow(scheduler.max_num_seqs, size, dtype, device, drafter.state_window)
         if isinstance(loaded, EagleNetwork) and config.parallel_drafting and mask is not None:

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 
 from outdraft.config.engine import EngineConfig
-from outdraft.config.speculation import BLOCK_SOURCES, DraftNetworkConfig
+from outdraft.config.speculation import BLOCK_SOURCES, OWN_SOURCES, DraftNetworkConfig
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
@@ -123,7 +123,8 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
     check_division(config)
     # What is missing or must be downloaded is so once, not on every rank.
     resolve_model_path(config.model, config.revision, with_weights=config.load_format != "dummy")
-    if (network := config.speculation.network) is not None:
+    network = config.speculation.network
+    if network is not None and network.source not in OWN_SOURCES:
         resolve_model_path(network.model)
     hosts: RankHosts
     if on_cluster:
@@ -149,7 +150,8 @@ def check_division(config: EngineConfig) -> None:
     network, draft_size = config.speculation.network, config.draft_tensor_parallel_size
     if network is None or draft_size == 1:
         return
-    path = resolve_model_path(network.model, with_weights=False)
+    if network.source not in OWN_SOURCES:
+        path = resolve_model_path(network.model, with_weights=False)
     if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
         layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
         layers.shard(draft_size, DRAFT_RANKS)
@@ -157,7 +159,7 @@ def check_division(config: EngineConfig) -> None:
         DFlashConfig.from_mapping(read_json(path / "config.json")).layer.shard(
             draft_size, DRAFT_RANKS
         )
-    elif network.source is DraftSource.MODEL:
+    elif network.source in (DraftSource.MODEL, DraftSource.MTP):
         check_shards(path, draft_size, DRAFT_RANKS)
 
 
@@ -209,7 +211,8 @@ def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:
     if network is None:
         return
     if other is None or _weights_of(other) != _weights_of(network):
-        raise ConfigError(f"{network.source} {network.model!r} was not loaded")
+        name = f" {network.model!r}" if network.model else ""
+        raise ConfigError(f"{network.source}{name} was not loaded")
 
 
 def _weights_of(network: DraftNetworkConfig) -> tuple[object, ...]:

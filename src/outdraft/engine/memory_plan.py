@@ -184,8 +184,9 @@ def _check_num_drafts(
     elif depth == AUTO or len(config.sources) > 1:
         return
     if depth > most:
+        name = f" {network.model!r}" if network.model else ""
         what = "drafts" if drafter.layers else f"has {most} heads, so it drafts"
         raise ConfigError(
-            f"{network.source} {network.model!r} {what} no further than "
+            f"{network.source}{name} {what} no further than "
             f"{most} tokens ahead: lower num_speculative_tokens or the depth of the tree"
         )

@@ -299,12 +299,14 @@ class StateEntry:
         fc: makes one state of both, to which the layers add. None: layer 0 reads both side by side
             in place of its normed input, and the layers add to the state.
         adds_to_normed: without an `fc`: they add to the normed state.
+        leaves_out_first: the vector of the token that is read at position 0 is zero.
     """
 
     token_norm_D: Tensor | None
     state_norm_D: Tensor | None
     fc: "Product | None" = None
     adds_to_normed: bool = False
+    leaves_out_first: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """What the engine asks of a language model, whoever computes it.
 
-Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S columns of logits on each
-rank, K tapped layers.
+Dimension key: T rows, R rows that need logits, Q of them on this rank, D hidden, F features, V
+vocabulary, S columns of logits on each rank, K tapped layers.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.routed_weights import RoutedWeights
 from outdraft.distributed.group import RankGroup
+from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
@@ -106,3 +107,52 @@ class LanguageModel(Protocol):
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
         ...
+
+
+@runtime_checkable
+class StateNetwork(Protocol):
+    """A network that drafts: it reads a token together with the target's state before it. Where the
+    target has not read the text, its own state takes that place. As EagleNetwork, which says more.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: Kernels
+    feature_size: int
+
+    @property
+    def shard(self) -> ModelShape: ...
+
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+
+    def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
+        """[T, F]: what a row reads of the target's pass over its position."""
+        ...
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        states_TF: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+    ) -> Tensor:
+        """The state of each row, [T, D]."""
+        ...
+
+    def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
+        """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where it has
+        no such token."""
+        ...
+
+    def draft(
+        self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
+    ) -> ModelDrafts:
+        """As `DecoderPass.draft`."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def weight_bytes(self) -> int: ...

@@ -1,8 +1,8 @@
 """What a checkpoint's config.json says, in one shape for all families.
 
-The four families are one network; they differ in biases, query-key norms and sliding windows
-only. A setting that is not understood is refused by name: a network that runs without one of its
-settings gives plausible nonsense.
+The families are one network; they differ in biases, query-key norms and sliding windows only. A
+setting that is not understood is refused by name: a network that runs without one of its settings
+gives plausible nonsense.
 """
 
 import json
@@ -26,6 +26,8 @@ class ModelConfig(ModelShape):
     Attributes:
         windows: per layer, how many positions back a row sees (itself included), None for all.
         quantization: of the checkpoint; None: its weights are plain.
+        mtp_prefix: how the names of tensors begin that only draft (models/mtp.py); None: it has
+            no such tensors.
     """
 
     rope: RopeConfig
@@ -36,6 +38,7 @@ class ModelConfig(ModelShape):
     qk_norm: bool
     windows: tuple[int | None, ...]
     quantization: Quantization | None = None
+    mtp_prefix: str | None = None
 
     @property
     def depends_on_context(self) -> bool:
@@ -97,6 +100,7 @@ class ModelConfig(ModelShape):
             qk_norm=family.qk_norm,
             windows=family.windows(raw, num_layers),
             quantization=read_quantization(raw),
+            mtp_prefix=family.mtp_prefix,
             bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
             eos_token_ids=read_token_ids(generation or {}, "eos_token_id")
             or read_token_ids(raw, "eos_token_id"),
@@ -188,11 +192,15 @@ class _Family:
     always_qkv_bias: bool = False
     qk_norm: bool = False
     head_size: int | None = None  # where config.json does not tell; None: hidden_size / heads
+    mtp_prefix: str | None = None
 
 
 _FAMILIES = {
     "LlamaForCausalLM": _Family(
         windows=_no_windows, reads_attention_bias=True, reads_mlp_bias=True
+    ),
+    "MiMoForCausalLM": _Family(
+        windows=_qwen_windows, always_qkv_bias=True, mtp_prefix="model.mtp_layers."
     ),
     "MistralForCausalLM": _Family(windows=_mistral_windows),
     "Qwen2ForCausalLM": _Family(windows=_qwen_windows, always_qkv_bias=True),

@@ -1,7 +1,7 @@
 """The weights of a decoder's layers, and the one place where models use its compiled passes.
 
-One file for Llama, Mistral, Qwen 2, Qwen 3 and EAGLE: ModelConfig says which biases, query-key
-norms and windows there are. What a pass computes is in kernels/reference/decoder.py.
+One file for Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE: ModelConfig says which biases,
+query-key norms and windows there are. What a pass computes is in kernels/reference/decoder.py.
 
 Dimension key: T rows, D hidden, H heads, G kv heads, C head size, V vocabulary.
 """

@@ -20,6 +20,7 @@ class EagleVersion(StrEnum):
 
     EAGLE = "eagle"  # Li et al. 2024, arXiv 2401.15077
     EAGLE3 = "eagle3"  # Li et al. 2025, arXiv 2503.01840
+    MTP = "mtp"  # a layer for multi-token prediction, as models/mtp.py says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,11 @@ class EagleConfig:
             the paper's checkpoints.
         own_embedding, own_head: the checkpoint has them; else the target's are read.
         fc_bias: of the layer that takes in the target's states.
-        layernorms: EAGLE: norms of the embedding, before layer 0 and before the head.
-        input_norm: EAGLE: before layer 0.
+        layernorms: EAGLE, MTP: norms of the embedding, before layer 0 and before the head.
+        input_norm: EAGLE, MTP: before layer 0.
         norm_before_fc: EAGLE-3: one norm over all tapped states together.
         fc_norm: EAGLE-3.1: a norm for each tapped state.
-        norm_output: EAGLE-3.1: the state that is fed back is the one behind the final norm.
+        norm_output: EAGLE-3.1, MTP: the state that is fed back is the one behind the final norm.
         norm_before_residual: layer 0 adds to the normed state rather than to the state.
         mask_shape: of the tensor that stands in for a state not known yet, if there is one.
         mask_token_id: stands for tokens that are not known yet, in parallel drafting (P-EAGLE,
@@ -88,12 +89,12 @@ class EagleConfig:
         )
 
     def taps_of(self, num_target_layers: int) -> tuple[int, ...]:
-        """Behind how many layers of such a target the states are taken; () for EAGLE.
+        """Behind how many layers of such a target the states are taken; () except for EAGLE-3.
 
         Raises:
             ConfigError: the target has no such layers.
         """
-        if self.version is EagleVersion.EAGLE:
+        if self.version is not EagleVersion.EAGLE3:
             return ()
         taps = self.taps or (2, num_target_layers // 2, num_target_layers - 3)
         if not all(0 <= tap <= num_target_layers for tap in taps):

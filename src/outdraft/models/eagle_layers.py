@@ -47,8 +47,8 @@ class TapFusion(nn.Module):
 
 
 class Entry(nn.Module):
-    """What layer 0 reads: in EAGLE one state made of the token and the target's state, in EAGLE-3
-    both side by side."""
+    """What layer 0 reads: in EAGLE and MTP one state made of the token and the target's state, in
+    EAGLE-3 both side by side."""
 
     def __init__(self, config: EagleConfig, kind: Kind) -> None:
         super().__init__()
@@ -57,10 +57,11 @@ class Entry(nn.Module):
         self.fc: Linear | None = None
         self.token_norm: RMSNorm | None = None
         self.state_norm: RMSNorm | None = None
-        if config.version is EagleVersion.EAGLE:
+        if config.version is not EagleVersion.EAGLE3:
             self.fc = Linear(2 * size, size, bias=config.fc_bias, **kind)
-        else:
+        if config.version is not EagleVersion.EAGLE:
             self.state_norm = RMSNorm(size, eps, **kind)
+        self._leaves_out_first = config.version is EagleVersion.MTP
         if self.fc is None or config.layernorms:
             self.token_norm = RMSNorm(size, eps, **kind)
         self.num_outputs = 2 * size if self.fc is None else size
@@ -72,6 +73,7 @@ class Entry(nn.Module):
             state_norm_D=norm_weight(self.state_norm),
             fc=None if self.fc is None else product_of(self.fc),
             adds_to_normed=self._adds_to_normed,
+            leaves_out_first=self._leaves_out_first,
         )
 
     def slots(self) -> Slots:
@@ -82,4 +84,4 @@ class Entry(nn.Module):
             yield "embedding_layernorm.weight", slot_of(norm_weight(self.token_norm))
         else:
             yield "layers.0.input_layernorm.weight", slot_of(norm_weight(self.token_norm))
-            yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))
+        yield "layers.0.hidden_norm.weight", slot_of(norm_weight(self.state_norm))

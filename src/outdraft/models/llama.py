@@ -1,4 +1,4 @@
-"""A language model whose network is a decoder: Llama, Mistral, Qwen 2 and Qwen 3.
+"""A language model whose network is a decoder: Llama, Mistral, Qwen 2, Qwen 3 and MiMo.
 
 Dimension key: T rows, R rows that need logits, D hidden, V vocabulary, S columns of logits on each
 rank, K tapped layers.

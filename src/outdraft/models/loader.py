@@ -207,6 +207,8 @@ def open_checkpoint(path: Path, config: ModelConfig, wanted: Container[str]) -> 
     if is_gguf(path):
         return Checkpoint({}, gguf_weights(path))
     places, quantization = tensor_places(weight_files(path)), config.quantization
+    if config.mtp_prefix is not None:
+        places = {name: p for name, p in places.items() if not name.startswith(config.mtp_prefix)}
     if config.tie_word_embeddings:  # some checkpoints store the tied head again
         places.pop(HEAD_NAME, None)
     if quantization is None:

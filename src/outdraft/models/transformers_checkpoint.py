@@ -2,6 +2,7 @@
 before the library asks for it.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
@@ -108,19 +109,26 @@ class PresentedTensor:
 
 
 def open_quantised(
-    path: Path, quantization: Quantization, wanted: Container[str]
+    path: Path,
+    quantization: Quantization,
+    wanted: Container[str],
+    left_out: Sequence[str] = (),
 ) -> QuantisedCheckpoint:
     """The tensors of a checkpoint directory; none of a weight is read.
 
     Args:
         wanted: the names that the network has.
+        left_out: what names of tensors match that nobody reads.
 
     Raises:
         ConfigError: a file is missing or damaged, or tensors of quantised weights do not fit each
             other.
     """
     tell_purpose(quantization)
-    stacks, places = read_stacks(quantization, tensor_places(weight_files(path)))
+    found = tensor_places(
+        weight_files(path), lambda name: None if matches(name, left_out) else name
+    )
+    stacks, places = read_stacks(quantization, found)
     stored, rest = read_stored(quantization, places, wanted)
     tensors = StoredTensors(rest)
     if lost := sorted(name for name in rest if tensors.dtype(name) in _CODES):
@@ -129,6 +137,11 @@ def open_quantised(
             "does not say what it stands for"
         )
     return QuantisedCheckpoint(rest, {**stored, **stacks})
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the regular expressions is found in the name of a tensor."""
+    return any(re.search(pattern, name) for pattern in patterns)
 
 
 def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredWeight:

@@ -7,9 +7,10 @@ itself.
 
 import copy
 import logging
+import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -48,7 +49,7 @@ from outdraft.models.transformers_attention import (
     attention_modules,
     register,
 )
-from outdraft.models.transformers_checkpoint import QuantisedCheckpoint, open_quantised
+from outdraft.models.transformers_checkpoint import QuantisedCheckpoint, matches, open_quantised
 from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import TransformersModel
 from outdraft.models.transformers_operations import catch_operations
@@ -59,7 +60,7 @@ from outdraft.models.transformers_survey import check_packed, survey_attention
 from outdraft.models.transformers_text import leave_out_unreached, reached_modules, text_part
 
 _logger = logging.getLogger(__name__)
-_LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
+LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
 
 # Layers whose keys and values are all that they keep of a text.
 _LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -114,13 +115,13 @@ def load_transformers_model(
             unknown.
     """
     config = read_config(path)
-    kind = _causal_class(config, path)
+    kind = causal_class(config, path)
     check_division(config, group.size, DRAFT_RANKS if drafts else TARGET_RANKS)
     takes_attention = _takes_attention(kind, config.get_text_config())
     name = NAME if takes_attention else "sdpa"
     register()
     checkpoint = None
-    with _LOADING:
+    with LOADING:
         if has_random_weights:
             model = _random(config, path, dtype, name)
         else:
@@ -168,12 +169,12 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         ConfigError: as load_transformers_model, as far as tensors are concerned.
     """
     config = read_config(path)
-    kind = _causal_class(config, path)
+    kind = causal_class(config, path)
     checkpoint = _opened(kind, path, config)
     if checkpoint is None:
         checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
     source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.unread(dtype)}
-    with _LOADING:
+    with LOADING:
         return _loaded(kind, source, plain_config(config), dtype, "sdpa")
 
 
@@ -189,7 +190,7 @@ def read_config(path: Path) -> PretrainedConfig:
         raise ConfigError(f"transformers cannot read {path / 'config.json'}: {error}") from error
 
 
-def _causal_class(config: PretrainedConfig, path: Path) -> Any:
+def causal_class(config: PretrainedConfig, path: Path) -> Any:
     """The library's class for the architecture that config.json names. One that reads pictures
     too reads texts here."""
     names, text_config = config.architectures or [], config.get_text_config()
@@ -231,6 +232,7 @@ def _loaded(
     attention: str,
 ) -> PreTrainedModel:
     """`source`: where from_pretrained finds the weights."""
+    drafting = mtp_patterns(config, kind)
     level = library_logging.get_verbosity()
     library_logging.set_verbosity_error()  # what is missing is an error below
     library_logging.disable_progress_bar()
@@ -251,7 +253,10 @@ def _loaded(
         library_logging.set_verbosity(level)
         library_logging.enable_progress_bar()
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if keys := sorted(map(str, told[what])):
+        keys = sorted(map(str, told[what]))
+        if what == "unexpected_keys":
+            keys = [key for key in keys if not matches(key, drafting)]
+        if keys:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             raise ConfigError(
                 f"the checkpoint has {what.replace('_', ' ')}: {', '.join(keys[:5])}{more}"
@@ -265,7 +270,7 @@ def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpo
     if quantization is None:
         return None
     wanted = empty_model(kind, plain_config(config)).state_dict()
-    return open_quantised(path, quantization, wanted)
+    return open_quantised(path, quantization, wanted, mtp_patterns(config, kind))
 
 
 def _source(
@@ -289,6 +294,30 @@ def empty_model(kind: Any, config: PretrainedConfig) -> PreTrainedModel:
     """The network, with weights that take no memory."""
     with torch.device("meta"):
         return kind(config)
+
+
+def mtp_patterns(config: PretrainedConfig, kind: Any) -> list[str]:
+    """What names of tensors match that are of layers for multi-token prediction.
+
+    The library lists those of the published checkpoints with the names that it does not read. Some
+    of them are numbers of layers, which mean other layers in a checkpoint of another size.
+    """
+    text = config.get_text_config()
+    count, first = getattr(text, "num_mtp_layers", None) or 0, text.num_hidden_layers
+    parts = [rf"^model\.layers\.{index}\." for index in range(first, first + count)]
+    if count:
+        listed = kind._keys_to_ignore_on_load_unexpected or ()
+        parts += [pattern for pattern in listed if not re.search(r"\d", pattern)]
+    return parts
+
+
+def layer_shape(target: ModelShape, attention: LayerAttention) -> TransformersShape:
+    """The shape of one layer that reads the target's states and attends so."""
+    sizes = attention.num_kv_heads, attention.key_size, attention.value_size
+    own = {f.name: getattr(target, f.name) for f in fields(ModelShape)}
+    own |= {"num_layers": 1, "num_heads": attention.num_heads, "num_kv_heads": sizes[0]}
+    own |= {"head_size": max(sizes[1:])}
+    return TransformersShape(**own, layers=(LayerCacheShape(*sizes),), has_moving_frequencies=False)
 
 
 def _random(

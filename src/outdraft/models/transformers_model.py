@@ -133,6 +133,11 @@ class TransformersModel(nn.Module):
         return by_levels()
 
     @property
+    def rotary(self) -> nn.Module | None:
+        """What turns positions of all layers; None: each does for itself, or there is none."""
+        return getattr(self._base, "rotary_emb", None)
+
+    @property
     def embed_tokens(self) -> nn.Embedding:
         """A view: every rank has the whole table, and drafters read their rank's part of it."""
         first = self.vocabulary.first

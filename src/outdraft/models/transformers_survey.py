@@ -8,6 +8,7 @@ Dimension key: N all numbers of one row.
 """
 
 import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from outdraft.models.transformers_attention import LayerAttention, Survey, compu
 
 _WINDOW_MASK = "create_sliding_window_causal_mask"  # what makes the library's masks of windows
 # What the library's code raises where it cannot do what it is asked for.
-_FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+FAILURES = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def survey_attention(
@@ -49,10 +50,9 @@ def survey_attention(
             f"{type(model).__name__} cannot read rows at given positions: they depend on their "
             "order, or on each other outside of attention"
         )
-    codes = {type(part).__module__ for part in (model, *found)}  # the text may be of another family
-    says_masks = any(hasattr(sys.modules[code], _WINDOW_MASK) for code in codes)
+    masks = makes_window_masks({type(part) for part in (model, *found)})
     return {
-        module: _with_chunk(layer, text_config, index, says_masks)
+        module: with_windows(layer, text_config, index, masks)
         for index, (module, layer) in enumerate(found.items())
     }
 
@@ -79,20 +79,20 @@ def _pass(
             )
     except (ConfigError, torch.OutOfMemoryError):
         raise
-    except _FAILURES as error:
+    except FAILURES as error:
         raise ConfigError(
             f"{type(model).__name__} cannot read rows at given positions: {error}"
         ) from error
     return survey.found, torch.cat([*survey.seen_2N, out.logits[0].double()], dim=1)
 
 
-def _with_chunk(
+def with_windows(
     layer: LayerAttention, config: PretrainedConfig, index: int, says_masks: bool
 ) -> LayerAttention:
-    """What the library says by its masks only: chunks, and windows of some families.
+    """With what the library says by its masks only: chunks, and windows of some families.
 
     Args:
-        says_masks: the family's code makes masks of windows. Where it does not, config.json may
+        says_masks: as `makes_window_masks`. Where the family's code makes none, config.json may
             name a window that nothing reads.
 
     Raises:
@@ -114,3 +114,8 @@ def _with_chunk(
     return LayerAttention(
         layer.num_heads, layer.num_kv_heads, layer.key_size, layer.value_size, form
     )
+
+
+def makes_window_masks(kinds: Iterable[type]) -> bool:
+    """Whether the code of one of these classes does; a text may be of another family's code."""
+    return any(hasattr(sys.modules[kind.__module__], _WINDOW_MASK) for kind in kinds)

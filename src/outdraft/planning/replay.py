@@ -36,7 +36,13 @@ MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
 # Tokens, as the engine's, which imports torch.
 STATE_WINDOW, HEAD_WINDOW = 2 * (MAX_DRAFTS + 1), 1 + MAX_TAUGHT
 HEADS = (DraftSource.MEDUSA, DraftSource.MLP)
-READ_STATES = (DraftSource.EAGLE, DraftSource.EAGLE3, DraftSource.DFLASH, DraftSource.DSPARK)
+READ_STATES = (
+    DraftSource.EAGLE,
+    DraftSource.EAGLE3,
+    DraftSource.DFLASH,
+    DraftSource.DSPARK,
+    DraftSource.MTP,
+)
 IN_ONE_PASS = (*HEADS, DraftSource.DFLASH, DraftSource.DSPARK)
 
 ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]

@@ -12,6 +12,7 @@ export const ORIGINS = [
   ["mlp_speculator", "MLP speculator", "Guessed by a small network on the model’s last layer."],
   ["dflash", "DFlash", "Guessed as part of a block, in one pass of a DFlash network."],
   ["dspark", "DSpark", "Guessed as part of a block, word after word, by a DSpark network."],
+  ["mtp", "MTP", "Guessed by a layer that the model was trained with to look further ahead."],
   ["self", "Self", "Guessed by the model itself, with fewer bits or less of the text."],
   ["bonus", "Bonus", "The model’s own token behind a draft that it accepted whole."],
   ["recovered", "Recovered", "The model’s own token where it rejected a guess."],

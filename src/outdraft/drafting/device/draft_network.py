@@ -1,4 +1,4 @@
-"""The networks that draft by reading tokens: small models and EAGLE.
+"""The networks that draft by reading tokens: small models, EAGLE and MTP layers.
 
 A language model reads a token; its cache has everything else that it needs. EAGLE (arXiv 2401.15077
 and 2503.01840) reads a token together with a state of the text before it. That state is the
@@ -16,7 +16,7 @@ from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.drafting.device.translated_model import DraftModel, TranslatedModel
-from outdraft.models.eagle import EagleNetwork
+from outdraft.models.base import StateNetwork
 
 
 class DraftNetwork:
@@ -31,24 +31,31 @@ class DraftNetwork:
         draft: as `DecoderPass.draft`.
     """
 
-    def __init__(self, network: DraftModel | EagleNetwork) -> None:
+    def __init__(self, network: DraftModel | StateNetwork) -> None:
         self.lag, self.feature_size, self.taps = 0, 0, ()
-        if isinstance(network, EagleNetwork):
+        self._model: DraftModel | None = None
+        self._on_states: StateNetwork | None = None
+        if isinstance(network, StateNetwork):
             self.lag, self.feature_size, self.taps = 1, network.feature_size, network.taps
-        self.network, self.kernels = network, network.kernels
-        self.draft = network.draft
+            self._on_states = network
+        else:
+            self._model = network
+        self.kernels, self.draft = network.kernels, network.draft
 
     def features(self, states: TargetStates) -> Tensor:
         """[T, F]: what it reads of the target's pass; only with a lag."""
-        assert isinstance(self.network, EagleNetwork), "a language model reads no states"
-        return self.network.features(states.hidden_TD, states.tapped_TKD)
+        assert self._on_states is not None, "a language model reads no states"
+        return self._on_states.features(states.hidden_TD, states.tapped_TKD)
 
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] of float32 at least, of the rows that are this rank's; -inf for tokens that the
         network does not know."""
-        if isinstance(self.network, EagleNetwork | TranslatedModel):
-            return self.network.logits(states_RD, shares)
-        return shares.turn(self.network.logits(states_RD), self.network.vocabulary.num_tokens)
+        if self._on_states is not None:
+            return self._on_states.logits(states_RD, shares)
+        assert self._model is not None
+        if isinstance(self._model, TranslatedModel):
+            return self._model.logits(states_RD, shares)
+        return shares.turn(self._model.logits(states_RD), self._model.vocabulary.num_tokens)
 
     def read(
         self,
@@ -64,7 +71,8 @@ class DraftNetwork:
             states_TD: with a lag, of tokens of a text their features, of drafts what `read`
                 returned for the rows that they continue.
         """
-        if isinstance(self.network, EagleNetwork):
+        if self._on_states is not None:
             assert states_TD is not None
-            return self.network(token_ids_T, states_TD, caches, metadata)
-        return self.network(token_ids_T, caches, metadata)
+            return self._on_states(token_ids_T, states_TD, caches, metadata)
+        assert self._model is not None
+        return self._model(token_ids_T, caches, metadata)

@@ -43,7 +43,7 @@ class _Spec(ctypes.Structure):
         ("scale", c_float),
         *((name, c_void_p) for name in ("embedding", "cos_sin", "final_norm")),
         ("layers", POINTER(_Layer)),
-        *((name, c_int32) for name in ("reads_states", "adds_to_normed")),
+        *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
         *((name, c_void_p) for name in ("head", "head_norm", "draft_ids")),
     )
@@ -244,6 +244,7 @@ class NativeDecoder:
             layers=self._layers,
             reads_states=entry is not None,
             adds_to_normed=entry is not None and entry.adds_to_normed,
+            leaves_out_first=entry is not None and entry.leaves_out_first,
             token_norm=self._norm(entry and entry.token_norm_D),
             state_norm=self._norm(entry and entry.state_norm_D),
             fc=_weights(entry.fc) if entry is not None and entry.fc is not None else None,

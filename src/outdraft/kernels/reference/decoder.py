@@ -1,4 +1,4 @@
-"""The decoder-only network of Llama, Mistral, Qwen 2, Qwen 3 and EAGLE, layer by layer.
+"""The decoder-only network of Llama, Mistral, Qwen 2, Qwen 3, MiMo and EAGLE, layer by layer.
 
 Dimension key: T rows, R rows whose logits are wanted, D hidden, X inputs of layer 0, H heads, G kv
 heads, C head size, I intermediate, K tapped layers, N the head's own vocabulary.
@@ -37,7 +37,7 @@ class ReferenceDecoder:
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         cos_sin_TC = self._spec.cos_sin_MC.index_select(0, metadata.positions_T)
-        x_TX, residual_TD = self._enter(token_ids_T, states_TD)
+        x_TX, residual_TD = self._enter(token_ids_T, states_TD, metadata.positions_T)
         tapped = {0: residual_TD.clone()} if 0 in taps else {}
         layers = zip(self._spec.layers, caches, strict=True)
         for num_layers, (layer, cache) in enumerate(layers, start=1):
@@ -98,7 +98,9 @@ class ReferenceDecoder:
     ) -> ModelDrafts:
         return by_levels()
 
-    def _enter(self, token_ids_T: Tensor, states_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _enter(
+        self, token_ids_T: Tensor, states_TD: Tensor | None, positions_T: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """What the first product reads, [T, X], and a new tensor that the layers add to, [T, D]."""
         table_VD, shard = self._spec.embedding_VD, self._spec.shard
         if shard is None:
@@ -109,6 +111,8 @@ class ReferenceDecoder:
         if entry is None:
             return self._norm(embedded_TD, first_norm_D), embedded_TD
         assert states_TD is not None
+        if entry.leaves_out_first:
+            embedded_TD = embedded_TD.masked_fill(positions_T[:, None] == 0, 0)
         normed_TD = self._norm(states_TD, entry.state_norm_D)
         x_TX = torch.cat((self._norm(embedded_TD, entry.token_norm_D), normed_TD), dim=-1)
         if entry.fc is None:
