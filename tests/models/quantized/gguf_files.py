@@ -1,6 +1,7 @@
 """GGUF files of tiny models, written by the gguf package as llama.cpp's converter does."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -105,6 +107,27 @@ def random_q4_k(numbers: np.ndarray) -> np.ndarray:
     blocks[..., :4] = scales.astype(np.float16).view(np.uint8)
     blocks[0, 0, 4:8] = 0  # scales of the first four groups
     return blocks.reshape(numbers.shape[0], -1)
+
+
+def byte_level(texts: Sequence[str]) -> tuple[Tokenizer, dict[str, Any]]:
+    """A tokenizer trained on the texts, and the vocabulary that a file of it has."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    ids = tokenizer.get_vocab()
+    tokens = sorted(ids, key=ids.__getitem__)
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return tokenizer, {
+        "tokens": tokens,
+        "types": [3, 3, *[1] * (len(tokens) - 2)],
+        "merges": [" ".join(pair) for pair in merges],
+        "template": "{{ bos_token }}{{ messages[0].content }}",
+    }
 
 
 def _letters(count: int) -> dict[str, Any]:

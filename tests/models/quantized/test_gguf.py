@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedModel
 
 from outdraft.core.errors import ConfigError
@@ -17,9 +16,10 @@ from outdraft.models.layers.linear import linears_of
 from outdraft.models.loader import load_model, resolve_model_path
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, llama, mistral, qwen2, qwen3, randomised
-from tests.models.quantized.gguf_files import SIZES, same_numbers, write_gguf
+from tests.models.quantized.gguf_files import SIZES, byte_level, same_numbers, write_gguf
 from tests.rounding import MODEL_ROUNDING
 
+TEXTS = ("a tale of two cities", "the cities of the plain", "tall tales, tall cities")
 MODELS = {
     "llama": lambda: llama(**SIZES),
     "llama-biases": lambda: llama(**SIZES, attention_bias=False, mlp_bias=False, head_dim=32),
@@ -120,30 +120,13 @@ def test_frequencies_that_the_file_divides_are_those_of_llama_3(tmp_path: Path):
 
 
 def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):
-    original = Tokenizer(models.BPE())
-    original.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    original.decoder = decoders.ByteLevel()
-    texts = ["a tale of two cities", "the cities of the plain", "tall tales, tall cities"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"]
-    )
-    original.train_from_iterator(texts, trainer)
-    ids = original.get_vocab()
-    tokens = sorted(ids, key=ids.__getitem__)
-    merges = [" ".join(pair) for pair in _merges(original)]
-    theirs = randomised(llama(**SIZES | {"vocab_size": len(tokens)}))
-    vocabulary = {
-        "tokens": tokens,
-        "types": [3, 3, *[1] * (len(tokens) - 2)],
-        "merges": merges,
-        "template": "{{ bos_token }}{{ messages[0].content }}",
-    }
+    original, vocabulary = byte_level(TEXTS)
+    theirs = randomised(llama(**SIZES | {"vocab_size": len(vocabulary["tokens"])}))
     path = write_gguf(theirs, tmp_path / "m.gguf", lambda name: Kind.F16, vocabulary)
 
     tokenizer = load_tokenizer(path)
     assert tokenizer is not None
-    for text in (*texts, "two plains"):
+    for text in (*TEXTS, "two plains"):
         assert tokenizer.encode(text).ids == original.encode(text).ids
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     template = ChatTemplate.from_directory(path)
@@ -152,12 +135,6 @@ def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):
     config = ModelConfig.from_directory(path)
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1,))
     assert config.torch_dtype == "float16"
-
-
-def _merges(tokenizer: Tokenizer) -> list[list[str]]:
-    import json
-
-    return json.loads(tokenizer.to_str())["model"]["merges"]
 
 
 def test_a_file_of_another_kind_and_another_architecture_are_refused(tmp_path: Path):
