@@ -33,14 +33,17 @@ def write_gguf(
     path: Path,
     kind_of: Callable[[str], Kind],
     vocabulary: dict[str, Any] | None = None,
+    more: dict[str, Any] | None = None,
     **values: float,
 ) -> Path:
     """Write the model.
 
     Args:
         kind_of: the kind of a tensor by its name in GGUF; norms are F32 always.
-        vocabulary: tokens, types and merges of a byte-level tokenizer.
-        values: more metadata, such as rope_scaling_factor.
+        vocabulary: tokens, types and merges of a byte-level tokenizer; it may have its template,
+            how it splits texts (pre), and whether they begin with a token (adds_bos).
+        more: metadata of the architecture, such as rope.scaling.factor.
+        values: rope_factors.
     """
     config = model.config
     name = "llama" if config.model_type == "mistral" else config.model_type
@@ -72,6 +75,9 @@ def write_gguf(
             heads = config.num_attention_heads if is_query else config.num_key_value_heads
             tensor = _permuted(tensor, heads)
         _add(writer, ours, tensor, Kind.F32 if tensor.dim() == 1 else kind_of(ours))
+    for key, value in (more or {}).items():
+        add: Any = {str: writer.add_string, int: writer.add_uint32}.get(type(value))
+        (add or writer.add_float32)(f"{name}.{key}", value)
     if factors := values.pop("rope_factors", None):
         writer.add_tensor("rope_freqs.weight", np.array(factors, dtype=np.float32))
     writer.write_header_to_file()
@@ -136,13 +142,15 @@ def _letters(count: int) -> dict[str, Any]:
 
 def _add_vocabulary(writer: gguf.GGUFWriter, vocabulary: dict[str, Any]) -> None:
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(vocabulary.get("pre", "default"))
     writer.add_token_list(vocabulary["tokens"])
     writer.add_token_types(vocabulary["types"])
     if vocabulary["merges"]:
         writer.add_token_merges(vocabulary["merges"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
+    if "adds_bos" in vocabulary:
+        writer.add_add_bos_token(vocabulary["adds_bos"])
     if "template" in vocabulary:
         writer.add_chat_template(vocabulary["template"])
 

@@ -40,6 +40,10 @@ STRAIGHT: dict[str, tuple[Format, WeightFormat]] = {
         compressed("pack-quantized", group=32, symmetric=False),
         WeightFormat.INT4_G32_ZERO,
     ),
+    "w4a16-g32-asym-zeros-not-packed": (
+        compressed("pack-quantized", group=32, symmetric=False, packs_zeros=False),
+        WeightFormat.INT4_G32_ZERO,
+    ),
     "w8a16-packed": (compressed("pack-quantized", bits=8), WeightFormat.INT8),
     "w8a16-g128": (compressed("pack-quantized", bits=8, group=128), WeightFormat.INT8_G128),
     "w8a8": (
@@ -50,6 +54,12 @@ STRAIGHT: dict[str, tuple[Format, WeightFormat]] = {
     "gptq": (gptq(), WeightFormat.INT4),
     "gptq-asym": (gptq(symmetric=False), WeightFormat.INT4_ZERO),
     "gptq-v2": (gptq(symmetric=False, version="gptq_v2"), WeightFormat.INT4_ZERO),
+    "gptq-v2-by-format": (
+        gptq(symmetric=False, version="gptq_v2", says="format"),
+        WeightFormat.INT4_ZERO,
+    ),
+    "gptq-zeros-of-0": (gptq(symmetric=False, has_lowest_zeros=True), WeightFormat.INT4_ZERO),
+    "gptq-order-of-zeros": (gptq(group=32, writes_order=False), WeightFormat.INT4_G32),
     "gptq-g32": (gptq(group=32), WeightFormat.INT4_G32),
     "gptq-8": (gptq(bits=8), WeightFormat.INT8_G128),
     "gptq-zero-biases": (gptq(bias=True), WeightFormat.INT4),

@@ -1,10 +1,12 @@
 """GGUF files against transformers over the numbers that the gguf package reads from them."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedModel
 
 from outdraft.core.errors import ConfigError
@@ -117,6 +119,105 @@ def test_frequencies_that_the_file_divides_are_those_of_llama_3(tmp_path: Path):
 
     assert factors_F.max() > 7.9
     assert_same_logits(path, theirs)
+
+
+SCALED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a factor alone": ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "its name of 2023": ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "none": ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, {"rope_type": "default"}),
+    "yarn without a factor": ({"rope.scaling.type": "yarn"}, {"rope_type": "default"}),
+    "yarn": (
+        {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 24,
+            "rope.scaling.yarn_beta_fast": 5.0,
+            "rope.scaling.yarn_beta_slow": 0.25,
+        },
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 24,
+            "beta_fast": 5.0,
+            "beta_slow": 0.25,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_frequencies_are_scaled_as_the_file_says(name: str, tmp_path: Path):
+    said, rope = SCALED[name]
+    theirs = randomised(llama(**SIZES, rope_parameters={"rope_theta": 500.0, **rope}))
+    path = write_gguf(theirs, tmp_path / "model.gguf", lambda name: Kind.F32, more=said)
+
+    assert_same_logits(path, theirs)
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "'longrope' is not supp"),
+        ({"rope.scaling.factor": 2.0, "rope.scaling.yarn_attn_factor": 0.5}, "yarn_attn_factor"),
+        ({"attention.key_length": 128}, "rope.dimension_count 64 of a part of each head"),
+    ],
+)
+def test_what_else_changes_positions_is_refused(said: dict[str, Any], message: str, tmp_path: Path):
+    model = randomised(llama(**SIZES))
+    path = write_gguf(model, tmp_path / "model.gguf", lambda name: Kind.F32, more=said)
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_directory(path)
+
+
+def split_as(pre: str, **more: Any) -> dict[str, Any]:
+    """All bytes, "ab" by a merge, and "abc" that no merge makes."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<s>", "</s>", "<|im_end|>", *alphabet, "ab", "abc"]
+    types = [3, 3, 3, *[1] * (len(tokens) - 3)]
+    return {"tokens": tokens, "types": types, "merges": ["a b"], "pre": pre, **more}
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "wanted"),
+    [
+        (split_as("llama-bpe"), ["<s>", "abc", "1", "2"]),
+        (split_as("llama-bpe", adds_bos=False), ["abc", "1", "2"]),
+        (split_as("tekken"), ["<s>", "abc", "1", "2"]),
+        (split_as("qwen2"), ["ab", "c", "1", "2"]),
+        (split_as("qwen2", adds_bos=True), ["<s>", "ab", "c", "1", "2"]),
+        (split_as("default"), ["ab", "c", "1", "2"]),
+    ],
+)
+def test_texts_begin_and_are_split_as_llama_cpp_does_it(
+    vocabulary: dict[str, Any], wanted: list[str], tmp_path: Path
+):
+    model = randomised(llama(**SIZES | {"vocab_size": len(vocabulary["tokens"])}))
+    path = write_gguf(model, tmp_path / "m.gguf", lambda name: Kind.F16, vocabulary)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    assert tokenizer.encode("abc12").tokens == wanted
+    assert tokenizer.decode(tokenizer.encode("abc12").ids) == "abc12"
+    assert ModelConfig.from_directory(path).eos_token_ids == (1, 2)
+
+
+def test_digits_are_single_and_words_have_their_space_in_files_of_smollm(tmp_path: Path):
+    vocabulary = split_as("smollm")
+    vocabulary["tokens"] += ["12", "Ġa"]
+    vocabulary["types"] += [1, 1]
+    vocabulary["merges"] += ["1 2", "Ġ a"]
+    model = randomised(llama(**SIZES | {"vocab_size": len(vocabulary["tokens"])}))
+    path = write_gguf(model, tmp_path / "m.gguf", lambda name: Kind.F16, vocabulary)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer is not None
+    assert tokenizer.encode("b a 12").tokens == ["b", "Ġa", "Ġ", "1", "2"]
+
+
+def test_a_way_to_split_texts_that_is_not_known_is_refused(tmp_path: Path):
+    vocabulary = split_as("exaone")
+    model = randomised(llama(**SIZES | {"vocab_size": len(vocabulary["tokens"])}))
+    path = write_gguf(model, tmp_path / "m.gguf", lambda name: Kind.F16, vocabulary)
+    with pytest.raises(ConfigError, match=r"by --tokenizer .*split texts as 'exaone'"):
+        load_tokenizer(path)
 
 
 def test_the_vocabulary_and_the_template_are_those_of_the_file(tmp_path: Path):

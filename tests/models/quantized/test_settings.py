@@ -74,6 +74,11 @@ def groups(**changes: Any) -> dict[str, Any]:
             "settings of single modules",
         ),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not supported"),
+        ({"quant_method": "awq", "bits": 4, "format": "gemv"}, "version 'gemv' is not supported"),
+        (
+            {"quant_method": "awq", "bits": 4, "dynamic": {"+:lm_head": {}}},
+            "settings of single modules. is not supported for AWQ",
+        ),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' is not supported"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "block must have two positive"),
     ],
@@ -160,7 +165,7 @@ def test_activations_and_a_cache_that_are_not_quantised_here_are_named(
     theirs = save_quantized(small_llama(), tmp_path, stored_as, rounds=True)
     tensors = load_file(tmp_path / "model.safetensors")
     for layer in range(2):
-        for name in ("k_proj.input_scale", "k_scale", "v_scale"):
+        for name in ("k_proj.input_scale", "k_scale", "v_scale", "kv_scale"):
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor(0.5)
     save_file(tensors, tmp_path / "model.safetensors")
     with caplog.at_level(logging.INFO, logger="outdraft"):

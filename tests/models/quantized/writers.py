@@ -107,8 +107,9 @@ def compressed(
     activations: dict[str, Any] | None = None,
     ignore: tuple[str, ...] = ("lm_head",),
     targets: tuple[str, ...] = ("Linear",),
+    packs_zeros: bool = True,
 ) -> Format:
-    """By compressed-tensors' own compressors."""
+    """By compressed-tensors' own compressors; `packs_zeros`: not so before 2025."""
     args: dict[str, Any] = {
         "num_bits": bits,
         "type": kind,
@@ -127,7 +128,10 @@ def compressed(
             tensors["weight_zero_point"] = zero
         written = compressor.compress(tensors, scheme)
         exact = written | {"weight_scale": scale.float()}
-        return Written(written, compressor.decompress(exact, scheme)["weight"].float())
+        numbers_ED = compressor.decompress(exact, scheme)["weight"].float()
+        if zero is not None and not packs_zeros:
+            written = written | {"weight_zero_point": zero}
+        return Written(written, numbers_ED)
 
     group_config = {"targets": list(targets), "weights": args, "input_activations": activations}
     config = {
@@ -175,9 +179,18 @@ def gptq(
     desc_act: bool = False,
     version: str = "gptq",
     bias: bool = False,
+    says: str = "checkpoint_format",
+    has_lowest_zeros: bool = False,
+    writes_order: bool = True,
 ) -> Format:
     """As AutoGPTQ's QuantLinear packs: along inputs, zero points less one (in gptq_v2 as they are),
-    and with desc_act the groups in the order of g_idx."""
+    and with desc_act the groups in the order of g_idx.
+
+    Args:
+        says: where config.json names the version.
+        has_lowest_zeros: some zero points are 0; less one, their lowest bits are kept.
+        writes_order: else g_idx is zeros, which stands for no order.
+    """
 
     def write(weight_ED: Tensor) -> Written:
         num_outputs, num_inputs = weight_ED.shape
@@ -192,14 +205,15 @@ def gptq(
         )
         if version == "gptq":
             zero_EN = zero_EN.clamp(min=1)
+            zero_EN[::3] *= not has_lowest_zeros
         scale_ED, zero_ED = scale_EN[:, g_idx_D.long()].float(), zero_EN[:, g_idx_D.long()]
         fields_ED = (weight_ED / scale_ED + zero_ED).round().clamp(0, 2**bits - 1)
-        stored_EN = zero_EN - 1 if version == "gptq" else zero_EN
+        stored_EN = (zero_EN - 1) % 2**bits if version == "gptq" else zero_EN
         tensors = {
             "qweight": torch.from_numpy(_words(fields_ED.numpy(), bits)).T,
             "qzeros": torch.from_numpy(_words(stored_EN.T.numpy(), bits)),
             "scales": scale_EN.T,
-            "g_idx": g_idx_D,
+            "g_idx": g_idx_D if writes_order else torch.zeros_like(g_idx_D),
         }
         if bias:
             tensors["bias"] = torch.zeros(num_outputs, dtype=torch.float16)
@@ -211,7 +225,7 @@ def gptq(
         "group_size": group,
         "desc_act": desc_act,
         "sym": symmetric,
-        "checkpoint_format": version,
+        says: version,
     }
     return Format(write, config, dtype=torch.float16)
 

@@ -161,11 +161,8 @@ def _activations(values: Any) -> str | None:
 
 
 def _gptq(values: Mapping[str, Any]) -> Quantization:
-    dynamic = values.get("dynamic") or {}
-    # "-:" stands before modules that stay plain, which their tensors tell too.
-    if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
-        raise ConfigError(f"{_KEY}: dynamic (settings of single modules) is not supported for GPTQ")
-    stored_as = values.get("checkpoint_format") or "gptq"
+    _check_dynamic(values, "GPTQ")
+    stored_as = values.get("checkpoint_format") or values.get("format") or "gptq"
     if stored_as not in ("gptq", "gptq_v2") or values.get("is_marlin_format"):
         raise ConfigError(
             f"{_KEY}: GPTQ's checkpoint_format {stored_as!r} is not supported; supported: "
@@ -183,7 +180,9 @@ def _gptq(values: Mapping[str, Any]) -> Quantization:
 
 
 def _awq(values: Mapping[str, Any]) -> Quantization:
-    version = str(values.get("version", "gemm")).lower()
+    _check_dynamic(values, "AWQ")
+    names = ("version", "checkpoint_format", "format")  # AutoAWQ's, and GPTQModel's
+    version = str(next((values[name] for name in names if values.get(name)), "gemm")).lower()
     if version != "gemm":
         raise ConfigError(f"{_KEY}: AWQ's version {version!r} is not supported; supported: gemm")
     scheme = WeightScheme(
@@ -193,6 +192,15 @@ def _awq(values: Mapping[str, Any]) -> Quantization:
         has_zero=True,
     )
     return Quantization(method="awq", schemes=((("re:.*",), scheme),))
+
+
+def _check_dynamic(values: Mapping[str, Any], name: str) -> None:
+    """ "-:" stands before modules that stay plain, which their tensors tell too."""
+    dynamic = values.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(str(key).startswith("-:") for key in dynamic):
+        raise ConfigError(
+            f"{_KEY}: dynamic (settings of single modules) is not supported for {name}"
+        )
 
 
 def _fp8(values: Mapping[str, Any]) -> Quantization:

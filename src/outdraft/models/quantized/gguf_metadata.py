@@ -22,6 +22,19 @@ _ARCHITECTURES = {
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _PLAIN = ("F16", "BF16", "F32")  # the dtype of a file is that of its smallest plain matrices
+# Of scaled frequencies, and the values at which they change nothing.
+_UNSCALED = {
+    "rope.scaling.attn_factor": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "rope.scaling.yarn_log_multiplier": 0.0,
+}
+# Control tokens that end a text or a turn, whatever the file names as its end: llama.cpp's.
+_END_TEXTS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+    *("<|endoftext|>", "<|end_of_text|>"),
+}
+_CONTROL = 3  # the type of a token
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
@@ -86,6 +99,8 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
         "eos_token_id": _ends(values),
     }
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
+        if "rope_type" in config["rope_parameters"]:
+            raise ConfigError(f"{path}: rope.scaling beside {FREQUENCIES} is not supported")
         factors = [float(one) for one in tensors[FREQUENCIES].data]
         config["rope_parameters"] = _rope(of_model) | {
             "rope_type": "longrope",
@@ -129,19 +144,38 @@ def _sizes(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
-    kind = values.get("rope.scaling.type", "none")
+    """As llama.cpp's load_hparams: files of 2023 tell a factor without a type."""
     rope: dict[str, Any] = {"rope_theta": float(values.get("rope.freq_base", 10000.0))}
-    if kind == "none":
-        return rope
-    if kind not in ("linear", "yarn"):
+    num_turned = values.get("rope.dimension_count")
+    if num_turned not in (None, values.get("attention.key_length", num_turned)):
+        raise ConfigError(f"GGUF: rope.dimension_count {num_turned} of a part of each head")
+    factor = float(values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0)
+    kind = values.get("rope.scaling.type", "linear")
+    if kind not in ("none", "linear", "yarn"):
         raise ConfigError(f"GGUF: rope.scaling.type {kind!r} is not supported")
-    rope |= {"rope_type": kind, "factor": float(values["rope.scaling.factor"])}
-    if kind == "yarn" and (length := values.get("rope.scaling.original_context_length")):
-        rope["original_max_position_embeddings"] = int(length)
+    if kind == "none" or factor == 1.0:
+        return rope
+    for key, default in _UNSCALED.items():
+        if values.get(key, default) != default:
+            raise ConfigError(f"GGUF: {key} {values[key]} is not supported")
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if length := values.get("rope.scaling.original_context_length"):
+            rope["original_max_position_embeddings"] = int(length)
+        for name in ("beta_fast", "beta_slow"):
+            if (beta := values.get(f"rope.scaling.yarn_{name}")) is not None:
+                rope[name] = float(beta)
     return rope
 
 
 def _ends(values: Mapping[str, Any]) -> list[int]:
     """The tokens that end a text, or a turn of a conversation."""
-    ids = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot")]
-    return [int(one) for one in ids if one is not None]
+    named = [values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    tokens = values.get("tokenizer.ggml.tokens") or []
+    types = values.get("tokenizer.ggml.token_type") or []
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind == _CONTROL and token in _END_TEXTS
+    ]
+    return list(dict.fromkeys([*(int(one) for one in named if one is not None), *known]))

@@ -101,7 +101,9 @@ def _packed(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout
 
     def scales_of() -> tuple[Tensor, Tensor | None]:
         zeros_EN = None
-        if scheme.has_zero:
+        if scheme.has_zero and tensors.dtype(names[2]) == "I8":  # older releases did not pack them
+            zeros_EN = tensors.read(names[2]).to(torch.int16) + _middle(scheme.bits)
+        elif scheme.has_zero:
             zeros_EN = fields(tensors.read(names[2]).T, scheme.bits).T[:rows]
         return _at_least_2d(tensors.read(names[1])), zeros_EN
 
@@ -133,7 +135,9 @@ def _gptq(tensors: StoredTensors, module: str, scheme: WeightScheme) -> Layout:
 
     def scales_of() -> tuple[Tensor, Tensor | None]:
         zeros_NE = fields(tensors.read(names[2]), scheme.bits)[:, :rows].to(torch.int16)
-        return tensors.read(names[1]).T, zeros_NE.T + int(scheme.adds_one)
+        # Zero less one is all ones.
+        zeros_NE = (zeros_NE + int(scheme.adds_one)) & ((1 << scheme.bits) - 1)
+        return tensors.read(names[1]).T, zeros_NE.T
 
     return (rows, num_words * 32 // scheme.bits), names[1], fields_of, scales_of
 
@@ -169,7 +173,8 @@ def _order(tensors: StoredTensors, module: str, group_inputs: int) -> Tensor | N
     if name is None:
         return None
     order_D = tensors.read(module + name).long()
-    if (order_D == -1).all():  # compressed-tensors writes it where there is no order
+    # compressed-tensors writes -1 where there is no order, others write nothing but 0.
+    if (order_D == -1).all() or not order_D.any():
         return None
     plain_D = torch.arange(len(order_D)) // group_inputs
     return None if torch.equal(order_D, plain_D) else order_D

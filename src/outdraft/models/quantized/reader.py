@@ -22,7 +22,7 @@ _OF_WEIGHT = (
 # What belongs to activations and caches, which are not quantised here.
 _OF_OTHERS = re.compile(
     r"\.(input_scale|input_zero_point|input_global_scale|output_scale|output_zero_point"
-    r"|activation_scale|input_scale_ub|[qkv]_scale|[qkv]_zero_point)$"
+    r"|activation_scale|input_scale_ub|(kv|[qkv])_scale|[qkv]_zero_point)$"
 )
 _MARKS = {
     Storage.PACKED: "weight_packed",
