@@ -12,6 +12,7 @@
 #include "export.h"
 #include "forward.h"
 #include "growth.h"
+#include "parts.h"
 #include "unread_texts.h"
 
 namespace outdraft {
@@ -46,16 +47,17 @@ class BlockDrafting {
     const int64_t most_read = std::max(num_unread_, num_block_rows);
     const int64_t num_drafts = num_requests * task.num_levels, most = num_requests * widest;
     const int64_t most_inputs = most * (decoder.spec().hidden + spec.pair_rank) * size_of(dtype_);
-    const int64_t logits_bytes = 4 * num_drafts * num_outputs, level_bytes = 4 * most * num_outputs;
-    char* memory = decoder.draft_memory.reserve<char>(most_read * state_bytes_ +
-                                                      num_drafts * state_bytes_ + most_inputs +
-                                                      logits_bytes + 2 * level_bytes + 6 * kLine);
-    states_ = take(memory, most_read * state_bytes_);
-    drafts_ = take(memory, num_drafts * state_bytes_);
-    inputs_ = take(memory, most_inputs);
-    logits_ = reinterpret_cast<float*>(take(memory, logits_bytes));
-    level_ = reinterpret_cast<float*>(take(memory, level_bytes));
-    added_ = take(memory, level_bytes);
+    const auto place = [&](char* memory) {
+      Parts parts = {memory};
+      states_ = parts.take<char>(most_read * state_bytes_);
+      drafts_ = parts.take<char>(num_drafts * state_bytes_);
+      inputs_ = parts.take<char>(most_inputs);
+      logits_ = parts.take<float>(num_drafts * num_outputs);
+      level_ = parts.take<float>(most * num_outputs);
+      added_ = parts.take<char>(4 * most * num_outputs);
+      return parts.num_bytes;
+    };
+    place(decoder.draft_memory.reserve<char>(place(nullptr)));
   }
 
   bool run() {
@@ -71,14 +73,6 @@ class BlockDrafting {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-
-  static char* take(char*& memory, int64_t bytes) {
-    char* part = memory;
-    memory += (bytes + kLine - 1) / kLine * kLine;
-    return part;
-  }
-
   // The keys and values of what was not read of the texts.
   bool read_texts() {
     std::vector<int64_t> positions, slots;

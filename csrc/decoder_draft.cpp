@@ -11,6 +11,7 @@
 #include "export.h"
 #include "forward.h"
 #include "growth.h"
+#include "parts.h"
 #include "unread_texts.h"
 
 namespace outdraft {
@@ -30,11 +31,14 @@ class Drafting {
     for (int64_t b = 0; b < task.num_requests; ++b) num_unread_ += unread.spans[b].num_rows;
     const int64_t most = std::max(most_nodes, num_unread_);
     state_bytes_ = decoder.spec().hidden * size_of(decoder.spec().dtype);
-    char* memory = decoder.draft_memory.reserve<char>(2 * most * state_bytes_ +
-                                                      most_nodes * 4 * num_outputs + 3 * kLine);
-    states_ = take(memory, most * state_bytes_);
-    gathered_ = take(memory, most * state_bytes_);
-    logits_ = reinterpret_cast<float*>(take(memory, most_nodes * 4 * num_outputs));
+    const auto place = [&](char* memory) {
+      Parts parts = {memory};
+      states_ = parts.take<char>(most * state_bytes_);
+      gathered_ = parts.take<char>(most * state_bytes_);
+      logits_ = parts.take<float>(most_nodes * num_outputs);
+      return parts.num_bytes;
+    };
+    place(decoder.draft_memory.reserve<char>(place(nullptr)));
   }
 
   bool run() {
@@ -50,14 +54,6 @@ class Drafting {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-
-  static char* take(char*& memory, int64_t bytes) {
-    char* part = memory;
-    memory += (bytes + kLine - 1) / kLine * kLine;
-    return part;
-  }
-
   // The states behind the texts.
   bool read_texts() {
     rows_.resize(static_cast<size_t>(4 * num_unread_));

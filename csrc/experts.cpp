@@ -13,13 +13,13 @@
 #include <utility>
 
 #include "export.h"
+#include "parts.h"
 #include "vector_math.h"
 
 namespace outdraft {
 namespace {
 
 constexpr int64_t kChunkRows = 2 * kBlockRows;  // fewer than these
-constexpr int64_t kLine = 64;                   // bytes
 constexpr int64_t kMixed = 4 * kTile;           // outputs of a row that one thread adds at a time
 
 // Rows of a chunk that meet one expert: [first, first + count).
@@ -130,18 +130,6 @@ struct Mix {
   }
 };
 
-// Parts of one piece of memory; from null on it tells how much that is.
-struct Parts {
-  char* at;
-
-  template <class Number>
-  Number* take(int64_t count) {
-    auto* part = reinterpret_cast<Number*>(at);
-    at += (sizeof(Number) * count + kLine - 1) / kLine * kLine;
-    return part;
-  }
-};
-
 // Where all lies while experts multiply.
 struct Workspace {
   int64_t *starts, *pairs, *rows;  // pairs by expert: [starts[e], starts[e + 1]), and their rows
@@ -249,10 +237,10 @@ bool multiply_experts(Team* team, const ExpertWeights& experts, ConstRows x, con
   const auto place = [&](char* memory) {
     Parts parts = {memory};
     const Workspace work(parts, experts, in, between, x.dtype, num_pairs, num_rows);
-    return std::pair(work, parts.at);
+    return std::pair(work, parts.num_bytes);
   };
-  const auto num_bytes = reinterpret_cast<uintptr_t>(place(nullptr).second);
-  auto [work, end] = place(static_cast<char*>(input_block(turn.team(), num_bytes)));
+  const int64_t num_bytes = place(nullptr).second;
+  Workspace work = place(static_cast<char*>(input_block(turn.team(), num_bytes))).first;
   work.sort(routes, num_pairs, experts.num_experts);
   Chunks{turn.team(), experts, in, between, work, x, routes, y, num_rows}.run();
   return true;

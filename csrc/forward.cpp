@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "export.h"
+#include "parts.h"
 #include "sampling.h"
 #include "simd.h"
 #include "vector_math.h"
@@ -163,26 +164,6 @@ int64_t best_of(const float* x, int64_t size) {
   if (!has_nan) return argmax(x, size);
   return std::find_if(x, x + size, [](float number) { return number != number; }) - x;
 }
-
-// Gives out parts of one piece of memory. Without memory it only counts.
-struct Parts {
-  template <class Number>
-  Number* take(int64_t count) {
-    Number* part = reinterpret_cast<Number*>(memory + num_bytes);
-    num_bytes += (static_cast<int64_t>(sizeof(Number)) * count + 63) / 64 * 64;
-    return part;
-  }
-
-  template <class Number>
-  Number* copy(const Number* from, int64_t count) {
-    Number* part = take<Number>(count);
-    if (memory != nullptr) std::copy_n(from, count, part);
-    return part;
-  }
-
-  char* memory = nullptr;
-  int64_t num_bytes = 0;
-};
 
 // `Number`: float, or uint16_t for bfloat16.
 template <class Number>

@@ -23,6 +23,7 @@ class DraftNetwork:
     """Reads tokens, and says what may follow.
 
     Attributes:
+        network: what reads tokens, or tokens and states.
         lag: 0: a token's keys are kept at its own cache index. 1: a token is read together with
             the state before it, and its keys are kept at the index of that state. Then nothing can
             be kept for the newest token of a text before the next token is known.
@@ -32,6 +33,7 @@ class DraftNetwork:
     """
 
     def __init__(self, network: DraftModel | StateNetwork) -> None:
+        self.network = network
         self.lag, self.feature_size, self.taps = 0, 0, ()
         self._model: DraftModel | None = None
         self._on_states: StateNetwork | None = None
