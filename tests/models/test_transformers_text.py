@@ -9,6 +9,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from outdraft.core.errors import ConfigError
+from outdraft.models.choose import checkpoint_dtype
 from tests.models.checkpoints import save
 from tests.models.families import PICTURE, PICTURES, randomised_family
 from tests.models.test_transformers_model import Texts, loaded
@@ -39,6 +40,21 @@ def test_towers_for_pictures_take_no_memory(name: str, tmp_path: Path) -> None:
     both, text = loaded(tmp_path / "both"), loaded(tmp_path / "text")
     assert both.memory_bytes == text.memory_bytes
     assert len(list(both.parameters())) == len(list(text.parameters()))
+
+
+@pytest.mark.parametrize("said", [[3, 5], None])
+def test_texts_end_as_the_part_for_texts_says(said: list[int] | None, tmp_path: Path) -> None:
+    """If it says nothing, as its family's do."""
+    save(randomised_family("gemma-3-vl"), tmp_path)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    for part in (raw, raw["text_config"]):
+        for name in ("eos_token_id", "dtype", "torch_dtype"):
+            part.pop(name, None)
+    raw["text_config"] |= {"dtype": "bfloat16"} | ({"eos_token_id": said} if said else {})
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert loaded(tmp_path).config.eos_token_ids == (tuple(said) if said else (1,))
+    assert checkpoint_dtype(tmp_path) == "bfloat16"
 
 
 def test_an_architecture_that_is_not_of_the_family_is_refused(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def uses_transformers(path: Path, implementation: str = AUTO) -> bool:
 def checkpoint_dtype(path: Path) -> str:
     """What the checkpoint was saved in, such as "bfloat16"; "float32" if nobody tells."""
     raw = read_config(path)
-    return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+    parts = raw, raw.get("text_config") or {}  # of a family that reads pictures too
+    said = (part.get(name) for part in parts for name in ("dtype", "torch_dtype"))
+    return str(next((one for one in said if one), "float32"))
 
 
 def check_shards(path: Path, size: int, flag: str, implementation: str = AUTO) -> None:

@@ -350,6 +350,12 @@ def _shape(
     generation_path = path / "generation_config.json"
     generation = read_json(generation_path) if generation_path.is_file() else {}
     raw = read_json(path / "config.json")
+
+    def ids_of(name: str) -> tuple[int, ...]:
+        # The part for texts leaves out what is its family's default.
+        of_part = text.to_dict() if text is not config else {}
+        return read_token_ids(raw, name) or read_token_ids(of_part, name)
+
     hidden = text.hidden_size
     shapes = [LayerCacheShape(one.num_kv_heads, one.key_size, one.value_size) for one in layers]
     return TransformersShape(
@@ -363,9 +369,8 @@ def _shape(
         head_size=max(max(one.key_size, one.value_size) for one in layers),
         max_model_len=_context_len(config),
         tie_word_embeddings=bool(config.tie_word_embeddings),
-        bos_token_id=next(iter(read_token_ids(raw, "bos_token_id")), None),
-        eos_token_ids=read_token_ids(generation, "eos_token_id")
-        or read_token_ids(raw, "eos_token_id"),
+        bos_token_id=next(iter(ids_of("bos_token_id")), None),
+        eos_token_ids=read_token_ids(generation, "eos_token_id") or ids_of("eos_token_id"),
         torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
         layers=tuple(shapes),
         has_moving_frequencies=moves,
