@@ -87,22 +87,23 @@ def config_of_gguf(path: Path) -> dict[str, Any]:
     }
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) == 2}
     plain = next((kind for kind in _PLAIN if kind in kinds), "BF16")
-    config = {
+    rope = _rope(of_model)
+    config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[name]],
         **_sizes(of_model),
         "vocab_size": int(tensors[EMBEDDING].shape[1]),
         "tie_word_embeddings": HEAD not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "rope_parameters": _rope(of_model),
+        "rope_parameters": rope,
         "torch_dtype": _DTYPES[plain] if kinds <= set(_PLAIN) else "bfloat16",
         "bos_token_id": values.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _ends(values),
     }
     if FREQUENCIES in tensors:  # what Llama 3.1 divides the frequencies by
-        if "rope_type" in config["rope_parameters"]:
+        if "rope_type" in rope:
             raise ConfigError(f"{path}: rope.scaling beside {FREQUENCIES} is not supported")
         factors = [float(one) for one in tensors[FREQUENCIES].data]
-        config["rope_parameters"] = _rope(of_model) | {
+        config["rope_parameters"] = rope | {
             "rope_type": "longrope",
             "long_factor": factors,
             "short_factor": factors,
