@@ -137,8 +137,9 @@ def test_a_prediction_is_counted_and_changes_nothing(server: Server, client: ope
     assert predicted.choices[0].message.content == text
     details = predicted.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 50
+    half = text[: len(text) // 2] + " never this" * 30  # one that is wrong at once may not be tried
     wrong = client.chat.completions.create(
-        max_tokens=100, prediction={"type": "content", "content": "never this " * 30}, **asked
+        max_tokens=100, prediction={"type": "content", "content": half}, **asked
     )
     assert wrong.choices[0].message.content == text
     assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
