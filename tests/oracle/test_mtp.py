@@ -9,7 +9,8 @@ import pytest
 from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
 from tests.models.checkpoints import qwen2, randomised, save
-from tests.models.mtp_checkpoints import add_mimo_layer
+from tests.models.families import randomised_family
+from tests.models.mtp_checkpoints import add_library_layer, add_mimo_layer
 from tests.oracle.engines import (
     MIMO,
     MTP,
@@ -83,13 +84,21 @@ def test_over_two_ranks_the_ids_are_the_same(family: str, draft_size: int):
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
+@pytest.fixture(scope="module", params=["mimo", "deepseek-v3"])
+def checkpoints(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, Any]:
     folder = tmp_path_factory.mktemp("mtp")
-    target = randomised(qwen2(vocab_size=VOCAB_SIZE, num_hidden_layers=2), seed=2)
-    target.get_input_embeddings().weight.data.mul_(0.5)
+    if request.param == "mimo":
+        target = randomised(qwen2(vocab_size=VOCAB_SIZE, num_hidden_layers=2), seed=2)
+        target.get_input_embeddings().weight.data.mul_(0.5)
+        add_layer = add_mimo_layer
+    else:
+        target = randomised_family(request.param, vocab_size=VOCAB_SIZE)
+        target.set_experts_implementation("eager")  # the others do not know float64
+        add_layer = add_library_layer
     target.lm_head.weight.data.mul_(0.25)
-    path = add_mimo_layer(save(target, folder / "target"))
+    path = add_layer(save(target, folder / "target"))
     return path, path, target.double()  # so that the exact probabilities have the sum of 1
 
 
