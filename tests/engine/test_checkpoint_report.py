@@ -63,6 +63,8 @@ LIBRARYS: dict[str, tuple[str, Format | None, tuple[str, ...]]] = {
         ("gate_up_proj", "3 x bfloat16, dequantised (FP8, 8-bit floats"),
     ),
     "plain": ("phi-3", None, ("qkv_proj", "3 x float32: ")),
+    "pictures": ("gemma-3-vl", None, ("o_proj", "3 x float32: ")),
+    "pictures and windows": ("mistral-3-vl", None, ("o_proj", "3 x float32: ")),
 }
 
 

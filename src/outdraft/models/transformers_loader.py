@@ -57,7 +57,12 @@ from outdraft.models.transformers_products import keeps_codes, pack_products
 from outdraft.models.transformers_ranks import check_division, divide
 from outdraft.models.transformers_rope import fix_frequencies
 from outdraft.models.transformers_survey import check_packed, survey_attention
-from outdraft.models.transformers_text import leave_out_unreached, reached_modules, text_part
+from outdraft.models.transformers_text import (
+    leave_out_beside_the_text,
+    leave_out_unreached,
+    reached_modules,
+    text_part,
+)
 
 _logger = logging.getLogger(__name__)
 LOADING = Lock()  # meanwhile the library changes torch's default dtype, for all threads
@@ -175,7 +180,9 @@ def unread_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
         checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
     source = {"pretrained_model_name_or_path": None, "state_dict": checkpoint.unread(dtype)}
     with LOADING:
-        return _loaded(kind, source, plain_config(config), dtype, "sdpa")
+        model = _loaded(kind, source, plain_config(config), dtype, "sdpa")
+    leave_out_beside_the_text(model)
+    return model
 
 
 def read_config(path: Path) -> PretrainedConfig:

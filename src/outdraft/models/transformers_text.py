@@ -46,3 +46,24 @@ def leave_out_unreached(model: PreTrainedModel, reached: Set[nn.Module]) -> list
                 setattr(parent, name, None)
                 dropped.append(name)
     return dropped
+
+
+def leave_out_beside_the_text(model: PreTrainedModel) -> None:
+    """Drop what most likely no text reaches, as far as configurations tell; no pass is made.
+
+    These are the parts that lie beside a network of the text's kind and hold none.
+    """
+    text, head = type(model.config.get_text_config()), model.get_output_embeddings()
+    reads_text = {
+        part
+        for part in model.modules()
+        if part is head or (isinstance(part, PreTrainedModel) and type(part.config) is text)
+    }
+    for network in list(model.modules()):
+        if not isinstance(network, PreTrainedModel) or type(network.config) is text:
+            continue
+        if reads_text.isdisjoint(network.modules()):
+            continue
+        for name, part in list(network.named_children()):
+            if reads_text.isdisjoint(part.modules()):
+                setattr(network, name, None)
