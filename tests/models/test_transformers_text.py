@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.choose import checkpoint_dtype
@@ -64,3 +67,12 @@ def test_an_architecture_that_is_not_of_the_family_is_refused(tmp_path: Path) ->
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match="for gemma3 it has Gemma3ForConditionalGeneration"):
         loaded(tmp_path)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_weights_may_be_random(name: str, tmp_path: Path) -> None:
+    config = PICTURES[name]()
+    config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].__name__]
+    config.save_pretrained(tmp_path)
+    one, other = (Texts(loaded(tmp_path, has_random_weights=True)) for _ in range(2))
+    assert torch.equal(one.read()[0], other.read()[0])

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -128,7 +127,7 @@ def load_transformers_model(
     checkpoint = None
     with LOADING:
         if has_random_weights:
-            model = _random(config, path, dtype, name)
+            model = _random(kind, path, config, dtype, name)
         else:
             checkpoint = _opened(kind, path, config)
             keeps = torch.device(device).type == "cpu" and group.size == 1
@@ -328,7 +327,7 @@ def layer_shape(target: ModelShape, attention: LayerAttention) -> TransformersSh
 
 
 def _random(
-    config: PretrainedConfig, path: Path, dtype: torch.dtype, attention: str
+    kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The same small numbers every time."""
     if (quantization := read_quantization(read_json(path / "config.json"))) is not None:
@@ -338,7 +337,7 @@ def _random(
         )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        return kind._from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def _context_len(config: PretrainedConfig) -> int:
