@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import (
     BartConfig,
@@ -32,6 +32,9 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model, uses_transformers
+from outdraft.models.transformers_attention import NAME, register
+from outdraft.models.transformers_products import pack_products
+from outdraft.models.transformers_survey import check_packed
 from tests.models.checkpoints import TINY, VARIANTS, llama, randomised, save
 from tests.models.families import CONFIGS, family_model, randomise, randomised_family
 
@@ -301,3 +304,25 @@ def test_drafters_cannot_read_several_streams(tmp_path: Path) -> None:
     torch.testing.assert_close(texts.read()[0], want_2TV, atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="passes on 2 streams"):
         texts.read((1,))
+
+
+class _ReadsAWeight(nn.Module):
+    """A block that multiplies, and looks at the weight beside."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.part = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(x) * self.part.weight.mean()
+
+
+def test_code_that_reads_a_weight_that_is_packed_is_refused() -> None:
+    register()
+    model = randomised_family("llama")
+    model.set_attn_implementation(NAME)
+    model.get_submodule("model.layers.1").mlp = _ReadsAWeight(32)
+    check_packed(model, None)
+    pack_products(model, reference_kernels(in_order=True))
+    with pytest.raises(ConfigError, match="cannot run once its weights are packed"):
+        check_packed(model, None)

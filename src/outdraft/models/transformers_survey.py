@@ -63,13 +63,20 @@ def check_packed(model: PreTrainedModel, mask: Tensor | None) -> None:
     Raises:
         ConfigError: it does so.
     """
-    _pass(model, [0, 1], mask)
+    _pass(model, [0, 1], mask, "cannot run once its weights are packed")
 
 
 def _pass(
-    model: PreTrainedModel, order: list[int], mask: Tensor | None
+    model: PreTrainedModel,
+    order: list[int],
+    mask: Tensor | None,
+    failure: str = "cannot read rows at given positions",
 ) -> tuple[dict[nn.Module, LayerAttention], Tensor]:
-    """The tokens 0 and 1 at these positions: layers, and what they and the head computed [2, N]."""
+    """The tokens 0 and 1 at these positions: layers, and what they and the head computed [2, N].
+
+    Raises:
+        ConfigError: the model fails; `failure` tells what it cannot do.
+    """
     survey = Survey()
     rows_12 = torch.tensor([order], device=model.device)
     try:
@@ -80,9 +87,7 @@ def _pass(
     except (ConfigError, torch.OutOfMemoryError):
         raise
     except FAILURES as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot read rows at given positions: {error}"
-        ) from error
+        raise ConfigError(f"{type(model).__name__} {failure}: {error}") from error
     return survey.found, torch.cat([*survey.seen_2N, out.logits[0].double()], dim=1)
 
 
