@@ -26,7 +26,7 @@ from outdraft.models.experts import routed_weights
 from outdraft.models.layers.linear import linears_of, memory_bytes
 from outdraft.models.shape import ModelShape
 from outdraft.models.transformers_attention import PagedAttention, computed_by
-from outdraft.models.transformers_operations import one_torch_thread
+from outdraft.models.transformers_operations import leaves_threads, one_torch_thread
 from outdraft.models.transformers_products import FlatLinear
 
 
@@ -67,9 +67,7 @@ class TransformersModel(nn.Module):
         self.lm_head, self._embedding = head.linear, embedding
         text_config = model.config.get_text_config()
         self.routed = routed_weights(model, getattr(text_config, "num_experts_per_tok", None))
-        # Experts that the kernels do not have are torch's: they need its threads.
-        has_torch_experts = any(weight.dim() > 2 for weight in model.parameters())
-        self._leaves_threads = kernels.has_threads and not has_torch_experts
+        self._leaves_threads = leaves_threads(kernels, model)
         # Llama 4 counts the tokens before a row, and does not read its position.
         self._counts_rows = bool(getattr(text_config, "attn_temperature_tuning", False))
 

@@ -49,7 +49,7 @@ from outdraft.models.transformers_loader import (
     read_config,
 )
 from outdraft.models.transformers_model import TransformersModel
-from outdraft.models.transformers_operations import one_torch_thread
+from outdraft.models.transformers_operations import leaves_threads, one_torch_thread
 from outdraft.models.transformers_products import pack_products
 from outdraft.models.transformers_survey import FAILURES, makes_window_masks, with_windows
 
@@ -85,9 +85,7 @@ class LibraryMtp(nn.Module):
         self.layer, self.shard, self.feature_size = layer, shard, shard.hidden_size
         self.dtype, self.device, self.kernels = target.dtype, target.device, target.kernels
         self._turn = turn
-        # As in the target: experts that the kernels do not have are torch's.
-        has_torch_experts = any(weight.dim() > 2 for weight in layer.parameters())
-        self._leaves_threads = self.kernels.has_threads and not has_torch_experts
+        self._leaves_threads = leaves_threads(self.kernels, layer)
         self._module, self._form = attention[0], attention[1].form
         self._tables, self._head = tables, tables.head()
         self._embedding_VD = tables.embedding()

@@ -33,6 +33,11 @@ def catch_operations(module: nn.Module, kernels: Kernels) -> None:
     module.forward = own_forward
 
 
+def leaves_threads(kernels: Kernels, network: nn.Module) -> bool:
+    """Whether torch can do with one thread: it multiplies no experts that the kernels lack."""
+    return kernels.has_threads and not any(weight.dim() > 2 for weight in network.parameters())
+
+
 @contextmanager
 def one_torch_thread(is_wanted: bool) -> Generator[None]:
     """Inside, torch leaves the other cores to the kernels' threads, if that is wanted.
