@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.reference.arithmetic import norm, turn
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -31,7 +33,7 @@ def block_states(
     """[R, D]: of a block behind a text, whose target's streams are K times [T, S]. The newest token
     has none: it is the text's token at place T."""
     streams = torch.cat(tapped, dim=1) @ weights["fc.weight"].T
-    streams = _norm(streams, weights["hidden_norm.weight"], settings.eps)
+    streams = norm(streams, weights["hidden_norm.weight"], settings.eps)
     ids = [newest] + [settings.mask_token] * (settings.block_size - 1)
     hidden = weights["embed_tokens.weight"][torch.tensor(ids)]
     for layer in range(len(settings.windows)):
@@ -41,10 +43,10 @@ def block_states(
             if name.startswith(f"layers.{layer}.")
         }
         hidden = hidden + _attend(own, settings, layer, streams, hidden)
-        x = _norm(hidden, own["post_attention_layernorm.weight"], settings.eps)
+        x = norm(hidden, own["post_attention_layernorm.weight"], settings.eps)
         gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
         hidden = hidden + (gate / (1 + (-gate).exp()) * up) @ own["mlp.down_proj.weight"].T
-    return _norm(hidden, weights["norm.weight"], settings.eps)
+    return norm(hidden, weights["norm.weight"], settings.eps)
 
 
 def pair_logits(weights: dict[str, Tensor], token: int) -> Tensor:
@@ -64,14 +66,14 @@ def _attend(
     own: dict[str, Tensor], settings: Settings, layer: int, streams: Tensor, hidden: Tensor
 ) -> Tensor:
     num_text, num_rows = len(streams), len(hidden)
-    x = _norm(hidden, own["input_layernorm.weight"], settings.eps)
+    x = norm(hidden, own["input_layernorm.weight"], settings.eps)
     both = torch.cat([streams, x])
     heads, kv_heads, size = settings.num_heads, settings.num_kv_heads, settings.head_size
     q = (x @ own["self_attn.q_proj.weight"].T).view(num_rows, heads, size)
     k = (both @ own["self_attn.k_proj.weight"].T).view(len(both), kv_heads, size)
     v = (both @ own["self_attn.v_proj.weight"].T).view(len(both), kv_heads, size)
-    q = _norm(q, own["self_attn.q_norm.weight"], settings.eps)
-    k = _norm(k, own["self_attn.k_norm.weight"], settings.eps)
+    q = norm(q, own["self_attn.q_norm.weight"], settings.eps)
+    k = norm(k, own["self_attn.k_norm.weight"], settings.eps)
     out = torch.zeros(num_rows, heads * size, dtype=hidden.dtype)
     for row in range(num_rows):
         for head in range(heads):
@@ -80,9 +82,9 @@ def _attend(
                 for place in range(len(both))
                 if _sees(settings, layer, num_text + row, place, num_text)
             ]
-            turned = _turn(q[row, head], num_text + row, settings.theta)
+            turned = turn(q[row, head], num_text + row, settings.theta)
             kv = head * kv_heads // heads
-            scores = [turned @ _turn(k[place, kv], place, settings.theta) for place in seen]
+            scores = [turned @ turn(k[place, kv], place, settings.theta) for place in seen]
             shares = (torch.stack(scores) * size**-0.5).softmax(0)
             values = torch.stack([v[place, kv] for place in seen])
             out[row, head * size : (head + 1) * size] = shares @ values
@@ -94,16 +96,3 @@ def _sees(settings: Settings, layer: int, position: int, place: int, num_text: i
     if window is not None and abs(position - place) >= window:
         return False
     return place < num_text or place <= position or not settings.is_causal[layer]
-
-
-def _turn(vector: Tensor, position: int, theta: float) -> Tensor:
-    half = len(vector) // 2
-    exponents = torch.arange(half, dtype=torch.float32) / half
-    angles = position * (1.0 / theta**exponents).to(vector.dtype)
-    low, high = vector[:half], vector[half:]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([low * cos - high * sin, high * cos + low * sin])
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight

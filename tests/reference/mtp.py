@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.reference.arithmetic import norm, turn
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -27,15 +29,15 @@ def mimo_states(
     at positions 0, 1, ... The names are without `model.mtp_layers.0.`."""
     embedded = embedding[ids].clone()
     embedded[0] = 0
-    states = _norm(inputs, own["hidden_layernorm.weight"], settings.eps)
-    tokens = _norm(embedded, own["token_layernorm.weight"], settings.eps)
+    states = norm(inputs, own["hidden_layernorm.weight"], settings.eps)
+    tokens = norm(embedded, own["token_layernorm.weight"], settings.eps)
     hidden = torch.cat([states, tokens], dim=1) @ own["input_proj.weight"].T
-    x = _norm(hidden, own["input_layernorm.weight"], settings.eps)
+    x = norm(hidden, own["input_layernorm.weight"], settings.eps)
     hidden = hidden + _attend(own, settings, x)
-    x = _norm(hidden, own["post_attention_layernorm.weight"], settings.eps)
+    x = norm(hidden, own["post_attention_layernorm.weight"], settings.eps)
     gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
     hidden = hidden + (gate / (1 + (-gate).exp()) * up) @ own["mlp.down_proj.weight"].T
-    return _norm(hidden, own["final_layernorm.weight"], settings.eps)
+    return norm(hidden, own["final_layernorm.weight"], settings.eps)
 
 
 def deepseek_states(
@@ -48,10 +50,10 @@ def deepseek_states(
 ) -> Tensor:
     """The same in the layout of DeepSeek-V3 and GLM-4.5; `layer` is the decoder layer inside. The
     names are without `model.layers.L.`."""
-    tokens = _norm(embedding[ids], own["enorm.weight"], eps)
-    states = _norm(inputs, own["hnorm.weight"], eps)
+    tokens = norm(embedding[ids], own["enorm.weight"], eps)
+    states = norm(inputs, own["hnorm.weight"], eps)
     hidden = layer(torch.cat([tokens, states], dim=1) @ own["eh_proj.weight"].T)
-    return _norm(hidden, own["shared_head.norm.weight"], eps)
+    return norm(hidden, own["shared_head.norm.weight"], eps)
 
 
 def _attend(own: dict[str, Tensor], settings: Settings, x: Tensor) -> Tensor:
@@ -66,23 +68,10 @@ def _attend(own: dict[str, Tensor], settings: Settings, x: Tensor) -> Tensor:
     for row in range(num_rows):
         for head in range(settings.num_heads):
             kv = head * settings.num_kv_heads // settings.num_heads
-            turned = _turn(q[row, head], row, settings.theta)
+            turned = turn(q[row, head], row, settings.theta)
             scores = [
-                turned @ _turn(k[place, kv], place, settings.theta) for place in range(row + 1)
+                turned @ turn(k[place, kv], place, settings.theta) for place in range(row + 1)
             ]
             shares = (torch.stack(scores) * size**-0.5).softmax(0)
             out[row, head] = shares @ v[: row + 1, kv]
     return out.flatten(1) @ own["self_attn.o_proj.weight"].T
-
-
-def _turn(vector: Tensor, position: int, theta: float) -> Tensor:
-    half = len(vector) // 2
-    exponents = torch.arange(half, dtype=torch.float32) / half
-    angles = position * (1.0 / theta**exponents).to(vector.dtype)
-    low, high = vector[:half], vector[half:]
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat([low * cos - high * sin, high * cos + low * sin])
-
-
-def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
