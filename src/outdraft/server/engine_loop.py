@@ -8,6 +8,7 @@ when it is ready, and later ones pass it.
 """
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -60,6 +61,8 @@ class EngineLoop:
         self._compiler = ThreadPoolExecutor(1, "outdraft-grammar")
         self._preparing: deque[tuple[Add, Future[None]]] = deque()  # compiled in this order
         self._wake_address = f"inproc://wake-{id(self)}"
+        self._waking = threading.Lock()
+        self._has_ended = False  # who would wake the loop then must not touch its context any more
         self._steps: list[StepStats] = []
         self._has_news = False  # of statistics
         self._told_s = 0.0
@@ -79,6 +82,8 @@ class EngineLoop:
                 self._send([Failed("ranks", str(error))])
                 return False
             finally:
+                with self._waking:
+                    self._has_ended = True
                 if self._trace is not None:
                     self._trace.close()
                 self._compiler.shutdown(cancel_futures=True)  # one compilation at most, of seconds
@@ -188,10 +193,13 @@ class EngineLoop:
 
     def _wake(self) -> None:
         """In another thread: a loop that waits for commands is woken."""
-        with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
-            wake.linger = 0
-            wake.connect(self._wake_address)
-            wake.send(b"")
+        with self._waking:
+            if self._has_ended:
+                return
+            with self._commands.context.socket(zmq.PUSH) as wake:  # a socket belongs to one thread
+                wake.linger = 0
+                wake.connect(self._wake_address)
+                wake.send(b"")
 
     def _add_prepared(self) -> None:
         while self._preparing and self._preparing[0][1].done():

@@ -278,6 +278,24 @@ def test_an_idle_loop_that_loses_a_rank_says_which_and_ends(sockets: Sockets):
     assert reports == [Failed("ranks", "rank 1 of 2: its process was ended by SIGKILL")]
 
 
+def test_a_rank_that_ends_after_the_loop_does_not_touch_the_loops_sockets():
+    deaths: list[Callable[[], None]] = []
+    core = engine()
+    core.ranks = LostRanks()
+    core.ranks.watch = deaths.append
+    with zmq.Context() as context:
+        push, commands = context.socket(zmq.PUSH), context.socket(zmq.PULL)
+        reports = context.socket(zmq.PUSH)
+        with push, commands, reports:
+            push.bind("inproc://commands")
+            commands.connect("inproc://commands")
+            push.send(msgspec.msgpack.encode(Stop()))
+            assert EngineLoop(core, commands, reports).run()
+    assert context.closed
+    (on_death,) = deaths
+    on_death()
+
+
 def test_the_loop_ends_with_the_first_step_that_loses_a_rank(sockets: Sockets):
     core = engine()
 
