@@ -37,7 +37,7 @@ constexpr int64_t kFetchingCalls = 8;  // that fetch a part of the next tile eac
 #if defined(__AVX512F__)
 constexpr int kVectors = 2, kMaxRows = 12;
 #elif defined(__AVX2__)
-constexpr int kVectors = 2, kMaxRows = 5;
+constexpr int kVectors = 2, kMaxRows = 6;
 #else
 constexpr int kVectors = 4, kMaxRows = 5;
 #endif
