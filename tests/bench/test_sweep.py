@@ -14,6 +14,7 @@ from outdraft.bench.sweep import (
     SweepPlan,
     level_report,
     median_interval,
+    split_half_ratio,
     sweep,
 )
 from outdraft.bench.synthetic import SyntheticVerifier
@@ -88,6 +89,28 @@ def test_the_best_of_the_others_is_what_choosing_is_measured_by():
     assert report["ratio_to_best"]["median"] == 1.0
     assert report["ratio_to_plain"]["median"] == 1.9
     assert report["is_narrow"] is False
+
+
+def test_halves_of_the_rounds_do_not_overstate_the_best_of_many_equals():
+    generator = torch.Generator().manual_seed(0)
+    names = [PLAIN, "1", "2", "3", "5", "7", CHOSEN]
+    plan = SweepPlan(levels=(1,))
+    best, halves = list[float](), list[float]()
+    for _ in range(40):
+        drawn = torch.randn(len(names), 12, generator=generator).mul(0.1).exp()
+        rates = dict(zip(names, drawn.tolist(), strict=True))
+        stats = {name: StatsTotal() for name in names}
+        report = level_report(LevelResult(1, rates, stats), plan)
+        best.append(report["ratio_to_best"]["median"])
+        halves.append(report["split_half_ratio"])
+    assert sum(best) / len(best) < 0.98
+    assert sum(halves) / len(halves) == pytest.approx(1.0, abs=0.015)
+
+
+def test_halves_find_a_best_that_is_plain_to_see_and_need_two_rounds():
+    rates = {PLAIN: [10.0] * 5, "3": [20.0] * 5, CHOSEN: [18.0] * 5}
+    assert split_half_ratio(rates) == pytest.approx(0.9)
+    assert split_half_ratio({name: one[:1] for name, one in rates.items()}) is None
 
 
 @pytest.fixture(scope="module")

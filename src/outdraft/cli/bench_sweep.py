@@ -143,7 +143,8 @@ def line(level: dict[str, Any]) -> str:
     ratio = level["ratio_to_best"]
     return (
         f"{level['concurrency']:>3} at once: {ratio['median']:.3f} times {level['best']} "
-        f"({ratio['low']:.3f} to {ratio['high']:.3f}), {level['num_rounds']} rounds"
+        f"({ratio['low']:.3f} to {ratio['high']:.3f}), {_split_half(level)} by halves, "
+        f"{level['num_rounds']} rounds"
     )
 
 
@@ -154,7 +155,14 @@ def show(result: dict[str, Any]) -> None:
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
     table = Table()
-    for heading in ("at once", *levels[0]["variants"], "drafts\na step", "best", "auto / best"):
+    for heading in (
+        "at once",
+        *levels[0]["variants"],
+        "drafts\na step",
+        "best",
+        "auto / best",
+        "by halves",
+    ):
         table.add_column(heading, justify="right")
     for level in levels:
         ratio = level["ratio_to_best"]
@@ -164,8 +172,10 @@ def show(result: dict[str, Any]) -> None:
             f"{level['variants']['auto']['draft_tokens_per_step']:.2f}",
             level["best"],
             f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})",
+            _split_half(level),
         )
     console.print(table)
+    console.print("By halves: one half of the rounds names the best, the other measures it.")
     for note in result["notes"]:
         console.print(f"note: {note}", style="dim")
     slow = [str(one["concurrency"]) for one in levels if one["ratio_to_best"]["median"] < 1 - SLACK]
@@ -173,6 +183,12 @@ def show(result: dict[str, Any]) -> None:
         console.print(f"[bold red]More than {SLACK:.0%} below the best at {', '.join(slow)}.[/]")
     else:
         console.print(f"At no level more than {SLACK:.0%} below the best of the others.")
+
+
+def _split_half(level: dict[str, Any]) -> str:
+    """As a number; "-": too few rounds."""
+    ratio = level["split_half_ratio"]
+    return "-" if ratio is None else f"{ratio:.3f}"
 
 
 def _speculation(model: str | None, engine: EngineOptions) -> dict[str, Any]:
