@@ -12,9 +12,11 @@ def load(spec: Spec):
     scheduler.max_num_seqs = spec.max_requests
     scheduler.cache_size = 2  # GB
     scheduler.enable_prefix_caching = False
+    # It refuses what the processor has no instructions for.
+    precision = "bf16" if "BF16" in capabilities() else "f32"
     properties = {
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
         "INFERENCE_NUM_THREADS": spec.threads,
         **spec.options,
     }
@@ -52,6 +54,11 @@ def load(spec: Spec):
     limits = ("max_num_batched_tokens", "max_num_seqs", "cache_size", "enable_prefix_caching")
     kept = {name: getattr(scheduler, name) for name in limits}
     return run, kept | {name: str(value) for name, value in properties.items()}
+
+
+def capabilities() -> list[str]:
+    """Of the processor, in OpenVINO's words."""
+    return ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 if __name__ == "__main__":
