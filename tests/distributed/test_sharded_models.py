@@ -19,6 +19,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.linear import quantized
 from outdraft.models import loader
+from outdraft.models.choose import load_language_model
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.loader import load_model, random_model
@@ -31,6 +32,7 @@ from tests.models.checkpoints import (
     randomised,
     save,
 )
+from tests.models.families import randomised_family
 from tests.ranks import on_ranks
 from tests.rounding import MODEL_ROUNDING
 
@@ -164,6 +166,27 @@ def test_the_best_token_of_all_ranks_is_that_of_one(size: int):
     for got_R, is_finite in on_ranks(size, 1, best):
         assert torch.equal(got_R, want_R)
         assert torch.equal(is_finite, is_finite_R)
+
+
+def test_no_token_is_behind_a_vocabulary_whose_logits_are_capped(tmp_path: Path):
+    """The cap is so low that logits are equal but for their signs."""
+    model = randomised_family("gemma-2", final_logit_softcapping=1e-3)
+    model.save_pretrained(tmp_path)
+    kernels = choose_kernels("reference", CPU, torch.float64)
+    hidden_RD = torch.randn(30, TINY["hidden_size"], generator=torch.Generator().manual_seed(3))
+    hidden_RD = hidden_RD.double() * 1e3
+
+    def capped(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        part = load_language_model(tmp_path, torch.float64, CPU, kernels, group=ranks.target)
+        return part.logits(hidden_RD), part.checked_best_tokens(hidden_RD)[0]
+
+    want_RV, want_R = capped(Ranks())
+    assert (want_RV.abs() <= 1e-3).all()
+
+    found = on_ranks(2, 1, capped)
+
+    assert torch.equal(joined([logits for logits, _ in found]), want_RV)
+    assert all(torch.equal(best_R, want_R) for _, best_R in found)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -114,7 +114,11 @@ class TransformersModel(nn.Module):
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """As CausalLM."""
         logits_RV = self._head(inputs_embeds=hidden_RD[None]).logits[0]
-        return logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+        logits_RV = logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32))
+        if self.group.size == 1:
+            return logits_RV
+        # A cap has made numbers of what a rank pads its logits with.
+        return self.vocabulary.padded(logits_RV[:, : self.vocabulary.num_own])
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """As CausalLM."""
