@@ -57,7 +57,7 @@ def load(spec: Spec):
 
 
 def capabilities() -> list[str]:
-    """Of the processor, in OpenVINO's words."""
+    """What the processor has instructions for, in OpenVINO's words."""
     return ov.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
