@@ -1,7 +1,7 @@
 """Structured outputs by other people's clients: LangChain, and each mode of instructor.
 
 Not a test of the suite: these clients bring dozens of packages. Install `openai`, `instructor` and
-`langchain-openai` somewhere, start a server, and say where it is:
+`langchain-openai` somewhere, start a server whose model has a chat template, and say where it is:
 
     python tests/clients/structured_clients.py http://127.0.0.1:8000/v1
 
@@ -87,15 +87,15 @@ def calls(url: str) -> dict[str, Callable[..., Any]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
-    parser.add_argument("--model", default="outdraft")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
+    model = openai.OpenAI(base_url=options.url, api_key="none").models.list().data[0].id
     num_failed = 0
     for name, call in calls(options.url).items():
         for schema in (Bounded, Unbounded):
             for temperature in (0.0, 0.7, 1.0):
                 try:
-                    answer = call(schema, options.model, temperature)
+                    answer = call(schema, model, temperature)
                     is_valid, told = isinstance(answer, schema), repr(answer)
                 except Exception as error:  # each client has its own
                     is_valid, told = False, f"{type(error).__name__}: {error}"
