@@ -21,7 +21,7 @@ from outdraft.control.facts import (
 )
 from outdraft.control.lessons import LONGEST, SHORTEST
 from outdraft.control.looks import SLEEPY
-from outdraft.control.standing import MAX_STEPS
+from outdraft.control.standing import MAX_STEPS, Standing
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -139,7 +139,8 @@ def test_catching_up_is_priced_by_the_tokens_that_are_left():
     assert controller.decide(StepFacts((late,))).grants == ()
     decision = controller.decide(StepFacts((early,)))
     assert decision.grants
-    assert decision.draft_s > 5.0  # it is part of this step all the same
+    assert decision.draft_s > decision.catch_up_s > 4.9  # part of this step all the same
+    assert decision.held_step_s == pytest.approx(decision.step_s - decision.catch_up_s)
 
 
 def test_a_tree_is_drafted_where_rows_are_free_and_a_chain_where_they_are_dear():
@@ -293,6 +294,15 @@ def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
         if decision.reason is Reason.PATIENCE:
             return
     raise AssertionError("nobody noticed")
+
+
+def test_a_held_step_counts_as_twice_its_prediction_at_most_without_catching_up():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    decision = drafting_dear(controller, facts)
+    held = Standing(replace(decision, draft_s=decision.draft_s + 9, catch_up_s=9), 1, False)
+    held.passed = [(6, decision.step_s, ()), (6, 100.0, ())]
+    assert held.take_passed().seconds == pytest.approx(3 * decision.step_s)
 
 
 @pytest.mark.parametrize("ends", [False, True])

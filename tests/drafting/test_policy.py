@@ -383,6 +383,23 @@ def test_a_held_step_that_drafts_has_the_choices_of_its_decision_and_tells_its_s
     assert control.plain_times == []
 
 
+def test_only_the_step_that_was_decided_is_told_to_catch_up():
+    grant = Grant("a", "draft_model", 4, 4, 2)
+    decided = Decision((grant,), 0, 99, Reason.GAIN, 7, 2, 1, 2, 5, 0.5, (), 6)
+    control = Scripted()
+    control.decide = lambda facts: decided
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    predicted = list[float]()
+    for _ in range(3):
+        ours.choose([one], 1, ROOM)
+        assert ours.decided is not None
+        assert ours.decided.prediction is not None
+        predicted.append(ours.decided.prediction.draft_s)
+        control.is_held, control.standing = True, decided
+    assert predicted == [7, 1, 1]
+
+
 def test_only_steps_that_are_learned_from_tell_margins_and_compare_settled_tokens():
     control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
     ours = policy(drafter_max_len=100, control=control)

@@ -166,6 +166,8 @@ class Decision:
         plain_s: predicted time of the step without drafts.
         tokens: predicted number of tokens, those of plain decoding included.
         gain: predicted tokens a second against plain decoding, minus 1, prompts left aside.
+        catch_up_s: the part of draft_s in which networks read the tokens that they lag behind: if
+            the decision holds for several steps, the first one alone takes it.
     """
 
     grants: tuple[Grant, ...]
@@ -179,10 +181,16 @@ class Decision:
     tokens: float
     gain: float
     shadows: tuple[str, ...] = ()
+    catch_up_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         return self.draft_s + self.target_s + self.host_s
+
+    @property
+    def held_step_s(self) -> float:
+        """The same of the steps behind the first, if the decision holds for several."""
+        return self.step_s - self.catch_up_s
 
 
 @dataclass(frozen=True, slots=True)

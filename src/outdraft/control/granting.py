@@ -42,7 +42,7 @@ def decision_of(
     lag, network = _lag(facts, picks)
     beside_s = costs.beside_s(network) if network else 0.0
     draft_s = plan.draft_s - outlook.drafting_s - beside_s
-    draft_s += costs.catch_up_s(network, lag) if lag else 0.0
+    catch_up_s = costs.catch_up_s(network, lag) if lag else 0.0
     tokens = outlook.num_requests + plan.tokens
     has_room = len(picks) * max(pick.levels for pick in picks) <= facts.max_rows
     grants = tuple(
@@ -60,13 +60,14 @@ def decision_of(
         plan.price,
         min(rows, facts.max_rows, free),
         reason,
-        draft_s,
+        draft_s + catch_up_s,
         plan.target_s + beside_s,
         outlook.host_s + outlook.drafting_s,
         outlook.plain_s,
         tokens,
         outlook.gain(tokens, outlook.step_s(plan)),
         _shadows(facts, served, turn),
+        catch_up_s,
     )
 
 

@@ -17,15 +17,18 @@ def standing(decision: Decision | None) -> StepDecision | None:
     return None if decision is None else _STANDING[decision.reason]
 
 
-def explained(decision: Decision) -> StepDecision:
-    """Tells of a decided step. A policy of fixed lengths predicts nothing and has no price."""
+def explained(decision: Decision, *, is_held: bool = False) -> StepDecision:
+    """Tells of a decided step. A policy of fixed lengths predicts nothing and has no price.
+
+    is_held: the decision was made for an earlier step.
+    """
     if decision.plain_s == 0:
         return _STANDING[decision.reason]
     return StepDecision(
         _WORDS[decision.reason],
         decision.price if decision.grants else None,
         Prediction(
-            decision.draft_s,
+            decision.draft_s - (decision.catch_up_s if is_held else 0.0),
             decision.target_s,
             decision.host_s,
             decision.plain_s,

@@ -123,11 +123,13 @@ class _Translated:
     """What a decision means for the engine.
 
     Attributes:
+        told: of the step that was decided; told_held: of the steps that the decision holds for.
         choices: by request; with margins that are told, and without.
     """
 
     decision: Decision
     told: StepDecision
+    told_held: StepDecision
     choices: dict[bool, dict[str, DraftChoice]] = field(
         default_factory=dict[bool, dict[str, DraftChoice]]
     )
@@ -431,7 +433,7 @@ class DraftPolicy:
         """A decision that holds for several steps is translated once, and once for its lesson."""
         newest = self._newest
         if newest is None or newest.decision is not decision or drafts:
-            newest = _Translated(decision, explained(decision))
+            newest = _Translated(decision, explained(decision), explained(decision, is_held=True))
             self._newest = None if drafts else newest
         margins = self.control.wants_margins
         choices = newest.choices.get(margins)
@@ -442,7 +444,7 @@ class DraftPolicy:
                 )
                 for grant in decision.grants
             }
-        return newest.told, choices
+        return newest.told_held if self._is_held else newest.told, choices
 
     def _choice(
         self, grant: Grant, decision: Decision, drafts: Drafts, *, margins: bool
