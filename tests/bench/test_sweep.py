@@ -2,18 +2,22 @@
 
 import gc
 import json
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
+from outdraft.bench import sweep as sweep_module
 from outdraft.bench.in_process import Generation
 from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import (
     CHOSEN,
     LevelResult,
     SweepPlan,
+    level_engines,
     level_report,
     median_interval,
+    run_round,
     split_half_ratio,
     sweep,
 )
@@ -140,13 +144,34 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
     assert [result.concurrency for result in results] == [1, 3]
     assert [result.num_rounds for result in results] == [2, 2]
     assert len(runs) == 2 * 3 * (1 + 2)
-    first, second = runs[3:6], runs[6:9]
-    assert sorted(first) == sorted(second) == sorted(configs)
-    assert first != second
+    assert sorted(runs[3:6]) == sorted(runs[6:9]) == sorted(configs)
     for level in plan.levels:
         assert seen[level, PLAIN][1] == 0
         assert seen[level, "2"][1] > 0
     assert seen[1, PLAIN][0] == 2 * plan.num_requests(1) * 9
+
+
+def test_variants_take_turns_within_a_round_and_another_one_is_first_in_the_next(
+    configs, monkeypatch
+):
+    monkeypatch.setattr(sweep_module, "TURN_S", 1e-9)  # a turn is a step
+    plan = SweepPlan(levels=(2,))
+    engines = level_engines(configs, share_target(configs), plan, [2])[0]
+    result, part = next(plan.parts(requests(plan), list(configs)))
+    turns: list[str] = []
+    for name, total in result.stats.items():
+        log = create_autospec(total, instance=True)
+        log.add.side_effect = lambda step, name=name: turns.append(name)
+        result.stats[name] = log
+    names, firsts = list(configs), []
+    for number in range(4):
+        turns.clear()
+        run_round(engines, part, result, Generation(ignore_eos=True), number)
+        firsts.append(turns[0])
+        for start in range(0, 9, 3):  # while all of them run
+            assert sorted(turns[start : start + 3]) == sorted(names)
+    assert firsts == [*names, names[0]]
+    assert all(len(rates) == 4 for rates in result.rates.values())
 
 
 def test_the_engines_of_a_level_are_gone_before_the_next_ones_are_built(configs):

@@ -1,12 +1,14 @@
 """Speculation that chooses its lengths against plain decoding and fixed lengths, by concurrency.
 
-At each level all variants complete the same prompts, which no other level saw, in turn and round by
-round, so that a machine whose speed drifts treats them alike. What counts is the time in which
-exactly so many requests run: a round ends when there is none left to begin.
+At each level all variants complete the same prompts, which no other level saw, a tenth of a second
+in turn, so that a machine whose speed drifts treats them alike. What counts is the time in which
+exactly so many requests run: a variant's part of a round ends when there is none left to begin.
 """
 
+import math
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -29,6 +31,7 @@ CHOSEN = "auto"  # the variant that chooses
 REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap, percentiles
 SPLITS = 200  # of the rounds into halves
+TURN_S = 0.1  # that a variant runs before the others do
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +191,8 @@ def warm_up_level(
 ) -> None:
     """Every engine completes the first half of the level's requests."""
     for name, engine in engines.items():
-        _run(engine, part[: len(part) // 2], level, generation)
+        with closing(_Run(engine, part[: len(part) // 2], level, generation)) as run:
+            run.advance(math.inf)
         on_run(name)
 
 
@@ -200,16 +204,29 @@ def run_round(
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each variant once; everybody is first in turn, so nobody always runs behind the same one."""
-    names = list(engines)
-    start = number % len(names)
-    level = result.concurrency
-    for name in names[start:] + names[:start]:
-        engine = engines[name]
-        engine.on_step = result.stats[name].add
-        result.rates[name].append(_run(engine, part[len(part) // 2 :], level, generation))
-        engine.on_step = None
-        on_run(name)
+    """Each variant completes the second half of the requests, and all of them take turns.
+
+    number: of the round; everybody is first in turn, so nobody always runs behind the same one.
+    """
+    requests, level = part[len(part) // 2 :], result.concurrency
+    with ExitStack() as stack:
+        runs: dict[str, _Run] = {}
+        for name, engine in engines.items():
+            engine.on_step = result.stats[name].add
+            stack.callback(setattr, engine, "on_step", None)
+            run = _Run(engine, requests, level, generation)
+            runs[name] = stack.enter_context(closing(run))
+        turns = deque(runs)
+        turns.rotate(-number)
+        while turns:
+            name = turns.popleft()
+            runs[name].advance(TURN_S)
+            if runs[name].is_over:
+                on_run(name)
+            else:
+                turns.append(name)
+        for name, run in runs.items():
+            result.rates[name].append(run.rate)
 
 
 def level_report(result: LevelResult, plan: SweepPlan) -> dict[str, Any]:
@@ -252,18 +269,40 @@ def _is_enough(result: LevelResult, plan: SweepPlan) -> bool:
     return result.num_rounds >= plan.max_rounds or _is_narrow(result.ratios(result.best), plan)
 
 
-def _run(
-    engine: Engine, requests: Sequence[BenchRequest], level: int, generation: Generation
-) -> float:
-    """Tokens a second while `level` requests run; the rest of the last ones is not generated."""
-    queue: list[Queued] = [
-        (str(number), request.prompt, generation.params(request), 0)
-        for number, request in enumerate(requests)
-    ]
-    num_left, before = len(queue), engine.stats.num_emitted
-    started_s = perf_counter()
-    with closing(Assembler(engine).run(queue)) as steps:
-        while num_left >= level:
-            num_left -= sum(checked(output).finished for output in next(steps))
-        elapsed_s = perf_counter() - started_s
-    return (engine.stats.num_emitted - before) / elapsed_s
+class _Run:
+    """Requests that an engine completes, bit by bit, until there is none left to begin."""
+
+    def __init__(
+        self, engine: Engine, requests: Sequence[BenchRequest], level: int, generation: Generation
+    ) -> None:
+        """`level`: how many of them run at once."""
+        queue: list[Queued] = [
+            (str(number), request.prompt, generation.params(request), 0)
+            for number, request in enumerate(requests)
+        ]
+        self._engine, self._level, self._num_left = engine, level, len(queue)
+        self._steps = Assembler(engine).run(queue)
+        self._before = engine.stats.num_emitted
+        self._elapsed_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self._num_left < self._level
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second while `level` requests ran."""
+        return (self._engine.stats.num_emitted - self._before) / self._elapsed_s
+
+    def advance(self, seconds: float) -> None:
+        """Take steps for so long, or until it is over."""
+        started_s = perf_counter()
+        passed_s = 0.0
+        while not self.is_over and passed_s < seconds:
+            self._num_left -= sum(checked(output).finished for output in next(self._steps))
+            passed_s = perf_counter() - started_s
+        self._elapsed_s += passed_s
+
+    def close(self) -> None:
+        """The rest of the last requests is not generated."""
+        self._steps.close()
