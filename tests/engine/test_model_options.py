@@ -11,6 +11,7 @@ import torch
 from outdraft import LLM, SamplingParams
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.engine import loading
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.loading import choose_dtype
 from outdraft.models.loader import resolve_model_path
@@ -84,6 +85,32 @@ def test_a_network_cannot_draft_for_dummy_weights():
     network = {"method": "draft_model", "model": str(pair().drafter)}
     with pytest.raises(ConfigError, match="load_format 'dummy'"):
         LLM(str(pair().target), load_format="dummy", speculative_config=network, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"generation_config": "/nowhere"}, "generation_config must be"),
+        ({"tokenizer": "/nowhere"}, "no such directory"),
+        ({"speculative_config": {"method": "draft_model", "model": "/nowhere"}}, "no such dir"),
+        ({"speculative_config": {"method": "eagle3", "model": "/nowhere"}}, "no such dir"),
+        (
+            {"speculative_config": {"method": "eagle3", "model": "/x"}, "load_format": "dummy"},
+            "load_format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_is_missing_is_found_before_weights_are_read(monkeypatch, options, message, size):
+    def must_not_load(*args, **kwargs):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(loading, "load_language_model", must_not_load)
+    config = EngineConfig.from_options(
+        model=str(pair().target), device="cpu", tensor_parallel_size=size, **options
+    )
+    with pytest.raises(ConfigError, match=message):
+        loading.load_models(config)
 
 
 def test_a_revision_of_a_directory_is_refused():

@@ -15,6 +15,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ONE_RANK, Ranks
 from outdraft.engine.drafters import LoadedDrafter, load_drafter
+from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.self_speculation import load_self
 from outdraft.engine.tokenizer import load_tokenizer
 from outdraft.kernels.choose import AUTO, automatic_dtype, check_option, choose_kernels, has_library
@@ -77,8 +78,7 @@ def load_models(
     if not has_library():
         _logger.warning(NO_LIBRARY)
     device = device or choose_device(config.device)
-    is_dummy = config.load_format == "dummy"
-    path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
+    path = _find_files(config)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
     kept = WeightFormat(config.quantization) if config.quantization else None
@@ -91,20 +91,34 @@ def load_models(
         max_model_len=config.max_model_len,
         quantization=kept,
         group=ranks.target,
-        has_random_weights=is_dummy,
+        has_random_weights=config.load_format == "dummy",
     )
     drafter = None
     if (network := config.speculation.network) is not None:
         if network.source is DraftSource.SELF:
             drafter = load_self(config, network, path, target)
-        elif is_dummy:
-            raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
         else:
             drafter = load_drafter(network, path, target, kernels, ranks.draft)
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
     return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
+
+
+def _find_files(config: EngineConfig) -> Path:
+    """The target's directory. What else is missing is found here, too: before weights are read."""
+    is_dummy = config.load_format == "dummy"
+    path = resolve_model_path(config.model, config.revision, with_weights=not is_dummy)
+    default_sampling(config, path)
+    tokenizer_path(config, path)
+    network = config.speculation.network
+    if network is None or network.source is DraftSource.SELF:
+        return path
+    if is_dummy:
+        raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
+    if network.source not in OWN_SOURCES:
+        resolve_model_path(network.model)
+    return path
 
 
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:
@@ -121,11 +135,7 @@ def _load_on_ranks(config: EngineConfig) -> LoadedModels:
             f"GPUs, got {size}"
         )
     check_division(config)
-    # What is missing or must be downloaded is so once, not on every rank.
-    resolve_model_path(config.model, config.revision, with_weights=config.load_format != "dummy")
-    network = config.speculation.network
-    if network is not None and network.source not in OWN_SOURCES:
-        resolve_model_path(network.model)
+    _find_files(config)  # what must be downloaded is so once, not on every rank
     hosts: RankHosts
     if on_cluster:
         hosts = on_ray = _hosts_of_ray(size, device)
