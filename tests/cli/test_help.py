@@ -68,6 +68,14 @@ def test_an_unknown_flag_is_one_line_that_names_the_closest(command, arguments, 
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("arguments", [["generate", "--model", "m"], ["serve", "--model=m"]])
+def test_who_gives_the_model_by_a_flag_is_told_that_it_has_none(command, arguments):
+    result = command.invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "unknown flag --model: model is given without a flag's name" in result.stderr
+    assert "did you mean" not in result.stderr
+
+
 def test_a_flag_that_is_like_no_other_points_to_help(command):
     result = command.invoke(app, ["generate", "--quux"])
     assert result.exit_code == 2

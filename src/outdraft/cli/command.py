@@ -74,6 +74,10 @@ class Command(TyperCommand):
             if name is None or not hasattr(error, "possibilities"):
                 raise
             hint = f"did you mean {close[0]}? " if close else ""
+            # Other engines have flags for what is an argument here.
+            arguments = [one for one in self.params if one.param_type_name == "argument"]
+            if name.lstrip("-") in {one.name for one in arguments}:
+                hint = f"{name.lstrip('-')} is given without a flag's name. "
             raise ConfigError(
                 f"unknown flag {name}: {hint}`{ctx.command_path} --help` lists all"
             ) from None

@@ -104,7 +104,8 @@ class DemoView:
         self._console.print(table)
         self._console.print(
             "acceptance: accepted per drafted token; length: tokens a step that verified drafts, "
-            "the target's own one included.",
+            "the target's own one included. Each method drafts in every step here; where nothing "
+            "else is asked, outdraft drafts only what pays.",
             style="dim",
         )
         self._console.print(_sources(tallies, self._sources))
