@@ -2,10 +2,11 @@
 
 Most faults need one value, or two together. A pairwise cover is a part of all combinations in which
 every two values that occur together in any of them still do. The other combinations are marked
-`full` and run with `make test-full`.
+`full` and run with `make test-full`. So are cases of a slow test that differ from a chosen one in
+little.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -34,6 +35,23 @@ def rows(
             marks=() if index in chosen else pytest.mark.full,
         )
         for index, row in enumerate(every)
+    ]
+
+
+def some(every: Iterable[Hashable], chosen: Collection[Hashable]) -> list[Any]:
+    """pytest's parameters for `every` value or tuple; those that are not chosen have the marker.
+
+    Raises:
+        AssertionError: a chosen one is none of them.
+    """
+    values = list(every)
+    assert set(chosen) <= set(values), set(chosen) - set(values)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in chosen else pytest.mark.full,
+        )
+        for value in values
     ]
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.pairwise import cover, rows
+from tests.pairwise import cover, rows, some
 
 
 def pairs(table: list[tuple[Any, ...]]) -> set[tuple[int, Any, int, Any]]:
@@ -54,3 +54,11 @@ def test_features_let_the_parts_of_a_value_meet_instead_of_the_value():
     assert {method for method, _ in kept} == set(methods)
     assert len(kept) == 6
     assert not any(one.marks for one in rows(product(methods, "xyz")))
+
+
+def test_what_is_not_chosen_has_the_marker():
+    pairs, single = some([("a", 1), ("b", None)], [("b", None)]), some(["a", "b"], ["a"])
+    assert [param.values for param in pairs + single] == [("a", 1), ("b", None), ("a",), ("b",)]
+    assert [bool(param.marks) for param in pairs + single] == [True, False, False, True]
+    with pytest.raises(AssertionError, match="c"):
+        some(["a", "b"], ["c"])

@@ -84,7 +84,7 @@ def test_over_two_ranks_the_ids_are_the_same(family: str, draft_size: int):
     assert ids(outputs) == greedy_oracle(family, LENGTHS, NUM_TOKENS)
 
 
-@pytest.fixture(scope="module", params=["mimo", "deepseek-v3"])
+@pytest.fixture(scope="module")
 def checkpoints(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Any]:
@@ -102,14 +102,19 @@ def checkpoints(
     return path, path, target.double()  # so that the exact probabilities have the sum of 1
 
 
+CHAIN, TREE = {"num_speculative_tokens": 3}, {"tree_levels": [2, 2, 1]}
+BY_TOKEN = CHAIN | {"rejection_sample_method": "token"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("checkpoints", "options"),
     [
-        {"num_speculative_tokens": 3},
-        {"num_speculative_tokens": 3, "rejection_sample_method": "token"},
-        {"tree_levels": [2, 2, 1]},
+        *(("mimo", options) for options in (CHAIN, BY_TOKEN, TREE)),
+        ("deepseek-v3", TREE),
+        *(pytest.param("deepseek-v3", one, marks=pytest.mark.full) for one in (CHAIN, BY_TOKEN)),
     ],
+    indirect=["checkpoints"],
 )
 def test_texts_follow_the_targets_distribution(options: dict[str, Any], checkpoints: Any):
     found = counts(checkpoints, {"method": "mtp", **options})

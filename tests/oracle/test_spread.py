@@ -29,6 +29,7 @@ from tests.oracle.engines import (
 from tests.oracle.live_rules import RandomRules
 from tests.oracle.test_plans_are_data import params_of_every_kind
 from tests.oracle.test_prefix_hits import BLOCK_SIZE, hits
+from tests.pairwise import rows
 from tests.ranks import Spread, spread_models
 
 FAMILY = "qwen2"
@@ -37,15 +38,13 @@ FEW = ("draft_model", "draft_model-tree", "eagle3", "medusa-tree", "mlp_speculat
 
 
 def cases(*methods: str, further: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Target and drafter over all numbers of ranks; `further`: methods on two ranks only."""
+    """Target and drafter over all numbers of ranks, pairwise; `further`: on two ranks only."""
+    found = [pytest.param(name, 2, 1) for name in further]
     few = [(name, size, draft) for name in methods for size in (2, 4) for draft in (1, 2, 4)]
-    found = [case for case in few if case[2] <= case[1]]
-    found += [(name, 2, 1) for name in further]
-    slow = pytest.mark.slow
-    return pytest.mark.parametrize(
-        ("method", "size", "draft_size"),
-        [pytest.param(*case, marks=slow if case[1] == 4 else ()) for case in found],
-    )
+    for case in rows([case for case in few if case[2] <= case[1]]):
+        slow = [pytest.mark.slow] if case.values[1] == 4 else []
+        found.append(pytest.param(*case.values, marks=[*case.marks, *slow]))
+    return pytest.mark.parametrize(("method", "size", "draft_size"), found)
 
 
 LENGTHS = (3, 21, 17, 9, 30, 8, 12, 5)

@@ -88,7 +88,7 @@ def test_neither_in_many_more_engines(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(12, 60, BLOCK))
 def test_neither_in_many_more_engines_where_requests_differ(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK), mixed=True))
