@@ -95,6 +95,39 @@ def test_the_field_that_is_wrong_is_named(served, body, param):
     assert param in error_of(reply)["message"]
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": "a", "max_tokens": 1, "no_such_field": None},
+        {"prompt": "a", "max_tokens": 1, "suffix": None, "mm_processor_kwargs": None},
+        {"prompt": "a", "max_tokens": 1, "stream_options": {"usage": None}, "stream": True},
+        {"prompt": "a", "max_tokens": 1, "structured_outputs": {"regex": "a", "pattern": None}},
+    ],
+)
+def test_null_is_an_absent_field_also_where_the_field_is_unknown(served, body):
+    assert served.post("/v1/completions", json=body).status_code == 200
+
+
+def test_null_is_still_no_prompt(served):
+    reply = served.post("/v1/completions", json={"prompt": None})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "reasoning_effort": "low"}, "reasoning_effort"),
+        ({"messages": [], "return_tokens": True}, "return_tokens"),
+        ({"messages": 5}, "messages"),
+        ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ],
+)
+def test_tokenize_names_the_field_of_the_kind_that_was_sent(served, body, param):
+    reply = served.post("/tokenize", json=body)
+    assert (reply.status_code, error_of(reply)["param"]) == (400, param)
+
+
 def test_paths_and_methods_that_do_not_exist_have_the_shape_too(served):
     reply = served.get("/v1/nothing")
     assert (reply.status_code, error_of(reply)["code"]) == (404, "unknown_url")

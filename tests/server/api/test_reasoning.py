@@ -77,6 +77,15 @@ def test_an_answer_without_thoughts_has_none(client, served):
     assert streamed(chat(client, ANSWER, served, stream=True)) == ("", ANSWER, [])
 
 
+def test_a_request_can_leave_the_thoughts_out(client, served):
+    without = {"extra_body": {"include_reasoning": False}}
+    [choice] = chat(client, OUTPUT, served, **without).choices
+    assert (choice.message.content, choice.message.reasoning) == (ANSWER, None)
+    assert streamed(chat(client, OUTPUT, served, stream=True, **without)) == ("", ANSWER, [])
+    told = {"extra_body": {"include_reasoning": True}}
+    assert streamed(chat(client, OUTPUT, served, stream=True, **told)) == (THOUGHT, ANSWER, [])
+
+
 def test_thoughts_that_are_cut_short_are_no_answer(client, served):
     for extra in ({}, {"extra_body": {"chat_template_kwargs": {"opens_thoughts": True}}}):
         text = "<think>\nhm" if not extra else "hm"

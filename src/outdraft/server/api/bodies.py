@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 from pydantic_core import PydanticCustomError
 
 from outdraft.server.api.fields import (
@@ -115,6 +115,9 @@ class ChatRequest(ChoiceFields, TemplateFields):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
         None, description="A variable of the template, if it reads it."
     )
+    include_reasoning: bool | None = Field(
+        None, description="false: with --reasoning-parser, the answer comes without the thoughts."
+    )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -143,6 +146,19 @@ class TokenizeChatRequest(TemplateFields):
     model: str | None = None
     add_special_tokens: bool = False
     return_token_strs: bool | None = None
+
+
+def _tokenize_kind(body: object) -> str:
+    is_chat = isinstance(body, dict) and "messages" in body
+    return "TokenizeChatRequest" if is_chat else "TokenizeTextRequest"
+
+
+# Told apart by one field: otherwise an error in a conversation would be that it is no text.
+TokenizeRequest = Annotated[
+    Annotated[TokenizeTextRequest, Tag("TokenizeTextRequest")]
+    | Annotated[TokenizeChatRequest, Tag("TokenizeChatRequest")],
+    Discriminator(_tokenize_kind),
+]
 
 
 class TokenizeResponse(Body):

@@ -100,7 +100,10 @@ class ChatShape:
         ]
 
     def pieces(self, number: int, delta: CompletionOutput) -> list[Json]:
-        messages = [self._message_delta(delta.index, part) for part in self._parts(delta)]
+        parts = self._parts(delta)
+        if self.body.include_reasoning is False:
+            parts = [part for part in parts if not isinstance(part, Thought)]
+        messages = [self._message_delta(delta.index, part) for part in parts]
         details: Json = {}
         if self.body.return_token_ids:
             details["token_ids"] = delta.token_ids
@@ -126,7 +129,8 @@ class ChatShape:
         calls = [_tool_call(call) for call in parsed]
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self.stage is not None:
-            message |= _reasoning(thoughts or None)
+            is_told = self.body.include_reasoning is not False
+            message |= _reasoning((thoughts or None) if is_told else None)
             if thoughts:
                 message["content"] = text or None
         if calls:

@@ -36,6 +36,14 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unknown_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: given for name, given in value.items() if given is not None or name in known}
+
     @model_validator(mode="wrap")
     @classmethod
     def _bounded(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:

@@ -13,7 +13,7 @@ from outdraft.core.errors import RequestError
 from outdraft.server.api.bodies import (
     DetokenizeRequest,
     DetokenizeResponse,
-    TokenizeChatRequest,
+    TokenizeRequest,
     TokenizeResponse,
     TokenizeTextRequest,
 )
@@ -144,7 +144,7 @@ def _models(context: ApiContext) -> APIRouter:
 def _tokens(context: ApiContext) -> APIRouter:
     router = guarded_router(context)
 
-    def encode(body: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+    def encode(body: TokenizeRequest) -> TokenizeResponse:
         if isinstance(body, TokenizeTextRequest):
             special = body.add_special_tokens
             ids = context.inputs.encode(body.prompt, add_special_tokens=special)
@@ -169,7 +169,7 @@ def _tokens(context: ApiContext) -> APIRouter:
         return DetokenizeResponse(prompt=tokenizer.decode(ids, skip_special_tokens=False))
 
     @router.post("/tokenize", operation_id="tokenize")
-    async def tokenize(body: TokenizeTextRequest | TokenizeChatRequest) -> TokenizeResponse:
+    async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """Token ids of a text or a conversation."""
         model_name(context, body.model)
         return await asyncio.to_thread(encode, body)
