@@ -146,6 +146,19 @@ def test_dummy_weights_are_not_downloaded(tmp_path, monkeypatch):
     assert asked == [("some/model", "v2", True), ("some/model", None, False)]
 
 
+def test_of_another_tokenizer_no_weights_are_downloaded(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(name, **options) -> str:
+        asked.append((name, "*.safetensors" in options["ignore_patterns"]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    config = EngineConfig(model="m", tokenizer="some/tokenizer")
+    assert loading.tokenizer_path(config, tmp_path / "model") == tmp_path
+    assert asked == [("some/tokenizer", True)]
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])
 def test_a_dtype_may_have_vllms_other_name(name, dtype):
     assert EngineConfig(model="m", dtype=name).dtype == name

@@ -185,7 +185,9 @@ def _hosts_of_ray(size: int, device: torch.device) -> "RayHosts":
 
 def tokenizer_path(config: EngineConfig, model_path: Path) -> Path:
     """The directory of the tokenizer: the model's own, unless the configuration names another."""
-    return resolve_model_path(config.tokenizer) if config.tokenizer else model_path
+    if not config.tokenizer:
+        return model_path
+    return resolve_model_path(config.tokenizer, with_weights=False)
 
 
 def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
