@@ -70,6 +70,21 @@ def test_openais_own_field_for_the_effort_reaches_the_template(client, served):
     assert text_of(served).endswith("[effort high]")
 
 
+def test_so_does_the_effort_of_a_response(client, served):
+    client.responses.create(model=MODEL, input="hi", reasoning={"effort": "low", "summary": "auto"})
+    assert text_of(served).endswith("[effort low]")
+    client.responses.create(model=MODEL, input="hi", reasoning={})
+    assert "effort" not in text_of(served)
+
+
+def test_a_call_that_was_added_up_from_a_stream_can_be_sent_back(client, served):
+    function = {"name": "f", "arguments": "{}"}
+    call = {"index": 0, "id": "call_1", "type": "function", "function": function}
+    turn = {"role": "assistant", "content": "yes", "tool_calls": [call]}
+    chat(client, [*HELLO, turn, {"role": "tool", "tool_call_id": "call_1", "content": "5"}])
+    assert text_of(served) == "<user>hi</end><assistant>yes</end><tool>5</end><assistant>"
+
+
 def test_the_generation_prompt_can_be_left_out(client, served):
     chat(client, add_generation_prompt=False)
     assert text_of(served) == "<user>hi</end>"

@@ -19,6 +19,8 @@ from outdraft.server.api.fields import (
     ignored,
 )
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
 
 def refuse_other_parts(parts: object) -> object:
     """Say by name which kind of content the model cannot read."""
@@ -45,6 +47,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Any = ignored("the call's place in a stream: a client that adds up deltas has it.")
 
 
 class ChatMessage(Body):
@@ -112,7 +115,7 @@ class ChatRequest(ChoiceFields, TemplateFields):
     max_completion_tokens: Int64 | None = None
     logprobs: bool | None = None
     top_logprobs: Int64 | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: ReasoningEffort | None = Field(
         None, description="A variable of the template, if it reads it."
     )
     include_reasoning: bool | None = Field(
@@ -218,6 +221,15 @@ class ResponsesStreamOptions(Body):
     include_obfuscation: Any = ignored("padding of OpenAI's own service against eavesdroppers.")
 
 
+class Reasoning(Body):
+    """How the model is to think."""
+
+    effort: ReasoningEffort | None = Field(
+        None, description="The template's variable reasoning_effort, if it reads it."
+    )
+    summary: Any = ignored("whether to sum the thoughts up: they come as they are.")
+
+
 class ResponsesRequest(SamplingFields):
     """A text or a conversation to answer."""
 
@@ -227,6 +239,7 @@ class ResponsesRequest(SamplingFields):
     top_logprobs: Int64 | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
     text: TextConfig | None = None
+    reasoning: Reasoning | None = None
     stream_options: ResponsesStreamOptions | None = None
     # What clients send although it is the only way here.
     background: Literal[False] | None = None

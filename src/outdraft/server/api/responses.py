@@ -46,7 +46,9 @@ def responses_router(context: ApiContext) -> APIRouter:
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if body.include else None,
         )
-        chat = {"messages": input_messages(body.input, body.instructions)}
+        chat: Json = {"messages": input_messages(body.input, body.instructions)}
+        if body.reasoning is not None and body.reasoning.effort is not None:
+            chat["variables"] = {"reasoning_effort": body.reasoning.effort}
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, chat, encode, "input")
         stage = first_stage(context.settings, prompt)
