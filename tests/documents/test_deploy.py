@@ -79,6 +79,13 @@ def test_a_container_ends_as_an_unprivileged_user_who_serves(path):
     assert [name for name, _ in steps].index("COPY") > [name for name, _ in steps].index("WORKDIR")
 
 
+@pytest.mark.parametrize("path", CONTAINERS, ids=lambda path: path.name)
+def test_a_login_shell_finds_the_programs_that_kuberay_starts(path):
+    """Debian's /etc/profile sets PATH anew: to /usr/local/bin, but not to the environment."""
+    [links] = re.findall(r"^RUN ln -s (.+) /usr/local/bin/$", path.read_text(), re.MULTILINE)
+    assert links.split() == ["/opt/outdraft/bin/outdraft", "/opt/outdraft/bin/ray"]
+
+
 def test_there_are_containers_for_cpus_and_gpus():
     assert [path.name for path in CONTAINERS] == ["Containerfile.cpu", "Containerfile.cuda"]
 
