@@ -1,12 +1,16 @@
 """Families whose network the transformers library computes: they answer as its `generate` does."""
 
+from collections import Counter
 from itertools import product
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import kernels_options
+from outdraft.models.quantized.tensors import StoredTensors
 from tests.models.families import CONFIGS
 from tests.oracle.engines import (
     LIBRARY,
@@ -22,6 +26,7 @@ from tests.oracle.engines import (
 from tests.pairwise import some
 from tests.ranks import Spread, spread_models
 
+FILE = "model.safetensors"
 LENGTHS, NUM_TOKENS = (3, 21, 40, 9, 33), 30
 METHODS = ("plain", "draft_model", "perfect-tree", "suffix-tree", "eagle3")
 FAMILIES = [LIBRARY + name for name in CONFIGS]
@@ -68,6 +73,28 @@ def test_over_two_ranks_the_ids_are_the_same(family: str, method: str, draft_siz
     with Spread(llm, models):
         outputs = run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
     assert ids(outputs) == greedy_oracle(LIBRARY + family, LENGTHS, NUM_TOKENS)
+
+
+def test_ranks_read_only_their_parts_of_what_they_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Counter[str]()
+    whole, part = StoredTensors.read, StoredTensors.read_part
+
+    def noted(name: str, tensor: Tensor) -> Tensor:
+        found[name] += tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(StoredTensors, "read", lambda own, name: noted(name, whole(own, name)))
+    monkeypatch.setattr(
+        StoredTensors, "read_part", lambda own, name, *cut: noted(name, part(own, name, *cut))
+    )
+    path = spread_models(config(LIBRARY + "smollm-3", None), 2, 1)[0].path
+    sizes = {name: tensor.numel() for name, tensor in load_file(path / FILE).items()}
+    divided = {name for name in sizes if "_proj" in name}
+    assert len(divided) > 10
+    assert {name: found[name] for name in divided} == {name: sizes[name] for name in divided}
+    table = "model.embed_tokens.weight"  # whole on both
+    assert found[table] >= 2 * sizes[table]
+    assert set(found) <= {*divided, table, "lm_head.weight"}
 
 
 def test_a_family_without_a_plan_needs_one_rank() -> None:

@@ -1,10 +1,10 @@
-"""A quantised checkpoint as the transformers library reads it: as if it were plain, and no tensor
+"""A checkpoint as the transformers library reads it: as if it were plain and whole, and no tensor
 before the library asks for it.
 """
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,17 +58,13 @@ class QuantisedCheckpoint:
         """As `presented`, with tensors that stay unread, all but small ones and stacks of plain
         numbers: those have no numbers."""
         tensors = StoredTensors(self.places)
-        found: dict[str, PresentedTensor] = {}
-        for name in self.places:
-            shape = tensors.shape(name)
-            if len(shape) == 2:
-                plain = _plain(tensors, name, (shape[0], shape[1]))
-                found[name] = PresentedTensor(partial(DeferredTensor, _parameter(plain, dtype)))
-            else:
-                found[name] = PresentedTensor(partial(_nothing, shape, dtype))
+        found = {
+            name: PresentedTensor(partial(_nothing, tensors.shape(name), dtype))
+            for name in self.places
+        }
         for name, weight in self.weights.items():
             found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
-        return found
+        return found | deferred_products(self.places, dtype)
 
     def summary(self, kept: Iterable[StoredWeight]) -> list[str]:
         """What became of the quantised weights, for people.
@@ -95,6 +91,25 @@ class QuantisedCheckpoint:
                 for (label, reason), count in counts.items()
             ),
         ]
+
+
+def deferred_products(
+    places: Mapping[str, Place], dtype: torch.dtype
+) -> dict[str, "PresentedTensor"]:
+    """Those of plain tensors with two dimensions: they stay unread until somebody computes with
+    them, and of one that is cut no more than the part is ever read.
+
+    Args:
+        dtype: of the network.
+    """
+    tensors = StoredTensors(places)
+    found: dict[str, PresentedTensor] = {}
+    for name in places:
+        shape = tensors.shape(name)
+        if len(shape) == 2:
+            plain = _plain(tensors, name, (shape[0], shape[1]))
+            found[name] = PresentedTensor(partial(DeferredTensor, _parameter(plain, dtype)))
+    return found
 
 
 class PresentedTensor:
@@ -154,6 +169,7 @@ def _plain(tensors: StoredTensors, name: str, shape: tuple[int, int]) -> StoredW
         scale_bytes=0,
         is_plain=True,
         read=partial(tensors.read, name),
+        read_part=partial(tensors.read_part, name),
     )
 
 

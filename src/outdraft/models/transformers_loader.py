@@ -48,7 +48,12 @@ from outdraft.models.transformers_attention import (
     attention_modules,
     register,
 )
-from outdraft.models.transformers_checkpoint import QuantisedCheckpoint, matches, open_quantised
+from outdraft.models.transformers_checkpoint import (
+    QuantisedCheckpoint,
+    deferred_products,
+    matches,
+    open_quantised,
+)
 from outdraft.models.transformers_layers import fuse_layers
 from outdraft.models.transformers_model import TransformersModel
 from outdraft.models.transformers_operations import catch_operations
@@ -109,8 +114,8 @@ def load_transformers_model(
 
     Args:
         max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; each reads the whole checkpoint and keeps
-            its part.
+        group: the ranks that it is spread over; each reads its part of what they divide, and what
+            is not quantised only once it is divided.
         drafts: as CausalLM.
         has_random_weights: instead of those of the checkpoint.
 
@@ -130,19 +135,18 @@ def load_transformers_model(
             model = _random(kind, path, config, dtype, name)
         else:
             checkpoint = _opened(kind, path, config)
-            keeps = torch.device(device).type == "cpu" and group.size == 1
-            source = _source(path, checkpoint, dtype, keeps_codes=keeps)
+            source = _source(path, checkpoint, dtype, torch.device(device), group)
             model = _loaded(kind, source, plain_config(config), dtype, name)
+    model = text_part(model)
+    spreads = divide(model, group)
     stand_ins = StandIns()
     stand_ins.put(model, keeps_codes)
     if quantization is not None and stand_ins.kept:
         raise kept_already(quantization, stand_ins.kept[0])
-    model = text_part(model)
     nn.Module.to(model, device).eval().requires_grad_(False)
     model.set_experts_implementation("eager")  # the others do not know all dtypes
     context_len = min(max_model_len or _context_len(config), _context_len(config))
     moves = fix_frequencies(model, context_len)
-    spreads = divide(model, group)
     mask = None
     if not takes_attention:
         mask = torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
@@ -280,11 +284,22 @@ def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpo
 
 
 def _source(
-    path: Path, checkpoint: QuantisedCheckpoint | None, dtype: torch.dtype, *, keeps_codes: bool
+    path: Path,
+    checkpoint: QuantisedCheckpoint | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    group: RankGroup,
 ) -> dict[str, Any]:
-    if checkpoint is None:
+    """Where from_pretrained finds the weights."""
+    if checkpoint is None and group.size == 1:
         return {"pretrained_model_name_or_path": path, "use_safetensors": True}
-    tensors = checkpoint.presented(dtype, keeps_codes=keeps_codes)
+    if checkpoint is None:
+        places = tensor_places(weight_files(path))
+        tensors = QuantisedCheckpoint(places, {}).presented(dtype, keeps_codes=False)
+        tensors |= deferred_products(places, dtype)
+    else:
+        keeps = device.type == "cpu" and group.size == 1
+        tensors = checkpoint.presented(dtype, keeps_codes=keeps)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
 
 

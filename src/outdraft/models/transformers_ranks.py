@@ -48,7 +48,7 @@ def check_division(config: PretrainedConfig, size: int, flag: str) -> None:
 
 def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
     """Keep this rank's part of each weight that is spread; for those whose results the ranks put
-    together, how."""
+    together, how. A part of a deferred tensor is a deferred tensor."""
     if group.size == 1:
         return {}
     spreads: dict[nn.Module, Spread] = {}
@@ -64,7 +64,7 @@ def divide(model: PreTrainedModel, group: RankGroup) -> dict[nn.Module, Spread]:
             spreads[part] = partial(SummedProduct, group)
     head: Any = model.get_output_embeddings()
     shard = VocabularyShard(group, head.out_features)
-    own_ND = head.weight.data[shard.first : shard.first + shard.num_own]
+    own_ND = head.weight.detach()[shard.first : shard.first + shard.num_own]
     head.weight, head.out_features = nn.Parameter(own_ND.clone(), requires_grad=False), len(own_ND)
     if head.bias is not None:
         raise ConfigError(f"the head of {type(model).__name__} has a bias: it needs one rank")
@@ -88,7 +88,8 @@ def _plan_of(model: PreTrainedModel) -> Mapping[re.Pattern[str], str]:
 
 def _keep(part: Any, dim: int, group: RankGroup) -> None:
     """This rank's rows of the weight, or columns; a bias goes with the rows."""
-    own_ED = part.weight.data.chunk(group.size, dim)[group.rank].clone()
+    count = part.weight.shape[dim] // group.size
+    own_ED = part.weight.detach().narrow(dim, group.rank * count, count).clone()
     part.weight = nn.Parameter(own_ED, requires_grad=False)
     part.out_features, part.in_features = own_ED.shape
     if dim == 0 and part.bias is not None:

@@ -1,7 +1,8 @@
-"""Parameters of a quantised checkpoint that are not read yet.
+"""Parameters of a checkpoint that are not read yet: quantised ones, and those of which a rank
+needs a part.
 
-A loader of another library may stack such tensors, put them below one another, or turn them: it
-gets tensors that are still not read. All else is computed with their numbers.
+A loader of another library may stack such tensors, put them below one another, turn them, or cut
+plain ones: it gets tensors that are still not read. All else is computed with their numbers.
 
 Dimension key: X experts, D inputs, E outputs.
 """
@@ -63,7 +64,7 @@ class StoredParameter:
     def numbers(self) -> Tensor:
         """The parameter; those of one weight after the other are there twice.
 
-        They are rounded to bfloat16 where the network has float32, as CausalLM does.
+        Those of codes are rounded to bfloat16 where the network has float32, as CausalLM does.
         """
         kept = torch.bfloat16 if self.dtype is torch.float32 else self.dtype
         found = torch.empty(self.shape, dtype=self.dtype)
@@ -72,7 +73,8 @@ class StoredParameter:
             to_ED = to.T if self.is_turned else to
             sizes = [weight.shape[0] for weight in weights]
             for part_ED, weight in zip(to_ED.split(sizes), weights, strict=True):
-                part_ED.copy_(weight.numbers().to(kept))
+                numbers_ED = weight.numbers()
+                part_ED.copy_(numbers_ED if weight.is_plain else numbers_ED.to(kept))
         return found
 
     def _tile(self, expert: int) -> Any:
@@ -157,6 +159,26 @@ def _turned(x: DeferredTensor, dim0: int, dim1: int) -> StoredParameter | None:
     return StoredParameter(old.rows_X, old.is_stack, not old.is_turned, old.dtype)
 
 
+def _cut(
+    x: DeferredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> StoredParameter | None:
+    old = x.stored
+    weights = old.rows_X[0]
+    if old.is_stack or old.is_turned or step != 1 or any(one.read_part is None for one in weights):
+        return None
+    first, stop, _ = slice(start, end).indices(old.shape[dim])
+    if dim % 2:
+        rows = [one.part(slice(0, one.shape[0]), slice(first, stop)) for one in weights]
+        return StoredParameter([rows], False, False, old.dtype)
+    rows, above = list[StoredWeight](), 0
+    for one in weights:
+        own = slice(max(0, first - above), min(one.shape[0], stop - above))
+        if own.start < own.stop:
+            rows.append(one.part(own, slice(0, one.shape[1])))
+        above += one.shape[0]
+    return StoredParameter([rows], False, False, old.dtype)
+
+
 def _parts(tensors: Sequence[Tensor]) -> list[StoredParameter]:
     """None if one is no deferred tensor, or lies otherwise."""
     parts = [one.stored for one in tensors if isinstance(one, DeferredTensor)]
@@ -173,4 +195,5 @@ _KEPT: dict[Any, Callable[..., StoredParameter | None]] = {
     _aten.stack.default: _stacked,
     _aten.cat.default: _below,
     _aten.transpose.int: _turned,
+    _aten.slice.Tensor: _cut,
 }

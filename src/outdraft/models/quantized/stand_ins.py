@@ -32,16 +32,20 @@ class StandIns:
         Args:
             can_keep: whether something packs the codes of this parameter of a module.
         """
+        of_tied = dict[int, nn.Parameter]()
         for part in module.modules():
             for name, weight in list(part.named_parameters(recurse=False)):
-                if isinstance(weight, DeferredTensor):
+                if not isinstance(weight, DeferredTensor):
+                    continue
+                made = of_tied.get(id(weight))
+                if made is None:
                     stored = weight.stored
                     keeps = stored.has_tiles and can_keep(part, name, stored)
                     numbers = _random_like(stored) if keeps else stored.numbers()
-                    made = nn.Parameter(numbers, requires_grad=False)
-                    part.register_parameter(name, made)
+                    made = of_tied[id(weight)] = nn.Parameter(numbers, requires_grad=False)
                     if keeps:
                         self._found[id(made)] = made, stored
+                part.register_parameter(name, made)
 
     @property
     def kept(self) -> list[StoredWeight]:

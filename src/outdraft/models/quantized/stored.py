@@ -6,7 +6,8 @@ Dimension key: D inputs, E outputs, N groups of inputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -88,6 +89,7 @@ class StoredWeight:
         is_plain: it is not quantised.
         read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
             which a plain weight is stored.
+        read_part: numbers of some outputs and some inputs; None: they are read at once.
     """
 
     shape: tuple[int, ...]
@@ -98,6 +100,7 @@ class StoredWeight:
     scale_bytes: int
     is_plain: bool = False
     read: Callable[[], GroupedCodes | Tensor]
+    read_part: Callable[[slice, slice], Tensor] | None = None
 
     @property
     def coded_bytes(self) -> int:
@@ -113,6 +116,17 @@ class StoredWeight:
         """All of them, of the dtype that `read` gives."""
         read = self.read()
         return read.numbers() if isinstance(read, GroupedCodes) else read
+
+    def part(self, rows: slice, columns: slice) -> "StoredWeight":
+        """Some outputs and some inputs, from 0 to the end at most, as a weight of its own."""
+        assert self.read_part is not None, "a weight that is read at once"
+        return replace(
+            self,
+            shape=(rows.stop - rows.start, columns.stop - columns.start),
+            group_inputs=columns.stop - columns.start,
+            read=partial(self.read_part, rows, columns),
+            read_part=None,
+        )
 
     def codes(self) -> GroupedCodes:
         """Only of a weight with a tile."""

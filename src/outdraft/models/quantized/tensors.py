@@ -41,6 +41,12 @@ class StoredTensors:
         with safe_open(file, framework="pt") as tensors:
             return tensors.get_slice(stored)[index]
 
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Some outputs and inputs of a weight: no more is read; raises as `read`."""
+        file, stored = self._place(name)
+        with safe_open(file, framework="pt") as tensors:
+            return tensors.get_slice(stored)[rows, columns]
+
     def shape(self, name: str) -> list[int]:
         """Raises ConfigError if there is no such tensor."""
         return self._header(name)[0]

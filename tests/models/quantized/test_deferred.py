@@ -1,0 +1,102 @@
+"""Tensors that are not read yet: what is cut, joined or converted has the same numbers later."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from outdraft.models.loader import Place
+from outdraft.models.quantized.deferred import DeferredTensor
+from outdraft.models.quantized.stand_ins import StandIns
+from outdraft.models.quantized.tensors import StoredTensors
+from outdraft.models.transformers_checkpoint import deferred_products
+
+NUMBERS = {
+    "upper": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)),
+    "lower": torch.randn(10, 4, generator=torch.Generator().manual_seed(2)),
+    "norm": torch.ones(4),
+}
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, Place]:
+    file = tmp_path / "model.safetensors"
+    save_file(NUMBERS, file)
+    return {name: (file, name) for name in NUMBERS}
+
+
+@pytest.fixture
+def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of what is read, one after the other."""
+    found: list[tuple[int, ...]] = []
+    whole, part = StoredTensors.read, StoredTensors.read_part
+
+    def noted(tensor: Tensor) -> Tensor:
+        found.append(tuple(tensor.shape))
+        return tensor
+
+    monkeypatch.setattr(StoredTensors, "read", lambda *args: noted(whole(*args)))
+    monkeypatch.setattr(StoredTensors, "read_part", lambda *args: noted(part(*args)))
+    return found
+
+
+def deferred(places: dict[str, Place], name: str, dtype: torch.dtype = torch.float32) -> Tensor:
+    return deferred_products(places, dtype)[name][...]
+
+
+def read(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DeferredTensor)
+    return tensor.stored.numbers()
+
+
+def test_only_products_are_deferred(places: dict[str, Place]) -> None:
+    assert set(deferred_products(places, torch.float32)) == {"upper", "lower"}
+
+
+def test_plain_numbers_are_not_rounded(places: dict[str, Place]) -> None:
+    assert torch.equal(read(deferred(places, "upper")), NUMBERS["upper"])
+    halves = read(deferred(places, "upper", torch.bfloat16))
+    assert torch.equal(halves, NUMBERS["upper"].bfloat16())
+
+
+@pytest.mark.parametrize(("dim", "first", "count"), [(0, 0, 3), (0, 3, 3), (1, 2, 2), (1, 0, 4)])
+def test_of_a_part_no_more_is_read(
+    dim: int, first: int, count: int, places: dict[str, Place], sizes_read: list[tuple[int, ...]]
+) -> None:
+    want = NUMBERS["upper"].narrow(dim, first, count)
+    part = deferred(places, "upper").narrow(dim, first, count).clone()
+    assert part.shape == want.shape
+    assert sizes_read == []
+    assert torch.equal(read(part), want)
+    assert sizes_read == [tuple(want.shape)]
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 5), (4, 8), (7, 9), (0, 16)])
+def test_a_part_of_joined_weights_is_read_from_each(
+    first: int, count: int, places: dict[str, Place], sizes_read: list[tuple[int, ...]]
+) -> None:
+    both = torch.cat([deferred(places, name) for name in ("upper", "lower")])
+    want = torch.cat([NUMBERS["upper"], NUMBERS["lower"]])[first : first + count]
+    assert torch.equal(read(both[first : first + count]), want)
+    assert sum(rows for rows, _ in sizes_read) == count
+
+
+def test_what_cannot_stay_unread_is_computed_with_its_numbers(places: dict[str, Place]) -> None:
+    assert torch.equal(deferred(places, "upper")[::2] + 0, NUMBERS["upper"][::2])
+    turned = deferred(places, "upper").T
+    assert torch.equal(turned[1:3] + 0, NUMBERS["upper"].T[1:3])
+    part = deferred(places, "upper")[1:]
+    assert torch.equal(part[1:] + 0, NUMBERS["upper"][2:])  # it is cut once
+
+
+def test_tied_weights_are_read_once_and_stay_tied(
+    places: dict[str, Place], sizes_read: list[tuple[int, ...]]
+) -> None:
+    module = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(4, 6, bias=False))
+    module[0].weight = module[1].weight = nn.Parameter(deferred(places, "upper"), False)
+    StandIns().put(module, lambda *_: False)
+    assert module[0].weight is module[1].weight
+    assert torch.equal(module[0].weight, NUMBERS["upper"])
+    assert sizes_read == [(6, 4)]
