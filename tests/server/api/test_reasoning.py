@@ -19,7 +19,10 @@ from tests.server.api.serving import MODEL, serve
 
 HELLO = [{"role": "user", "content": "what is <think> for?"}]
 TEMPLATE = (  # as Qwen3's, which thinks by itself or is given empty thoughts
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
+    "{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
     "{% if opens_thoughts %}<think>\n{% endif %}{% endif %}"
@@ -162,6 +165,17 @@ def test_a_response_has_the_thoughts_as_an_item_of_their_own(client, served):
     assert (thoughts.type, thoughts.content[0].text) == ("reasoning", THOUGHT)
     assert (message.type, response.output_text) == ("message", ANSWER)
     assert [item.type for item in respond(client, ANSWER, served).output] == ["message"]
+
+
+def test_a_response_with_thoughts_can_be_sent_back(client, served):
+    """The thoughts go with the message behind them, where the template may look for them."""
+    first = respond(client, OUTPUT, served)
+    turns = [*(item.model_dump() for item in first.output), {"role": "user", "content": "c"}]
+    again = client.responses.create(model=MODEL, input=[*turns, turns[0]])
+    assert again.status == "completed"
+    prompt, _, _ = served.engine.requests[-1]
+    text = served.engine.inputs.tokenizer.decode(prompt.token_ids.tolist())
+    assert text == f"<assistant>({THOUGHT}){ANSWER}<user>c<assistant>\n"
 
 
 @pytest.mark.parametrize(

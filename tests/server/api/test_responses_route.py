@@ -105,6 +105,8 @@ def test_parameters_reach_the_engine(served, client):
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"input": []}, "input"),
+        ({"input": [{"type": "reasoning"}]}, "input"),
+        ({"input": [{"type": "reasoning", "content": "x"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content"),
         ({"extra_body": {"n": 2}}, "n"),
     ],

@@ -204,6 +204,36 @@ class InputMessage(Body):
     _parts = field_validator("content", mode="before")(refuse_other_parts)
 
 
+class ThoughtPart(Body):
+    """A piece of what the model thought."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class InputReasoning(Body):
+    """What the model thought before the answer that follows."""
+
+    type: Literal["reasoning"]
+    content: list[ThoughtPart] | None = None
+    id: Any = ignored("of an earlier answer.")
+    status: Any = ignored("of an earlier answer.")
+    summary: Any = ignored("of thoughts that are there themselves.")
+    encrypted_content: Any = ignored("thoughts of OpenAI's own service.")
+
+
+def _input_kind(item: object) -> str:
+    is_thought = isinstance(item, dict) and item.get("type") == "reasoning"
+    return "InputReasoning" if is_thought else "InputMessage"
+
+
+# Told apart by the type, which a message may leave out.
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("InputMessage")] | Annotated[InputReasoning, Tag("InputReasoning")],
+    Discriminator(_input_kind),
+]
+
+
 class JsonSchemaTextFormat(JsonSchemaSpec):
     type: Literal["json_schema"]
 
@@ -233,7 +263,7 @@ class Reasoning(Body):
 class ResponsesRequest(SamplingFields):
     """A text or a conversation to answer."""
 
-    input: str | list[InputMessage]
+    input: str | list[InputItem]
     instructions: str | None = None
     max_output_tokens: Int64 | None = None
     top_logprobs: Int64 | None = None

@@ -12,6 +12,7 @@ from outdraft.server.api.bodies import (
     ChatMessage,
     ChatRequest,
     InputMessage,
+    InputReasoning,
     TemplateFields,
     Tool,
     ToolCall,
@@ -141,8 +142,8 @@ def conversation(body: TemplateFields, tools: list[Tool] | None) -> dict[str, An
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     entry = _turn(message)
     thoughts = message.reasoning or message.reasoning_content
-    if thoughts:  # templates know one name or the other
-        entry |= {"reasoning": thoughts, "reasoning_content": thoughts}
+    if thoughts:
+        entry |= _thoughts(thoughts)
     if message.name is not None:
         entry["name"] = message.name
     if message.tool_call_id is not None:
@@ -153,13 +154,30 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 
 
 def input_messages(
-    messages: str | Sequence[InputMessage], instructions: str | None
+    items: str | Sequence[InputMessage | InputReasoning], instructions: str | None
 ) -> list[dict[str, Any]]:
-    """The same of /v1/responses, where the first message may come separately."""
-    result = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(messages, str):
-        return [*result, {"role": "user", "content": messages}]
-    return [*result, *map(_turn, messages)]
+    """The same of /v1/responses, where the first message may come separately, and thoughts do."""
+    result: list[dict[str, Any]] = []
+    if instructions is not None:
+        result.append({"role": "system", "content": instructions})
+    if isinstance(items, str):
+        return [*result, {"role": "user", "content": items}]
+    thoughts = ""
+    for item in items:
+        if isinstance(item, InputReasoning):
+            thoughts = "".join(part.text for part in item.content or ())
+            continue
+        entry = _turn(item)
+        if thoughts and item.role == "assistant":
+            entry |= _thoughts(thoughts)
+        thoughts = ""
+        result.append(entry)
+    return result
+
+
+def _thoughts(text: str) -> dict[str, str]:
+    """Templates know one name or the other."""
+    return {"reasoning": text, "reasoning_content": text}
 
 
 def _turn(message: ChatMessage | InputMessage) -> dict[str, Any]:
