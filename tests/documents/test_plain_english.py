@@ -24,14 +24,14 @@ def texts(path: Path) -> Iterator[str]:
         yield source
         return
     block: list[str] = []
-    last = 0
+    last = (0, 0)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
-            if token.start[0] != last + 1:
+            if token.start != (last[0] + 1, last[1]):  # the next line, at the same column
                 yield " ".join(block)
                 block = []
             block.append(token.string.lstrip("# "))
-            last = token.start[0]
+            last = token.start
     yield " ".join(block)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -50,7 +50,11 @@ def test_no_sentence_begins_with_of():
 
 
 @pytest.mark.parametrize(
-    "text", ["# Of equals", '"""A b.\n\n    Of c."""', "x = 1  # a. Of b", 'h(help="Of it.")']
+    "text",
+    [
+        *("# Of equals", "x = 1  # a. Of b", "x = 1  # a\n# Of b"),
+        *('"""A b.\n\n    Of c."""', 'h(help="Of it.")'),
+    ],
 )
 def test_each_kind_of_text_is_looked_at(text: str, tmp_path: Path):
     path = tmp_path / "one.py"

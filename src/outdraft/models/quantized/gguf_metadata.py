@@ -22,7 +22,7 @@ _ARCHITECTURES = {
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _PLAIN = ("F16", "BF16", "F32")  # the dtype of a file is that of its smallest plain matrices
-# Of scaled frequencies, and the values at which they change nothing.
+# Keys of scaled frequencies, with the values at which they change nothing.
 _UNSCALED = {
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
