@@ -30,7 +30,7 @@ struct DecoderSpec {
   const float* cos_sin;    // [M, C]: cos of all frequencies, then sin
   const float* final_norm;
   const DecoderLayer* layers;
-  // Of a network that reads states beside tokens; without an `fc` layer 0 reads both side by side.
+  // For a network that reads states beside tokens; without an `fc` layer 0 reads both side by side.
   int32_t reads_states, adds_to_normed, leaves_out_first;
   const float *token_norm, *state_norm;
   const LinearWeights* fc;

@@ -94,7 +94,7 @@ class Growth {
   void keep_best(const Tree& tree, int64_t* ids, int64_t* parents) const;
 
   Kind kind(int64_t b) const { return static_cast<Kind>(task_.kinds[b]); }
-  // Of the target's own choice.
+  // That of the target's own choice.
   NoiseKey shared_noise(int64_t b) const {
     return {task_.seeds[b], task_.num_tokens[b] + depth_, 0, Purpose::kSample};
   }

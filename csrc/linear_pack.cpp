@@ -290,7 +290,7 @@ OUTDRAFT_EXPORT int64_t linear_fits_bf16(const void* const* rows, int64_t dtype,
 }
 
 // Weights [E, D], given by the address of each row, and a bias [E] of float32 or null, in tiles;
-// null: no memory. bfloat16 tiles round what bfloat16 does not hold. Of quantised formats:
+// null: no memory. bfloat16 tiles round what bfloat16 does not hold. For quantised formats:
 // `group_inputs` share a scale, 0: all, else 32 or 128; `has_zero`: int4 with a zero point.
 OUTDRAFT_EXPORT LinearWeights* linear_pack(outdraft::Team* team, int64_t format,
                                            int64_t group_inputs, int64_t has_zero,
@@ -327,7 +327,7 @@ OUTDRAFT_EXPORT void linear_free(outdraft::Team* team, LinearWeights* weights) {
   munmap(weights->tiles, weights->num_bytes);
 }
 
-// Of the tiles and their scales.
+// Bytes of the tiles and their scales.
 OUTDRAFT_EXPORT int64_t linear_bytes(const LinearWeights* weights) {
   const int64_t num_tiles = (weights->num_outputs + outdraft::kTile - 1) / outdraft::kTile;
   const int64_t num_scales = num_tiles * weights->num_groups * outdraft::kTile;

@@ -2,7 +2,7 @@
 //
 // A suffix automaton (Blumer et al. 1985) of the whole text, grown token by token. A state stands
 // for strings that end at exactly the same places; its link leads to the class of their longest
-// suffix that occurs in more places. Of strings of less than `max_depth` tokens the automaton keeps
+// suffix that occurs in more places. The automaton keeps, of strings of less than `max_depth` tokens,
 //
 // - the number of occurrences: a new token adds one to the classes of the text's last suffixes,
 //   which are the link chain from the longest of them, hence at most max_depth steps a token;

@@ -64,7 +64,7 @@ class Team {
   alignas(kAlignment) std::atomic<int> is_taken{0};
   alignas(kAlignment) Word units[kMaxUnits] = {};
 
-  // Of who has the turn.
+  // These belong to who has the turn.
   uint64_t last_job = 0;
   int turns_alone = 0;
   Clock::time_point alone_until{};

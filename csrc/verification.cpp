@@ -118,7 +118,7 @@ int64_t finish(const Tree& tree, const Path& path, int64_t num_accepted, int64_t
   return num_accepted + 1;
 }
 
-// The path of the choices: choose(row, depth). Of siblings with the same token the first is taken.
+// The path of the choices: choose(row, depth). The first of siblings with the same token is taken.
 template <class Choose>
 int64_t match_tree(const Tree& tree, const Path& path, const Choose& choose) {
   for (int64_t row = 0, depth = 0;; ++depth) {

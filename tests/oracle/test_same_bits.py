@@ -16,6 +16,7 @@ KINDS = [
     pytest.param("mistral-window", "float32", id="float32-over-bfloat16"),
     pytest.param("qwen2", "float32", id="float32"),
     pytest.param("qwen2", "float64", id="float64"),
+    pytest.param("qwen2", "float16", id="float16"),
 ]
 DRAFTING = (
     *("ngram", "draft_model", "medusa"),
