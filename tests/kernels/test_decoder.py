@@ -72,7 +72,8 @@ def compare_compile_decoder(case: Case) -> None:
     first, second = (case.data.draw(st.integers(1, 40), "rows") for _ in range(2))
     up = case.data.draw(st.sampled_from([(), (0, 1, 2), (0, 0, 1, 3)]), "parents")
     leaves_out = case.data.draw(st.booleans(), "rows without logits are left out")
-    taps = () if leaves_out else (len(sizes.windows), 0)
+    has_taps = case.data.draw(st.booleans(), "taps") or not leaves_out
+    taps = (len(sizes.windows), 0) if has_taps else ()
     passes = [
         [Span(0, first, (), blocks_of(0)), Span(0, second, (), blocks_of(1))],
         [Span(first, 1, up, blocks_of(0)), Span(second, 3, (), blocks_of(1))],
@@ -126,14 +127,19 @@ def test_rows_that_are_left_out_change_no_bit_of_the_others(name, kind, dtype):
         ids_T, states_TD = rows_for(len(metadata.slots_T), sizes.hidden, dtype, 3)
         entry = states_TD if sizes.entry else None
         found = []
-        for rows_R in (None, wanted_R):
+        last = len(sizes.windows)
+        taps = (last - 1, 0)
+        for rows_R, tapped in ((None, taps), (wanted_R, ()), (wanted_R, taps), (wanted_R, (last,))):
             cache = filled_cache(sizes, dtype)
-            states_RD, _ = decoder(ids_T, cache.layers, metadata, (), entry, rows_R)
+            states_RD, taps_TKD = decoder(ids_T, cache.layers, metadata, tapped, entry, rows_R)
             keys = [x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE)]
-            found.append((states_RD, keys))
-        (all_TD, all_keys), (wanted_RD, keys) = found
-        assert torch.equal(wanted_RD, all_TD[wanted_R])
-        assert all(map(torch.equal, keys, all_keys))
+            found.append((states_RD, keys, taps_TKD))
+        all_TD, all_keys, all_taps_TKD = found[0]
+        for wanted_RD, keys, _ in found[1:]:
+            assert torch.equal(wanted_RD, all_TD[wanted_R])
+            assert all(map(torch.equal, keys, all_keys))
+        assert torch.equal(found[2][2], all_taps_TKD)
+        assert found[3][2].shape[0] == len(all_TD)
 
 
 @each_library

@@ -55,6 +55,26 @@ def test_plain_decoding_makes_a_state_for_each_token_that_it_chooses():
     assert sum(num_states) == 2 * 20
 
 
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "eagle3", "eagle", "mtp"])
+def test_a_prompt_makes_states_for_those_drafters_only_that_read_them(method: str):
+    llm = engine("mimo" if method == "mtp" else "llama-llama3-rope", method)
+    runner, made = llm.engine.runner, []
+    forward = runner.model.forward_tapped
+
+    def counted(ids_T, *args):
+        found = forward(ids_T, *args)
+        made.append((len(ids_T), len(found[0])))
+        return found
+
+    runner.model.forward_tapped = counted
+    try:
+        run(llm, prompts_of([30]), greedy(4))
+    finally:
+        runner.model.forward_tapped = forward
+    num_read, num_states = map(sum, zip(*made, strict=True))
+    assert num_states == num_read if method in ("eagle", "mtp") else num_states <= num_read - 29
+
+
 class Waits(TorchDispatchMode):
     """Counts the operations that make the host wait for the device."""
 

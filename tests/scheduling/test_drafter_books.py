@@ -56,6 +56,18 @@ def test_nobody_followed_means_that_no_state_is_kept_and_nothing_read():
         assert sched.lag_tokens(one) == 0
 
 
+def test_heads_have_no_state_of_a_chunk_without_logits():
+    sched = scheduler(state_window=WINDOW, max_num_batched_tokens=4)
+    one = request("a", [1] * 9, 6)
+    sched.add(one)
+    seen = []
+    for _ in range(5):
+        run_followed(sched, 1)
+        seen.append((one.num_computed, one.num_states))
+    # The last chunk has one token, whose state is the first one that they can draft with.
+    assert seen == [(4, 0), (8, 0), (9, 1), (10, 2), (11, 3)]
+
+
 def test_a_prompt_is_read_as_it_passes_by():
     sched = eagle(max_num_batched_tokens=7)
     sched.add(request("a", [1] * 20, 6))

@@ -368,7 +368,7 @@ class DecoderPass(Protocol):
             taps: each from 0 (what enters layer 0) to the number of layers.
             states_TD: for a network with an entry.
             wanted_R: int64, rising; the last rows of each request, or none of them. The last layer
-                may leave out the others. None: all are wanted; so they must be if there are taps.
+                may leave out the others. None: all are wanted.
         """
         ...
 

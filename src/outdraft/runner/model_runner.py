@@ -47,7 +47,7 @@ from outdraft.runner.logprobs import (
 )
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
-from outdraft.runner.states import target_states
+from outdraft.runner.states import spread_rows, target_states
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
@@ -61,7 +61,7 @@ class TargetPass:
     """The target's forward pass over all rows of a step.
 
     Attributes:
-        hidden_TD: hidden states of all rows; None: nobody reads those without logits.
+        hidden_TD: hidden states of all rows; None: nobody reads those of rows without logits.
         tapped_TKD: residual streams behind the layers that the drafter reads.
         logit_hidden_RD: hidden states of the rows whose logits are needed.
     """
@@ -126,6 +126,7 @@ class ModelRunner:
         self.verifier = verifier
         self.proposer = proposer
         self._taps = proposer.drafter.taps if proposer is not None else ()
+        self._reads_all_hidden = proposer is not None and proposer.drafter.reads_all_hidden
         self.device = state.token_ids_SL.device
         self._slots: dict[int, RequestSlot] = {}
         self._sampling: dict[tuple[RequestSlot, ...], SamplingBatch] = {}
@@ -253,7 +254,8 @@ class ModelRunner:
             rows = rows.shaped_by(drafts, self.model.kernels)
         ids_T = self.state.read(rows, drafts)
         logit_rows_R = rows.logit_rows_R
-        are_wanted = plan.keeps_states or wants_prompt_logprobs(works, self._slots)
+        are_wanted = plan.keeps_states and self._reads_all_hidden
+        are_wanted |= wants_prompt_logprobs(works, self._slots)
         states_RD, tapped_TKD = self.model.forward_tapped(
             ids_T,
             self.cache.layers,
@@ -325,12 +327,16 @@ class ModelRunner:
         self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
     ) -> TargetStates:
         assert self.proposer is not None
-        assert target.hidden_TD is not None
+        hidden_TD = target.hidden_TD
+        if hidden_TD is None:
+            hidden_TD = spread_rows(
+                target.logit_hidden_RD, target.rows.logit_rows_R, len(target.tapped_TKD)
+            )
         return target_states(
             works,
             self._slots,
             target.rows,
-            target.hidden_TD,
+            hidden_TD,
             target.tapped_TKD,
             verdict,
             self.state,

@@ -48,6 +48,13 @@ def target_states(
     )
 
 
+def spread_rows(states_RD: Tensor, rows_R: Tensor, num_rows: int) -> Tensor:
+    """[T, D]: the states in their rows of the pass, rising; zeros in all others."""
+    if len(states_RD) == num_rows:
+        return states_RD
+    return states_RD.new_zeros((num_rows, states_RD.shape[1])).index_copy_(0, rows_R, states_RD)
+
+
 def _reads(works: Sequence[Work], slots: Slots) -> list[ChunkRead]:
     reads: list[ChunkRead] = []
     first = 0

@@ -143,8 +143,10 @@ class DrafterBooks:
             request.num_drafter_computed = work.start + work.num_drafter_reads
         num_kept = work.num_new + num_accepted
         num_states = request.num_states + num_kept
-        if not self._lag and num_kept > 1:
-            num_states = 1  # of each step heads keep the last state
+        if not self._lag and not work.samples:
+            num_states = 0  # heads read states that have logits
+        elif not self._lag and num_kept > 1:
+            num_states = 1  # of each step they keep the last one
         request.num_states = min(num_states, self.state_window) if keeps_states else 0
 
     def spoil(self, request: Request) -> None:

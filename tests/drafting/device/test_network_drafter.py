@@ -91,6 +91,7 @@ class SingleLevels:
 
     def __init__(self, network: DraftNetwork) -> None:
         self.lag, self.taps, self.kernels = network.lag, network.taps, network.kernels
+        self.reads_hidden = network.reads_hidden
         self.feature_size = network.feature_size
         self.features, self.read, self.logits = network.features, network.read, network.logits
 

@@ -188,7 +188,7 @@ class ScriptedNetwork:
 
     lag = 1
     feature_size = 3
-    taps = (1,)
+    taps, reads_hidden = (1,), False
     kernels = reference_kernels()
 
     def __init__(self) -> None:

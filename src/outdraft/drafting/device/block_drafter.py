@@ -100,6 +100,7 @@ class BlockDrafter:
         config = network.config
         self._network, self._cache = network, cache
         self.state_window, self.taps = window.num_tokens, network.taps
+        self.reads_all_hidden = False
         self.drafting = ModelDrafting(source, max_kept=-1)
         self.max_drafts, self.max_passes = config.num_drafts, 1
         self._reader = TextReader(ContextReader(network), cache, max_rows, window)

@@ -28,7 +28,8 @@ class DraftNetwork:
             the state before it, and its keys are kept at the index of that state. Then nothing can
             be kept for the newest token of a text before the next token is known.
         feature_size: F of `features`; 0: it reads no states.
-        taps: residual streams of the target that `features` reads.
+        taps: residual streams of the target that `features` reads,
+        reads_hidden: or it reads the state behind the last layer instead.
         draft: as `DecoderPass.draft`.
     """
 
@@ -42,6 +43,7 @@ class DraftNetwork:
             self._on_states = network
         else:
             self._model = network
+        self.reads_hidden = self._on_states is not None and not self.taps
         self.kernels, self.draft = network.kernels, network.draft
 
     def features(self, states: TargetStates) -> Tensor:

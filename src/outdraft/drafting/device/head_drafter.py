@@ -76,6 +76,7 @@ class MedusaDrafter(LevelDrafter):
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
+    reads_all_hidden = False
     max_passes = 1
 
     def __init__(self, heads: MedusaHeads, num_state_rows: int, kernels: Kernels) -> None:
@@ -107,6 +108,7 @@ class MLPSpeculatorDrafter(LevelDrafter):
 
     state_window = HEAD_WINDOW
     taps: tuple[int, ...] = ()
+    reads_all_hidden = False
     max_passes = 1
 
     def __init__(self, speculator: MLPSpeculator, num_state_rows: int, kernels: Kernels) -> None:

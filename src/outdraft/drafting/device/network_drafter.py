@@ -45,7 +45,7 @@ class NetworkDrafter:
         """
         self.network = network
         self.state_window = window.num_tokens if window is not None else 0
-        self.taps = network.taps
+        self.taps, self.reads_all_hidden = network.taps, network.reads_hidden
         self.max_drafts = self.max_passes = MAX_DRAFTS
         self.drafting = ModelDrafting(source, max_kept=-1 if network.lag else None)
         self._reader = TextReader(network, cache, max_rows, window)

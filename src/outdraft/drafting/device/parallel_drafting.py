@@ -71,7 +71,7 @@ class ParallelDrafter(LevelDrafter):
         """
         self.network = network
         self.state_window = window.num_tokens if window is not None else 0
-        self.taps = network.taps
+        self.taps, self.reads_all_hidden = network.taps, network.reads_hidden
         self.drafting = ModelDrafting(source, max_kept=-network.lag)
         self.max_drafts, self.max_passes = MAX_DRAFTS, 1
         self._reader = TextReader(network, cache, max_rows, window, mask_state_D)

@@ -34,6 +34,8 @@ class Drafter(Protocol):
         state_window: of so many newest tokens of a text it keeps the target's states; 0: none, and
             `keep` is not called.
         taps: the layers whose residual streams it reads besides the last hidden state; may be ().
+        reads_all_hidden: it reads the last hidden state of every row; else of rows with logits at
+            most.
         max_drafts: how far ahead of the text it drafts.
         max_passes: most passes of the network in one step, however much it drafts.
     """
@@ -45,6 +47,9 @@ class Drafter(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]: ...
+
+    @property
+    def reads_all_hidden(self) -> bool: ...
 
     def keep(self, states: TargetStates) -> None:
         """The target has computed these; called at the end of steps whose states are kept. If some

@@ -113,7 +113,9 @@ class NativeDecoder:
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert wanted_R is None or not taps, "taps are of all rows"
+        if wanted_R is not None and len(self._spec.layers) in taps:  # taps are of all rows
+            states_TD, tapped_TKD = self(token_ids_T, caches, metadata, taps, states_TD)
+            return states_TD.index_select(0, wanted_R), tapped_TKD
         size = self._spec.embedding_VD.shape[1]
         num_rows = token_ids_T.shape[0]
         rows = rows_of(metadata, address_of(token_ids_T, torch.int64), wanted_R)
