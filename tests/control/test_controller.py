@@ -376,6 +376,21 @@ def test_probes_of_a_network_come_as_often_in_held_steps():
     assert probes[0] >= 16
 
 
+def test_a_network_reads_prompts_while_its_drafts_pay_and_not_for_a_probe():
+    facts = StepFacts((request(network="eagle3"),))
+    poor, reasons = Controller(table(**POOR), 5), set[Reason]()
+    for _ in range(300):
+        decision = poor.decide(facts)
+        poor.observe(outcome(facts, decision))
+        reasons.add(decision.reason)
+        assert poor.network_due_in > 0 or decision.reason is Reason.GAIN
+    assert Reason.NETWORK_PROBE in reasons
+    good = Controller(table(), 5)
+    assert good.network_due_in > 0
+    taught(good, facts, lambda grant: grant.levels, 30)
+    assert good.network_due_in == 0
+
+
 def test_shadows_of_held_steps_teach():
     controller = Controller(table(), 5)
     before = controller.estimates.host("suffix").survivals(4, 3)

@@ -80,6 +80,19 @@ def test_a_prompt_is_read_as_it_passes_by():
     assert sched.lag_tokens(one) == 0  # the last one is read before the first draft
 
 
+def test_a_prompt_that_is_not_read_leaves_the_states_of_its_end():
+    sched = eagle()
+    one = request("a", [1] * 20, 6)
+    sched.add(one)
+    step = sched.schedule({}, everybody, reads_prompts=False)
+    sched.commit(step, plain_results(step))
+    assert step.plan.keeps_states
+    assert step.works[0].num_drafter_reads == 0
+    assert (one.num_states, one.num_drafter_computed) == (WINDOW, 0)
+    (work,) = sched.schedule({"a": eagle_drafts(1)}, everybody, reads_prompts=False).works
+    assert (work.gap.num_tokens, one.num_drafter_computed) == (20 - WINDOW, 20 - WINDOW)
+
+
 def test_what_a_draft_follows_from_is_left_to_read():
     sched = eagle(max_num_batched_tokens=9)
     sched.add(request("a", [1] * 10, 6))

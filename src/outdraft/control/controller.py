@@ -102,8 +102,11 @@ class Controller:
 
     @property
     def network_due_in(self) -> int:
-        """Steps until the network may draft again; 0 while it does, or did a few steps ago."""
-        return 0 if self.probe.idle_steps < LINGERING else self.probe.due_in
+        """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a
+        few steps ago. A probe alone is no reason for it to read whole prompts."""
+        if self._is_drafting and self.probe.idle_steps < LINGERING:
+            return 0
+        return max(1, self.probe.due_in)
 
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Whether a decision made lately, `standing`, is good for the step that begins now.

@@ -44,7 +44,8 @@ class LengthPolicy(Protocol):
 
     @property
     def network_due_in(self) -> int:
-        """Steps until a network may draft again, as far as is known; 0 while it does."""
+        """Steps until a network may draft again, as far as is known; 0 while it does in earnest,
+        and reads prompts as they pass by."""
         ...
 
     @property

@@ -283,6 +283,14 @@ class DraftPolicy:
             return False
         return self.control.network_due_in <= WARM_UP_STEPS
 
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether a network that reads states should read prompts as they pass by.
+
+        That takes as long as several steps. Else it begins with the states of the newest tokens.
+        """
+        return self.control.network_due_in == 0
+
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""
         assert self._drafter is not None

@@ -11,4 +11,5 @@ def plan_step(scheduler: Scheduler, drafting: DraftPolicy) -> ScheduledStep:
     num_running = min(num_live, scheduler.config.max_num_seqs)
     choices = drafting.choose(scheduler.decoding_requests(), num_running, scheduler.room())
     may_follow = drafting.may_follow(num_running)
-    return scheduler.schedule(choices, drafting.follows if may_follow else None)
+    follows = drafting.follows if may_follow else None
+    return scheduler.schedule(choices, follows, reads_prompts=may_follow and drafting.reads_prompts)

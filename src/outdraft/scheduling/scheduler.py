@@ -143,6 +143,8 @@ class Scheduler:
         self,
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None = None,
+        *,
+        reads_prompts: bool = True,
     ) -> ScheduledStep:
         """The next step: running requests first, then drafts, then as many waiting ones as fit.
 
@@ -151,6 +153,7 @@ class Scheduler:
 
         `follows`: whether a drafter that reads states should be able to draft for a request in one
         of the next steps; None: for nobody. If so for any, the states of the step are kept.
+        `reads_prompts`: it reads these requests' prompts as they pass by.
 
         A waiting request is passed over while another one computes its next block. It takes that
         block from the prefix cache later. Others may start before it, but one slot is kept free
@@ -184,7 +187,7 @@ class Scheduler:
             requests.append(request)
             admissions.append(request.admission())
             budget -= work.num_rows
-        keeps_states = self._follow(requests, works, choices, follows)
+        keeps_states = self._follow(requests, works, choices, follows, reads_prompts)
         plan = StepPlan(tuple(works), keeps_states, tuple(admissions))
         return ScheduledStep(plan, tuple(requests))
 
@@ -276,6 +279,7 @@ class Scheduler:
         works: list[Work],
         choices: Mapping[str, DraftChoice],
         follows: Callable[[Request], bool] | None,
+        reads_prompts: bool,
     ) -> bool:
         """Add to works what the drafter does beside drafting; whether the step keeps states."""
         if not self._books.state_window or (follows is None and not choices):
@@ -284,6 +288,8 @@ class Scheduler:
         for place, request in enumerate(requests):
             if follows is not None and follows(request):
                 keeps_states, work = True, works[place]
+                if not reads_prompts:
+                    continue
                 if num_reads := self._books.chunk_reads(request, work, self.table(request).ids):
                     gap = self._books.gap_news(request) or work.gap
                     works[place] = work._replace(num_drafter_reads=num_reads, gap=gap)
