@@ -32,10 +32,12 @@ class RandomRules:
         self._schedule, self._commit = scheduler.schedule, scheduler.commit
         scheduler.schedule, scheduler.commit = self.schedule, self.commit
 
-    def schedule(self, choices: Mapping[str, DraftChoice], *rest: Any) -> ScheduledStep:
+    def schedule(
+        self, choices: Mapping[str, DraftChoice], *rest: Any, **named: Any
+    ) -> ScheduledStep:
         cap = int(self.rng.integers(1, 12))
         ruled = {of: self._with_rule(one, cap) for of, one in choices.items()}
-        return self._schedule(ruled, *rest)
+        return self._schedule(ruled, *rest, **named)
 
     def commit(self, step: ScheduledStep, result: StepResult) -> Any:
         for work, outcome in zip(step.works, result.works, strict=True):

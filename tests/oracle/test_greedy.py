@@ -225,8 +225,8 @@ def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
 
 
 def test_heads_draft_from_the_state_of_their_own_text():
-    """A prompt of which one token is left drafts before it has ever sampled: not from the state
-    of whoever had its place before."""
+    """Nothing is drafted for a prompt of which one token is left, as no row of it had logits before:
+    its place still holds the state of whoever had it last."""
     prompt = prompts_of([25])[0]
     params = SamplingParams(
         temperature=1.0, seed=1, max_tokens=8, ignore_eos=True, speculation={"trace": True}
@@ -238,5 +238,7 @@ def test_heads_draft_from_the_state_of_their_own_text():
             run(llm, prompts_of(others, seed=4), greedy(6))
         (output,) = run(llm, [prompt], params)
         traces.append((output.outputs[0].token_ids, output.outputs[0].trace))
-    assert traces[0][1][0].drafted_ids
+    steps = traces[0][1]
+    assert not steps[0].drafted_ids
+    assert any(step.drafted_ids for step in steps)
     assert traces[0] == traces[1] == traces[2]

@@ -76,8 +76,8 @@ def test_rows_that_were_not_drafted_are_not_computed(method: str):
         computed.append(len(ids_T)),
         forward(ids_T, *rest),
     )[1]
-    llm.engine.scheduler.schedule = lambda *args: (
-        planned.append(schedule(*args)),
+    llm.engine.scheduler.schedule = lambda *args, **named: (
+        planned.append(schedule(*args, **named)),
         planned[-1],
     )[1]
     try:
