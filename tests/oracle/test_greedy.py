@@ -225,8 +225,8 @@ def test_deep_trees_are_cut_at_the_end_of_the_context_and_for_who_wants_fewer(
 
 
 def test_heads_draft_from_the_state_of_their_own_text():
-    """Nothing is drafted for a prompt of which one token is left, as no row of it had logits before:
-    its place still holds the state of whoever had it last."""
+    """Nothing is drafted for a prompt of which one token is left: no row of it had logits before.
+    Its place still holds the state of whoever had it last."""
     prompt = prompts_of([25])[0]
     params = SamplingParams(
         temperature=1.0, seed=1, max_tokens=8, ignore_eos=True, speculation={"trace": True}
