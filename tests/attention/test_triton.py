@@ -114,6 +114,7 @@ FORMS = {
     "all": AttentionForm(0.3, 300, 350, 2.0, SINKS_4.bfloat16()),
 }
 SIZED_FORMS = list(zip(FORMS, [None, 20, 48, 20] * 2, strict=True))
+CHOSEN_FORMS = [SIZED_FORMS[1], SIZED_FORMS[3], SIZED_FORMS[7]]
 RAGGED = [
     Shape(5, 1, ()),
     Shape(700, 1, BUSH_7),
@@ -124,7 +125,7 @@ RAGGED = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("name", "value_size"), some(SIZED_FORMS, SIZED_FORMS[1::2]))
+@pytest.mark.parametrize(("name", "value_size"), some(SIZED_FORMS, CHOSEN_FORMS))
 def test_each_form_equals_the_reference(name, value_size, device):
     """Rows of all launches, over several splits."""
     batch = build_batch(RAGGED, Model(4, 2, 32, 16, value_size), FP32, seed=7)

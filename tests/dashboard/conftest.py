@@ -54,8 +54,6 @@ class Site:
 
 @pytest.fixture(scope="module", name="server")
 def _server() -> Iterator[Site]:
-    if not CHROMIUM.exists():
-        pytest.skip(f"no browser: {CHROMIUM} is missing")
     listener = socket.create_server(("127.0.0.1", 0))
     feed, fake = _feed_with_history(), FakeOpenAi()
     app = FastAPI()
@@ -71,8 +69,10 @@ def _server() -> Iterator[Site]:
     assert not thread.is_alive()
 
 
-@pytest.fixture(scope="module", name="browser")
-def _browser(server: Site) -> Iterator[Browser]:
+@pytest.fixture(scope="session", name="browser")
+def _browser() -> Iterator[Browser]:
+    if not CHROMIUM.exists():
+        pytest.skip(f"no browser: {CHROMIUM} is missing")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield browser

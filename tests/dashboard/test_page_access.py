@@ -7,7 +7,7 @@ from outdraft.dashboard import EngineFacts
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
 
 FOCUSED = "document.activeElement.id || document.activeElement.className"
 

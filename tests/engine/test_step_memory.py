@@ -1,6 +1,7 @@
 """What a step is said to take, against what PyTorch allocates."""
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +37,7 @@ from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
 from tests.kernels.tables import kernels_for
 from tests.oracle.engines import config, engine, greedy, models, prompts_of, run, speculation
+from tests.pairwise import rows
 from tests.sampling_batches import batch_of_params
 
 CPU = torch.device("cpu")
@@ -247,31 +249,29 @@ def test_texts_are_what_the_device_state_takes():
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+BATCHES = {
+    "trees": [Shape(500, 1, (0, 1, 2))] * 12,
+    "a prompt": [Shape(0, 200, ())] + [Shape(500, 1, ())] * 8,
+    "ragged": [Shape(300, rows, ()) for rows in (64, 40, 30, 20, 16, 9, 5, 3, 1, 1)],
+}
+MODES = ((False, 1 << 26), (False, 200_000), (False, 1), (True, 1 << 22), (True, 200_000))
+
+
 @pytest.mark.parametrize(
-    ("in_order", "max_elements"),
-    [(False, 1 << 26), (False, 200_000), (False, 1), (True, 1 << 22), (True, 200_000)],
+    ("batch", "mode", "dtype"),
+    rows(product(BATCHES, MODES, (torch.float64, torch.float32, torch.float16))),
 )
-@pytest.mark.parametrize(
-    "requests",
-    [
-        [Shape(500, 1, (0, 1, 2))] * 12,
-        [Shape(0, 200, ())] + [Shape(500, 1, ())] * 8,
-        [Shape(300, rows, ()) for rows in (64, 40, 30, 20, 16, 9, 5, 3, 1, 1)],
-    ],
-)
-def test_the_reference_attention_takes_no_more_than_it_says(
-    requests, in_order, max_elements, dtype
-):
+def test_the_reference_attention_takes_no_more_than_it_says(batch, mode, dtype):
+    requests, (in_order, max_elements) = BATCHES[batch], mode
     model = Model(8, 4, 32, 16)
-    batch = build_batch(requests, model, dtype, seed=0)
+    made = build_batch(requests, model, dtype, seed=0)
     attention = ReferenceAttention(max_elements, in_order=in_order)
     taken = peak_bytes(
-        lambda: attention.attend(batch.q_THC, batch.cache, batch.metadata, AttentionForm(1.0, 100))
+        lambda: attention.attend(made.q_THC, made.cache, made.metadata, AttentionForm(1.0, 100))
     )
-    sizes = (len(requests), len(batch.q_THC), batch.metadata.max_seq_len, 8)
+    sizes = (len(requests), len(made.q_THC), made.metadata.max_seq_len, 8)
     said = attention.temporary_bytes(AttentionSizes(*sizes, LayerCacheShape(4, 32, 32), dtype))
-    queries = len(batch.q_THC) * 8 * 32 * 8 * 4
+    queries = len(made.q_THC) * 8 * 32 * 8 * 4
     assert taken <= said + queries
     assert said < 12 * taken or max_elements == 1
 

@@ -62,14 +62,13 @@ def implementations() -> Iterator[object]:
                 if key not in seen:
                     seen.add(key)
                     name = str(dtype).removeprefix("torch.")
-                    # Its interpreter takes half a minute for each dtype, and has no bfloat16.
-                    is_again = option == "triton" and dtype == torch.bfloat16
                     yield pytest.param(
                         operation,
                         option,
                         dtype,
                         id=f"{operation}-{option}-{name}",
-                        marks=pytest.mark.full if is_again else (),
+                        # Interpreted it takes half a minute; tests/attention has chosen cases.
+                        marks=pytest.mark.full if option == "triton" else (),
                     )
 
 

@@ -1,6 +1,6 @@
 """End to end, at temperature 1, the engine's texts have the target's own distribution.
 
-All texts of five tokens over a vocabulary of four are counted and compared with their exact
+All texts of five tokens over a vocabulary of three are counted and compared with their exact
 probabilities by transformers: the first token comes plain, the others in one to four drafted steps.
 Deliberately wrong samplers must be caught by the same test.
 """
@@ -30,9 +30,9 @@ from tests.oracle.heads import random_head
 from tests.pairwise import some
 from tests.ranks import Spread, spread_models
 
-VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 4, 5, 8_000
-PROMPT = [2, 3, 1, 3, 1, 3]
-PENALTY, TOP_K = 0.8, 3
+VOCAB_SIZE, NUM_TOKENS, NUM_TEXTS = 3, 5, 4_000
+PROMPT = [1, 2, 0, 2, 0, 2]
+PENALTY, TOP_K = 0.8, 2
 ALPHA = 1e-6
 
 
@@ -182,13 +182,14 @@ CHANGING = (
     *("ngram", "suffix-tree", "block", "token", "drafter-invariant", "combined", "tree", "eagle"),
     *("eagle3-tree", "p-eagle", "medusa", "self-sparse-tree", "mlp_speculator-tree", "dspark"),
 )  # one chain or tree of each source, and each rule
+STEADY = ("block", "tree", *(case for case in CASES if case not in CHANGING))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kernels"),
     [
-        *((case, "auto") for case in CASES),
+        *some([(case, "auto") for case in CASES], [(case, "auto") for case in STEADY]),
         *some([(case, "reference") for case in ("block", "tree")], [("tree", "reference")]),
     ],
 )
@@ -277,7 +278,7 @@ def test_chains_that_end_before_unlikely_drafts_are_caught(
 
 def ruled(propose: Callable[..., ModelDrafts], num_drafts: list[int]) -> Callable[..., ModelDrafts]:
     """Every request has a live rule."""
-    stop = LiveStop((1.0, 0.8, 0.6), (0.5, 0.8, 0.5), 0.45)
+    stop = LiveStop((1.0, 0.8, 0.6), (0.4, 0.8, 0.8), 0.3)
 
     def wrapped(self: DeviceProposer, asks: Sequence[DraftModelAsk], *rest: Any) -> ModelDrafts:
         drafts = propose(self, [replace(ask, stop=stop) for ask in asks], *rest)

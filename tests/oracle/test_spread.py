@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from tests.oracle.engines import (
 from tests.oracle.live_rules import RandomRules
 from tests.oracle.test_plans_are_data import params_of_every_kind
 from tests.oracle.test_prefix_hits import BLOCK_SIZE, hits
-from tests.pairwise import rows
+from tests.pairwise import some
 from tests.ranks import Spread, spread_models
 
 FAMILY = "qwen2"
@@ -37,11 +38,16 @@ SMALL: dict[str, Any] = {"block_size": 4, "num_blocks": 18}  # too small for fou
 FEW = ("draft_model", "draft_model-tree", "eagle3", "medusa-tree", "mlp_speculator", "pard")
 
 
+SIZES = ((2, 1), (2, 2), (4, 1), (4, 2), (4, 4))  # ranks of the target, and of the drafter
+
+
 def cases(*methods: str, further: Sequence[str] = ()) -> pytest.MarkDecorator:
-    """Target and drafter over all numbers of ranks, pairwise; `further`: on two ranks only."""
-    found = [pytest.param(name, 2, 1) for name in further]
-    few = [(name, size, draft) for name in methods for size in (2, 4) for draft in (1, 2, 4)]
-    for case in rows([case for case in few if case[2] <= case[1]]):
+    """Each method on two ranks with a drafter on one, and in one other way, the first of them over
+    four ranks too. `further`: on two ranks only."""
+    chosen = {(name, *sizes) for name, sizes in zip(methods, cycle(SIZES[1:]), strict=False)}
+    chosen |= {(name, *SIZES[0]) for name in methods} | {(methods[0], 4, 2)}
+    found = [pytest.param(name, *SIZES[0]) for name in further]
+    for case in some([(name, *sizes) for name in methods for sizes in SIZES], chosen):
         slow = [pytest.mark.slow] if case.values[1] == 4 else []
         found.append(pytest.param(*case.values, marks=[*case.marks, *slow]))
     return pytest.mark.parametrize(("method", "size", "draft_size"), found)

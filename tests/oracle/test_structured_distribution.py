@@ -29,7 +29,7 @@ from tests.structured.vocabularies import (
 
 LIKE_OTHERS = (
     *("suffix", "ngram-tree", "greedy-drafts", "eagle", "eagle3", "eagle3-token", "p-eagle"),
-    *("medusa-tree", "mlp_speculator", "self", "self-tree", "self-sparse"),
+    *("medusa", "medusa-tree", "mlp_speculator", "self", "self-tree", "self-sparse"),
     *("dflash", "dflash-tree", "dspark", "dspark-token"),
 )
 PATTERN, NUM_TOKENS, NUM_TEXTS = "(aab?|c|b){0,9}", 4, 6_000

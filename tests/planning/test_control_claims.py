@@ -82,7 +82,7 @@ def test_neither_where_deciding_takes_a_tenth_of_a_step(first: int):
     assert_close_to_the_best(shares)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(96, 300, BLOCK))
 def test_neither_in_many_more_engines(first: int):
     assert_close_to_the_best(steady_shares(range(first, first + BLOCK)))
@@ -251,7 +251,8 @@ def test_one_seed_gives_one_course():
 
 
 def test_fixed_policies_meet_the_same_luck():
-    scenario = Scenario(Load(1), lambda _: World(line(0.0), Acceptance((0.5,))), 3)
+    world = World(line(0.0), Acceptance((0.5,)))
+    scenario = Scenario(Load(1), lambda _: world, 3)
     plain = Simulator(scenario, FixedLength(0)).run(50)
     assert plain.tokens == [1] * 50
     drafted = Simulator(scenario, FixedLength(3)).run(2000)

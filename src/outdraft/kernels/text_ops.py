@@ -54,7 +54,8 @@ class SuffixTexts(NgramTexts, Protocol):
 
     Finished texts come and go in order, some tokens at a time, so that no call takes long: a string
     counts as often as it starts at a token that is counted. Texts that are counted in part give the
-    draft of the largest sum by these counts.
+    draft of the largest sum by these counts; its match length may then be that of a shorter end
+    which occurred at the same places.
     """
 
     def add_finished(self, token_ids_T: np.ndarray) -> None:

@@ -1,5 +1,7 @@
 """Finished texts against counting by scans, while they come and go."""
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -111,7 +113,14 @@ def test_texts_that_come_and_go_in_pieces_are_counted_like_whole_ones(
             size = next(sizes)
             assert [one.count_finished(size) for one in both] == [min(size, coming)] * 2
             coming -= min(size, coming)
-            assert drafts(both[0], contexts) == drafts(both[1], contexts)
+            found = [drafts(one, contexts) for one in both]
+            if coming:  # it is not said which of the ends at the same places is told
+                assert all(
+                    one.match_length <= other.match_length
+                    for one, other in zip(*found, strict=True)
+                )
+                found = [[replace(one, match_length=0) for one in made] for made in found]
+            assert found[0] == found[1]
         assert both[0].count_finished(9) == 0
         left = len(added[number - 1]) if number else 0
         while left:

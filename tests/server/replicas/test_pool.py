@@ -14,7 +14,7 @@ from outdraft.core.sampling import SamplingParams
 from tests.server.process.engines import PROMPTS, complete
 from tests.server.replicas.replicas import LOST_AFTER_S, Pooled, pooled
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pool")]  # two replicas for most of them
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
