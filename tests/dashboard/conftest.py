@@ -69,7 +69,7 @@ def _server() -> Iterator[Site]:
     assert not thread.is_alive()
 
 
-@pytest.fixture(scope="session", name="browser")
+@pytest.fixture(scope="module", name="browser")
 def _browser() -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"no browser: {CHROMIUM} is missing")

@@ -12,7 +12,7 @@ from outdraft.dashboard import EngineFacts
 from tests.dashboard.conftest import FACTS, Site
 from tests.dashboard.fake_openai import ANSWER, API_KEY, HEADS, MIXED, TEXT, ScriptedStep
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
 OUTPUT = ".pane:first-child .output"
 DONE = ".pane:last-child[data-state=stop]"

@@ -7,7 +7,7 @@ from outdraft.dashboard import EngineFacts
 from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import TEXT
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
 FOCUSED = "document.activeElement.id || document.activeElement.className"
 

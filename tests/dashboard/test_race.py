@@ -7,7 +7,7 @@ from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import ANSWER, TEXT, chain
 from tests.dashboard.test_page import DONE
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
 LONG = ANSWER * 6  # a text longer than the window
 

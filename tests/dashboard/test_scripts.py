@@ -9,7 +9,7 @@ from playwright.sync_api import Browser, Page
 
 from tests.dashboard.conftest import Site
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
 
 @pytest.fixture(scope="module", name="page")

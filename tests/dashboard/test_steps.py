@@ -9,7 +9,7 @@ from tests.dashboard.conftest import Site
 from tests.dashboard.fake_openai import ANSWER, LIKELY, ScriptedStep
 from tests.dashboard.test_page import OUTPUT, run
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # they share a browser
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("dashboard")]  # one browser at a time
 
 
 def rows(page: Page) -> list[str]:
