@@ -148,8 +148,13 @@ class Costs:
         return self.drafter(network).step_s(lengths) * self._drafters[network].factor
 
     def beside_s(self, network: str) -> float:
-        """How much longer the target's pass takes in a step in which the network drafts."""
-        return self.drafter(network).beside_s
+        """How much longer the target's pass takes in a step in which the network drafts.
+
+        It follows the network's other times: were it left as the table has it, a machine that has
+        become faster or slower would seem to have done so for the target's pass alone, and plain
+        decoding would be expected to change more than it does.
+        """
+        return self.drafter(network).beside_s * self._drafters[network].factor
 
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
