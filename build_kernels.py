@@ -48,6 +48,13 @@ TARGETS = {
         "x86-64-v4-bf16": Target(
             ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), "x86_64_v4+avx512bf16+avx512vnni"
         ),
+        "x86-64-v4-amx": Target(
+            (
+                *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
+                *("-mamx-tile", "-mamx-bf16"),
+            ),
+            "x86_64_v4+avx512bf16+avx512vnni+amx_tile+amx_bf16",
+        ),
     },
     "aarch64": {
         SELECTOR: Target(("-march=armv8-a",), "generic"),

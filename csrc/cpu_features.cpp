@@ -8,6 +8,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__APPLE__)
 #include <sys/sysctl.h>
 #elif defined(__aarch64__)
@@ -37,19 +41,32 @@ uint32_t saved_registers() {
 
 bool has(uint32_t bits, uint32_t wanted) { return (bits & wanted) == wanted; }
 
+// A process asks Linux before it uses matrix registers, as signals then need larger stacks; the
+// answer holds for all of its threads. Nobody else is asked.
+bool may_use_matrices() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kMatrixData = 18;  // ARCH_REQ_XCOMP_PERM
+  return syscall(SYS_arch_prctl, kRequest, kMatrixData) == 0;
+#else
+  return false;
+#endif
+}
+
 int32_t level() {
   constexpr uint32_t kFma = 1u << 12, kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
   constexpr uint32_t kBmi1 = 1u << 3, kAvx2 = 1u << 5, kBmi2 = 1u << 8;
   constexpr uint32_t kF = 1u << 16, kDq = 1u << 17, kCd = 1u << 28, kBw = 1u << 30, kVl = 1u << 31;
   constexpr uint32_t kVnni = 1u << 11, kBf16 = 1u << 5;
-  constexpr uint32_t kWideState = 0xe6, kState = 0x6;  // of zmm, and of ymm only
+  constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
+  constexpr uint32_t kMatrixState = 0x60000, kWideState = 0xe6, kState = 0x6;  // of tmm, zmm, ymm
 
   const Registers basic = cpuid(1, 0), more = cpuid(7, 0);
   if (!has(basic.c, kFma | kXsave | kAvx | kF16c) || !has(more.b, kBmi1 | kAvx2 | kBmi2)) return 0;
   const uint32_t saved = saved_registers();
   if (!has(saved, kState)) return 0;
   if (!has(saved, kWideState) || !has(more.b, kF | kDq | kCd | kBw | kVl)) return 1;
-  return has(more.c, kVnni) && has(cpuid(7, 1).a, kBf16) ? 3 : 2;
+  if (!has(more.c, kVnni) || !has(cpuid(7, 1).a, kBf16)) return 2;
+  return has(saved, kMatrixState) && has(more.d, kAmxBf16 | kAmxTile) && may_use_matrices() ? 4 : 3;
 }
 
 #elif defined(__APPLE__)

@@ -23,14 +23,12 @@
 #include <utility>
 
 #include "simd.h"
+#include "tile_words.h"
 #include "vector_math.h"
 
 namespace outdraft {
 namespace {
 
-constexpr int64_t kStepBytes = 128;  // of a tile
-constexpr int64_t kLine = 64;        // bytes that memory gives at once
-constexpr int64_t kAhead = 8192;     // bytes; hardware alone does not look beyond a page
 constexpr int64_t kFetchingCalls = 8;  // that fetch a part of the next tile each
 
 // Sums that fit the registers: kVectors of outputs by kMaxRows.
@@ -42,17 +40,6 @@ constexpr int kVectors = 2, kMaxRows = 6;
 constexpr int kVectors = 4, kMaxRows = 5;
 #endif
 constexpr int kStrip = kVectors * kWidth;  // outputs that are computed together
-
-#if defined(__AVX512BW__)
-// The numbers of the codes 0 to 15, twice: q - 8.
-alignas(64) constexpr uint16_t kInt4Numbers[32] = {
-    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
-    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
-    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
-#endif
-
-// A call in the innermost loop would put the sums into memory.
-#define OUTDRAFT_INLINE [[gnu::always_inline]] inline
 
 template <int R>
 using Sums = Floats[R][kVectors];
@@ -72,54 +59,6 @@ struct Float32Kernel {
       const Floats a = broadcast(x[r * stride]);
       for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
     }
-  }
-};
-
-// The words of a step, as pairs of bfloat16 inputs, for a vector of outputs.
-
-struct Bf16Words {
-  static constexpr bool kIsQuantised = false;
-  static constexpr int kInputs = 2, kLaneBytes = 4;
-  template <int kPair>
-  OUTDRAFT_INLINE static Words pair(const char* lanes) {
-    return load<Words>(lanes);
-  }
-};
-
-struct Int8Words {
-  static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 4, kLaneBytes = 2;
-  template <int kPair>
-  OUTDRAFT_INLINE static Words pair(const char* lanes) {
-    const char* bytes = lanes + kPair * kTile * kLaneBytes;
-    return pairs_of(floats_of(bytes), floats_of(bytes + kWidth),
-                    std::make_integer_sequence<int, 2 * kWidth>());
-  }
-  OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
-    return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
-  }
-  template <int... kPlaces>
-  OUTDRAFT_INLINE static Words pairs_of(Floats a, Floats b,
-                                        std::integer_sequence<int, kPlaces...>) {
-    typedef uint16_t PairHalves __attribute__((vector_size(4 * kWidth)));
-    return (Words)__builtin_shufflevector((PairHalves)a, (PairHalves)b, (2 * kPlaces + 1)...);
-  }
-};
-
-struct Int4Words {
-  static constexpr bool kIsQuantised = true;
-  static constexpr int kInputs = 8, kLaneBytes = 4;
-  template <int kPair>
-  OUTDRAFT_INLINE static Words pair(const char* lanes) {
-    const Words codes = load<Words>(lanes) >> (4 * kPair);
-#if defined(__AVX512BW__)
-    // By the low five bits of each half; the fifth is the next input's.
-    return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
-#else
-    const Floats even = __builtin_convertvector((Ints)(codes & 15) - kInt4Zero, Floats);
-    const Floats odd = __builtin_convertvector((Ints)(codes >> 16 & 15) - kInt4Zero, Floats);
-    return (Words)even >> 16 | (Words)odd;
-#endif
   }
 };
 
@@ -181,12 +120,6 @@ struct Strip {
   int64_t sums_stride;          // from the sums over a group to those over the next
   float* out;                   // [rows, kTile]
 };
-
-// Scales or shifts of a vector of outputs.
-OUTDRAFT_INLINE Floats scale_numbers(const char* at, int64_t scale_bytes, int v) {
-  if (scale_bytes == 4) return load<Floats>(at + v * kWidth * 4);
-  return numbers(reinterpret_cast<const uint16_t*>(at) + v * kWidth);
-}
 
 // out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step, or parts of one.
 template <class Kernel, int R, int kLines>
@@ -291,6 +224,9 @@ MultiplyTile kernel_of(bool keeps_bf16) {
 }  // namespace
 
 MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16) {
+  if (const MultiplyTile in_matrices = keeps_bf16 ? matrix_kernel_of(weights) : nullptr) {
+    return in_matrices;
+  }
   switch (weights.format) {
     case Format::kFloat32:
       return multiply_tile<Float32Kernel>;

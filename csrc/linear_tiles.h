@@ -24,6 +24,9 @@ struct Inputs {
 using MultiplyTile = void (*)(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
                               int64_t tile, float* sums);
 
+// For bfloat16 rows on machines that have matrix registers (linear_amx.cpp); null: there is none.
+MultiplyTile matrix_kernel_of(const LinearWeights& weights);
+
 // `keeps_bf16`: of the rows' layout.
 MultiplyTile kernel_of(const LinearWeights& weights, bool keeps_bf16);
 

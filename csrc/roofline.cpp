@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "amx.h"
 #include "export.h"
 #include "linear.h"
 #include "simd.h"
@@ -12,6 +13,7 @@ namespace outdraft {
 namespace {
 
 constexpr int kSums = kWidth == 8 ? 12 : 16;  // none waits for the one before; all in registers
+constexpr int kMatrixSums = 4;
 constexpr int64_t kStepsOfUnit = 20000;
 
 // Sums of words; the units are parts of the memory, one after the other.
@@ -39,6 +41,34 @@ struct Reading {
   }
 };
 
+// Four sums of what never leaves the matrix registers; one number of them.
+void multiply_matrices(float* result) {
+#if defined(__AMX_BF16__)
+  alignas(64) float numbers[kMatrixRows * kMatrixRowBytes / sizeof(float)] = {};
+  shape_matrices(kMatrixRows);
+  load_matrix<4>(numbers, kMatrixRowBytes);
+  load_matrix<5>(numbers, kMatrixRowBytes);
+  load_matrix<6>(numbers, kMatrixRowBytes);
+  load_matrix<7>(numbers, kMatrixRowBytes);
+  for (int64_t step = 0; step < kStepsOfUnit; ++step) {
+    add_products_of_matrices<0, 4, 6>();
+    add_products_of_matrices<1, 4, 7>();
+    add_products_of_matrices<2, 5, 6>();
+    add_products_of_matrices<3, 5, 7>();
+  }
+  store_matrix<0>(numbers, kMatrixRowBytes);
+  *result = numbers[0];
+#else
+  (void)result;
+#endif
+}
+
+// Operations of a step of a unit, two for each product.
+int64_t step_operations(bool is_bf16) {
+  if (is_bf16 && kHasMatrixRegisters) return 2 * kMatrixSums * 8192;
+  return kSums * kWidth * (is_bf16 ? 4 : 2);
+}
+
 struct Multiplying {
   int64_t units;
   bool is_bf16;
@@ -47,6 +77,9 @@ struct Multiplying {
   int64_t num_units() const { return units; }
   size_t scratch_bytes() const { return sizeof(Floats); }
   void compute(int64_t, void* scratch) const {
+    if constexpr (kHasMatrixRegisters) {
+      if (is_bf16) return multiply_matrices(static_cast<float*>(scratch));
+    }
     Floats sums[kSums] = {};
     Floats factor = broadcast(1.0f), number = broadcast(0.5f);
     __asm__ volatile("" : "+m"(factor), "+m"(number));
@@ -84,5 +117,5 @@ OUTDRAFT_EXPORT int64_t roofline_multiply(outdraft::Team* team, int64_t dtype, i
   static float results[kMaxUnits];
   const bool is_bf16 = kHasBf16Dot && Dtype{dtype} == Dtype::kBfloat16;
   run(team, Multiplying{std::min(num_units, kMaxUnits), is_bf16, results});
-  return std::min(num_units, kMaxUnits) * kStepsOfUnit * kSums * kWidth * (is_bf16 ? 4 : 2);
+  return std::min(num_units, kMaxUnits) * kStepsOfUnit * step_operations(is_bf16);
 }

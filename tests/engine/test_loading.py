@@ -28,7 +28,7 @@ def test_auto_is_float32_on_a_cpu_unless_it_multiplies_what_the_checkpoint_holds
     checkpoint_dtype: str, kernels: str
 ):
     used = library.usable_instruction_sets()[-1] if kernels == "auto" else kernels
-    is_bf16 = checkpoint_dtype == "bfloat16" and used in ("x86-64-v4-bf16", "aarch64-bf16")
+    is_bf16 = checkpoint_dtype == "bfloat16" and used.endswith(("-bf16", "-amx"))
     want = torch.bfloat16 if is_bf16 else torch.float32
     assert choose_dtype("auto", checkpoint_dtype, CPU, kernels) is want
 

@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent / "lib"
 # By architecture: from what every library needs to what the fastest one needs, as build_kernels.py
 # compiles them.
 INSTRUCTION_SETS = {
-    "x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16"),
+    "x86_64": ("x86-64-v3", "x86-64-v4", "x86-64-v4-bf16", "x86-64-v4-amx"),
     "aarch64": ("aarch64", "aarch64-bf16"),
 }
 

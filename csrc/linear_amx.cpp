@@ -1,0 +1,281 @@
+// Products of bfloat16 rows with one tile of weights, in matrix registers: see linear_tiles.h, and
+// linear_tiles.cpp for the layout.
+//
+// A block of a tile, 32 inputs of its 32 outputs, fills two registers. bfloat16 blocks are read as
+// they lie; of quantised weights a strip of blocks at a time is decoded first. Rows make groups of
+// at most 16, all of the same size; the last one begins earlier where they do not fill it, so a few
+// rows are computed twice. Two groups meet a block at a time. Strips stay in the nearest cache until
+// all pairs of groups have met them; between strips the sums lie in memory, where they keep all
+// bits.
+//
+// The sum of an output runs over the blocks in order, in a register that begins with zero; amx.h
+// has the order within a block. It is the same for any number of rows. Scales, shifts and groups of
+// inputs are as in linear_tiles.cpp.
+
+#include "linear_tiles.h"
+
+#if defined(__AMX_BF16__)
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "amx.h"
+#include "simd.h"
+#include "tile_words.h"
+
+namespace outdraft {
+namespace {
+
+constexpr int64_t kBlockInputs = 2 * kMatrixRows;
+constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;
+constexpr int64_t kBlockLines = kBlockBytes / kLine;
+constexpr int64_t kStripBlocks = 12;  // half of the nearest cache
+constexpr int64_t kMostBlocks = 16;   // of a group of inputs
+constexpr int64_t kGroupSums = kMatrixRows * kTile;
+
+// Some blocks of a tile.
+struct Strip {
+  const char* blocks;
+  int64_t num_blocks;
+  const char* rest;     // one more block, elsewhere, or null
+  bool is_first;        // sums begin with zero, else they are in memory
+  const char* ahead;    // what the cache fetches meanwhile
+  int64_t ahead_lines;  // for each block
+};
+
+// Some rows.
+struct Group {
+  int64_t first_row, num_rows;
+  const char* x;  // where their inputs lie
+  int64_t x_stride;
+  float* sums;    // of the registers
+  float* totals;  // of everything; may be the same
+};
+
+template <int kSums>
+void begin_sums(const Group& group, bool is_first) {
+  if (is_first) {
+    zero_matrix<kSums>();
+    zero_matrix<kSums + 1>();
+  } else {
+    load_matrix<kSums>(group.sums, 4 * kTile);
+    load_matrix<kSums + 1>(group.sums + kTile / 2, 4 * kTile);
+  }
+}
+
+template <int kSums>
+void store_sums(const Group& group) {
+  store_matrix<kSums>(group.sums, 4 * kTile);
+  store_matrix<kSums + 1>(group.sums + kTile / 2, 4 * kTile);
+}
+
+template <int kGroups>
+void add_block(const char* block, const Group& first, const Group& second, int64_t at) {
+  load_matrix<6>(block, kStepBytes);
+  load_matrix<7>(block + kStepBytes / 2, kStepBytes);
+  load_matrix<4>(first.x + at, first.x_stride);
+  add_products_of_matrices<0, 4, 6>();
+  add_products_of_matrices<1, 4, 7>();
+  if constexpr (kGroups == 2) {
+    load_matrix<5>(second.x + at, second.x_stride);
+    add_products_of_matrices<2, 5, 6>();
+    add_products_of_matrices<3, 5, 7>();
+  }
+}
+
+template <int kGroups>
+void multiply_strip(Strip strip, const Group& first, const Group& second) {
+  begin_sums<0>(first, strip.is_first);
+  if constexpr (kGroups == 2) begin_sums<2>(second, strip.is_first);
+  int64_t at = 0;
+  for (int64_t block = 0; block < strip.num_blocks; ++block, at += kMatrixRowBytes) {
+    for (int64_t line = 0; line < strip.ahead_lines; ++line, strip.ahead += kLine) {
+      kGroups == 2 ? prefetch_far(strip.ahead) : prefetch(strip.ahead);
+    }
+    add_block<kGroups>(strip.blocks + block * kBlockBytes, first, second, at);
+  }
+  if (strip.rest != nullptr) add_block<kGroups>(strip.rest, first, second, at);
+  store_sums<0>(first);
+  if constexpr (kGroups == 2) store_sums<2>(second);
+}
+
+// All rows; the registers get their shapes.
+class Groups {
+ public:
+  Groups(const Inputs& x, int64_t num_rows, float* sums)
+      : x_(x),
+        num_rows_(num_rows),
+        count_((num_rows + kMatrixRows - 1) / kMatrixRows),
+        group_rows_((num_rows + count_ - 1) / count_),
+        sums_(sums),
+        overlap_(count_ * group_rows_ != num_rows) {
+    shape_matrices(group_rows_);
+  }
+
+  int64_t num_pairs() const { return (count_ + 1) / 2; }
+
+  // Two groups, or the last one, meet blocks from input `first_input` on; then each goes to `next`.
+  // `parts`: where registers put their sums instead of adding to those before; or null.
+  template <class Next>
+  void multiply(const Strip& strip, int64_t pair, int64_t first_input, float* parts,
+                const Next& next) {
+    const bool is_one = 2 * pair + 1 == count_;
+    Group groups[2] = {at(2 * pair), at(2 * pair + !is_one)};
+    for (int i = 0; i < 2; ++i) {
+      groups[i].x += 2 * first_input;
+      if (parts != nullptr) groups[i].sums = parts + i * kGroupSums;
+    }
+    is_one ? multiply_strip<1>(strip, groups[0], groups[1])
+           : multiply_strip<2>(strip, groups[0], groups[1]);
+    for (int i = 0; i < 2 - is_one; ++i) next(groups[i]);
+  }
+
+  void finish() const {
+    const Group last = at(count_ - 1);
+    if (overlap_) std::memcpy(sums_ + last.first_row * kTile, last_, 4 * kTile * group_rows_);
+  }
+
+ private:
+  // What overlaps would be added twice: sums of the last group are apart until all is done.
+  Group at(int64_t number) const {
+    const int64_t row = std::min(number * group_rows_, num_rows_ - group_rows_);
+    float* sums = overlap_ && number == count_ - 1 ? last_ : sums_ + row * kTile;
+    const char* x = static_cast<const char*>(x_.rows) + row * 4 * x_.stride;
+    return {row, group_rows_, x, 4 * x_.stride, sums, sums};
+  }
+
+  const Inputs& x_;
+  const int64_t num_rows_, count_, group_rows_;
+  float* const sums_;
+  const bool overlap_;
+  alignas(64) mutable float last_[kGroupSums];
+};
+
+// Steps [0, num_steps) become blocks, with zeros behind. The cache fetches as much behind them.
+template <class Decoder>
+void decode(const char* steps, int64_t num_steps, int64_t num_blocks, char* blocks) {
+  constexpr int kPairs = Decoder::kInputs / 2;
+  const char* ahead = steps + num_steps * kStepBytes;
+  char* to = blocks;
+  for (const char* step = steps; step < steps + num_steps * kStepBytes; step += kStepBytes) {
+    for (int64_t byte = 0; byte < kStepBytes; byte += kLine) prefetch_far(ahead + byte);
+    ahead += kStepBytes;
+    [&]<size_t... kPair>(std::index_sequence<kPair...>) {
+      (
+          [&] {
+            for (int v = 0; v < kTile / kWidth; ++v, to += sizeof(Words)) {
+              const char* lanes = step + v * kWidth * Decoder::kLaneBytes;
+              outdraft::store(to, Decoder::template pair<kPair>(lanes));
+            }
+          }(),
+          ...);
+    }(std::make_index_sequence<kPairs>());
+  }
+  std::memset(to, 0, blocks + num_blocks * kBlockBytes - to);
+}
+
+// What a group of inputs gives joins the totals: see `multiply_strip` in linear_tiles.cpp.
+void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int64_t number,
+                const Group& group) {
+  const int64_t at = (tile * weights.num_groups + number) * kTile * weights.scale_bytes;
+  const float* x_sums = x.sums + number * x.sums_stride + group.first_row;
+  for (int v = 0; v < kTile / kWidth; ++v) {
+    const Floats scales = scale_numbers(weights.scales + at, weights.scale_bytes, v);
+    Floats shifts = {};
+    if (weights.shifts != nullptr) {
+      shifts = scale_numbers(weights.shifts + at, weights.scale_bytes, v);
+    }
+    for (int64_t r = 0; r < group.num_rows; ++r) {
+      const int64_t place = r * kTile + v * kWidth;
+      Floats sum = outdraft::load<Floats>(group.sums + place);
+      if (weights.shifts != nullptr) sum = fused(shifts, broadcast(x_sums[r]), sum);
+      const Floats total = number == 0 ? Floats{} : outdraft::load<Floats>(group.totals + place);
+      outdraft::store(group.totals + place, fused(scales, sum, total));
+    }
+  }
+}
+
+void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
+                   float* sums) {
+  Groups groups(x, num_rows, sums);
+  const char* tile_at = weights.tiles + tile * weights.tile_bytes;
+  const int64_t num_blocks = weights.tile_bytes / kBlockBytes, num_pairs = groups.num_pairs();
+  const int64_t rest_bytes = weights.tile_bytes % kBlockBytes;
+  alignas(64) char rest[kBlockBytes];
+  if (rest_bytes > 0) {  // behind the last input are zeros
+    std::memcpy(rest, tile_at + num_blocks * kBlockBytes, rest_bytes);
+    std::memset(rest + rest_bytes, 0, kBlockBytes - rest_bytes);
+  }
+  // Who is alone fetches what comes soon; several pairs fetch a part of the next tile each.
+  const int64_t lines = (kBlockLines + num_pairs - 1) / num_pairs;
+  const char* ahead = tile_at + (num_pairs == 1 ? kAhead : weights.tile_bytes);
+  const int64_t num_strips = num_pairs == 1 ? 1 : num_blocks / kStripBlocks + 1;
+  for (int64_t strip = 0; strip < num_strips; ++strip) {
+    const int64_t first = num_blocks * strip / num_strips;
+    const int64_t end = num_blocks * (strip + 1) / num_strips;
+    const char* more = rest_bytes > 0 && end == num_blocks ? rest : nullptr;
+    for (int64_t pair = 0; pair < num_pairs; ++pair) {
+      const char* fetched = ahead + (pair * num_blocks + first) * lines * kLine;
+      groups.multiply({tile_at + first * kBlockBytes, end - first, more, strip == 0, fetched, lines},
+                      pair, first * kBlockInputs, nullptr, [](const Group&) {});
+    }
+  }
+  groups.finish();
+}
+
+template <class Decoder>
+void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
+                        int64_t tile, float* sums) {
+  constexpr int64_t kStepInputs = Decoder::kInputs;
+  Groups groups(x, num_rows, sums);
+  alignas(64) char blocks[kMostBlocks * kBlockBytes];
+  alignas(64) float parts[2 * kGroupSums];
+  const char* tile_at = weights.tiles + tile * weights.tile_bytes;
+  const bool is_grouped = weights.num_groups > 1;
+  const int64_t strip_inputs = is_grouped ? weights.group_inputs : kStripBlocks * kBlockInputs;
+  for (int64_t first = 0; first < weights.num_inputs; first += strip_inputs) {
+    const int64_t end = std::min(first + strip_inputs, weights.num_inputs);
+    const int64_t num_steps = (end - first + kStepInputs - 1) / kStepInputs;
+    const int64_t num_blocks = (end - first + kBlockInputs - 1) / kBlockInputs;
+    decode<Decoder>(tile_at + first / kStepInputs * kStepBytes, num_steps, num_blocks, blocks);
+    const Strip strip = {blocks, num_blocks, nullptr, is_grouped || first == 0, nullptr, 0};
+    for (int64_t pair = 0; pair < groups.num_pairs(); ++pair) {
+      groups.multiply(strip, pair, first, is_grouped ? parts : nullptr, [&](const Group& group) {
+        if (!is_grouped && end < weights.num_inputs) return;
+        add_scaled(weights, x, tile, is_grouped ? first / strip_inputs : 0, group);
+      });
+    }
+  }
+  groups.finish();
+}
+
+}  // namespace
+
+MultiplyTile matrix_kernel_of(const LinearWeights& weights) {
+  const int64_t group_inputs = weights.group_inputs;
+  const bool fits = weights.num_groups == 1 || (group_inputs % kBlockInputs == 0 &&
+                                                group_inputs <= kMostBlocks * kBlockInputs);
+  switch (weights.format) {
+    case Format::kBfloat16:
+      return multiply_bf16;
+    case Format::kInt8:
+      return fits ? multiply_quantised<Int8Words> : nullptr;
+    case Format::kInt4:
+      return fits ? multiply_quantised<Int4Words> : nullptr;
+    default:
+      return nullptr;
+  }
+}
+
+}  // namespace outdraft
+
+#else
+
+namespace outdraft {
+
+MultiplyTile matrix_kernel_of(const LinearWeights&) { return nullptr; }
+
+}  // namespace outdraft
+
+#endif
