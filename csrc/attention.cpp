@@ -39,6 +39,12 @@ constexpr int64_t kMaxLanes = 128;  // of one job
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
 constexpr int64_t kEvenJobs = 4;   // for each thread; prefill has more, and large partial sums
 constexpr int64_t kMinShared = 1 << 16;  // multiply-adds below which sharing costs what it saves
+// Lanes that meet a piece together at most: of dot products, and of any.
+constexpr int64_t kDotLanes = kHasMatrixRegisters ? kMatrixRows : kGroupRows;
+constexpr int64_t kMostLanes = std::max<int64_t>(kDotLanes, kGroupRows);
+// What zeros fill: the numbers of a row, and keys that dot products read as inputs.
+constexpr int64_t kFilled = kHasMatrixRegisters ? 2 * kMatrixRows : kWidth;
+constexpr int64_t kFilledKeys = kHasMatrixRegisters ? kFilled : 1;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
 
@@ -67,7 +73,7 @@ struct Sizes {
       : heads_per_kv(batch.num_heads / batch.num_kv_heads),
         tile_rows(tile_rows),
         job_heads(job_heads),
-        key_size(round_up(batch.key_size, kWidth)),
+        key_size(round_up(batch.key_size, kFilled)),
         value_size(round_up(batch.value_size, kWidth)),
         max_lanes(tile_rows * heads_per_kv * job_heads),
         sums_size(max_lanes * (value_size + kWidth + 1)) {}
@@ -166,6 +172,11 @@ struct MultiplyCalls {
 template <Products kProducts>
 constexpr MultiplyCalls kMultiply = {multiply_rows<kProducts, Start::kZero>,
                                           multiply_rows<kProducts, Start::kShrunk>};
+#if defined(__AMX_BF16__)
+template <>
+constexpr MultiplyCalls kMultiply<Products::kDots> = {multiply_rows_in_matrices<Start::kZero>,
+                                                      multiply_rows_in_matrices<Start::kShrunk>};
+#endif
 
 // One thread's work on one tile for some kv heads: their lanes are one head's behind the other's.
 // Keys of all heads lie side by side, so the cache fetches a piece row by row for all of them.
@@ -173,7 +184,7 @@ constexpr MultiplyCalls kMultiply = {multiply_rows<kProducts, Start::kZero>,
 class TileWork {
  public:
   static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
-    const int64_t floats = 2 * sizes.sums_size + kGroupRows * kPiece +
+    const int64_t floats = 2 * sizes.sums_size + kMostLanes * kPiece +
                            (sizes.max_lanes + kPiece) * sizes.key_size +
                            kPiece * sizes.value_size + num_zeros(sizes);
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) + 16 * sizes.tile_rows +
@@ -202,7 +213,7 @@ class TileWork {
     key_matrix_ = q_ + sizes_.max_lanes * sizes_.key_size;
     value_matrix_ = key_matrix_ + kPiece * sizes_.key_size;
     scores_ = value_matrix_ + kPiece * sizes_.value_size;
-    zeros_ = scores_ + kGroupRows * kPiece;
+    zeros_ = scores_ + kMostLanes * kPiece;
     const int64_t num_floats = zeros_ + num_zeros(sizes_) - sums_;
     positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * num_floats, 64));
     ancestors_ = reinterpret_cast<uint64_t*>(positions_ + sizes_.tile_rows);
@@ -356,7 +367,8 @@ class TileWork {
     // ask for them, head by head.
     for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], k_bytes);
     for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], v_bytes);
-    const int64_t num_blocks = (end - first + kGroupRows - 1) / kGroupRows;
+    const int64_t most_lanes = are_dots_ ? kDotLanes : kGroupRows;
+    const int64_t num_blocks = (end - first + most_lanes - 1) / most_lanes;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
       TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
       for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
@@ -371,7 +383,7 @@ class TileWork {
   template <class Hide>
   void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct& keys,
                     TileProduct& values, const Hide& hide) {
-    float shrink[kGroupRows];
+    float shrink[kMostLanes];
     const int64_t num_keys = keys_.num_keys;
     keys.x = words(q_ + (lane + from) * q_stride());
     values.out = sums.out + (lane + from) * values.out_stride;
@@ -422,8 +434,8 @@ class TileWork {
   // Zeros behind the last key.
   void fill_keys(int64_t num_keys) {
     next_.num_keys = num_keys;
-    std::fill(next_.k + num_keys, next_.k + round_up(num_keys, kWidth), zeros_);
-    std::fill(next_.v + num_keys, next_.v + round_up(num_keys, kWidth), zeros_);
+    std::fill(next_.k + num_keys, next_.k + round_up(num_keys, kFilled), zeros_);
+    std::fill(next_.v + num_keys, next_.v + round_up(num_keys, kFilled), zeros_);
   }
 
   int64_t first_draft() const { return tile_.first_draft(); }
@@ -457,8 +469,9 @@ class TileWork {
     TileProduct product = {};
     with_numbers(batch_.v, batch_.is_bf16_cache, [&](const auto* cached) {
       using Number = std::remove_cvref_t<decltype(*cached)>;
-      product.num_steps = lay_out_rows<Number>(keys_.v, keys_.num_keys, head * size, size,
-                                               words(value_matrix_), fetch);
+      const int64_t num_keys = round_up(keys_.num_keys, are_dots_ ? kFilledKeys : 1);
+      product.num_steps =
+          lay_out_rows<Number>(keys_.v, num_keys, head * size, size, words(value_matrix_), fetch);
     });
     product.matrix = words(value_matrix_);
     product.matrix_steps = product.num_steps;

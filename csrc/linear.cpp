@@ -83,6 +83,9 @@ void linear_gated(Team* team, const LinearWeights& weights, ConstRows x, Rows y,
 
 }  // namespace outdraft
 
+// Whether it multiplies bfloat16 rows as they are; else they become float32 first.
+OUTDRAFT_EXPORT int32_t linear_keeps_bf16() { return outdraft::kHasBf16Dot; }
+
 OUTDRAFT_EXPORT void linear_multiply(outdraft::Team* team, const outdraft::LinearWeights* weights,
                                      const void* x, int64_t x_dtype, int64_t x_stride, void* y,
                                      int64_t y_dtype, int64_t y_stride, int64_t num_rows) {

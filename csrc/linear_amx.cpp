@@ -28,20 +28,78 @@ namespace outdraft {
 namespace {
 
 constexpr int64_t kBlockInputs = 2 * kMatrixRows;
-constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;
+constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;  // of bfloat16
 constexpr int64_t kBlockLines = kBlockBytes / kLine;
-constexpr int64_t kStripBlocks = 12;  // half of the nearest cache
-constexpr int64_t kMostBlocks = 16;   // of a group of inputs
+constexpr int64_t kStripBlocks = 8;  // a third of the nearest cache
+constexpr int64_t kMostBlocks = 16, kFewBlocks = 4;  // decoded, for several pairs and for one
 constexpr int64_t kGroupSums = kMatrixRows * kTile;
 
-// Some blocks of a tile.
+// Which blocks of a tile are met. `at(block)` says where one lies; it is asked for all, in order.
+template <class Blocks>
 struct Strip {
-  const char* blocks;
-  int64_t num_blocks;
-  const char* rest;     // one more block, elsewhere, or null
-  bool is_first;        // sums begin with zero, else they are in memory
-  const char* ahead;    // what the cache fetches meanwhile
+  Blocks blocks;
+  int64_t first, end;
+  bool is_first;  // sums begin with zero, else they are in memory
+};
+
+// Blocks as they lie in a tile.
+struct Bf16Blocks {
+  const char* tile;
+  int64_t num_whole;
+  const char* rest;     // a last block, filled with zeros
+  const char* ahead;    // what the cache fetches meanwhile, less what earlier blocks have fetched
   int64_t ahead_lines;  // for each block
+  bool is_soon;
+
+  const char* at(int64_t block) const {
+    const char* from = ahead + block * ahead_lines * kLine;
+    for (int64_t line = 0; line < ahead_lines; ++line) {
+      is_soon ? prefetch(from + line * kLine) : prefetch_far(from + line * kLine);
+    }
+    return block < num_whole ? tile + block * kBlockBytes : rest;
+  }
+};
+
+// Blocks of a quantised tile, decoded as they are asked for the first time.
+template <class Decoder>
+struct DecodedBlocks {
+  static constexpr int64_t kSteps = kBlockInputs / Decoder::kInputs;  // of a block
+
+  const char* tile;
+  int64_t num_steps;
+  char* decoded;
+  int64_t num_kept;  // blocks that `decoded` has room for; a power of two
+  bool are_new;
+
+  const char* at(int64_t block) const {
+    char* to = decoded + block % num_kept * kBlockBytes;
+    if (!are_new) return to;
+    const char* from = tile + block * kSteps * kStepBytes;
+    for (int64_t byte = 0; byte < kSteps * kStepBytes; byte += kLine) prefetch(from + kAhead + byte);
+    const int64_t steps = std::min(kSteps, num_steps - block * kSteps);
+    for (int64_t step = 0; step < steps; ++step, from += kStepBytes) {
+      decode(from, to + step * kStepDecoded, std::make_index_sequence<Decoder::kInputs / 2>());
+    }
+    if (steps < kSteps) {  // behind the last input are zeros
+      std::memset(to + steps * kStepDecoded, 0, (kSteps - steps) * kStepDecoded);
+    }
+    return to;
+  }
+
+ private:
+  static constexpr int64_t kStepDecoded = kBlockBytes / kSteps;
+
+  template <size_t... kPairs>
+  OUTDRAFT_INLINE static void decode(const char* step, char* to, std::index_sequence<kPairs...>) {
+    (decode_pair<kPairs>(step, to + kPairs * kStepBytes), ...);
+  }
+  template <size_t kPair>
+  OUTDRAFT_INLINE static void decode_pair(const char* step, char* to) {
+    for (int v = 0; v < kTile / kWidth; ++v) {
+      const char* lanes = step + v * kWidth * Decoder::kLaneBytes;
+      outdraft::store(to + v * sizeof(Words), Decoder::template pair<kPair>(lanes));
+    }
+  }
 };
 
 // Some rows.
@@ -84,18 +142,13 @@ void add_block(const char* block, const Group& first, const Group& second, int64
   }
 }
 
-template <int kGroups>
-void multiply_strip(Strip strip, const Group& first, const Group& second) {
+template <int kGroups, class Blocks>
+void multiply_strip(const Strip<Blocks>& strip, const Group& first, const Group& second) {
   begin_sums<0>(first, strip.is_first);
   if constexpr (kGroups == 2) begin_sums<2>(second, strip.is_first);
-  int64_t at = 0;
-  for (int64_t block = 0; block < strip.num_blocks; ++block, at += kMatrixRowBytes) {
-    for (int64_t line = 0; line < strip.ahead_lines; ++line, strip.ahead += kLine) {
-      kGroups == 2 ? prefetch_far(strip.ahead) : prefetch(strip.ahead);
-    }
-    add_block<kGroups>(strip.blocks + block * kBlockBytes, first, second, at);
+  for (int64_t block = strip.first; block < strip.end; ++block) {
+    add_block<kGroups>(strip.blocks.at(block), first, second, block * kMatrixRowBytes);
   }
-  if (strip.rest != nullptr) add_block<kGroups>(strip.rest, first, second, at);
   store_sums<0>(first);
   if constexpr (kGroups == 2) store_sums<2>(second);
 }
@@ -115,17 +168,13 @@ class Groups {
 
   int64_t num_pairs() const { return (count_ + 1) / 2; }
 
-  // Two groups, or the last one, meet blocks from input `first_input` on; then each goes to `next`.
-  // `parts`: where registers put their sums instead of adding to those before; or null.
-  template <class Next>
-  void multiply(const Strip& strip, int64_t pair, int64_t first_input, float* parts,
-                const Next& next) {
+  // Two groups, or the last one, meet blocks; then each goes to `next`. `parts`: where registers put
+  // their sums instead of adding to those before; or null.
+  template <class Blocks, class Next>
+  void multiply(const Strip<Blocks>& strip, int64_t pair, float* parts, const Next& next) const {
     const bool is_one = 2 * pair + 1 == count_;
     Group groups[2] = {at(2 * pair), at(2 * pair + !is_one)};
-    for (int i = 0; i < 2; ++i) {
-      groups[i].x += 2 * first_input;
-      if (parts != nullptr) groups[i].sums = parts + i * kGroupSums;
-    }
+    for (int i = 0; i < 2 && parts != nullptr; ++i) groups[i].sums = parts + i * kGroupSums;
     is_one ? multiply_strip<1>(strip, groups[0], groups[1])
            : multiply_strip<2>(strip, groups[0], groups[1]);
     for (int i = 0; i < 2 - is_one; ++i) next(groups[i]);
@@ -152,29 +201,6 @@ class Groups {
   alignas(64) mutable float last_[kGroupSums];
 };
 
-// Steps [0, num_steps) become blocks, with zeros behind. The cache fetches as much behind them.
-template <class Decoder>
-void decode(const char* steps, int64_t num_steps, int64_t num_blocks, char* blocks) {
-  constexpr int kPairs = Decoder::kInputs / 2;
-  const char* ahead = steps + num_steps * kStepBytes;
-  char* to = blocks;
-  for (const char* step = steps; step < steps + num_steps * kStepBytes; step += kStepBytes) {
-    for (int64_t byte = 0; byte < kStepBytes; byte += kLine) prefetch_far(ahead + byte);
-    ahead += kStepBytes;
-    [&]<size_t... kPair>(std::index_sequence<kPair...>) {
-      (
-          [&] {
-            for (int v = 0; v < kTile / kWidth; ++v, to += sizeof(Words)) {
-              const char* lanes = step + v * kWidth * Decoder::kLaneBytes;
-              outdraft::store(to, Decoder::template pair<kPair>(lanes));
-            }
-          }(),
-          ...);
-    }(std::make_index_sequence<kPairs>());
-  }
-  std::memset(to, 0, blocks + num_blocks * kBlockBytes - to);
-}
-
 // What a group of inputs gives joins the totals: see `multiply_strip` in linear_tiles.cpp.
 void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int64_t number,
                 const Group& group) {
@@ -198,27 +224,29 @@ void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int
 
 void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
-  Groups groups(x, num_rows, sums);
+  const Groups groups(x, num_rows, sums);
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const int64_t num_blocks = weights.tile_bytes / kBlockBytes, num_pairs = groups.num_pairs();
+  const int64_t num_whole = weights.tile_bytes / kBlockBytes, num_pairs = groups.num_pairs();
   const int64_t rest_bytes = weights.tile_bytes % kBlockBytes;
   alignas(64) char rest[kBlockBytes];
-  if (rest_bytes > 0) {  // behind the last input are zeros
-    std::memcpy(rest, tile_at + num_blocks * kBlockBytes, rest_bytes);
+  if (rest_bytes > 0) {
+    std::memcpy(rest, tile_at + num_whole * kBlockBytes, rest_bytes);
     std::memset(rest + rest_bytes, 0, kBlockBytes - rest_bytes);
   }
   // Who is alone fetches what comes soon; several pairs fetch a part of the next tile each.
+  const bool is_alone = num_pairs == 1;
   const int64_t lines = (kBlockLines + num_pairs - 1) / num_pairs;
-  const char* ahead = tile_at + (num_pairs == 1 ? kAhead : weights.tile_bytes);
-  const int64_t num_strips = num_pairs == 1 ? 1 : num_blocks / kStripBlocks + 1;
+  const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
+  const int64_t num_blocks = num_whole + (rest_bytes > 0);
+  const int64_t num_strips = is_alone ? 1 : num_blocks / kStripBlocks + 1;
   for (int64_t strip = 0; strip < num_strips; ++strip) {
     const int64_t first = num_blocks * strip / num_strips;
     const int64_t end = num_blocks * (strip + 1) / num_strips;
-    const char* more = rest_bytes > 0 && end == num_blocks ? rest : nullptr;
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const char* fetched = ahead + (pair * num_blocks + first) * lines * kLine;
-      groups.multiply({tile_at + first * kBlockBytes, end - first, more, strip == 0, fetched, lines},
-                      pair, first * kBlockInputs, nullptr, [](const Group&) {});
+      const char* own_ahead = ahead + pair * num_blocks * lines * kLine;
+      const Bf16Blocks blocks = {tile_at, num_whole, rest, own_ahead, lines, is_alone};
+      groups.multiply(Strip<Bf16Blocks>{blocks, first, end, strip == 0}, pair, nullptr,
+                      [](const Group&) {});
     }
   }
   groups.finish();
@@ -227,24 +255,26 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
 template <class Decoder>
 void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
                         int64_t tile, float* sums) {
-  constexpr int64_t kStepInputs = Decoder::kInputs;
-  Groups groups(x, num_rows, sums);
-  alignas(64) char blocks[kMostBlocks * kBlockBytes];
+  using Blocks = DecodedBlocks<Decoder>;
+  const Groups groups(x, num_rows, sums);
+  alignas(64) char decoded[kMostBlocks * kBlockBytes];
   alignas(64) float parts[2 * kGroupSums];
-  const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const bool is_grouped = weights.num_groups > 1;
-  const int64_t strip_inputs = is_grouped ? weights.group_inputs : kStripBlocks * kBlockInputs;
-  for (int64_t first = 0; first < weights.num_inputs; first += strip_inputs) {
-    const int64_t end = std::min(first + strip_inputs, weights.num_inputs);
-    const int64_t num_steps = (end - first + kStepInputs - 1) / kStepInputs;
-    const int64_t num_blocks = (end - first + kBlockInputs - 1) / kBlockInputs;
-    decode<Decoder>(tile_at + first / kStepInputs * kStepBytes, num_steps, num_blocks, blocks);
-    const Strip strip = {blocks, num_blocks, nullptr, is_grouped || first == 0, nullptr, 0};
+  const bool is_grouped = weights.num_groups > 1, is_alone = groups.num_pairs() == 1;
+  const int64_t num_blocks = (weights.num_inputs + kBlockInputs - 1) / kBlockInputs;
+  const int64_t strip_blocks = is_grouped ? weights.group_inputs / kBlockInputs
+                               : is_alone ? num_blocks
+                                          : kMostBlocks;
+  Blocks blocks = {weights.tiles + tile * weights.tile_bytes, weights.tile_bytes / kStepBytes,
+                   decoded, is_alone ? kFewBlocks : kMostBlocks, true};
+  for (int64_t first = 0; first < num_blocks; first += strip_blocks) {
+    const int64_t end = std::min(first + strip_blocks, num_blocks);
     for (int64_t pair = 0; pair < groups.num_pairs(); ++pair) {
-      groups.multiply(strip, pair, first, is_grouped ? parts : nullptr, [&](const Group& group) {
-        if (!is_grouped && end < weights.num_inputs) return;
-        add_scaled(weights, x, tile, is_grouped ? first / strip_inputs : 0, group);
-      });
+      blocks.are_new = pair == 0;
+      groups.multiply(Strip<Blocks>{blocks, first, end, is_grouped || first == 0}, pair,
+                      is_grouped ? parts : nullptr, [&](const Group& group) {
+                        if (!is_grouped && end < num_blocks) return;
+                        add_scaled(weights, x, tile, is_grouped ? first / strip_blocks : 0, group);
+                      });
     }
   }
   groups.finish();

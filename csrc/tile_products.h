@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "amx.h"
 #include "simd.h"
 #include "vector_math.h"
 
@@ -95,6 +96,48 @@ void multiply_outputs(const TileProduct& p, int64_t first) {
   multiply_group<kProducts, kStart, V, R>(p, first);
 }
 
+#if defined(__AMX_BF16__)
+
+// Outputs [first, first + as many vectors as there are kVectors); each has a register.
+template <Start kStart, int... kVectors>
+void multiply_group_in_matrices(const TileProduct& p, int64_t first,
+                                std::integer_sequence<int, kVectors...>) {
+  constexpr int64_t kStepWords = sizeof...(kVectors) * kWidth;
+  const uint32_t* matrix = p.matrix + first * p.matrix_steps;
+  float* out = p.out + first;
+  if constexpr (kStart == Start::kShrunk) {
+    (load_matrix<kVectors>(out + kVectors * kWidth, 4 * p.out_stride), ...);
+  } else {
+    (zero_matrix<kVectors>(), ...);
+  }
+  for (int64_t step = 0; step < p.num_steps; step += kMatrixRows) {
+    load_matrix<4>(p.x + step, 4 * p.x_stride);
+    (
+        [&] {
+          load_matrix<6 + kVectors % 2>(matrix + kVectors * kWidth, 4 * kStepWords);
+          add_products_of_matrices<kVectors, 4, 6 + kVectors % 2>();
+        }(),
+        ...);
+    matrix += kMatrixRows * kStepWords;
+  }
+  (store_matrix<kVectors>(out + kVectors * kWidth, 4 * p.out_stride), ...);
+}
+
+// out[row] *= factors(row)
+template <class Factors>
+void scale_rows(const TileProduct& p, const Factors& factors) {
+  for (int64_t r = 0; r < p.num_rows; ++r) {
+    const float factor = factors(r);
+    if (factor == 1.0f) continue;
+    for (float* at = p.out + r * p.out_stride; at < p.out + r * p.out_stride + p.num_outputs;) {
+      outdraft::store(at, numbers(at) * factor);
+      at += kWidth;
+    }
+  }
+}
+
+#endif
+
 }  // namespace detail
 
 // Vectors of outputs that stand together from output `first` on.
@@ -114,6 +157,33 @@ void multiply_rows(const TileProduct& p) {
     first += vectors * kWidth;
   }
 }
+
+#if defined(__AMX_BF16__)
+
+// The same of pairs by pairs, for up to kMatrixRows rows, in matrix registers: amx.h has the order
+// of the sums. Rows and matrix have zeros behind their last step, to a multiple of 16 steps.
+template <Start kStart>
+void multiply_rows_in_matrices(const TileProduct& p) {
+  shape_matrices(p.num_rows);
+  if constexpr (kStart == Start::kShrunk) {
+    detail::scale_rows(p, [&](int64_t row) { return p.shrink[row]; });
+  }
+  for (int64_t first = 0; first < p.num_outputs;) {
+    const int64_t vectors = group_vectors(first, p.num_outputs);
+    if (vectors == kGroupVectors) {
+      using Vectors = std::make_integer_sequence<int, kGroupVectors>;
+      detail::multiply_group_in_matrices<kStart>(p, first, Vectors());
+    } else {
+      detail::multiply_group_in_matrices<kStart>(p, first, std::integer_sequence<int, 0>());
+    }
+    first += vectors * kWidth;
+  }
+  if constexpr (kStart == Start::kZero) {
+    detail::scale_rows(p, [&](int64_t) { return p.scale; });
+  }
+}
+
+#endif
 
 namespace detail {
 

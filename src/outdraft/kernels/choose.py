@@ -59,7 +59,7 @@ def automatic_dtype(option: str, device: torch.device, own: torch.dtype) -> torc
     if device.type != "cpu":
         return own
     library = None if option == REFERENCE else open_library(None if option == AUTO else option)
-    if own is torch.bfloat16 and library is not None and library.name.endswith("bf16"):
+    if own is torch.bfloat16 and library is not None and library.keeps_bf16:
         return torch.bfloat16
     return torch.float32
 

@@ -30,6 +30,7 @@ class Library:
 
     Attributes:
         name: its instruction set.
+        keeps_bf16: it multiplies bfloat16 as it is; else numbers become float32 first.
 
     Raises:
         ConfigError: it was made for another version of the code, which may call it with other
@@ -47,6 +48,7 @@ class Library:
                 f"the compiled library {path} belongs to another version of the code: in a "
                 "checkout run `make lib`, else install outdraft anew"
             )
+        self.keeps_bf16 = bool(self.function("linear_keeps_bf16", [], ctypes.c_int32)())
 
     def function(
         self,
