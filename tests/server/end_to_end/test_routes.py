@@ -7,11 +7,19 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from outdraft import assets
 from tests.server.served import Server, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("end_to_end")]
 
 MODEL = "outdraft"
+# Drafts come at any cost: what a machine pays for them is no part of the claims here.
+SPECULATION = {
+    "method": "combined",
+    "model": str(assets.drafter_path()),
+    "num_speculative_tokens": 3,
+    "control": "fixed",
+}
 ASKED = [{"role": "user", "content": "def add(a, b):"}]
 
 
@@ -19,6 +27,7 @@ ASKED = [{"role": "user", "content": "def add(a, b):"}]
 def server(tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.mktemp("server")
     flags = ["--dtype", "float32", "--api-key", "secret", "--tool-call-parser", "hermes"]
+    flags += ["--speculative-config", json.dumps(SPECULATION)]
     with serving(folder, *flags) as running:
         yield running
 
