@@ -35,6 +35,7 @@ constexpr int64_t kMostBlocks = 16, kFewBlocks = 4;  // decoded, for several pai
 constexpr int64_t kGroupSums = kMatrixRows * kTile;
 
 // Which blocks of a tile are met. `at(block)` says where one lies; it is asked for all, in order.
+// `fetch(block, half)` is called twice for each: memory is asked for a little at a time.
 template <class Blocks>
 struct Strip {
   Blocks blocks;
@@ -52,11 +53,15 @@ struct Bf16Blocks {
   bool is_soon;
 
   const char* at(int64_t block) const {
+    return block < num_whole ? tile + block * kBlockBytes : rest;
+  }
+
+  void fetch(int64_t block, int64_t half) const {
     const char* from = ahead + block * ahead_lines * kLine;
-    for (int64_t line = 0; line < ahead_lines; ++line) {
+    const int64_t end = half == 0 ? ahead_lines / 2 : ahead_lines;
+    for (int64_t line = half == 0 ? 0 : ahead_lines / 2; line < end; ++line) {
       is_soon ? prefetch(from + line * kLine) : prefetch_far(from + line * kLine);
     }
-    return block < num_whole ? tile + block * kBlockBytes : rest;
   }
 };
 
@@ -85,6 +90,8 @@ struct DecodedBlocks {
     }
     return to;
   }
+
+  void fetch(int64_t, int64_t) const {}
 
  private:
   static constexpr int64_t kStepDecoded = kBlockBytes / kSteps;
@@ -128,12 +135,16 @@ void store_sums(const Group& group) {
   store_matrix<kSums + 1>(group.sums + kTile / 2, 4 * kTile);
 }
 
-template <int kGroups>
-void add_block(const char* block, const Group& first, const Group& second, int64_t at) {
-  load_matrix<6>(block, kStepBytes);
-  load_matrix<7>(block + kStepBytes / 2, kStepBytes);
+template <int kGroups, class Blocks>
+void add_block(const Blocks& blocks, int64_t number, const Group& first, const Group& second) {
+  const char* block = blocks.at(number);
+  const int64_t at = number * kMatrixRowBytes;
   load_matrix<4>(first.x + at, first.x_stride);
+  load_matrix<6>(block, kStepBytes);
+  blocks.fetch(number, 0);
   add_products_of_matrices<0, 4, 6>();
+  load_matrix<7>(block + kStepBytes / 2, kStepBytes);
+  blocks.fetch(number, 1);
   add_products_of_matrices<1, 4, 7>();
   if constexpr (kGroups == 2) {
     load_matrix<5>(second.x + at, second.x_stride);
@@ -147,7 +158,7 @@ void multiply_strip(const Strip<Blocks>& strip, const Group& first, const Group&
   begin_sums<0>(first, strip.is_first);
   if constexpr (kGroups == 2) begin_sums<2>(second, strip.is_first);
   for (int64_t block = strip.first; block < strip.end; ++block) {
-    add_block<kGroups>(strip.blocks.at(block), first, second, block * kMatrixRowBytes);
+    add_block<kGroups>(strip.blocks, block, first, second);
   }
   store_sums<0>(first);
   if constexpr (kGroups == 2) store_sums<2>(second);
