@@ -216,6 +216,8 @@ class Controller:
         if answer is not None:
             self._held = answer
             self._reused += 1
+            if answer.decision.reason is Reason.NO_GAIN:
+                return self._refuse_again(facts, answer.decision)
             return self._settle(facts, answer.decision)
         decision = self._reusable(facts, key)
         if decision is None:
@@ -224,11 +226,17 @@ class Controller:
             self._known = (key, decision) if is_lasting and not facts.has_offers else None
             self._reused = 0
             self._held = Standing(decision, len(facts.requests), facts.prompt_rows > 0)
-            is_common = facts.has_offers and decision.reason is Reason.GAIN
+            is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
             is_common |= decision.reason is Reason.NOTHING_OFFERED
             if is_common and self._is_dear(decision):
                 self._answers.put(key, self._held, self._num_steps)
         return self._settle(facts, decision)
+
+    def _refuse_again(self, facts: StepFacts, decision: Decision) -> Decision:
+        """Refuse offers like those that were refused lately; the text that comes teaches enough."""
+        self.wants_outcome = False
+        self._count(facts, decision)
+        return decision
 
     def _settle(self, facts: StepFacts, decision: Decision) -> Decision:
         """What a decision means for the steps to come, and whether this one is a lesson."""
