@@ -443,6 +443,37 @@ def test_an_answer_is_given_for_so_many_steps_and_then_thought_over():
     assert all(later - step == AGE for step, later in pairwise(changes))
 
 
+def refusing():
+    """A controller that has learned, where deciding is dear, that offers are never accepted."""
+    controller = Controller(table(0.1), 5)
+    controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 0),) * 400)
+    for _ in range(AGE):
+        decision = controller.decide(offered())
+        if controller.wants_outcome:
+            controller.observe(dear(offered(), decision, 0.2, lambda grant: 0))
+    return controller
+
+
+def test_offers_that_are_refused_again_are_neither_decided_anew_nor_lessons():
+    controller = refusing()
+    seen = {id(controller.decide(offered()))}
+    for _ in range(AGE // 2):
+        decision = controller.decide(offered())
+        assert decision.reason is Reason.NO_GAIN
+        assert decision.shadows
+        assert controller.wants_outcome == (id(decision) not in seen)
+        seen.add(id(decision))
+    assert len(seen) <= 2
+
+
+def test_offers_that_became_right_are_taken_when_the_answer_that_refused_them_is_old():
+    controller = refusing()
+    assert controller.decide(offered()).reason is Reason.NO_GAIN
+    controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 3),) * 400)
+    reasons = [controller.decide(offered()).reason for _ in range(AGE + 1)]
+    assert Reason.GAIN in reasons
+
+
 def test_where_deciding_takes_no_time_each_offer_is_decided_and_learned_from():
     controller = Controller(table(0.001), 5)
     decisions, lessons = asked(controller, offered(), 0.0, 100)

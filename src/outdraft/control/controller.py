@@ -216,9 +216,7 @@ class Controller:
         if answer is not None:
             self._held = answer
             self._reused += 1
-            if answer.decision.reason is Reason.NO_GAIN:
-                return self._refuse_again(facts, answer.decision)
-            return self._settle(facts, answer.decision)
+            return self._settle_again(facts, answer.decision)
         decision = self._reusable(facts, key)
         if decision is None:
             decision = self._decide(facts)
@@ -232,12 +230,6 @@ class Controller:
                 self._answers.put(key, self._held, self._num_steps)
         return self._settle(facts, decision)
 
-    def _refuse_again(self, facts: StepFacts, decision: Decision) -> Decision:
-        """Refuse offers like those that were refused lately; the text that comes teaches enough."""
-        self.wants_outcome = False
-        self._count(facts, decision)
-        return decision
-
     def _settle(self, facts: StepFacts, decision: Decision) -> Decision:
         """What a decision means for the steps to come, and whether this one is a lesson."""
         if decision.reason is Reason.GAIN:
@@ -246,6 +238,16 @@ class Controller:
             self._go_on(facts, decision)
         elif decision.reason not in EXPERIMENTS:
             self._stand(facts, decision)
+        return decision
+
+    def _settle_again(self, facts: StepFacts, decision: Decision) -> Decision:
+        """The same for an answer. To refuse once more teaches nothing: what the text says of unused
+        offers is learned in any case."""
+        if decision.reason is not Reason.NO_GAIN:
+            self._settle(facts, decision)
+        if decision.reason is not Reason.GAIN:
+            self.wants_outcome = False
+            self._count(facts, decision)
         return decision
 
     def observe(self, outcome: StepOutcome) -> None:
