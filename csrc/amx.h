@@ -25,10 +25,8 @@ constexpr int64_t kMatrixRows = 16, kMatrixRowBytes = 64;
 
 #if defined(__AMX_BF16__)
 
-// Registers 0 to 3 are sums, 4 and 5 rows, 6 and 7 weights.
-constexpr int kSumsRegister = 0, kRowsRegister = 4, kWeightsRegister = 6;
-
-// As the instructions that load and store it have it.
+// Shapes of the registers, as the instructions that load and store them have it: 0 to 3 are sums, 4
+// and 5 rows, 6 and 7 weights.
 struct MatrixShapes {
   uint8_t palette = 1, start_row = 0;
   uint8_t reserved[14] = {};
@@ -36,8 +34,8 @@ struct MatrixShapes {
   uint8_t rows[16] = {};
 
   explicit MatrixShapes(int64_t num_rows) {
-    for (int i = 0; i < kWeightsRegister; ++i) rows[i] = static_cast<uint8_t>(num_rows);
-    rows[kWeightsRegister] = rows[kWeightsRegister + 1] = kMatrixRows;
+    for (int i = 0; i < 6; ++i) rows[i] = static_cast<uint8_t>(num_rows);
+    rows[6] = rows[7] = kMatrixRows;
   }
 };
 

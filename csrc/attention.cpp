@@ -35,7 +35,8 @@ namespace {
 
 constexpr int64_t kPart = 2048;    // cache indices from one of its multiples to the next
 constexpr int64_t kPiece = 64;     // keys
-constexpr int64_t kMaxLanes = 128;  // of one job
+// Lanes of one job at most: where products are fast, what is laid out for them serves more.
+constexpr int64_t kMaxLanes = kHasMatrixRegisters ? 256 : 128;
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
 constexpr int64_t kEvenJobs = 4;   // for each thread; prefill has more, and large partial sums
 constexpr int64_t kMinShared = 1 << 16;  // multiply-adds below which sharing costs what it saves

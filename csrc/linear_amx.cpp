@@ -182,7 +182,7 @@ class Groups {
   // Two groups, or the last one, meet blocks; then each goes to `next`. `parts`: where registers put
   // their sums instead of adding to those before; or null.
   template <class Blocks, class Next>
-  void multiply(const Strip<Blocks>& strip, int64_t pair, float* parts, const Next& next) const {
+  void multiply(const Strip<Blocks>& strip, int64_t pair, float* parts, const Next& next) {
     const bool is_one = 2 * pair + 1 == count_;
     Group groups[2] = {at(2 * pair), at(2 * pair + !is_one)};
     for (int i = 0; i < 2 && parts != nullptr; ++i) groups[i].sums = parts + i * kGroupSums;
@@ -191,14 +191,14 @@ class Groups {
     for (int i = 0; i < 2 - is_one; ++i) next(groups[i]);
   }
 
-  void finish() const {
+  void finish() {
     const Group last = at(count_ - 1);
     if (overlap_) std::memcpy(sums_ + last.first_row * kTile, last_, 4 * kTile * group_rows_);
   }
 
  private:
   // What overlaps would be added twice: sums of the last group are apart until all is done.
-  Group at(int64_t number) const {
+  Group at(int64_t number) {
     const int64_t row = std::min(number * group_rows_, num_rows_ - group_rows_);
     float* sums = overlap_ && number == count_ - 1 ? last_ : sums_ + row * kTile;
     const char* x = static_cast<const char*>(x_.rows) + row * 4 * x_.stride;
@@ -209,7 +209,7 @@ class Groups {
   const int64_t num_rows_, count_, group_rows_;
   float* const sums_;
   const bool overlap_;
-  alignas(64) mutable float last_[kGroupSums];
+  alignas(64) float last_[kGroupSums];
 };
 
 // What a group of inputs gives joins the totals: see `multiply_strip` in linear_tiles.cpp.
@@ -235,7 +235,7 @@ void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int
 
 void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
-  const Groups groups(x, num_rows, sums);
+  Groups groups(x, num_rows, sums);
   const char* tile_at = weights.tiles + tile * weights.tile_bytes;
   const int64_t num_whole = weights.tile_bytes / kBlockBytes, num_pairs = groups.num_pairs();
   const int64_t rest_bytes = weights.tile_bytes % kBlockBytes;
@@ -267,7 +267,7 @@ template <class Decoder>
 void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t num_rows,
                         int64_t tile, float* sums) {
   using Blocks = DecodedBlocks<Decoder>;
-  const Groups groups(x, num_rows, sums);
+  Groups groups(x, num_rows, sums);
   alignas(64) char decoded[kMostBlocks * kBlockBytes];
   alignas(64) float parts[2 * kGroupSums];
   const bool is_grouped = weights.num_groups > 1, is_alone = groups.num_pairs() == 1;

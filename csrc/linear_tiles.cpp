@@ -11,7 +11,8 @@
 // sum of an output runs over the inputs of a group, or over all, in order, in one register that
 // begins with zero; groups, each times its scale, are added in order; then comes the bias. That
 // order is the same for any number of rows, of threads, and any instruction set, but bfloat16 dot
-// products round as the machine does.
+// products round as the machine does, and matrix registers have an order of their own
+// (linear_amx.cpp).
 //
 // Tiles of outputs by pairs of inputs are the layout of oneDNN's and llama.cpp's bfloat16 products.
 

@@ -3,7 +3,8 @@
 //
 // A laid-out matrix has its outputs in groups of vectors; a group has, step by step, what one
 // instruction meets: one input in float32, a pair of inputs in bfloat16. The sum of an output runs
-// over the steps in order, in one register that begins with zero, for any number of rows.
+// over the steps in order, in one register that begins with zero, for any number of rows. Matrix
+// registers have an order of their own (amx.h), which is the same for any number of rows, too.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,8 @@
 """Writes run.py's result into docs/measuring.md: tables, a plot, and where outdraft loses.
 
-Nobody edits the numbers by hand: `python benchmarks/peers/report.py`. A rate is the median over
-repeats; for one request at a time, a repeat is all its prompts' tokens by all their time.
+Nobody edits the numbers by hand: `python benchmarks/peers/report.py`. The name of a result is that
+of its place on the page and of its plot. A rate is the median over repeats; for one request at a
+time, a repeat is all its prompts' tokens by all their time.
 """
 
 import argparse
@@ -16,8 +17,7 @@ import matplotlib.pyplot as plt
 from cells import ENGINES, OURS, PLAIN
 
 ROOT = Path(__file__).parents[2]
-BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
-PICTURE = "![How many times as good as the best peer outdraft is](peers.svg)"
+PICTURE = "![How many times as good as the best peer outdraft is]({}.svg)"
 WORDS = {"draft_model": "draft model", "ngram": "n-gram", "mlp_speculator": "MLP speculator"}
 BEST = "best of all methods"
 SPECULATION_BARS = {1: 1.3, 8: 1.1}  # by requests at once
@@ -111,10 +111,12 @@ def main() -> None:
     if args.print:
         print(text)
         return
-    plot([*cases, *eights], args.page.parent / "peers.svg")
-    before, rest = args.page.read_text().split(BEGIN)
-    _, after = rest.split(END)
-    args.page.write_text(f"{before}{BEGIN}\n{text}\n\n{PICTURE}\n{END}{after}")
+    name = args.json.stem
+    plot([*cases, *eights], args.page.parent / f"{name}.svg")
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, rest = args.page.read_text().split(begin)
+    _, after = rest.split(end)
+    args.page.write_text(f"{before}{begin}\n{text}\n\n{PICTURE.format(name)}\n{end}{after}")
 
 
 def titled(sections: dict[str, Iterator[str]]) -> Iterator[str]:
