@@ -32,13 +32,14 @@ constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;  // of bfloat16
 constexpr int64_t kBlockLines = kBlockBytes / kLine;
 constexpr int64_t kStripBlocks = 8;  // a third of the nearest cache
 constexpr int64_t kMostBlocks = 16, kFewBlocks = 4;  // decoded, for several pairs and for one
+constexpr int64_t kEarlier = 2;        // blocks between one that is decoded and one that is met
 constexpr int64_t kGroupSums = kMatrixRows * kTile;
 
 // Which blocks of a tile are met. `at(block)` says where one lies; it is asked for all, in order.
 // `fetch(block, half)` is called twice for each: memory is asked for a little at a time.
 template <class Blocks>
 struct Strip {
-  Blocks blocks;
+  Blocks& blocks;
   int64_t first, end;
   bool is_first;  // sums begin with zero, else they are in memory
 };
@@ -65,7 +66,8 @@ struct Bf16Blocks {
   }
 };
 
-// Blocks of a quantised tile, decoded as they are asked for the first time.
+// Blocks of a quantised tile, each decoded once, some time before it is asked for: what was just
+// written cannot be loaded at once.
 template <class Decoder>
 struct DecodedBlocks {
   static constexpr int64_t kSteps = kBlockInputs / Decoder::kInputs;  // of a block
@@ -74,30 +76,40 @@ struct DecodedBlocks {
   int64_t num_steps;
   char* decoded;
   int64_t num_kept;  // blocks that `decoded` has room for; a power of two
-  bool are_new;
+  int64_t end;       // no block from here on is decoded yet
+  int64_t next = 0;  // to be decoded
 
-  const char* at(int64_t block) const {
-    char* to = decoded + block % num_kept * kBlockBytes;
-    if (!are_new) return to;
-    const char* from = tile + block * kSteps * kStepBytes;
-    for (int64_t byte = 0; byte < kSteps * kStepBytes; byte += kLine) prefetch(from + kAhead + byte);
-    const int64_t steps = std::min(kSteps, num_steps - block * kSteps);
-    for (int64_t step = 0; step < steps; ++step, from += kStepBytes) {
-      decode(from, to + step * kStepDecoded, std::make_index_sequence<Decoder::kInputs / 2>());
-    }
-    if (steps < kSteps) {  // behind the last input are zeros
-      std::memset(to + steps * kStepDecoded, 0, (kSteps - steps) * kStepDecoded);
-    }
-    return to;
+  const char* at(int64_t block) {
+    for (; next < std::min(block + kEarlier + 1, end); ++next) decode(next);
+    return place(block);
   }
 
-  void fetch(int64_t, int64_t) const {}
+  void fetch(int64_t block, int64_t half) const {
+    constexpr int64_t kHalfBytes = kSteps * kStepBytes / 2;
+    const char* from = tile + (2 * block + half) * kHalfBytes + kAhead;
+    for (int64_t byte = 0; byte < kHalfBytes; byte += kLine) prefetch(from + byte);
+  }
 
  private:
   static constexpr int64_t kStepDecoded = kBlockBytes / kSteps;
 
+  char* place(int64_t block) const { return decoded + block % num_kept * kBlockBytes; }
+
+  void decode(int64_t block) const {
+    const char* from = tile + block * kSteps * kStepBytes;
+    char* to = place(block);
+    const int64_t steps = std::min(kSteps, num_steps - block * kSteps);
+    for (int64_t step = 0; step < steps; ++step, from += kStepBytes) {
+      decode_step(from, to + step * kStepDecoded, std::make_index_sequence<Decoder::kInputs / 2>());
+    }
+    if (steps < kSteps) {  // behind the last input are zeros
+      std::memset(to + steps * kStepDecoded, 0, (kSteps - steps) * kStepDecoded);
+    }
+  }
+
   template <size_t... kPairs>
-  OUTDRAFT_INLINE static void decode(const char* step, char* to, std::index_sequence<kPairs...>) {
+  OUTDRAFT_INLINE static void decode_step(const char* step, char* to,
+                                          std::index_sequence<kPairs...>) {
     (decode_pair<kPairs>(step, to + kPairs * kStepBytes), ...);
   }
   template <size_t kPair>
@@ -136,7 +148,7 @@ void store_sums(const Group& group) {
 }
 
 template <int kGroups, class Blocks>
-void add_block(const Blocks& blocks, int64_t number, const Group& first, const Group& second) {
+void add_block(Blocks& blocks, int64_t number, const Group& first, const Group& second) {
   const char* block = blocks.at(number);
   const int64_t at = number * kMatrixRowBytes;
   load_matrix<4>(first.x + at, first.x_stride);
@@ -255,7 +267,7 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
     const int64_t end = num_blocks * (strip + 1) / num_strips;
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
       const char* own_ahead = ahead + pair * num_blocks * lines * kLine;
-      const Bf16Blocks blocks = {tile_at, num_whole, rest, own_ahead, lines, is_alone};
+      Bf16Blocks blocks = {tile_at, num_whole, rest, own_ahead, lines, is_alone};
       groups.multiply(Strip<Bf16Blocks>{blocks, first, end, strip == 0}, pair, nullptr,
                       [](const Group&) {});
     }
@@ -276,11 +288,12 @@ void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t n
                                : is_alone ? num_blocks
                                           : kMostBlocks;
   Blocks blocks = {weights.tiles + tile * weights.tile_bytes, weights.tile_bytes / kStepBytes,
-                   decoded, is_alone ? kFewBlocks : kMostBlocks, true};
+                   decoded, is_alone ? kFewBlocks : kMostBlocks, num_blocks};
   for (int64_t first = 0; first < num_blocks; first += strip_blocks) {
     const int64_t end = std::min(first + strip_blocks, num_blocks);
+    // Where a strip fills the room, other pairs still need all of it.
+    if (!is_grouped && !is_alone) blocks.end = end;
     for (int64_t pair = 0; pair < groups.num_pairs(); ++pair) {
-      blocks.are_new = pair == 0;
       groups.multiply(Strip<Blocks>{blocks, first, end, is_grouped || first == 0}, pair,
                       is_grouped ? parts : nullptr, [&](const Group& group) {
                         if (!is_grouped && end < num_blocks) return;
@@ -295,8 +308,9 @@ void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t n
 
 MultiplyTile matrix_kernel_of(const LinearWeights& weights) {
   const int64_t group_inputs = weights.group_inputs;
-  const bool fits = weights.num_groups == 1 || (group_inputs % kBlockInputs == 0 &&
-                                                group_inputs <= kMostBlocks * kBlockInputs);
+  const bool fits =
+      weights.num_groups == 1 || (group_inputs % kBlockInputs == 0 &&
+                                  group_inputs <= (kMostBlocks - kEarlier) * kBlockInputs);
   switch (weights.format) {
     case Format::kBfloat16:
       return multiply_bf16;
