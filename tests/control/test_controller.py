@@ -474,6 +474,27 @@ def test_offers_that_became_right_are_taken_when_the_answer_that_refused_them_is
     assert Reason.GAIN in reasons
 
 
+def test_an_answer_that_refuses_offers_does_not_end_a_probe_of_the_network_or_keep_it_waiting():
+    controller = Controller(table(0.1), 5)
+    controller.observe_shadows((ShadowOutcome("suffix", 4, 3, 0),) * 400)
+    facts = StepFacts((request(network="eagle3", offers=(HostOffer("suffix", 3, 4),)),))
+    num_probes = num_answers = 0
+    seen = set()
+    for _ in range(3000):
+        goes_on, was_due = bool(controller.probe.request_ids), controller.probe.due_in == 0
+        decision = controller.decide(facts)
+        is_probe = decision.reason is Reason.NETWORK_PROBE
+        assert is_probe or not goes_on
+        assert not was_due or id(decision) not in seen
+        num_probes += is_probe
+        num_answers += id(decision) in seen
+        seen = {id(decision)}
+        if controller.wants_outcome:
+            controller.observe(dear(facts, decision, 0.2, lambda grant: 0))
+    assert num_probes > 8
+    assert num_answers > 1000
+
+
 def test_where_deciding_takes_no_time_each_offer_is_decided_and_learned_from():
     controller = Controller(table(0.001), 5)
     decisions, lessons = asked(controller, offered(), 0.0, 100)

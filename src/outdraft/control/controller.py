@@ -212,6 +212,8 @@ class Controller:
             self._watch(self._held)
         key = question(facts)
         answer = self._answers.find(key, self._num_steps, has_offers=facts.has_offers)
+        if answer is not None and answer.decision.reason is Reason.NO_GAIN and self._tries(facts):
+            answer = None
         self._is_answered = answer is not None
         if answer is not None:
             self._held = answer
@@ -229,6 +231,12 @@ class Controller:
             if is_common and self._is_dear(decision):
                 self._answers.put(key, self._held, self._num_steps)
         return self._settle(facts, decision)
+
+    def _tries(self, facts: StepFacts) -> bool:
+        """Whether a probe of the network goes on or is due: then no older answer refuses it."""
+        if self.probe.request_ids:
+            return True
+        return self.probe.due_in == 0 and any(one.network is not None for one in facts.requests)
 
     def _settle(self, facts: StepFacts, decision: Decision) -> Decision:
         """What a decision means for the steps to come, and whether this one is a lesson."""
