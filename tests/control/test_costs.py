@@ -160,12 +160,33 @@ def test_corrections_are_bounded_and_outliers_count_little():
     assert costs.target_s(8, 0) < 2.0 * 1.1
 
 
-def test_a_networks_time_is_learned_from_its_passes_and_its_catching_up():
+def test_a_networks_passes_and_its_catching_up_have_their_own_factors():
     costs = Costs(TABLE)
     for _ in range(100):
-        costs.observe_drafter("eagle3", [8, 1], 40, [], 1.1 * (0.03 + 0.2 + 0.1 + 0.05))
+        costs.observe_drafter("eagle3", [8, 1], 0, [], 1.1 * (0.03 + 0.2 + 0.1))
+        costs.observe_drafter("eagle3", [8, 1], 40, [], 1.1 * (0.03 + 0.2 + 0.1) + 2 * 0.05)
     assert costs.pass_N("eagle3", 2, 0)[1] == pytest.approx(0.11, rel=0.01)
     assert costs.start_s("eagle3") == pytest.approx(0.033, rel=0.01)
+    assert costs.catch_up_s("eagle3", 40) == pytest.approx(0.1, rel=0.02)
+
+
+@pytest.mark.parametrize("change", [0.5, 1.0, 1.6])
+def test_lone_steps_take_longer_and_tell_how_the_network_changed(change: float):
+    costs, rng = Costs(TABLE), np.random.default_rng(0)
+
+    def drafts(slower: float, *, is_lone: bool):
+        noise = float(np.exp(0.05 * rng.standard_normal()))
+        actual_s = slower * noise * 0.33
+        costs.observe_drafter("eagle3", [8, 1], 0, [], actual_s, is_lone=is_lone)
+
+    for _ in range(100):
+        drafts(1.0, is_lone=False)
+    for _ in range(60):
+        drafts(1.8, is_lone=True)
+    assert costs.start_s("eagle3") == pytest.approx(0.03, rel=0.1)
+    for _ in range(4000):
+        drafts(1.8 * change, is_lone=True)
+    assert costs.start_s("eagle3") == pytest.approx(0.03 * change, rel=0.2)
 
 
 def test_a_table_is_wrong_if_passes_differ_by_more_than_half_for_long_and_not_for_a_while():

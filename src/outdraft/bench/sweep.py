@@ -32,6 +32,7 @@ REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap, percentiles
 SPLITS = 200  # of the rounds into halves
 TURN_S = 0.1  # that a variant runs before the others do
+GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread evenly at any count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,7 @@ class SweepPlan:
     ) -> Iterator[tuple["LevelResult", Sequence[BenchRequest]]]:
         """Each level without rounds yet, and its requests, which no other level has."""
         assert len(requests) == self.num_prompts
+        requests = unequal(requests)
         start = 0
         for level in self.levels:
             end = start + 2 * self.num_requests(level)
@@ -71,6 +73,19 @@ class SweepPlan:
             stats = {name: StatsTotal() for name in names}
             yield LevelResult(level, rates, stats), requests[start:end]
             start = end
+
+
+def unequal(requests: Sequence[BenchRequest]) -> list[BenchRequest]:
+    """The same requests, which ask for half of their tokens up to all of them.
+
+    Requests of one length that begin together end together with plain decoding, which gives each a
+    token a step: it would read its prompts in one pass, and nobody else would.
+    """
+    shares = [1 - (number * GOLDEN) % 1 / 2 for number in range(len(requests))]
+    return [
+        replace(request, max_tokens=math.ceil(share * request.max_tokens))
+        for request, share in zip(requests, shares, strict=True)
+    ]
 
 
 @dataclass(slots=True)

@@ -274,12 +274,12 @@ class Controller:
         regime = self._regime(len(facts.requests))
         if self._is_usual(outcome) or not self._is_dear(decision):
             self.costs.observe(outcome)
-        elif decision.reason is Reason.NETWORK_PROBE or facts.prompt_rows:
-            self.costs.observe(self._disturbance.removed(outcome))
-        elif not outcome.drafts:
-            self._disturbance.observe(outcome.target_s, decision.target_s)
+        elif outcome.drafts or facts.prompt_rows:
+            self.costs.observe(self._disturbance.removed(outcome), is_lone=True)
+        else:
+            self._disturbance.observe(outcome.target_s, decision.target_s, outcome.deciding_s)
         if decision.reason is Reason.NETWORK_PROBE:
-            self.probe.observe(excess)
+            self.probe.observe(excess, _excess_s(outcome))
             self._known = None
         if decision.reason is Reason.GAIN:
             regime.lessons.observe(outcome.deciding_s)
@@ -366,12 +366,14 @@ class Controller:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)
         elif steps > 1:
-            lesson_at = max(0, steps - 1 - regime.lessons.place())
+            place = regime.lessons.place()
+            lesson_at = max(0, steps - 1 - place) if place else -1
             self._held = self._standing.put(
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
             )
-            self.wants_outcome, self.is_passing = False, True
-            self._count(facts, decision)
+            if place:
+                self.wants_outcome, self.is_passing = False, True
+                self._count(facts, decision)
 
     def _most_plain(self, facts: StepFacts, decision: Decision) -> int:
         """Steps that a decision without drafts may be kept for."""
@@ -435,9 +437,11 @@ class Controller:
         """The best plan at the long run's rate; before that is known, at the plan's own."""
         speedup, plan = regime.speedup, plain(prices)
         for _ in range(1 if regime.num_steps else 4):
-            plan = best_plan(options, prices.times(speedup))
+            plan, before = best_plan(options, prices.times(speedup)), speedup
             tokens = outlook.num_requests + plan.tokens
             speedup = max(1.0, 1 + outlook.gain(tokens, outlook.step_s(plan)))
+            if abs(speedup - before) < MARGIN:
+                break
         margin = 0.0 if self._is_drafting else MARGIN * prices.rate * outlook.alone_s
         return plan if plan.objective > margin else plain(prices)
 
@@ -486,3 +490,12 @@ class Controller:
 
     def _regime(self, num_requests: int) -> Regime:
         return self._regimes.setdefault(num_requests.bit_length(), Regime())
+
+
+def _excess_s(outcome: StepOutcome) -> float:
+    """How much longer than predicted the step took. What a prompt in it took is not counted."""
+    decision = outcome.decision
+    excess_s = outcome.draft_s + outcome.host_s - decision.draft_s - decision.host_s
+    if not outcome.facts.prompt_rows:
+        excess_s += outcome.target_s - decision.target_s
+    return excess_s

@@ -13,11 +13,13 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from outdraft.control.costs import CostTable, DrafterCost
-from outdraft.control.facts import StepOutcome
+from outdraft.control.facts import Reason, StepOutcome
 
 NOISE = 0.05**2  # variances of logarithms: of one measured time,
 SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
 WALK = 0.004**2  # and of the change of either from step to step
+LONE, LONE_NOISE = 0.5**2, 0.15**2  # of what a lone step takes more, and of its measured time
+LEAST = 0.1  # times what a table says, of catching up
 NEAR = 0.8  # correlation of neighbours' own corrections
 SURPRISE = 0.25  # most of one in one step: outliers count no more
 CLIP = math.log(4)  # of a correction, either way
@@ -96,6 +98,60 @@ class LoneCorrection:
         self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
 
 
+class NetworkCorrection:
+    """Factors on a network's times: among steps that go on drafting, in lone ones, of catching up.
+
+    A probe stands alone among plain steps and finds the caches full of other things. It takes up to
+    twice as long as the same step among others that draft, and would say that the network became
+    slow. So how much longer lone steps take is learned as well (a Kalman filter of two numbers):
+    what then changes from one to the next has changed for all steps.
+    """
+
+    def __init__(self) -> None:
+        self.num_far = 0  # as Correction
+        self._log, self._log_lone = 0.0, 0.0
+        self._variance, self._covariance, self._variance_lone = SHARED + OWN, 0.0, LONE
+        self._catch_up = LoneCorrection()
+
+    @property
+    def factor(self) -> float:
+        """Of a step among others that draft."""
+        return math.exp(max(-CLIP, min(CLIP, self._log)))
+
+    @property
+    def catch_up_factor(self) -> float:
+        return self._catch_up.factor
+
+    def observe(
+        self, table_s: float, catch_up_s: float, actual_s: float, *, is_lone: bool = False
+    ) -> None:
+        """Learn from a step's drafts.
+
+        table_s, catch_up_s: what the table says of its passes, and of catching up; if any was to be
+        done, the step says how long that took. is_lone: the step is a probe's.
+        """
+        if table_s <= 0 or actual_s <= 0:
+            return
+        expected = self._log + (self._log_lone if is_lone else 0.0)
+        if catch_up_s > 0:
+            passes_s = table_s * math.exp(max(-CLIP, min(CLIP, expected)))
+            self._catch_up.observe(catch_up_s, max(actual_s - passes_s, LEAST * catch_up_s))
+            return
+        surprise = max(-SURPRISE, min(SURPRISE, math.log(actual_s / table_s) - expected))
+        self._variance += 2 * WALK
+        own, lone, noise = self._variance, self._covariance, NOISE
+        if is_lone:
+            own, lone = own + self._covariance, lone + self._variance_lone
+            noise = LONE_NOISE
+        spread = own + (lone if is_lone else 0.0) + noise
+        self._log += surprise * own / spread
+        self._log_lone += surprise * lone / spread
+        self._variance -= own * own / spread
+        self._covariance -= own * lone / spread
+        self._variance_lone -= lone * lone / spread
+        self.num_far = self.num_far + 1 if abs(self._log) > FAR else 0
+
+
 class Costs:
     """Predicts times of steps; owns what was learned about a table's errors."""
 
@@ -109,7 +165,7 @@ class Costs:
         self._catch_up_N = {
             name: one.catch_up.at(rows).tolist() for name, one in table.drafters.items()
         }
-        self._drafters = {name: LoneCorrection() for name in table.drafters}
+        self._drafters = {name: NetworkCorrection() for name in table.drafters}
         self._host, self._drafting_host = LoneCorrection(HOST_CLIP), LoneCorrection(HOST_CLIP)
 
     def target_s(self, num_rows: int, context_tokens: int, num_requests: int = 1) -> float:
@@ -159,7 +215,7 @@ class Costs:
     def catch_up_s(self, network: str, num_tokens: int) -> float:
         """Reading so many tokens, beside those of a usual step."""
         seconds = self._table_catch_up_s(network, num_tokens)
-        return seconds * self._drafters[network].factor
+        return seconds * self._drafters[network].catch_up_factor
 
     def host_s(self, num_requests: int) -> float:
         """The host's part of a plain step."""
@@ -180,13 +236,36 @@ class Costs:
     def drafter(self, network: str) -> DrafterCost:
         return self.table.drafters[network]
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """Learn from a step what its parts take."""
+    def observe(self, outcome: StepOutcome, *, is_lone: bool = False) -> None:
+        """Learn from a step what its parts take.
+
+        A probe tells what the network takes, and nothing else: all of it is slower than among other
+        steps that draft. What a network takes in a step with a prompt is hidden by the prompt.
+
+        is_lone: the network finds the caches as a probe does, since deciding takes long.
+        """
         facts = outcome.facts
         count = len(facts.requests)
-        context = sum(request.context_tokens for request in facts.requests)
-        self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
-        requests = {request.request_id: request for request in facts.requests}
+        is_probe = outcome.decision.reason is Reason.NETWORK_PROBE
+        if not is_probe:
+            self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
+        network, pass_rows, lag = self._read(outcome)
+        target_s = outcome.target_s
+        if network:
+            if not facts.prompt_rows:
+                lengths = [request.context_tokens for request in facts.requests]
+                self.observe_drafter(
+                    network, pass_rows, lag, lengths, outcome.draft_s, is_lone=is_lone or is_probe
+                )
+            target_s -= self.beside_s(network)
+        if not is_probe:
+            context = sum(request.context_tokens for request in facts.requests)
+            self.observe_target(outcome.num_rows, context, target_s, count)
+
+    def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
+        """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
+        to catch up."""
+        requests = {request.request_id: request for request in outcome.facts.requests}
         grants = {grant.request_id: grant for grant in outcome.decision.grants}
         network, pass_rows, lag = "", list[int](), 0
         for draft in outcome.drafts:
@@ -200,12 +279,7 @@ class Costs:
             pass_rows += [0] * (passes - len(pass_rows))
             for level in range(passes):
                 pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
-        target_s = outcome.target_s
-        if network:
-            lengths = [request.context_tokens for request in facts.requests]
-            self.observe_drafter(network, pass_rows, lag, lengths, outcome.draft_s)
-            target_s -= self.beside_s(network)
-        self.observe_target(outcome.num_rows, context, target_s, count)
+        return network, pass_rows, lag
 
     def observe_target(
         self, num_rows: int, context_tokens: int, actual_s: float, num_requests: int = 1
@@ -220,14 +294,15 @@ class Costs:
         catch_up_tokens: int,
         lengths: Sequence[int],
         actual_s: float,
+        *,
+        is_lone: bool = False,
     ) -> None:
         """`pass_rows`: rows of each pass of a step's drafts; `lengths`: of the texts."""
         cost, times_N = self.drafter(network), self._pass_N[network]
         table_s = cost.step_s(lengths) + sum(times_N[min(rows, SPAN - 1)] for rows in pass_rows)
         table_s += len(pass_rows) * cost.context_s * cost.num_read(lengths)
-        if catch_up_tokens:
-            table_s += self._table_catch_up_s(network, catch_up_tokens)
-        self._drafters[network].observe(table_s, actual_s)
+        catch_up_s = self._table_catch_up_s(network, catch_up_tokens) if catch_up_tokens else 0.0
+        self._drafters[network].observe(table_s, catch_up_s, actual_s, is_lone=is_lone)
 
     def observe_host(self, num_requests: int, actual_s: float, *, drafts: bool) -> None:
         """`drafts`: somebody drafted in that step."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from outdraft.control.facts import StepOutcome
 
 DISTURBED = 0.05  # of a step, if deciding takes longer, its passes find other things in the caches
-MOST_DISTURBED = 2.0  # times as long
+MOST_DISTURBED = 2.0  # times what deciding takes
 FIRST_STEPS = 12  # behind a decision, or a prompt, that find them so
 SHARE = 0.01  # of the time that deciding and learning may take
 LONGEST = 32  # steps from one lesson to the next
@@ -43,9 +43,10 @@ class Lessons:
 
     def place(self) -> int:
         """Which step behind a decision that begins to hold should be the lesson: one that finds
-        the caches as usual, or an earlier one where decisions do not hold so long."""
+        the caches as usual, or an earlier one where decisions do not hold so long; at last the
+        decided step itself, 0."""
         self._num_missed += 1
-        return max(1, FIRST_STEPS >> (self._num_missed - 1))
+        return FIRST_STEPS >> (self._num_missed - 1)
 
     def seconds_a_step(self, plain_s: float, decided_share: float) -> float:
         """What lessons add to a step that drafts, beyond `plain_s`, in the long run.
@@ -69,9 +70,14 @@ class Disturbance:
     def __init__(self) -> None:
         self._factor = 1.0
 
-    def observe(self, actual_s: float, undisturbed_s: float) -> None:
-        """A plain step that was decided, and what such a step takes if it is not."""
-        factor = max(1.0, min(MOST_DISTURBED, actual_s / undisturbed_s))
+    def observe(self, actual_s: float, undisturbed_s: float, deciding_s: float) -> None:
+        """A plain step that was decided, and what such a step takes if it is not.
+
+        deciding_s: to decide and to learn. A pass is slower by twice that at most: what is beyond is an
+        error of `undisturbed_s`.
+        """
+        most = 1 + MOST_DISTURBED * deciding_s / undisturbed_s
+        factor = max(1.0, min(most, actual_s / undisturbed_s))
         self._factor += (factor - self._factor) / 8
 
     def removed(self, outcome: StepOutcome) -> StepOutcome:

@@ -118,10 +118,10 @@ class NetworkProbe:
         """A step went by without drafts of the network."""
         self._idle += 1
 
-    def observe(self, excess: float) -> None:
-        """A probe's step brought so many tokens more than predicted."""
+    def observe(self, excess: float, excess_s: float) -> None:
+        """A probe's step brought so many tokens more than predicted, and took so much longer."""
         self._burst += 1
-        self._lost_s -= excess * self._token_s
+        self._lost_s += excess_s - excess * self._token_s
         self._excess += excess / max(1, len(self.request_ids))
         self._num_drafts += len(self.request_ids)
         goes_on = self._burst < BURST or (self._is_first and self._num_drafts < FIRST_DRAFTS)
