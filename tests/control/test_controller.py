@@ -243,7 +243,7 @@ def lessons_of(controller, facts, deciding_s, num_steps):
             lessons += [step] * bool(decision.grants)
             controller.observe(replace(told, is_held=is_held))
         if controller.is_passing:
-            controller.pass_by(told.num_tokens, told.host_s, decision.step_s)
+            controller.pass_by(told.num_tokens, told.draft_s, told.host_s, decision.step_s)
     return lessons
 
 
@@ -290,7 +290,7 @@ def test_held_steps_that_lose_raise_the_alarm_of_the_guard():
         if controller.wants_outcome:  # lessons look as good as ever
             controller.observe(replace(dear(facts, decision, 1.0), is_held=is_held))
         if controller.is_passing:
-            controller.pass_by(1, decision.host_s, 2 * decision.step_s)
+            controller.pass_by(1, 2 * decision.draft_s, decision.host_s, 2 * decision.step_s)
         if decision.reason is Reason.PATIENCE:
             return
     raise AssertionError("nobody noticed")
@@ -313,7 +313,9 @@ def test_drafts_of_held_steps_teach_before_the_next_decision_or_their_requests_e
     before = controller.estimates.network("eagle3", "", ()).chances[0]
     for _ in range(20):
         assert controller.holds(1)
-        controller.pass_by(1, held.host_s, held.step_s, [("a", held.grants[0].levels, 0)])
+        controller.pass_by(
+            1, held.draft_s, held.host_s, held.step_s, [("a", held.grants[0].levels, 0)]
+        )
     assert controller.estimates.network("eagle3", "", ()).chances[0] == before
     if ends:
         controller.forget("a")
@@ -328,7 +330,7 @@ def test_what_the_host_takes_in_held_steps_is_learned():
     for _ in range(4):
         held = drafting_dear(controller, facts)
         while controller.holds(1):
-            controller.pass_by(4, 0.4, held.step_s)
+            controller.pass_by(4, held.draft_s, 0.4, held.step_s)
     # Lessons between them say 0.1 or so.
     assert controller.costs.drafting_s(1) > 0.05
 
@@ -414,7 +416,7 @@ def asked(controller, facts, deciding_s, num_steps):
         if controller.wants_outcome:
             controller.observe(told)
         if controller.is_passing:
-            controller.pass_by(told.num_tokens, told.host_s, decisions[-1].step_s)
+            controller.pass_by(told.num_tokens, told.draft_s, told.host_s, decisions[-1].step_s)
     return decisions, lessons
 
 

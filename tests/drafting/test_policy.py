@@ -162,7 +162,12 @@ class Scripted:
         return self.is_held
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+        self,
+        num_tokens: int,
+        draft_s: float,
+        host_s: float,
+        step_s: float,
+        fates: Sequence[Fate] = (),
     ) -> None:
         self.passed.append((num_tokens, host_s, step_s))
         self.fates += fates

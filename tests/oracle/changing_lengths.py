@@ -77,7 +77,12 @@ class ChangingLengths:
         return True
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Sequence[Fate] = ()
+        self,
+        num_tokens: int,
+        draft_s: float,
+        host_s: float,
+        step_s: float,
+        fates: Sequence[Fate] = (),
     ) -> None:
         self.num_passed += 1
 

@@ -14,7 +14,7 @@ from outdraft.control.answers import Answers, Question, question
 from outdraft.control.costs import CostTable
 from outdraft.control.decision import best_plan
 from outdraft.control.drift import Costs
-from outdraft.control.estimates import Estimates
+from outdraft.control.estimates import HORIZON, Estimates
 from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
@@ -69,6 +69,7 @@ class Controller:
         self.probe = NetworkProbe()
         self._regimes: dict[int, Regime] = {}
         self._is_drafting = False
+        self._welcomes = False  # drafts would pay for requests like these that were new
         self._num_steps = 0
         self._since_plain = 0
         self._looks = Looks()
@@ -103,8 +104,9 @@ class Controller:
     @property
     def network_due_in(self) -> int:
         """Steps until the network may draft again; 0 while drafts pay and it makes them, or did a
-        few steps ago. A probe alone is no reason for it to read whole prompts."""
-        if self._is_drafting and self.probe.idle_steps < LINGERING:
+        few steps ago, or will for requests to come. A probe alone is no reason for it to read whole
+        prompts."""
+        if self._welcomes or (self._is_drafting and self.probe.idle_steps < LINGERING):
             return 0
         return max(1, self.probe.due_in)
 
@@ -144,7 +146,12 @@ class Controller:
         return True
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
+        self,
+        num_tokens: int,
+        draft_s: float,
+        host_s: float,
+        step_s: float,
+        fates: Iterable[Fate] = (),
     ) -> None:
         """A step of a decision that holds for several brought so many tokens and took so long.
 
@@ -155,6 +162,9 @@ class Controller:
         held.passed.append((num_tokens, step_s, fates))
         if self._num_steps % ROUTINE == 0 and self._num_steps % self._routine == 0:
             self.costs.observe_host(held.num_requests, host_s, drafts=True)
+            if held.facts is not None and held.most - held.left > FIRST_STEPS // 2:
+                target_s = step_s - draft_s - host_s
+                self.costs.observe_passing(held.facts, held.decision, draft_s, target_s)
 
     @property
     def wants_plain_time(self) -> bool:
@@ -303,7 +313,7 @@ class Controller:
 
     def _lost(self, regime: Regime) -> None:
         """The guard says that drafts lose time."""
-        self._is_drafting, self._known = False, None
+        self._is_drafting, self._welcomes, self._known = False, False, None
         self._standing.clear(drafts=True)
         self._answers.clear()
         regime.lessons.renew()
@@ -371,6 +381,7 @@ class Controller:
             self._held = self._standing.put(
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
             )
+            self._held.facts = facts
             if place:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)
@@ -454,12 +465,32 @@ class Controller:
         reason: Reason,
     ) -> Decision:
         """No drafts, except those of a probe."""
+        self._welcomes = reason is Reason.NO_GAIN and self._pays_anew(facts, outlook, prices)
         plan = self.probe.plan(
             facts, options, outlook, prices, self.estimates, self.costs, self._deciding_s
         )
         if plan is not None:
             return self._decision(facts, outlook, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, outlook, reason)
+
+    def _pays_anew(self, facts: StepFacts, outlook: Outlook, prices: Prices) -> bool:
+        """Whether the network would draft for these requests if nothing were known of them.
+
+        They may be hard ones. Should it not read the prompts that come next, it would do worse for
+        those, too, and never draft again.
+        """
+        anew = [
+            replace(
+                request,
+                request_id="",
+                offers=(),
+                lag_tokens=request.context_tokens,
+                max_tokens=max(request.max_tokens, HORIZON),
+            )
+            for request in facts.requests
+        ]
+        options = self.estimates.options(anew, self.costs)
+        return best_plan(options, prices).objective > MARGIN * prices.rate * outlook.alone_s
 
     def _decision(
         self, facts: StepFacts, outlook: Outlook, reason: Reason, plan: Plan | None = None

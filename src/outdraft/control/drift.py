@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from outdraft.control.costs import CostTable, DrafterCost
-from outdraft.control.facts import Reason, StepOutcome
+from outdraft.control.facts import Decision, Grant, Reason, StepFacts, StepOutcome
 
 NOISE = 0.05**2  # variances of logarithms: of one measured time,
 SHARED, OWN = 0.2**2, 0.05**2  # of the corrections before anything was seen,
@@ -240,19 +240,21 @@ class Costs:
         """Learn from a step what its parts take.
 
         A probe tells what the network takes, and nothing else: all of it is slower than among other
-        steps that draft. What a network takes in a step with a prompt is hidden by the prompt.
+        steps that draft. What a network takes in a step with a prompt is hidden by the prompt. A
+        held lesson takes longer than the steps beside it, which `observe_passing` is told of.
 
         is_lone: the network finds the caches as a probe does, since deciding takes long.
         """
         facts = outcome.facts
         count = len(facts.requests)
         is_probe = outcome.decision.reason is Reason.NETWORK_PROBE
-        if not is_probe:
+        is_passing = outcome.is_held and bool(outcome.drafts)
+        if not is_probe and not is_passing:
             self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
         network, pass_rows, lag = self._read(outcome)
         target_s = outcome.target_s
         if network:
-            if not facts.prompt_rows:
+            if not facts.prompt_rows and not (is_passing and not _has_rule(outcome.decision)):
                 lengths = [request.context_tokens for request in facts.requests]
                 self.observe_drafter(
                     network, pass_rows, lag, lengths, outcome.draft_s, is_lone=is_lone or is_probe
@@ -261,6 +263,24 @@ class Costs:
         if not is_probe:
             context = sum(request.context_tokens for request in facts.requests)
             self.observe_target(outcome.num_rows, context, target_s, count)
+
+    def observe_passing(
+        self, facts: StepFacts, decision: Decision, draft_s: float, target_s: float
+    ) -> None:
+        """Learn from a step, neither decided nor a lesson, that a decision to draft holds for.
+
+        If chains are ended live, nobody counted their rows: lessons alone tell.
+        """
+        if facts.prompt_rows or _has_rule(decision):
+            return
+        network, num_rows, pass_rows = "", len(facts.requests), list[int]()
+        for grant in decision.grants:
+            network, num_rows = grant.source, num_rows + grant.rows
+            _add_passes(pass_rows, grant, min(self.drafter(network).max_passes, grant.levels))
+        lengths = [request.context_tokens for request in facts.requests]
+        self.observe_drafter(network, pass_rows, 0, lengths, draft_s)
+        target_s -= self.beside_s(network)
+        self.observe_target(num_rows, sum(lengths), target_s, len(facts.requests))
 
     def _read(self, outcome: StepOutcome) -> tuple[str, list[int], int]:
         """Which network drafted ("": none did), rows of each of its passes, and tokens that it read
@@ -276,9 +296,7 @@ class Costs:
             if not outcome.is_held:  # the first step behind the decision caught up
                 lag += request.lag_tokens
             passes = min(self.drafter(network).max_passes, draft.num_passes)
-            pass_rows += [0] * (passes - len(pass_rows))
-            for level in range(passes):
-                pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1
+            _add_passes(pass_rows, grant, passes)
         return network, pass_rows, lag
 
     def observe_target(
@@ -324,3 +342,15 @@ class Costs:
     def _beside_s(self, context_tokens: int, num_requests: int) -> float:
         table = self.table
         return table.context_s * context_tokens + table.request_s * max(0, num_requests - 1)
+
+
+def _has_rule(decision: Decision) -> bool:
+    """Whether a chain may be ended live."""
+    return any(grant.stop is not None for grant in decision.grants)
+
+
+def _add_passes(pass_rows: list[int], grant: Grant, num_passes: int) -> None:
+    """Add the rows that a draft has in so many passes."""
+    pass_rows += [0] * (num_passes - len(pass_rows))
+    for level in range(num_passes):
+        pass_rows[level] += grant.shape[level - 1] if grant.shape and level else 1

@@ -63,7 +63,12 @@ class FixedLength:
         return False
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
+        self,
+        num_tokens: int,
+        draft_s: float,
+        host_s: float,
+        step_s: float,
+        fates: Iterable[Fate] = (),
     ) -> None:
         """A fixed policy learns nothing."""
 

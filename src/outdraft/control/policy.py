@@ -34,7 +34,12 @@ class LengthPolicy(Protocol):
         ...
 
     def pass_by(
-        self, num_tokens: int, host_s: float, step_s: float, fates: Iterable[Fate] = ()
+        self,
+        num_tokens: int,
+        draft_s: float,
+        host_s: float,
+        step_s: float,
+        fates: Iterable[Fate] = (),
     ) -> None:
         """A step of a decision that holds for several is over. Steps may fail.
 

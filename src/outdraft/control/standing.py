@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from outdraft.control.facts import Decision, Fate, Reason
+from outdraft.control.facts import Decision, Fate, Reason, StepFacts
 
 MAX_STEPS = 32  # that a plain decision stands for
 PROVEN = 4  # times as many requests may end before it is decided anew if it was right for long
@@ -46,6 +46,7 @@ class Standing:
         lesson_at: steps left behind the one that should be learned from; negative: none should.
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
+        facts: that it was made from, if it drafts without offers.
         is_proven: several others like it came before, so that it stands for other requests, too.
     """
 
@@ -58,6 +59,7 @@ class Standing:
     passed: list[tuple[int, float, Iterable[Fate]]] = field(
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
+    facts: StepFacts | None = None
     is_proven: bool = False
     drafts: bool = field(init=False)
     spread: int = field(init=False)

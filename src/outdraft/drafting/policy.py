@@ -312,7 +312,9 @@ class DraftPolicy:
         elif self._decision is not None and self.control.is_passing:
             host_s = stats.host_s - self._decided_s(stats)
             told = () if step is not None else fates(booked)
-            self.control.pass_by(stats.num_emitted, host_s, stats.step_s, told)
+            self.control.pass_by(
+                stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told
+            )
         if self._decision is None:
             return ()
         return self._watch(step, drafts)

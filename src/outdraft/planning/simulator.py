@@ -222,7 +222,7 @@ class Simulator:
         if self.policy.is_passing:
             fates = [(one.request_id, one.drafted, one.accepted) for one in outcomes]
             is_lesson = self.policy.wants_outcome
-            self.policy.pass_by(num_tokens, host_s, step_s, () if is_lesson else fates)
+            self.policy.pass_by(num_tokens, draft_s, host_s, step_s, () if is_lesson else fates)
         self.steps.seconds.append(step_s + deciding_s)
         self.steps.tokens.append(num_tokens)
         self.steps.expected.append(expected)
