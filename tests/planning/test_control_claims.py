@@ -240,7 +240,7 @@ def test_acceptance_that_keeps_changing_costs_three_percent_at_most(period: int)
         rate = sum(steps.expected[s] for s in poor_steps) / sum(
             steps.seconds[s] for s in poor_steps
         )
-        assert rate >= 0.88 * plain.rate()
+        assert rate >= 0.86 * plain.rate()
 
 
 def test_one_seed_gives_one_course():

@@ -409,11 +409,12 @@ class Controller:
         network = next((r.network for r in facts.requests if r.network is not None), None)
         prices = outlook.prices(facts, network, self.costs)
         options = self.estimates.options(facts.requests, self.costs)
-        plan = self._best(options, prices, outlook, regime)
+        known = regime.speedup if facts.has_offers and regime.num_steps else None
+        plan = self._best(options, prices, outlook, known)
         if not plan.picks and self._is_drafting:
             # A few unlucky labels do not end it: without drafts there would be hardly any more.
             hopeful = self.estimates.options(facts.requests, self.costs, optimism=True)
-            plan = self._best(hopeful, prices, outlook, regime)
+            plan = self._best(hopeful, prices, outlook, known)
         gain = outlook.gain(outlook.num_requests + plan.tokens, outlook.step_s(plan))
         if regime.guard.waiting and plan.picks:
             if gain <= regime.guard.gain_at_alarm + RELEASE:
@@ -443,11 +444,18 @@ class Controller:
         options: Sequence[Sequence[Option]],
         prices: Prices,
         outlook: Outlook,
-        regime: Regime,
+        known: float | None,
     ) -> Plan:
-        """The best plan at the long run's rate; before that is known, at the plan's own."""
-        speedup, plan = regime.speedup, plain(prices)
-        for _ in range(1 if regime.num_steps else 4):
+        """The best plan at the rate of the long run or, if that is not given, at its own.
+
+        Offers come and go, so what one is worth follows from the steps between. What a network's
+        draft is worth follows from its request: a hard one has to be written to its end, however
+        fast others were.
+
+        known: tokens in the long run for each one of plain decoding.
+        """
+        speedup, plan = known or 1.0, plain(prices)
+        for _ in range(4 if known is None else 1):
             plan, before = best_plan(options, prices.times(speedup)), speedup
             tokens = outlook.num_requests + plan.tokens
             speedup = max(1.0, 1 + outlook.gain(tokens, outlook.step_s(plan)))

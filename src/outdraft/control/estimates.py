@@ -10,7 +10,7 @@ from outdraft.control.plans import Option, Plan
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
 LEARNED = 8  # drafts of a step
-MIN_STEPS, HORIZON = 4.0, 128  # steps, tokens, over which catching up is paid at least
+MIN_STEPS, HORIZON = 1.0, 128  # steps, tokens, over which catching up is paid at least
 
 
 class Estimates:
