@@ -24,7 +24,8 @@ namespace outdraft {
 constexpr int64_t kBlockInputs = 2 * kMatrixRows;
 constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;  // of bfloat16
 constexpr int64_t kBlockLines = kBlockBytes / kLine;
-constexpr int64_t kNear = 1024, kFar = 6144;  // bytes ahead, for the nearest cache and the second
+constexpr int64_t kNear = 1024;  // bytes ahead
+constexpr int64_t kDecoderNear = 2048, kDecoderFar = 6144;  // for the nearest cache and the second
 constexpr int64_t kEarlier = 1;  // blocks between one that is decoded and one that is met
 
 // `at(block)` says where one lies; it is asked for all, in order. `fetch(block, half)` is called
@@ -144,8 +145,8 @@ struct DecodedBlocks {
     const int64_t steps = std::min(kSteps, num_steps - block * kSteps);
     for (int64_t step = 0; step < steps; ++step, from += kStepBytes) {
       for (int64_t byte = 0; byte < kStepBytes; byte += kLine) {
-        prefetch_far(from + kFar + byte);
-        prefetch(from + kNear + byte);
+        prefetch_far(from + kDecoderFar + byte);
+        prefetch(from + kDecoderNear + byte);
       }
       decode_step(from, to + step * kStepDecoded, std::make_index_sequence<Decoder::kInputs / 2>());
     }
