@@ -51,9 +51,9 @@ TARGETS = {
         "x86-64-v4-amx": Target(
             (
                 *("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"),
-                *("-mamx-tile", "-mamx-bf16"),
+                *("-mavx512vbmi", "-mamx-tile", "-mamx-bf16"),
             ),
-            "x86_64_v4+avx512bf16+avx512vnni+amx_tile+amx_bf16",
+            "x86_64_v4+avx512bf16+avx512vnni+avx512vbmi+amx_tile+amx_bf16",
         ),
     },
     "aarch64": {

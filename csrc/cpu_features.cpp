@@ -56,7 +56,7 @@ int32_t level() {
   constexpr uint32_t kFma = 1u << 12, kXsave = 1u << 27, kAvx = 1u << 28, kF16c = 1u << 29;
   constexpr uint32_t kBmi1 = 1u << 3, kAvx2 = 1u << 5, kBmi2 = 1u << 8;
   constexpr uint32_t kF = 1u << 16, kDq = 1u << 17, kCd = 1u << 28, kBw = 1u << 30, kVl = 1u << 31;
-  constexpr uint32_t kVnni = 1u << 11, kBf16 = 1u << 5;
+  constexpr uint32_t kVbmi = 1u << 1, kVnni = 1u << 11, kBf16 = 1u << 5;
   constexpr uint32_t kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
   constexpr uint32_t kMatrixState = 0x60000, kWideState = 0xe6, kState = 0x6;  // of tmm, zmm, ymm
 
@@ -66,7 +66,8 @@ int32_t level() {
   if (!has(saved, kState)) return 0;
   if (!has(saved, kWideState) || !has(more.b, kF | kDq | kCd | kBw | kVl)) return 1;
   if (!has(more.c, kVnni) || !has(cpuid(7, 1).a, kBf16)) return 2;
-  return has(saved, kMatrixState) && has(more.d, kAmxBf16 | kAmxTile) && may_use_matrices() ? 4 : 3;
+  if (!has(more.c, kVbmi) || !has(more.d, kAmxBf16 | kAmxTile)) return 3;
+  return has(saved, kMatrixState) && may_use_matrices() ? 4 : 3;
 }
 
 #elif defined(__APPLE__)

@@ -29,8 +29,9 @@ struct LinearWeights {
   char* scales;         // [tile][group][kTile], or null
   char* shifts;         // the same of weights with a zero point
   int64_t scale_bytes;  // of a scale or shift: 2, bfloat16, or 4, float32
-  float* bias;       // [E], or null
-  int64_t num_bytes;  // of the mapping that holds all
+  float* bias;          // [E], or null
+  bool is_symmetric;    // no int8 code is -128
+  int64_t num_bytes;    // of the mapping that holds all
 };
 
 struct ConstRows {

@@ -21,104 +21,25 @@
 #include <utility>
 
 #include "amx.h"
+#include "matrix_blocks.h"
 #include "simd.h"
 #include "tile_words.h"
 
 namespace outdraft {
 namespace {
 
-constexpr int64_t kBlockInputs = 2 * kMatrixRows;
-constexpr int64_t kBlockBytes = kMatrixRows * kStepBytes;  // of bfloat16
-constexpr int64_t kBlockLines = kBlockBytes / kLine;
 constexpr int64_t kStripBlocks = 8;  // a third of the nearest cache
-constexpr int64_t kMostBlocks = 16, kFewBlocks = 4;  // decoded, for several pairs and for one
-constexpr int64_t kEarlier = 2;        // blocks between one that is decoded and one that is met
+constexpr int64_t kMostBlocks = 16, kFewBlocks = 2;  // decoded, for several pairs and for one
+constexpr int64_t kAwakeBlocks = 4;
 constexpr int64_t kGroupSums = kMatrixRows * kTile;
 
-// Which blocks of a tile are met. `at(block)` says where one lies; it is asked for all, in order.
-// `fetch(block, half)` is called twice for each: memory is asked for a little at a time.
+// Which blocks of a tile are met.
 template <class Blocks>
 struct Strip {
   Blocks& blocks;
   int64_t first, end;
   bool is_first;  // sums begin with zero, else they are in memory
-};
-
-// Blocks as they lie in a tile.
-struct Bf16Blocks {
-  const char* tile;
-  int64_t num_whole;
-  const char* rest;     // a last block, filled with zeros
-  const char* ahead;    // what the cache fetches meanwhile, less what earlier blocks have fetched
-  int64_t ahead_lines;  // for each block
-  bool is_soon;
-
-  const char* at(int64_t block) const {
-    return block < num_whole ? tile + block * kBlockBytes : rest;
-  }
-
-  void fetch(int64_t block, int64_t half) const {
-    const char* from = ahead + block * ahead_lines * kLine;
-    const int64_t end = half == 0 ? ahead_lines / 2 : ahead_lines;
-    for (int64_t line = half == 0 ? 0 : ahead_lines / 2; line < end; ++line) {
-      is_soon ? prefetch(from + line * kLine) : prefetch_far(from + line * kLine);
-    }
-  }
-};
-
-// Blocks of a quantised tile, each decoded once, some time before it is asked for: what was just
-// written cannot be loaded at once.
-template <class Decoder>
-struct DecodedBlocks {
-  static constexpr int64_t kSteps = kBlockInputs / Decoder::kInputs;  // of a block
-
-  const char* tile;
-  int64_t num_steps;
-  char* decoded;
-  int64_t num_kept;  // blocks that `decoded` has room for; a power of two
-  int64_t end;       // no block from here on is decoded yet
-  int64_t next = 0;  // to be decoded
-
-  const char* at(int64_t block) {
-    for (; next < std::min(block + kEarlier + 1, end); ++next) decode(next);
-    return place(block);
-  }
-
-  void fetch(int64_t block, int64_t half) const {
-    constexpr int64_t kHalfBytes = kSteps * kStepBytes / 2;
-    const char* from = tile + (2 * block + half) * kHalfBytes + kAhead;
-    for (int64_t byte = 0; byte < kHalfBytes; byte += kLine) prefetch(from + byte);
-  }
-
- private:
-  static constexpr int64_t kStepDecoded = kBlockBytes / kSteps;
-
-  char* place(int64_t block) const { return decoded + block % num_kept * kBlockBytes; }
-
-  void decode(int64_t block) const {
-    const char* from = tile + block * kSteps * kStepBytes;
-    char* to = place(block);
-    const int64_t steps = std::min(kSteps, num_steps - block * kSteps);
-    for (int64_t step = 0; step < steps; ++step, from += kStepBytes) {
-      decode_step(from, to + step * kStepDecoded, std::make_index_sequence<Decoder::kInputs / 2>());
-    }
-    if (steps < kSteps) {  // behind the last input are zeros
-      std::memset(to + steps * kStepDecoded, 0, (kSteps - steps) * kStepDecoded);
-    }
-  }
-
-  template <size_t... kPairs>
-  OUTDRAFT_INLINE static void decode_step(const char* step, char* to,
-                                          std::index_sequence<kPairs...>) {
-    (decode_pair<kPairs>(step, to + kPairs * kStepBytes), ...);
-  }
-  template <size_t kPair>
-  OUTDRAFT_INLINE static void decode_pair(const char* step, char* to) {
-    for (int v = 0; v < kTile / kWidth; ++v) {
-      const char* lanes = step + v * kWidth * Decoder::kLaneBytes;
-      outdraft::store(to + v * sizeof(Words), Decoder::template pair<kPair>(lanes));
-    }
-  }
+  bool is_long;   // it takes more than half a microsecond
 };
 
 // Some rows.
@@ -165,12 +86,16 @@ void add_block(Blocks& blocks, int64_t number, const Group& first, const Group& 
   }
 }
 
+// After most of a microsecond without one, a register takes a quarter of a microsecond to be stored
+// (measured on Sapphire Rapids), as long as half a tile of int4: long strips store one now and then.
 template <int kGroups, class Blocks>
 void multiply_strip(const Strip<Blocks>& strip, const Group& first, const Group& second) {
+  alignas(64) char nowhere[kMatrixRows * kMatrixRowBytes];
   begin_sums<0>(first, strip.is_first);
   if constexpr (kGroups == 2) begin_sums<2>(second, strip.is_first);
   for (int64_t block = strip.first; block < strip.end; ++block) {
     add_block<kGroups>(strip.blocks, block, first, second);
+    if (strip.is_long && block % kAwakeBlocks == 0) store_matrix<4>(nowhere, kMatrixRowBytes);
   }
   store_sums<0>(first);
   if constexpr (kGroups == 2) store_sums<2>(second);
@@ -224,23 +149,35 @@ class Groups {
   alignas(64) float last_[kGroupSums];
 };
 
+// The scales or shifts of a tile's outputs.
+struct TileNumbers {
+  Floats vectors[kTile / kWidth] = {};
+
+  TileNumbers(const char* at, int64_t number_bytes) {
+    for (int v = 0; at != nullptr && v < kTile / kWidth; ++v) {
+      vectors[v] = scale_numbers(at, number_bytes, v);
+    }
+  }
+};
+
 // What a group of inputs gives joins the totals: see `multiply_strip` in linear_tiles.cpp.
+template <bool kTurnsOutputs>
 void add_scaled(const LinearWeights& weights, const Inputs& x, int64_t tile, int64_t number,
                 const Group& group) {
   const int64_t at = (tile * weights.num_groups + number) * kTile * weights.scale_bytes;
+  const bool has_shifts = weights.shifts != nullptr;
+  const TileNumbers scales(weights.scales + at, weights.scale_bytes);
+  const TileNumbers shifts(has_shifts ? weights.shifts + at : nullptr, weights.scale_bytes);
   const float* x_sums = x.sums + number * x.sums_stride + group.first_row;
-  for (int v = 0; v < kTile / kWidth; ++v) {
-    const Floats scales = scale_numbers(weights.scales + at, weights.scale_bytes, v);
-    Floats shifts = {};
-    if (weights.shifts != nullptr) {
-      shifts = scale_numbers(weights.shifts + at, weights.scale_bytes, v);
-    }
-    for (int64_t r = 0; r < group.num_rows; ++r) {
-      const int64_t place = r * kTile + v * kWidth;
-      Floats sum = outdraft::load<Floats>(group.sums + place);
-      if (weights.shifts != nullptr) sum = fused(shifts, broadcast(x_sums[r]), sum);
-      const Floats total = number == 0 ? Floats{} : outdraft::load<Floats>(group.totals + place);
-      outdraft::store(group.totals + place, fused(scales, sum, total));
+  for (int64_t r = 0; r < group.num_rows; ++r) {
+    Floats sums[kTile / kWidth];
+    for (int v = 0; v < kTile / kWidth; ++v) sums[v] = numbers(group.sums + r * kTile + v * kWidth);
+    if constexpr (kTurnsOutputs) put_in_order(sums[0], sums[1]);
+    for (int v = 0; v < kTile / kWidth; ++v) {
+      float* to = group.totals + r * kTile + v * kWidth;
+      if (has_shifts) sums[v] = fused(shifts.vectors[v], broadcast(x_sums[r]), sums[v]);
+      const Floats total = number == 0 ? Floats{} : numbers(to);
+      outdraft::store(to, fused(scales.vectors[v], sums[v], total));
     }
   }
 }
@@ -259,7 +196,7 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
   // Who is alone fetches what comes soon; several pairs fetch a part of the next tile each.
   const bool is_alone = num_pairs == 1;
   const int64_t lines = (kBlockLines + num_pairs - 1) / num_pairs;
-  const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
+  const char* ahead = tile_at + (is_alone ? kNear : weights.tile_bytes);
   const int64_t num_blocks = num_whole + (rest_bytes > 0);
   const int64_t num_strips = is_alone ? 1 : num_blocks / kStripBlocks + 1;
   for (int64_t strip = 0; strip < num_strips; ++strip) {
@@ -268,7 +205,7 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
       const char* own_ahead = ahead + pair * num_blocks * lines * kLine;
       Bf16Blocks blocks = {tile_at, num_whole, rest, own_ahead, lines, is_alone};
-      groups.multiply(Strip<Bf16Blocks>{blocks, first, end, strip == 0}, pair, nullptr,
+      groups.multiply(Strip<Bf16Blocks>{blocks, first, end, strip == 0, is_alone}, pair, nullptr,
                       [](const Group&) {});
     }
   }
@@ -294,14 +231,23 @@ void multiply_quantised(const LinearWeights& weights, const Inputs& x, int64_t n
     // Where a strip fills the room, other pairs still need all of it.
     if (!is_grouped && !is_alone) blocks.end = end;
     for (int64_t pair = 0; pair < groups.num_pairs(); ++pair) {
-      groups.multiply(Strip<Blocks>{blocks, first, end, is_grouped || first == 0}, pair,
+      const bool is_first = is_grouped || first == 0;
+      groups.multiply(Strip<Blocks>{blocks, first, end, is_first, is_alone}, pair,
                       is_grouped ? parts : nullptr, [&](const Group& group) {
                         if (!is_grouped && end < num_blocks) return;
-                        add_scaled(weights, x, tile, is_grouped ? first / strip_blocks : 0, group);
+                        const int64_t number = is_grouped ? first / strip_blocks : 0;
+                        add_scaled<Decoder::kTurnsOutputs>(weights, x, tile, number, group);
                       });
     }
   }
   groups.finish();
+}
+
+void multiply_int8(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
+                   float* sums) {
+  weights.is_symmetric
+      ? multiply_quantised<DecodedInt8>(weights, x, num_rows, tile, sums)
+      : multiply_quantised<DecodedWords<Int8Words>>(weights, x, num_rows, tile, sums);
 }
 
 }  // namespace
@@ -315,9 +261,9 @@ MultiplyTile matrix_kernel_of(const LinearWeights& weights) {
     case Format::kBfloat16:
       return multiply_bf16;
     case Format::kInt8:
-      return fits ? multiply_quantised<Int8Words> : nullptr;
+      return fits ? multiply_int8 : nullptr;
     case Format::kInt4:
-      return fits ? multiply_quantised<Int4Words> : nullptr;
+      return fits ? multiply_quantised<DecodedWords<Int4Words>> : nullptr;
     default:
       return nullptr;
   }

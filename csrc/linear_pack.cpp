@@ -259,6 +259,7 @@ LinearWeights* make_weights(Layout layout, int64_t num_outputs, int64_t num_inpu
               layout.has_zero ? shifts : nullptr,
               layout.scale_bytes,
               bias == nullptr ? nullptr : reinterpret_cast<float*>(behind),
+              true,
               num_bytes};
   if (bias != nullptr) std::memcpy(behind, bias, 4 * num_outputs);
   return weights;
@@ -317,6 +318,7 @@ OUTDRAFT_EXPORT LinearWeights* linear_pack_codes(outdraft::Team* team, int64_t f
       make_weights({Format{format}, group_inputs, shifts != nullptr, scale_bytes}, num_outputs,
                    num_inputs, bias);
   if (weights == nullptr) return nullptr;
+  weights->is_symmetric = *std::min_element(codes, codes + num_outputs * num_inputs) > -128;
   run(team, Packing<Codes>{*weights, {codes, scales, shifts}});
   return weights;
 }

@@ -100,7 +100,7 @@ def test_linux_says_that_it_has_what_the_chosen_library_needs():
         "x86-64-v3": {"avx2", "fma", "bmi1", "bmi2", "f16c"},
         "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
         "x86-64-v4-bf16": {"avx512_bf16", "avx512_vnni"},
-        "x86-64-v4-amx": {"amx_tile", "amx_bf16"},
+        "x86-64-v4-amx": {"avx512vbmi", "amx_tile", "amx_bf16"},
         "aarch64": {"asimddp", "atomics"},
         "aarch64-bf16": {"bf16"},
     }

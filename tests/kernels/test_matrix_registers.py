@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from outdraft.core.weight_format import WeightFormat
+from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear, NativeProduct
 from outdraft.kernels.native.team import Team
@@ -68,6 +70,26 @@ def test_sums_run_in_blocks_of_even_and_odd_inputs(linear, num_inputs, num_rows)
 
     assert torch.equal(got_TE, in_blocks(x_TD, weight_ED).bfloat16())
     assert not torch.equal(got_TE, one_by_one(x_TD, weight_ED).bfloat16())
+
+
+@pytest.mark.parametrize("format", [one for one in WeightFormat if one.startswith("int")])
+@pytest.mark.parametrize("least", [-127, -128])
+def test_every_code_is_decoded_exactly(linear, format, least):
+    num_codes = 256 if format.is_int8 else 16
+    least, most = (least, 127) if format.is_int8 else (-8, 7)
+    codes_ED = torch.arange(256).repeat(40, 1) + 7 * torch.arange(40)[:, None]
+    codes_ED = (codes_ED % num_codes - num_codes // 2).clamp(least, most).to(torch.int8)
+    shape = (40, 256 // (format.group_inputs or 256))
+    scales_EN = 2.0 ** torch.randint(-8, 8, shape)
+    shifts_EN = torch.randint(-8, 8, shape).float() if format.has_zero else None
+    weight = CodedWeight(format, codes_ED, scales_EN, shifts_EN)
+    x_DD = torch.eye(256).bfloat16()
+
+    product = linear.pack_codes(weight, None, torch.bfloat16)
+
+    assert product.format is format
+    assert torch.equal(product(x_DD).float(), weight.numbers().T)
+    assert torch.equal(product(x_DD[77:78]).float(), weight.numbers().T[77:78])
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 16, 40])
