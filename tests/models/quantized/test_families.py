@@ -238,7 +238,7 @@ def test_each_rank_keeps_its_part_of_the_codes(
 
 
 def coded_bytes(model: LanguageModel) -> int:
-    """Of products whose weights are codes, those of dense blocks among them."""
+    """What products take whose weights are codes, those of dense blocks among them."""
     assert isinstance(model, torch.nn.Module)
     blocks = [one.experts for one in model.modules() if isinstance(one, FusedBlock)]
     found = [(one.format, one.packed_bytes) for one in linears_of(model)]
