@@ -39,6 +39,9 @@ def test_autoscaling_begins_with_the_size_and_stays_within_its_bounds():
     assert (scaled.num_replicas, scaled.min_replicas, scaled.max_replicas) == (2, 1, 5)
     assert scaled.is_autoscaled
     assert scaled.target_requests == 8.0
+    assert (scaled.upscale_delay_s, scaled.downscale_delay_s) == (30.0, 600.0)
+    hasty = plan(max_replicas=2, upscale_delay=0.0, downscale_delay=1.5)
+    assert (hasty.upscale_delay_s, hasty.downscale_delay_s) == (0.0, 1.5)
 
 
 @pytest.mark.parametrize("bounds", [{"min_replicas": 3}, {"max_replicas": 1}])

@@ -81,11 +81,17 @@ def measured(
 
 
 @pytest.mark.parametrize(
-    ("draft_size", "has_all_rules"),
-    some([(None, False), (None, True), (1, True), (2, True)], [(1, True)]),
+    ("draft_size", "has_all_rules", "vocab_size"),
+    some(
+        [
+            *[(None, False, 8_000), (None, True, 8_000), (None, True, 16_000)],
+            *[(None, True, 64_000), (1, True, 8_000), (2, True, 8_000)],
+        ],
+        [(1, True, 8_000), (None, True, 16_000), (None, True, 64_000)],
+    ),
 )
 def test_a_rank_takes_what_was_planned_within_five_per_cent(
-    tmp_path: Path, draft_size: int | None, has_all_rules: bool
+    tmp_path: Path, draft_size: int | None, has_all_rules: bool, vocab_size: int
 ) -> None:
     """What a large model takes beyond a tiny one: processes begin with some memory."""
     tiny, large = (
@@ -99,7 +105,7 @@ def test_a_rank_takes_what_was_planned_within_five_per_cent(
         )
         for name, sizes, drafter, num_blocks in (
             ("tiny", TINY, TINY, 41),
-            ("large", LARGE, DRAFTS, 401),
+            ("large", LARGE | {"vocab_size": vocab_size}, DRAFTS, 401),
         )
     )
     taken, planned = (

@@ -114,7 +114,7 @@ def test_the_table_adds_up():
         numbers="float32 over bfloat16 weights",
         target_weights=3 * mebi,
         drafter_weights=mebi,
-        step=StepMemory(mebi // 8, mebi // 8, 0, mebi // 4, 0),
+        step=StepMemory(mebi // 8, mebi // 8, 0, mebi // 4, 0, 0),
         block_bytes=mebi // 4,
         num_blocks=10,
         block_size=16,
@@ -183,7 +183,7 @@ def test_a_groups_limit_is_what_the_share_is_of(monkeypatch):
 
 
 def rank_plan(weights: int, block_bytes: int, count: int) -> MemoryPlan:
-    return MemoryPlan("float32", weights, 0, StepMemory(0, 0, 0, 0, 0), block_bytes, count, 16)
+    return MemoryPlan("float32", weights, 0, StepMemory(0, 0, 0, 0, 0, 0), block_bytes, count, 16)
 
 
 def test_ranks_agree_on_the_fewest_blocks_and_tell_what_each_leaves_idle():

@@ -19,6 +19,7 @@ from outdraft.engine.memory import (
     StepShape,
     activation_bytes,
     draft_prob_bytes,
+    prompt_score_bytes,
     sampling_bytes,
     text_bytes,
 )
@@ -32,6 +33,8 @@ from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
 from outdraft.models.rope_config import RopeConfig
 from outdraft.runner.device_state import DeviceState
+from outdraft.runner.logprobs import PROMPT_ROWS
+from outdraft.sampling.logprobs import gather_in_slices
 from outdraft.sampling.processors import Paths, process_logits
 from tests.attention.ragged import Model, Shape, build_batch
 from tests.engine.measured_memory import peak_bytes
@@ -201,6 +204,21 @@ def test_sampling_is_what_all_parameters_at_once_take(dtype):
     assert 0.5 * planned <= peak_bytes(sample) <= planned
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_log_probabilities_of_a_prompt_are_counted(dtype):
+    vocab_size = 1 << 16
+    next_R = torch.arange(PROMPT_ROWS)
+
+    def score():
+        logits_RV = torch.randn(PROMPT_ROWS, vocab_size, dtype=dtype)
+        return gather_in_slices(logits_RV, next_R, 20)
+
+    shape = step_shape(dtype=dtype)
+    planned = prompt_score_bytes(shape, vocab_size)
+    assert 0.2 * planned <= peak_bytes(score) <= planned
+    assert prompt_score_bytes(replace(shape, num_ranks=2), vocab_size) == planned / 2
+
+
 def test_noise_that_is_not_compiled_is_counted_on_a_gpu():
     rows_R = torch.arange(16)
     keys = NoiseKeys.of(rows_R, rows_R, Purpose.SAMPLE)
@@ -214,7 +232,6 @@ def test_noise_that_is_not_compiled_is_counted_on_a_gpu():
 
 
 def test_logits_are_counted_for_the_rows_that_can_be_sampled():
-    # Many rows, so that it is not the log-probabilities of a prompt that count.
     sizes = {"max_num_seqs": 400, "max_num_batched_tokens": 2048}
     plain = sampling_bytes(step_shape(**sizes), 1000)
     assert sampling_bytes(step_shape(4 * 400, **sizes), 1000) == 5 * plain

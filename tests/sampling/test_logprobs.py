@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from outdraft.sampling.logprobs import gather_logprobs
+from outdraft.sampling.logprobs import SCORED_LOGITS, gather_in_slices, gather_logprobs
 
 
 def test_logprobs_are_the_raw_log_softmax_with_ranks():
@@ -21,3 +22,15 @@ def test_tied_tokens_share_the_better_rank_and_no_top_is_empty():
     _, rank_R, ids_RK, top_RK = gather_logprobs(logits_RV, torch.tensor([2]), 0)
     assert rank_R.tolist() == [1]
     assert ids_RK.shape == top_RK.shape == (1, 0)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5])
+def test_slices_of_rows_score_as_all_rows_do(num_rows):
+    vocab_size = SCORED_LOGITS // 2  # two rows a slice
+    generator = torch.Generator().manual_seed(2)
+    logits_RV = torch.randn(num_rows, vocab_size, generator=generator)
+    chosen_R = torch.randint(vocab_size, (num_rows,), generator=generator)
+    scores = gather_in_slices(logits_RV, chosen_R, 3)
+    for score, whole in zip(scores, gather_logprobs(logits_RV, chosen_R, 3), strict=True):
+        assert score.dtype is whole.dtype
+        assert torch.equal(score, whole)

@@ -29,6 +29,16 @@ class ReplicasOptions:
     target_requests: float = flag(
         "Requests waiting or running, a replica, at which autoscaling aims.", default=16.0, min=0.1
     )
+    upscale_delay: float = flag(
+        "Seconds for which more replicas are wanted before autoscaling starts them.",
+        default=30.0,
+        min=0,
+    )
+    downscale_delay: float = flag(
+        "Seconds for which fewer replicas are wanted before autoscaling ends the others.",
+        default=600.0,
+        min=0,
+    )
     replica_cpus: int | None = flag(
         "Cores of a replica, which computes with as many threads. Default: its share of this "
         "machine's cores; 1 on a GPU.",
@@ -92,6 +102,8 @@ def replica_plan(
         min_replicas=fewest,
         max_replicas=most,
         target_requests=options.target_requests,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
         num_cpus=num_cpus,
         num_gpus=config.parallel.tensor_parallel_size if on_gpus else 0,
         environ=chosen,

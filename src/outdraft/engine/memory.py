@@ -86,6 +86,7 @@ class StepMemory:
         activations: of a pass of most rows through the widest layer.
         attention: what the attention takes in it.
         sampling: logits, their processed copies, probabilities, noise.
+        prompt_scores: logits of a prompt's tokens, for their log-probabilities.
         draft_probs: of the network's sampled drafts.
         states: of the target, on their way to a drafter that reads them.
     """
@@ -94,6 +95,7 @@ class StepMemory:
     activations: int
     attention: int
     sampling: int
+    prompt_scores: int
     draft_probs: int
     states: int = 0
 
@@ -117,13 +119,20 @@ def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
 
 
 def sampling_bytes(shape: StepShape, vocab_size: int) -> int:
-    """What logits take on their way to ids, or a slice of a prompt's log-probabilities."""
-    width, own = shape.logit_dtype.itemsize, shape.dtype.itemsize
+    """What logits take on their way to ids."""
+    width = shape.logit_dtype.itemsize
     noise = width if shape.noise_is_compiled else NOISE_BYTES
     per_logit = max(PROCESSING_TENSORS * width, 2 * width + noise)
-    sampled = shape.num_logit_rows * vocab_size * per_logit
-    prompt_rows = -(-min(PROMPT_ROWS, shape.num_rows) // shape.num_ranks)
-    return max(sampled, prompt_rows * vocab_size * (own + 4 * width))
+    return shape.num_logit_rows * vocab_size * per_logit
+
+
+def prompt_score_bytes(shape: StepShape, vocab_size: int) -> int:
+    """What the log-probabilities of a prompt take, a slice at a time: logits as they are computed,
+    as they arrive from other ranks, in the order of rows, and what scores some of them. Not counted
+    with those that are sampled, in whose place they seldom fit."""
+    own, width = shape.dtype.itemsize, shape.logit_dtype.itemsize
+    num_rows = -(-min(PROMPT_ROWS, shape.num_rows) // shape.num_ranks)
+    return num_rows * vocab_size * (own + 4 * width)
 
 
 def draft_prob_bytes(shape: StepShape, vocab_size: int) -> int:
@@ -242,6 +251,7 @@ class MemoryPlan:
             "activations of a full step": self.step.activations,
             "attention's temporaries": self.step.attention,
             "logits and sampling": self.step.sampling,
+            "log-probabilities of prompts": self.step.prompt_scores,
             "draft probabilities": self.step.draft_probs,
             "states for the drafter": self.step.states,
             f"KV cache: {self.num_blocks} blocks, {tokens} tokens": cache_bytes,

@@ -18,6 +18,7 @@ from outdraft.engine.memory import (
     device_memory,
     draft_prob_bytes,
     num_blocks,
+    prompt_score_bytes,
     sampling_bytes,
     state_bytes,
     text_bytes,
@@ -150,6 +151,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         activations=activation_bytes(shape, layers),
         attention=attention,
         sampling=sampling_bytes(shape, vocab_size),
+        prompt_scores=prompt_score_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),
         states=states,
     )

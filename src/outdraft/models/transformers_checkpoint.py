@@ -38,21 +38,25 @@ class QuantisedCheckpoint:
     places: dict[str, Place]
     weights: dict[str, StoredWeight | StoredStack]
 
-    def presented(self, dtype: torch.dtype, *, keeps_codes: bool) -> dict[str, "PresentedTensor"]:
+    def presented(
+        self, dtype: torch.dtype, *, keeps_codes: bool, is_cut: bool
+    ) -> dict[str, "PresentedTensor"]:
         """For the library's loader.
 
         Args:
             dtype: of the network.
-            keeps_codes: what fits tiles is a deferred tensor; else all weights are dequantised.
+            keeps_codes: what fits tiles is a deferred tensor.
+            is_cut: so is every weight that could be cut, until it is. Others are dequantised.
         """
-        plain = {
+        found = {
             name: PresentedTensor(partial(read_tensor, place))
             for name, place in self.places.items()
         }
-        return plain | {
-            name: PresentedTensor(partial(_read, _parameter(weight, dtype), keeps_codes))
-            for name, weight in self.weights.items()
-        }
+        for name, weight in self.weights.items():
+            defers = is_cut and isinstance(weight, StoredWeight)
+            parameter = _parameter(weight, dtype)
+            found[name] = PresentedTensor(partial(_read, parameter, keeps_codes, defers))
+        return found | deferred_products(self.places, dtype) if is_cut else found
 
     def unread(self, dtype: torch.dtype) -> dict[str, "PresentedTensor"]:
         """As `presented`, with tensors that stay unread, all but small ones and stacks of plain
@@ -66,13 +70,17 @@ class QuantisedCheckpoint:
             found[name] = PresentedTensor(partial(DeferredTensor, _parameter(weight, dtype)))
         return found | deferred_products(self.places, dtype)
 
-    def summary(self, kept: Iterable[StoredWeight]) -> list[str]:
+    def summary(
+        self, kept: Iterable[StoredWeight], given_up: Iterable[StoredWeight] = ()
+    ) -> list[str]:
         """What became of the quantised weights, for people.
 
         Args:
-            kept: those that are codes.
+            kept: those that are codes, or of which parts are.
+            given_up: others that were deferred, or parts of such.
         """
-        of_kept = {id(weight): weight for weight in kept}
+        of_kept = {id(weight.whole or weight): weight for weight in kept}
+        reasons = {id(weight.whole or weight): weight.reason for weight in given_up}
         weights = [
             weight
             for one in self.weights.values()
@@ -80,7 +88,10 @@ class QuantisedCheckpoint:
             if id(weight) not in of_kept
         ]
         tiles = Counter((weight.label, str(weight.tile)) for weight in of_kept.values())
-        counts = Counter((weight.label, weight.reason or _NO_PRODUCT) for weight in weights)
+        counts = Counter(
+            (weight.label, reasons.get(id(weight)) or weight.reason or _NO_PRODUCT)
+            for weight in weights
+        )
         return [
             *(
                 f"{count} weights ({label}) are kept as they are, in {tile} tiles"
@@ -185,5 +196,6 @@ def _parameter(weight: StoredWeight | StoredStack, dtype: torch.dtype) -> Stored
     return StoredParameter([[weight]], False, False, dtype)
 
 
-def _read(stored: StoredParameter, keeps_codes: bool) -> Tensor:
-    return DeferredTensor(stored) if keeps_codes and stored.has_tiles else stored.numbers()
+def _read(stored: StoredParameter, keeps_codes: bool, defers: bool) -> Tensor:
+    is_kept = keeps_codes and stored.has_tiles
+    return DeferredTensor(stored) if is_kept or defers else stored.numbers()

@@ -39,6 +39,7 @@ from outdraft.models.counts import read_token_ids
 from outdraft.models.experts import replace_experts
 from outdraft.models.loader import tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
+from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.placing import kept_already
 from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS, ModelShape
@@ -50,7 +51,6 @@ from outdraft.models.transformers_attention import (
 )
 from outdraft.models.transformers_checkpoint import (
     QuantisedCheckpoint,
-    deferred_products,
     matches,
     open_quantised,
 )
@@ -114,8 +114,8 @@ def load_transformers_model(
 
     Args:
         max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; each reads its part of what they divide, and what
-            is not quantised only once it is divided.
+        group: the ranks that it is spread over; each reads its part of what they divide;
+            what is quantised it reads whole, one weight after the other, and keeps its part.
         drafts: as CausalLM.
         has_random_weights: instead of those of the checkpoint.
 
@@ -140,7 +140,7 @@ def load_transformers_model(
     model = text_part(model)
     spreads = divide(model, group)
     stand_ins = StandIns()
-    stand_ins.put(model, keeps_codes)
+    stand_ins.put(model, keeps_codes if torch.device(device).type == "cpu" else _keeps_nothing)
     if quantization is not None and stand_ins.kept:
         raise kept_already(quantization, stand_ins.kept[0])
     nn.Module.to(model, device).eval().requires_grad_(False)
@@ -162,7 +162,7 @@ def load_transformers_model(
     pack_products(model, kernels, quantization, spreads, stand_ins)
     stand_ins.read_rest(model)
     if checkpoint is not None:
-        for line in checkpoint.summary(stand_ins.kept):
+        for line in checkpoint.summary(stand_ins.kept, stand_ins.given_up):
             _logger.info("%s", line)
     if group.size == 1:
         check_packed(model, mask)
@@ -294,13 +294,14 @@ def _source(
     if checkpoint is None and group.size == 1:
         return {"pretrained_model_name_or_path": path, "use_safetensors": True}
     if checkpoint is None:
-        places = tensor_places(weight_files(path))
-        tensors = QuantisedCheckpoint(places, {}).presented(dtype, keeps_codes=False)
-        tensors |= deferred_products(places, dtype)
-    else:
-        keeps = device.type == "cpu" and group.size == 1
-        tensors = checkpoint.presented(dtype, keeps_codes=keeps)
+        checkpoint = QuantisedCheckpoint(tensor_places(weight_files(path)), {})
+    tensors = checkpoint.presented(dtype, keeps_codes=device.type == "cpu", is_cut=group.size > 1)
     return {"pretrained_model_name_or_path": None, "state_dict": tensors}
+
+
+def _keeps_nothing(_module: nn.Module, _name: str, _stored: StoredParameter) -> bool:
+    """For devices without tiles."""
+    return False
 
 
 def plain_config(config: PretrainedConfig) -> PretrainedConfig:

@@ -17,7 +17,7 @@ from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_index_BN1
 from outdraft.runner.slots import RequestSlot, Slots
 from outdraft.sampling.logprobs import gather_logprobs
 
-PROMPT_ROWS = 64  # whose logits exist at the same time: a long prompt must not take all memory
+PROMPT_ROWS = 32  # whose logits exist at the same time: a long prompt must not take all memory
 
 # logprob_R, rank_R, top_ids_RK, top_logprobs_RK, as gather_logprobs gives them
 Scores = tuple[Tensor, Tensor, Tensor, Tensor]

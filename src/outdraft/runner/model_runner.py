@@ -51,7 +51,7 @@ from outdraft.runner.states import spread_rows, target_states
 from outdraft.runner.step_rows import StepRows, step_rows
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
-from outdraft.sampling.logprobs import gather_logprobs
+from outdraft.sampling.logprobs import gather_in_slices
 from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
@@ -346,4 +346,4 @@ class ModelRunner:
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
         """As `gather_logprobs`, behind the hidden states."""
-        return gather_logprobs(self.model.logits(hidden_RD), chosen_R, num_top)
+        return gather_in_slices(self.model.logits(hidden_RD), chosen_R, num_top)

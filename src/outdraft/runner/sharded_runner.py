@@ -200,9 +200,9 @@ class ShardedRunner(ModelRunner):
         return owned_states(states, works, self.ranks.draft_group)
 
     def _scored(self, hidden_RD: Tensor, chosen_R: Tensor, num_top: int) -> Scores:
-        logits_RV = self.model.logits(hidden_RD)
-        vocab_size = self.model.config.vocab_size
-        return joined_scores(logits_RV, vocab_size, chosen_R, num_top, self.ranks.target)
+        vocab_size, group = self.model.config.vocab_size, self.ranks.target
+        # Without a name here the logits end where they are turned.
+        return joined_scores(self.model.logits(hidden_RD), vocab_size, chosen_R, num_top, group)
 
 
 def _with_part_of_cap(

@@ -16,7 +16,7 @@ from outdraft.distributed.group import RankGroup
 from outdraft.runner.logprobs import LogprobRows, Scores
 from outdraft.runner.shares import Shares
 from outdraft.runner.slots import RequestSlot
-from outdraft.sampling.logprobs import gather_logprobs
+from outdraft.sampling.logprobs import gather_in_slices
 
 
 def joined_scores(
@@ -26,8 +26,9 @@ def joined_scores(
     cuts = [len(chosen_R) * rank // group.size for rank in range(group.size + 1)]
     counts = [end - start for start, end in pairwise(cuts)]
     logits_RV = group.turn(logits_RS, counts)[:, :vocab_size]
+    del logits_RS  # as large as what they became
     own_R = chosen_R[cuts[group.rank] : cuts[group.rank + 1]]
-    packed_RC = _packed(gather_logprobs(logits_RV, own_R, num_top), num_top)
+    packed_RC = _packed(gather_in_slices(logits_RV, own_R, num_top), num_top)
     return _unpacked(group.join_rows(packed_RC, counts), num_top)
 
 

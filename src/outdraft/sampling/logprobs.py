@@ -3,7 +3,10 @@
 Dimension key: R rows, V vocabulary, K best tokens.
 """
 
+import torch
 from torch import Tensor
+
+SCORED_LOGITS = 1 << 19  # that are scored at the same time: 2 MB in each temporary tensor
 
 
 def gather_logprobs(
@@ -17,6 +20,19 @@ def gather_logprobs(
     logits_RV = raw_logits_RV.float()
     total_R1 = logits_RV.logsumexp(1, keepdim=True)
     chosen_R1 = logits_RV.gather(1, chosen_R[:, None])
-    rank_R = (logits_RV > chosen_R1).sum(1) + 1
+    # Counted in int32: PyTorch widens all of a sum's terms first.
+    rank_R = (logits_RV > chosen_R1).sum(1, dtype=torch.int32).long() + 1
     top_RK, top_ids_RK = logits_RV.topk(num_top, dim=1)
     return (chosen_R1 - total_R1)[:, 0], rank_R, top_ids_RK, top_RK - total_R1
+
+
+def gather_in_slices(
+    raw_logits_RV: Tensor, chosen_R: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As `gather_logprobs`, of few rows at a time: temporary tensors as large as all logits would
+    take several times their memory, since C libraries reuse aligned memory badly."""
+    num_rows = max(1, SCORED_LOGITS // raw_logits_RV.shape[1])
+    slices = zip(raw_logits_RV.split(num_rows), chosen_R.split(num_rows), strict=True)
+    scores = [gather_logprobs(logits_RV, some_R, num_top) for logits_RV, some_R in slices]
+    logprob_R, rank_R, top_ids_RK, top_RK = map(torch.cat, zip(*scores, strict=True))
+    return logprob_R, rank_R, top_ids_RK, top_RK

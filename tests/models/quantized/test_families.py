@@ -11,18 +11,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
+from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
+from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
 from outdraft.models.experts import PackedExperts
 from outdraft.models.layers.linear import linears_of
+from outdraft.models.transformers_layers import FusedBlock
 from tests.models.checkpoints import chunked_logits
 from tests.models.families import randomised_family
 from tests.models.quantized.families import EXPERTS, finish, save_family, save_gpt_oss
 from tests.models.quantized.test_formats import tokens
 from tests.models.quantized.writers import Format, Written, awq, compressed, fp8, gptq
+from tests.ranks import on_ranks
 from tests.rounding import MODEL_ROUNDING
 
 CPU = torch.device("cpu")
@@ -187,3 +190,57 @@ def test_a_missing_tensor_is_named(lost: str, message: str, tmp_path: Path) -> N
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=message):
         loaded(tmp_path)
+
+
+CUT = "a rank's part begins in the middle of a group"
+# Families, formats, what config.json calls otherwise; the part of the codes that a rank has, and
+# why other weights are numbers.
+OVER_RANKS: list[tuple[str, Format, dict[str, Any], float, str]] = [
+    ("qwen-3-moe", gptq(group=32), EXPERTS, 0.5, ""),  # of the products, experts are whole
+    ("gemma-3", awq(group=32), {}, 0.5, ""),
+    ("gemma-3", compressed("pack-quantized", bits=8), {}, 0.5, ""),
+    ("gemma-3", gptq(group=64), {"intermediate_size": 192}, 0.5, CUT),
+    ("gemma-3", fp8((32, 32)), {}, 0.0, "there are no tiles of 8-bit floats"),
+]
+
+
+@pytest.mark.parametrize(("family", "stored_as", "changes", "share", "reason"), OVER_RANKS)
+def test_each_rank_keeps_its_part_of_the_codes(
+    family: str,
+    stored_as: Format,
+    changes: dict[str, Any],
+    share: float,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    theirs = save_family(family, tmp_path, stored_as, rounds=not share, **changes)
+    ids_T = tokens(23) % 61
+    with torch.no_grad():
+        wanted_TV = theirs(ids_T[None]).logits[0]
+    whole = coded_bytes(loaded(tmp_path))
+    caplog.set_level(logging.INFO, logger="outdraft")
+    caplog.clear()
+
+    def part(ranks: Ranks) -> tuple[torch.Tensor, int]:
+        model = loaded(tmp_path, group=ranks.target)
+        return chunked_logits(model, ids_T, [23]), coded_bytes(model)
+
+    (first_TS, first), (second_TS, second) = on_ranks(2, 1, part)
+    got_TV = torch.cat([first_TS, second_TS], dim=1)[:, :61]
+    rounding = 2**-8 if reason == CUT else MODEL_ROUNDING
+    assert (got_TV - wanted_TV).abs().max() <= 4 * rounding * wanted_TV.abs().max()
+    assert share * whole <= first <= 1.1 * share * whole
+    assert (second < first) == (reason == CUT)
+    told = [line for line in caplog.messages if "are dequantised" in line]
+    assert len(told) == {CUT: 1, "": 0}.get(reason, 2)
+    assert all(reason in line for line in told)
+
+
+def coded_bytes(model: LanguageModel) -> int:
+    """What products take whose weights are codes, those of dense blocks among them."""
+    assert isinstance(model, torch.nn.Module)
+    blocks = [one.experts for one in model.modules() if isinstance(one, FusedBlock)]
+    found = [(one.format, one.packed_bytes) for one in linears_of(model)]
+    found += [(one.experts.format, one.packed_bytes) for one in blocks]
+    return sum(size for kept, size in found if kept in QUANTIZATIONS)

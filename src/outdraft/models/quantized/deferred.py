@@ -164,7 +164,7 @@ def _cut(
 ) -> StoredParameter | None:
     old = x.stored
     weights = old.rows_X[0]
-    if old.is_stack or old.is_turned or step != 1 or any(one.read_part is None for one in weights):
+    if old.is_stack or old.is_turned or step != 1:
         return None
     first, stop, _ = slice(start, end).indices(old.shape[dim])
     if dim % 2:

@@ -14,7 +14,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.models.layers.linear import Linear
-from outdraft.models.quantized.stored import StoredWeight
+from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
 from outdraft.models.slots import Slot
 
 TURNED = "its heads turn in part, so their order changes"
@@ -73,8 +73,9 @@ def place(
         reason = _PLAIN_NEIGHBOUR
     if reason is None and is_turned:
         reason = TURNED
-    if reason is None and any(_cuts_a_group(*one) for one in quantised.values()):
-        reason = "a rank's part begins in the middle of a group"
+    cuts = (stored.cuts_a_group(_part(slot)[1]) for stored, slot in quantised.values())
+    if reason is None and any(cuts):
+        reason = CUT_GROUP
     if reason is not None:
         return Placing(found, None, reason)
     tile = common_tile([one.tile for one, _ in quantised.values() if one.tile is not None])
@@ -179,8 +180,3 @@ def _part(slot: Slot) -> tuple[slice, slice]:
     if slot.dim == 0:
         return slice(slot.start, slot.start + rows), slice(0, columns)
     return slice(0, rows), slice(slot.start, slot.start + columns)
-
-
-def _cuts_a_group(stored: StoredWeight, slot: Slot) -> bool:
-    has_groups = stored.group_inputs < stored.shape[1]
-    return has_groups and _part(slot)[1].start % stored.group_inputs > 0

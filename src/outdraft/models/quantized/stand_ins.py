@@ -23,6 +23,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[nn.Parameter, StoredParameter]] = {}
+        self._given_up: list[StoredWeight] = []
 
     def put(
         self, module: nn.Module, can_keep: Callable[[nn.Module, str, StoredParameter], bool]
@@ -45,13 +46,19 @@ class StandIns:
                     made = of_tied[id(weight)] = nn.Parameter(numbers, requires_grad=False)
                     if keeps:
                         self._found[id(made)] = made, stored
+                    else:
+                        self._given_up += _weights_of(stored)
                 part.register_parameter(name, made)
 
     @property
     def kept(self) -> list[StoredWeight]:
         """All weights that stay codes."""
-        parameters = [stored for _, stored in self._found.values()]
-        return [weight for one in parameters for rows in one.rows_X for weight in rows]
+        return [weight for _, stored in self._found.values() for weight in _weights_of(stored)]
+
+    @property
+    def given_up(self) -> list[StoredWeight]:
+        """Those that were deferred, and are numbers now."""
+        return self._given_up
 
     def stored(self, weight: Tensor) -> StoredParameter | None:
         """What a parameter stands for; None: for itself."""
@@ -83,6 +90,10 @@ class StandIns:
                 if (stored := self.stored(weight)) is not None:
                     part.register_parameter(name, nn.Parameter(stored.numbers(), False))
                     del self._found[id(weight)]
+
+
+def _weights_of(stored: StoredParameter) -> list[StoredWeight]:
+    return [weight for rows in stored.rows_X for weight in rows]
 
 
 def _random_like(stored: StoredParameter) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 
+CUT_GROUP = "a rank's part begins in the middle of a group"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupedCodes:
@@ -90,6 +92,7 @@ class StoredWeight:
         read: its codes; or the numbers of what is no codes in groups, of float32 or of the dtype in
             which a plain weight is stored.
         read_part: numbers of some outputs and some inputs; None: they are read at once.
+        whole: the weight that it is a part of.
     """
 
     shape: tuple[int, ...]
@@ -101,6 +104,7 @@ class StoredWeight:
     is_plain: bool = False
     read: Callable[[], GroupedCodes | Tensor]
     read_part: Callable[[slice, slice], Tensor] | None = None
+    whole: "StoredWeight | None" = None
 
     @property
     def coded_bytes(self) -> int:
@@ -118,15 +122,42 @@ class StoredWeight:
         return read.numbers() if isinstance(read, GroupedCodes) else read
 
     def part(self, rows: slice, columns: slice) -> "StoredWeight":
-        """Some outputs and some inputs, from 0 to the end at most, as a weight of its own."""
-        assert self.read_part is not None, "a weight that is read at once"
+        """Some outputs and some inputs, from 0 to the end at most, as a weight of its own.
+
+        It is codes if this one is and no group is cut. Where no part can be read, all is, and cut.
+        """
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        tile, reason = self.tile, self.reason
+        if tile is not None and self.cuts_a_group(columns):
+            tile, reason = None, CUT_GROUP
+        read: Callable[[], GroupedCodes | Tensor]
+        if self.read_part is not None:
+            read = partial(self.read_part, rows, columns)
+        elif tile is not None:
+            read = partial(self._part_of_codes, rows, columns)
+        else:
+            read = partial(self._part_of_numbers, rows, columns)
         return replace(
             self,
-            shape=(rows.stop - rows.start, columns.stop - columns.start),
-            group_inputs=columns.stop - columns.start,
-            read=partial(self.read_part, rows, columns),
+            shape=shape,
+            group_inputs=min(self.group_inputs, shape[1]),
+            tile=tile,
+            reason=reason,
+            read=read,
             read_part=None,
+            whole=self.whole or self,
         )
+
+    def cuts_a_group(self, columns: slice) -> bool:
+        """Whether some inputs begin in the middle of a group."""
+        has_groups = self.group_inputs < self.shape[1]
+        return has_groups and columns.start % self.group_inputs > 0
+
+    def _part_of_codes(self, rows: slice, columns: slice) -> GroupedCodes:
+        return self.codes().part(rows, columns)
+
+    def _part_of_numbers(self, rows: slice, columns: slice) -> Tensor:
+        return self.numbers()[rows, columns]
 
     def codes(self) -> GroupedCodes:
         """Only of a weight with a tile."""

@@ -91,6 +91,8 @@ class Deployment:
                     initial_replicas=plan.num_replicas,
                     max_replicas=plan.max_replicas,
                     target_ongoing_requests=plan.target_requests,
+                    upscale_delay_s=plan.upscale_delay_s,
+                    downscale_delay_s=plan.downscale_delay_s,
                     policy=policy,
                 )
             }

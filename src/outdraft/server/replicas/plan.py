@@ -13,6 +13,7 @@ class ReplicaPlan:
         min_replicas, max_replicas: how many there may be; both are `num_replicas` without
             autoscaling.
         target_requests: outstanding ones a replica, at which autoscaling aims.
+        upscale_delay_s, downscale_delay_s: for which more or fewer are wanted before it acts.
         num_cpus, num_gpus: that Ray reserves for a replica.
         environ: variables of the engine's process, beside those of its machine.
         drain_timeout_s: that a replica's requests have to end when it is not needed any more.
@@ -23,6 +24,8 @@ class ReplicaPlan:
     max_replicas: int
     target_requests: float
     num_cpus: float
+    upscale_delay_s: float = 30.0
+    downscale_delay_s: float = 600.0
     num_gpus: float = 0
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
     log_level: str = "INFO"

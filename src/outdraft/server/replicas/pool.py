@@ -233,7 +233,10 @@ class ReplicaPool:
         """Wait until a replica wants no more requests, then until it has none, then end it."""
         await engine.is_leaving.wait()
         self._leave(engine.name)
-        client = self._replicas[engine.name].client
+        replica = self._replicas[engine.name]
+        client = replica.client
+        told = replica.place, engine.node, client.num_unfinished
+        _logger.info("replica %d on %s is not needed any more: it has %d requests left", *told)
         while client.num_unfinished:
             await asyncio.sleep(0.05)
         client.close("it has left")
