@@ -276,8 +276,32 @@ def test_a_decision_to_draft_holds_for_the_same_batch_without_prompts():
     assert not controller.holds(15)
     assert not controller.holds(16, prompt_rows=1)
     assert controller.holds(16)
-    controller.forget("r3")
-    assert not controller.holds(16)
+
+
+def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_it_did():
+    controller = Controller(table(0.001, 0.001), 5)
+    ids = [f"r{i}" for i in range(4)]
+    facts = StepFacts(tuple(request(one, network="eagle3") for one in ids))
+    decision = drafting_dear(controller, facts)
+    controller.forget("r1")
+    assert not controller.holds(3)  # nobody came: another batch
+    assert controller.holds(3, prompt_rows=7)  # somebody's prompt is read
+    assert not controller.is_passing
+    assert not controller.wants_outcome
+    assert controller.standing_for(["r0", "r2", "r3"]) is decision
+    assert controller.holds(4)
+    renamed = controller.standing_for(["r0", "r2", "r3", "new"])
+    wanted = [
+        replace(g, request_id={"r1": "new"}.get(g.request_id, g.request_id))
+        for g in decision.grants
+    ]
+    assert renamed.grants == tuple(wanted)
+    assert controller.standing is renamed
+    assert controller.standing_for(["r0", "r2", "r3", "new"]) is renamed
+    for gone in ("r0", "r2", "r3"):
+        assert controller.holds(4)
+        controller.forget(gone)
+    assert not controller.holds(4)  # all have ended
 
 
 def test_held_steps_that_lose_raise_the_alarm_of_the_guard():

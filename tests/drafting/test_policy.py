@@ -157,6 +157,10 @@ class Scripted:
     def observe(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
 
+    def standing_for(self, request_ids: Sequence[str]) -> Decision:
+        assert self.standing is not None
+        return self.standing
+
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held

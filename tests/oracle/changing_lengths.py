@@ -71,6 +71,10 @@ class ChangingLengths:
             return self.hold(PLAIN)
         return coin < 0.3 and self._may_hold and self.hold(self._decided)
 
+    def standing_for(self, request_ids: Sequence[str]) -> Decision:
+        assert self.standing is not None
+        return self.standing
+
     def hold(self, decision: Decision | None) -> bool:
         self.standing, self.is_passing = decision, bool(decision and decision.grants)
         self.wants_outcome = self.is_passing and bool(self._rng.random() < 0.5)

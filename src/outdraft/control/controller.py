@@ -94,6 +94,13 @@ class Controller:
         """What decided the step if `holds` was just true."""
         return self._held.decision if self._held is not None else None
 
+    def standing_for(self, request_ids: Sequence[str]) -> Decision:
+        """`standing`, which drafts: requests that came since have the places of ended ones."""
+        assert self._held is not None
+        if self._held.num_gone:
+            self._held.replace_ended(request_ids)
+        return self._held.decision
+
     @property
     def wants_offers(self) -> bool:
         """Whether the sources of the host should look for drafts before the next decision."""
@@ -116,9 +123,9 @@ class Controller:
         It takes microseconds and needs no facts. If it is true, `decide` is not called for the
         step. A plain decision holds for 32 steps at most, or as many as make deciding take half a
         hundredth of the time, for fewer when requests end (tell `forget`), and no longer than until
-        the network's next probe or the end of the patience. One to draft holds while the batch
-        stays as it is, and so long that deciding and learning take a hundredth of the time: not at
-        all where a step takes long beside them.
+        the network's next probe or the end of the patience. One to draft holds so long that
+        deciding and learning take a hundredth of the time: not at all where a step takes long
+        beside them, and not longer than until all of its requests have ended.
 
         Ask once a step at most, and only if no source of the host has an offer for it: there is no
         such source, `wants_offers` is false, or all of them looked in vain.
@@ -131,8 +138,10 @@ class Controller:
         if held is None:
             return False
         self._held = held
-        self.is_passing = held.drafts
-        self.wants_outcome = held.left == held.lesson_at
+        # A prompt that began since would be counted as time of the drafts.
+        is_usual = held.has_prompts or not prompt_rows
+        self.is_passing = held.drafts and is_usual
+        self.wants_outcome = held.left == held.lesson_at and is_usual
         self._num_steps += 1
         self._reused += 1
         if held.drafts:

@@ -45,6 +45,11 @@ class FixedLength:
         self.wants_outcome = False
         return True
 
+    def standing_for(self, request_ids: Sequence[str]) -> Decision:
+        """As LengthPolicy; it stands for one batch only."""
+        assert self.standing is not None
+        return self.standing
+
     @property
     def network_due_in(self) -> int:
         return 0 if self.num_drafts else NEVER

@@ -73,8 +73,8 @@ class Disturbance:
     def observe(self, actual_s: float, undisturbed_s: float, deciding_s: float) -> None:
         """A plain step that was decided, and what such a step takes if it is not.
 
-        deciding_s: to decide and to learn. A pass is slower by twice that at most: what is beyond is an
-        error of `undisturbed_s`.
+        deciding_s: to decide and to learn. A pass is slower by twice that at most: more than that
+        is an error of `undisturbed_s`.
         """
         most = 1 + MOST_DISTURBED * deciding_s / undisturbed_s
         factor = max(1.0, min(most, actual_s / undisturbed_s))

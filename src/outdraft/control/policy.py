@@ -19,6 +19,10 @@ class LengthPolicy(Protocol):
         """What decided the step if `holds` was just true."""
         ...
 
+    def standing_for(self, request_ids: Sequence[str]) -> Decision:
+        """`standing`, which drafts: requests that came since have the places of ended ones."""
+        ...
+
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         """Whether `standing` is good for the step, so that nobody needs to decide."""
         ...

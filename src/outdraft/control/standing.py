@@ -6,10 +6,11 @@ for steps that draft, where they take so little time that deciding would be felt
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from outdraft.control.facts import Decision, Fate, Reason, StepFacts
+from outdraft.control.facts import Decision, Fate, Grant, Reason, RequestFacts, StepFacts
 
 MAX_STEPS = 32  # that a plain decision stands for
 PROVEN = 4  # times as many requests may end before it is decided anew if it was right for long
@@ -47,6 +48,7 @@ class Standing:
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
         facts: that it was made from, if it drafts without offers.
+        num_gone: requests that ended since; others may have their places.
         is_proven: several others like it came before, so that it stands for other requests, too.
     """
 
@@ -60,6 +62,7 @@ class Standing:
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
     facts: StepFacts | None = None
+    num_gone: int = 0
     is_proven: bool = False
     drafts: bool = field(init=False)
     spread: int = field(init=False)
@@ -67,6 +70,25 @@ class Standing:
     def __post_init__(self) -> None:
         self.drafts = bool(self.decision.grants)
         self.spread = 0 if self.drafts else self.num_requests // SPREAD
+
+    def replace_ended(self, request_ids: Sequence[str]) -> None:
+        """Let requests that came since draft as those were to that ended: nobody knows better yet.
+
+        request_ids: who samples in this step.
+        """
+        assert self.facts is not None
+        known = [request.request_id for request in self.facts.requests]
+        ended = [one for one in known if one not in request_ids]
+        heirs = dict(zip(ended, [one for one in request_ids if one not in known], strict=False))
+        if not heirs:
+            return
+
+        def seated(place: RequestFacts | Grant) -> Any:
+            return replace(place, request_id=heirs.get(place.request_id, place.request_id))
+
+        requests, grants = self.facts.requests, self.decision.grants
+        self.facts = replace(self.facts, requests=tuple(map(seated, requests)))
+        self.decision = replace(self.decision, grants=tuple(map(seated, grants)))
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
@@ -100,12 +122,20 @@ class StandingDecisions:
         )
 
     def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
-        """What stands for such a step, which is counted; None: it has to be decided."""
+        """What stands for such a step, which is counted; None: it has to be decided.
+
+        A decision to draft also stands while a prompt is read in the place of a request that ended.
+        """
         standing = self._known.get(prompt_rows.bit_length())
-        if standing is None or standing.left <= 0:
-            return None
-        if abs(num_requests - standing.num_requests) > standing.spread:
-            return None
+        if standing is not None and standing.left > 0:
+            if abs(num_requests - standing.num_requests) > standing.spread:
+                return None
+        else:
+            standing = self._known.get(0)
+            if standing is None or not standing.num_gone or standing.left <= 0:
+                return None
+            if num_requests < standing.num_requests - standing.num_gone:
+                return None
         standing.left -= 1
         return standing
 
@@ -129,7 +159,12 @@ class StandingDecisions:
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
         for standing in self._known.values():
+            if standing.drafts:
+                # Whoever comes in its place drafts as it did. Prompts end soon in any case.
+                standing.num_gone += 1
+                if standing.has_prompts or standing.num_gone >= standing.num_requests:
+                    standing.left = 0
+                continue
             shares = max(1, standing.num_requests) * (PROVEN if standing.is_proven else 1)
             gone = math.ceil(standing.most / shares)
-            # Whoever comes should draft at once if drafts pay.
-            standing.left = 0 if standing.drafts else standing.left - gone
+            standing.left -= gone

@@ -248,10 +248,11 @@ class DraftPolicy:
         """Whether a decision stands for the step, which nobody has an offer for."""
         if not self.control.holds(len(requests), room.prompt_rows):
             return False
-        decision = self._decision = self.control.standing
+        decision = self.control.standing
         assert decision is not None
         self._is_held = True
         if decision.grants:
+            decision = self.control.standing_for([request.id for request in requests])
             self.decided, choices = self._translated(decision, {})
             self.granted = self._fitting(requests, choices)
             newest = self._newest_step
@@ -260,22 +261,31 @@ class DraftPolicy:
         else:
             self.decided = standing(decision)
             self._is_timed = self.control.wants_plain_time and not room.prompt_rows
+        self._decision = decision
         return True
 
     def _fitting(
         self, requests: Sequence[Request], choices: dict[str, DraftChoice]
     ) -> dict[str, DraftChoice]:
-        """A network's choices without those for texts that have become too long for it."""
+        """A network's choices without those for texts that have become too long for it, and for
+        requests that came later and may not draft so much."""
         assert self._drafter is not None
-        too_long = {
+        unfit = {
             request.id
             for request in requests
             if request.id in choices
-            and request.num_tokens + choices[request.id].num_model_drafts > self._drafter.max_len
+            and not self._fits(request, choices[request.id].num_model_drafts)
         }
-        if not too_long:
+        if not unfit:
             return choices
-        return {id_: choice for id_, choice in choices.items() if id_ not in too_long}
+        return {id_: choice for id_, choice in choices.items() if id_ not in unfit}
+
+    def _fits(self, request: Request, num_drafts: int) -> bool:
+        assert self._drafter is not None
+        if request.num_tokens + num_drafts > self._drafter.max_len:
+            return False
+        known = self._known(request)
+        return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
 
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
@@ -312,9 +322,7 @@ class DraftPolicy:
         elif self._decision is not None and self.control.is_passing:
             host_s = stats.host_s - self._decided_s(stats)
             told = () if step is not None else fates(booked)
-            self.control.pass_by(
-                stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told
-            )
+            self.control.pass_by(stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)

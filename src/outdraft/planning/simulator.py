@@ -105,7 +105,7 @@ class Simulator:
         self.deciding_s = deciding_s
         self.steps = Steps()
         self._num_started = 0
-        self._decided: StepFacts | None = None  # that were decided on last
+        self._decided: tuple[StepFacts, Decision] | None = None  # the last ones
         self._rng = np.random.default_rng([scenario.seed, 1 << 20])
         self._times: list[tuple[CostTable, _Times]] = []
         self._running = [self._start() for _ in range(scenario.load.concurrency)]
@@ -138,6 +138,8 @@ class Simulator:
             facts = StepFacts(tuple(self._facts(*one, world) for one in requests), prompt_rows)
         decision = self.policy.decide(facts) if facts is not None else self.policy.standing
         assert decision is not None
+        if facts is None and decision.grants:
+            decision = self.policy.standing_for([request.id for request in decoding])
         host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
         host_s += world.table.offer_s * len(decoding) * looks
         self._execute(world, decoding, prompt_rows, host_s, facts, decision)
@@ -207,11 +209,12 @@ class Simulator:
         target_s *= world.target_factor * self._jitter()
         step_s, deciding_s = draft_s + target_s + host_s, 0.0
         if facts is not None:
-            deciding_s, self._decided = self.deciding_s, facts
-        if self.policy.wants_outcome and self._decided is not None:
+            deciding_s, self._decided = self.deciding_s, (facts, decision)
+        decided_on, newest = self._decided or (None, None)
+        if self.policy.wants_outcome and decided_on is not None and newest is decision:
             self.policy.observe(
                 StepOutcome(
-                    self._decided, decision, tuple(outcomes), num_rows, num_tokens,
+                    decided_on, decision, tuple(outcomes), num_rows, num_tokens,
                     draft_s, target_s, host_s, tuple(shadows), self.deciding_s, facts is None,
                 )
             )  # fmt: skip
