@@ -391,6 +391,8 @@ class Controller:
                 decision, count, facts.prompt_rows, steps - 1, lesson_at
             )
             self._held.facts = facts
+            if count > 1:
+                self._held.newcomer = self.estimates.newcomer(decision)
             if place:
                 self.wants_outcome, self.is_passing = False, True
                 self._count(facts, decision)

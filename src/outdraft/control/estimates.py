@@ -1,12 +1,13 @@
 """What was learned about acceptance, by source; makes options of what requests are offered."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from outdraft.control.acceptance import MAX_INFORMATION, NetworkCurve
 from outdraft.control.drift import Costs
-from outdraft.control.facts import Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
+from outdraft.control.facts import Decision, Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
 from outdraft.control.host_acceptance import HostCurve
-from outdraft.control.plans import Option, Plan
+from outdraft.control.plans import FREE_ROW, Option, Plan
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
 LEARNED = 8  # drafts of a step
@@ -161,6 +162,28 @@ class Estimates:
             request.rule,
             option.shape,
             stop,
+        )
+
+    def newcomer(self, decision: Decision) -> Grant | None:
+        """What a request that nothing is known of may draft beside those of a decision: as far as
+        they do, where its rows are worth their price. Without a name.
+        """
+        deepest = max(decision.grants, key=lambda grant: grant.levels)
+        if deepest.shape:
+            return replace(deepest, request_id="")
+        curve, least = self.network(deepest.source, deepest.rule, ()), max(decision.price, FREE_ROW)
+        survivals = [s for s in curve.survivals("", deepest.levels) if s >= least]
+        if not survivals:
+            return None
+        levels = len(survivals)
+        stop = curve.stop_rule("", levels) if deepest.stop is not None else None
+        return replace(
+            deepest,
+            request_id="",
+            levels=levels,
+            rows=levels,
+            expected_tokens=float(sum(survivals)),
+            stop=stop,
         )
 
     def forget(self, request_id: str) -> None:

@@ -8,9 +8,8 @@ for steps that draft, where they take so little time that deciding would be felt
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from outdraft.control.facts import Decision, Fate, Grant, Reason, RequestFacts, StepFacts
+from outdraft.control.facts import Decision, Fate, Grant, Reason, StepFacts
 
 MAX_STEPS = 32  # that a plain decision stands for
 PROVEN = 4  # times as many requests may end before it is decided anew if it was right for long
@@ -48,6 +47,7 @@ class Standing:
         passed: steps that it stood for, if it drafts: tokens, seconds, fates of drafts. To add
             them up one after the other takes less time than in each step.
         facts: that it was made from, if it drafts without offers.
+        newcomer: what a request may draft of which nothing is known, without its name.
         num_gone: requests that ended since; others may have their places.
         is_proven: several others like it came before, so that it stands for other requests, too.
     """
@@ -62,6 +62,7 @@ class Standing:
         default_factory=list[tuple[int, float, Iterable[Fate]]]
     )
     facts: StepFacts | None = None
+    newcomer: Grant | None = None
     num_gone: int = 0
     is_proven: bool = False
     drafts: bool = field(init=False)
@@ -72,7 +73,7 @@ class Standing:
         self.spread = 0 if self.drafts else self.num_requests // SPREAD
 
     def replace_ended(self, request_ids: Sequence[str]) -> None:
-        """Let requests that came since draft as those were to that ended: nobody knows better yet.
+        """Give the places of requests that ended to others that came, which draft as newcomers.
 
         request_ids: who samples in this step.
         """
@@ -82,13 +83,15 @@ class Standing:
         heirs = dict(zip(ended, [one for one in request_ids if one not in known], strict=False))
         if not heirs:
             return
-
-        def seated(place: RequestFacts | Grant) -> Any:
-            return replace(place, request_id=heirs.get(place.request_id, place.request_id))
-
-        requests, grants = self.facts.requests, self.decision.grants
-        self.facts = replace(self.facts, requests=tuple(map(seated, requests)))
-        self.decision = replace(self.decision, grants=tuple(map(seated, grants)))
+        requests = [
+            replace(request, request_id=heirs.get(request.request_id, request.request_id))
+            for request in self.facts.requests
+        ]
+        self.facts = replace(self.facts, requests=tuple(requests))
+        grants = [grant for grant in self.decision.grants if grant.request_id not in heirs]
+        if self.newcomer is not None:
+            grants += [replace(self.newcomer, request_id=new) for new in heirs.values()]
+        self.decision = replace(self.decision, grants=tuple(grants))
 
     def take_passed(self) -> Passed:
         """What passed since it was last asked."""
