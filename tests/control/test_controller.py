@@ -553,3 +553,90 @@ def test_a_network_that_is_off_gets_its_costs_from_probes_without_what_deciding_
             )
         )
     assert drafter_factor(controller) == pytest.approx(1.0, rel=0.12)
+
+
+def test_where_decisions_never_hold_some_of_the_decided_steps_are_lessons():
+    controller = Controller(table(0.001, 0.001), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    drafting_dear(controller, facts)
+    lessons = decided = 0
+    for number in range(400):  # each request ends behind a step
+        one = StepFacts((request(f"r{number}", network="eagle3"),))
+        decision = controller.decide(one)
+        decided += bool(decision.grants)
+        if decision.grants and controller.wants_outcome:
+            lessons += 1
+        if controller.wants_outcome:
+            controller.observe(dear(one, decision, 1.0))
+        controller.forget(f"r{number}")
+    assert decided > 200
+    assert decided / 10 < lessons < decided / 2
+
+
+def test_steps_that_are_no_lessons_tell_what_drafts_take():
+    # Margins are told in lessons, which makes them longer.
+    controller = Controller(table(0.001, 0.05), 5)
+    facts = StepFacts((request(network="eagle3"),))
+    for _ in range(3000):
+        is_held = controller.holds(1)
+        decision = controller.standing if is_held else controller.decide(facts)
+        draft_s = 0.05 * sum(grant.levels for grant in decision.grants)
+        told = replace(dear(facts, decision, 0.5), draft_s=1.5 * draft_s, is_held=is_held)
+        if controller.wants_outcome:
+            controller.observe(told)
+        elif controller.is_passing:
+            step_s = draft_s + told.target_s + told.host_s
+            controller.pass_by(told.num_tokens, draft_s, told.host_s, step_s)
+    assert drafter_factor(controller) == pytest.approx(1.0, rel=0.05)
+
+
+def test_a_hard_request_is_drafted_for_at_its_own_rate_however_fast_others_were():
+    controller = Controller(table(0.001, 0.2), 5)
+    curve = controller.estimates.network("eagle3", "", ())
+    for number in range(200):
+        curve.observe(DraftOutcome("easy", 5, 5))
+        curve.observe(DraftOutcome("hard", 2, number % 2))
+    easy, hard = (StepFacts((request(one, network="eagle3"),)) for one in ("easy", "hard"))
+    fast = [controller.decide(easy) for _ in range(50)][-1]
+    assert fast.gain > 1.5  # a token takes 0.4 of a plain step's time, and here twice that
+    slow = controller.decide(hard)
+    assert slow.grants
+    assert 0.1 < slow.gain < 0.4
+
+
+def test_a_network_goes_on_reading_prompts_where_a_hard_request_is_not_drafted_for():
+    controller = Controller(table(0.1, 0.3), 5)
+    curve = controller.estimates.network("eagle3", "", ())
+    hard = StepFacts((request("hard", network="eagle3"),))
+    for _ in range(100):
+        curve.observe(DraftOutcome("easy", 5, 5))
+        curve.observe(DraftOutcome("easy", 5, 5))
+        curve.observe(DraftOutcome("hard", 1, 0))
+    assert controller.network_due_in > 0
+    assert controller.decide(hard).reason is Reason.NO_GAIN
+    assert controller.network_due_in == 0
+    for _ in range(400):  # now all are hard
+        curve.observe(DraftOutcome("others", 1, 0))
+    controller.decide(StepFacts((request("next", network="eagle3", lag_tokens=1),)))
+    assert controller.network_due_in > 0
+
+
+def test_probes_are_as_rare_as_what_they_really_take_asks_for():
+    def share(factor: float) -> float:
+        controller = Controller(table(slope=0.1), 5)
+        facts = StepFacts((request(network="eagle3"),))
+        lost = total = 0.0
+        for number in range(20000):
+            decision = controller.standing if controller.holds(1) else controller.decide(facts)
+            told = outcome(facts, decision)
+            if decision.reason is Reason.NETWORK_PROBE:
+                more_s = factor * (told.draft_s + told.target_s + told.host_s)
+                told = replace(told, host_s=told.host_s + more_s - decision.step_s)
+                lost += more_s - 1 if number > 2000 else 0
+            total += decision.plain_s if number > 2000 else 0
+            if controller.wants_outcome:
+                controller.observe(told)
+        return lost / total
+
+    assert 0.002 < share(1.0) < 0.012
+    assert 0.002 < share(2.5) < 0.012

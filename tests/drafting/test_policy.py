@@ -442,6 +442,21 @@ def test_a_held_step_drafts_nothing_for_a_text_that_became_too_long_for_the_netw
     assert set(ours.choose([short, long], 2, ROOM)) == {"a"}
 
 
+def test_who_came_later_drafts_in_a_held_step_what_it_may():
+    grants = [Grant(one, "draft_model", 4, 4, 2) for one in ("a", "b")]
+    control = Scripted(lambda _: grants)
+    ours = policy(drafter_max_len=100, control=control)
+    old = request("a"), request("b")
+    ours.choose(old, 2, ROOM)
+    assert ours.decision is not None
+    ours.observe([booking(one, None) for one in old], stats(2))
+    heirs = tuple(replace(grant, request_id=one) for grant, one in zip(grants, "cd", strict=True))
+    control.is_held, control.standing = True, replace(ours.decision, grants=heirs)
+    silent = request("d", num_speculative_tokens=2)
+    assert set(ours.choose([request("c"), silent], 2, ROOM)) == {"c"}
+    assert ours.decision is control.standing
+
+
 def test_a_held_step_without_prompts_tells_its_time_if_it_is_asked_to():
     control = Scripted()
     control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)

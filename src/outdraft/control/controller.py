@@ -37,6 +37,7 @@ RARER = 3  # and how many times as many until the next, where steps are short: a
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
+MOST_ALIKE = 2  # requests that may all be hard; more are as usual requests are
 ROUTINE = 8  # steps that are held of which one is timed; MAX_STEPS is a multiple of it
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
@@ -484,7 +485,11 @@ class Controller:
         reason: Reason,
     ) -> Decision:
         """No drafts, except those of a probe."""
-        self._welcomes = reason is Reason.NO_GAIN and self._pays_anew(facts, outlook, prices)
+        self._welcomes = (
+            reason is Reason.NO_GAIN
+            and len(facts.requests) <= MOST_ALIKE
+            and self._pays_anew(facts, outlook, prices)
+        )
         plan = self.probe.plan(
             facts, options, outlook, prices, self.estimates, self.costs, self._deciding_s
         )

@@ -97,7 +97,7 @@ class NetworkProbe:
         first = facts.requests[plan.picks[0].request]
         lost_s = _lost_s(plan, prices, token_s) + deciding_s
         probe_s = max(self._lost_s, BURST * lost_s + catch_up_s)
-        self.interval = network_interval(probe_s, outlook.plain_s, is_new=self._is_first)
+        self.interval = network_interval(probe_s, outlook.alone_s, is_new=self._is_first)
         if self._idle < self.interval:
             self._known_until = self.interval
             return None

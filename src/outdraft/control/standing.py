@@ -127,18 +127,21 @@ class StandingDecisions:
     def find(self, num_requests: int, prompt_rows: int) -> Standing | None:
         """What stands for such a step, which is counted; None: it has to be decided.
 
-        A decision to draft also stands while a prompt is read in the place of a request that ended.
+        One that was made without a prompt also stands while prompts are read in the place of
+        requests that ended.
         """
-        standing = self._known.get(prompt_rows.bit_length())
-        if standing is not None and standing.left > 0:
-            if abs(num_requests - standing.num_requests) > standing.spread:
-                return None
-        else:
+        standing, missing = self._known.get(prompt_rows.bit_length()), 0
+        if standing is None or standing.left <= 0:
             standing = self._known.get(0)
             if standing is None or not standing.num_gone or standing.left <= 0:
                 return None
-            if num_requests < standing.num_requests - standing.num_gone:
-                return None
+            missing = standing.num_gone
+        if (
+            not -standing.spread - missing
+            <= num_requests - standing.num_requests
+            <= standing.spread
+        ):
+            return None
         standing.left -= 1
         return standing
 
@@ -162,9 +165,9 @@ class StandingDecisions:
     def leave(self) -> None:
         """A request ended, and another may come: nothing stands when all may have changed."""
         for standing in self._known.values():
+            standing.num_gone += 1
             if standing.drafts:
                 # Whoever comes in its place drafts as it did. Prompts end soon in any case.
-                standing.num_gone += 1
                 if standing.has_prompts or standing.num_gone >= standing.num_requests:
                     standing.left = 0
                 continue
