@@ -7,9 +7,10 @@ from outdraft.control.acceptance import MAX_INFORMATION, NetworkCurve
 from outdraft.control.drift import Costs
 from outdraft.control.facts import Decision, Grant, RequestFacts, ShadowOutcome, Shape, StepOutcome
 from outdraft.control.host_acceptance import HostCurve
-from outdraft.control.plans import FREE_ROW, Option, Plan
+from outdraft.control.plans import Option, Plan
 
 CurveKey = tuple[str, str, Shape]  # network, rule, shape
+LEAST_WORTH = 0.1  # tokens that a level of a newcomer's draft should bring
 LEARNED = 8  # drafts of a step
 MIN_STEPS, HORIZON = 1.0, 128  # steps, tokens, over which catching up is paid at least
 
@@ -171,7 +172,10 @@ class Estimates:
         deepest = max(decision.grants, key=lambda grant: grant.levels)
         if deepest.shape:
             return replace(deepest, request_id="")
-        curve, least = self.network(deepest.source, deepest.rule, ()), max(decision.price, FREE_ROW)
+        curve, least = (
+            self.network(deepest.source, deepest.rule, ()),
+            max(decision.price, LEAST_WORTH),
+        )
         survivals = [s for s in curve.survivals("", deepest.levels) if s >= least]
         if not survivals:
             return None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from outdraft.control.facts import CHAIN, Shape
 
-FREE_ROW = 0.1  # tokens; at low load, where rows cost less, no chain is ended by its confidence
+FREE_ROW = 0.2  # tokens; at low load, where rows cost less, no chain is ended by its confidence
 
 
 @dataclass(frozen=True, slots=True)
