@@ -34,7 +34,9 @@ namespace outdraft {
 namespace {
 
 constexpr int64_t kPart = 2048;    // cache indices from one of its multiples to the next
-constexpr int64_t kPiece = 64;     // keys
+// Keys that meet lanes together. For each piece, matrix registers load and store all sums.
+constexpr int64_t kPiece = kHasMatrixRegisters ? 128 : 64;
+constexpr int64_t kWeighed = 64;  // keys whose weights are computed without a branch
 // Lanes of one job at most: where products are fast, what is laid out for them serves more.
 constexpr int64_t kMaxLanes = kHasMatrixRegisters ? 256 : 128;
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
@@ -105,14 +107,17 @@ struct Sums {
 // One step of the online softmax of some lanes: scores of a piece become weights relative to the
 // new tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was
 // summed under the old one. First come all tops, then all weights: what is short waits for nothing
-// long.
+// long. `num_keys` is a multiple of kWeighed.
 template <bool kAreBf16>
-void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* shrink) {
+void weigh(float* scores, int64_t num_lanes, int64_t num_keys, float* tops, float* totals,
+           float* shrink) {
   for (int64_t lane = 0; lane < num_lanes; ++lane) {
     Floats highest = broadcast(tops[lane]);
-    for (int64_t key = 0; key < kPiece; key += kWidth) {
-      const Floats score = numbers(scores + lane * kPiece + key);
-      highest = score > highest ? score : highest;
+    for (int64_t first = 0; first < num_keys; first += kWeighed) {
+      for (int64_t key = first; key < first + kWeighed; key += kWidth) {
+        const Floats score = numbers(scores + lane * kPiece + key);
+        highest = score > highest ? score : highest;
+      }
     }
     const float top = max_of(highest);
     shrink[lane] = tops[lane] - top;
@@ -124,20 +129,22 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
     float* of_lane = scores + lane * kPiece;
     const Floats top = broadcast(tops[lane]);
     Floats total = numbers(totals + lane * kWidth) * shrink[lane];
-    if constexpr (kAreBf16) {
-      const Words ones = broadcast_word(0x3F803F80);
-      for (int64_t key = 0; key < kPiece; key += 2 * kWidth) {
-        const Floats first = rough_exp2_of(numbers(of_lane + key) - top);
-        const Floats second = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
-        const Words weights = to_bf16_unless_tiny(first, second);
-        store(of_lane + key / 2, weights);
-        total = dot_pairs(total, weights, ones);
-      }
-    } else {
-      for (int64_t key = 0; key < kPiece; key += kWidth) {
-        const Floats weight = exp2_of(numbers(of_lane + key) - top);
-        store(of_lane + key, weight);
-        total = total + weight;
+    for (int64_t first = 0; first < num_keys; first += kWeighed) {
+      if constexpr (kAreBf16) {
+        const Words ones = broadcast_word(0x3F803F80);
+        for (int64_t key = first; key < first + kWeighed; key += 2 * kWidth) {
+          const Floats low = rough_exp2_of(numbers(of_lane + key) - top);
+          const Floats high = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
+          const Words weights = to_bf16_unless_tiny(low, high);
+          store(of_lane + key / 2, weights);
+          total = dot_pairs(total, weights, ones);
+        }
+      } else {
+        for (int64_t key = first; key < first + kWeighed; key += kWidth) {
+          const Floats weight = exp2_of(numbers(of_lane + key) - top);
+          store(of_lane + key, weight);
+          total = total + weight;
+        }
       }
     }
     store(totals + lane * kWidth, total);
@@ -330,7 +337,12 @@ class TileWork {
       find_keys(end_key, std::min(end_key + kPiece, first_own));
       const bool hides = first_key < tile_.first_common || tile_.end_common < end_key;
       if (hides) drop_unseen_values(first_key, end_key);
-      attend_keys(0, num_lanes_, sums, [&](int64_t lane, float* scores) {
+      // The rows before these keys are left out.
+      const int64_t end_causal = std::min(tile_.end_row, tile_.num_causal);
+      const int64_t first_row = std::max(std::min(first_key - tile_.context_len, end_causal),
+                                         tile_.first_row);
+      const int64_t first_lane = (first_row - tile_.first_row) * sizes_.heads_per_kv;
+      attend_keys(first_lane, num_lanes_, sums, [&](int64_t lane, float* scores) {
         if (hides) hide(lane / sizes_.heads_per_kv, first_key, end_key, scores);
       });
     }
@@ -385,7 +397,7 @@ class TileWork {
   void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct& keys,
                     TileProduct& values, const Hide& hide) {
     float shrink[kMostLanes];
-    const int64_t num_keys = keys_.num_keys;
+    const int64_t num_keys = keys_.num_keys, num_filled = round_up(num_keys, kWeighed);
     keys.x = words(q_ + (lane + from) * q_stride());
     values.out = sums.out + (lane + from) * values.out_stride;
     values.shrink = shrink;
@@ -395,10 +407,10 @@ class TileWork {
     for (int64_t i = 0; i < to - from; ++i) {
       float* scores = scores_ + i * kPiece;
       hide(from + i, scores);
-      std::fill(scores + num_keys, scores + kPiece, kHidden);
+      std::fill(scores + num_keys, scores + num_filled, kHidden);
     }
     const auto& weigh_lanes = are_dots_ ? weigh<true> : weigh<false>;
-    weigh_lanes(scores_, to - from, sums.top + lane + from,
+    weigh_lanes(scores_, to - from, num_filled, sums.top + lane + from,
                 sums.total + (lane + from) * kWidth, shrink);
     multiply_.values(values);
   }
