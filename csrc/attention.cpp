@@ -34,9 +34,7 @@ namespace outdraft {
 namespace {
 
 constexpr int64_t kPart = 2048;    // cache indices from one of its multiples to the next
-// Keys that meet lanes together. For each piece, matrix registers load and store all sums.
-constexpr int64_t kPiece = kHasMatrixRegisters ? 128 : 64;
-constexpr int64_t kWeighed = 64;  // keys whose weights are computed without a branch
+constexpr int64_t kPiece = 64;     // keys
 // Lanes of one job at most: where products are fast, what is laid out for them serves more.
 constexpr int64_t kMaxLanes = kHasMatrixRegisters ? 256 : 128;
 constexpr int64_t kFewJobs = 2;    // for each thread: more are joined, to read longer rows
@@ -107,17 +105,14 @@ struct Sums {
 // One step of the online softmax of some lanes: scores of a piece become weights relative to the
 // new tops, as float32 or bfloat16. `shrink`: what the rise of a top does to everything that was
 // summed under the old one. First come all tops, then all weights: what is short waits for nothing
-// long. `num_keys` is a multiple of kWeighed.
+// long.
 template <bool kAreBf16>
-void weigh(float* scores, int64_t num_lanes, int64_t num_keys, float* tops, float* totals,
-           float* shrink) {
+void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* shrink) {
   for (int64_t lane = 0; lane < num_lanes; ++lane) {
     Floats highest = broadcast(tops[lane]);
-    for (int64_t first = 0; first < num_keys; first += kWeighed) {
-      for (int64_t key = first; key < first + kWeighed; key += kWidth) {
-        const Floats score = numbers(scores + lane * kPiece + key);
-        highest = score > highest ? score : highest;
-      }
+    for (int64_t key = 0; key < kPiece; key += kWidth) {
+      const Floats score = numbers(scores + lane * kPiece + key);
+      highest = score > highest ? score : highest;
     }
     const float top = max_of(highest);
     shrink[lane] = tops[lane] - top;
@@ -129,22 +124,20 @@ void weigh(float* scores, int64_t num_lanes, int64_t num_keys, float* tops, floa
     float* of_lane = scores + lane * kPiece;
     const Floats top = broadcast(tops[lane]);
     Floats total = numbers(totals + lane * kWidth) * shrink[lane];
-    for (int64_t first = 0; first < num_keys; first += kWeighed) {
-      if constexpr (kAreBf16) {
-        const Words ones = broadcast_word(0x3F803F80);
-        for (int64_t key = first; key < first + kWeighed; key += 2 * kWidth) {
-          const Floats low = rough_exp2_of(numbers(of_lane + key) - top);
-          const Floats high = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
-          const Words weights = to_bf16_unless_tiny(low, high);
-          store(of_lane + key / 2, weights);
-          total = dot_pairs(total, weights, ones);
-        }
-      } else {
-        for (int64_t key = first; key < first + kWeighed; key += kWidth) {
-          const Floats weight = exp2_of(numbers(of_lane + key) - top);
-          store(of_lane + key, weight);
-          total = total + weight;
-        }
+    if constexpr (kAreBf16) {
+      const Words ones = broadcast_word(0x3F803F80);
+      for (int64_t key = 0; key < kPiece; key += 2 * kWidth) {
+        const Floats first = rough_exp2_of(numbers(of_lane + key) - top);
+        const Floats second = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
+        const Words weights = to_bf16_unless_tiny(first, second);
+        store(of_lane + key / 2, weights);
+        total = dot_pairs(total, weights, ones);
+      }
+    } else {
+      for (int64_t key = 0; key < kPiece; key += kWidth) {
+        const Floats weight = exp2_of(numbers(of_lane + key) - top);
+        store(of_lane + key, weight);
+        total = total + weight;
       }
     }
     store(totals + lane * kWidth, total);
@@ -397,7 +390,7 @@ class TileWork {
   void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct& keys,
                     TileProduct& values, const Hide& hide) {
     float shrink[kMostLanes];
-    const int64_t num_keys = keys_.num_keys, num_filled = round_up(num_keys, kWeighed);
+    const int64_t num_keys = keys_.num_keys;
     keys.x = words(q_ + (lane + from) * q_stride());
     values.out = sums.out + (lane + from) * values.out_stride;
     values.shrink = shrink;
@@ -407,10 +400,10 @@ class TileWork {
     for (int64_t i = 0; i < to - from; ++i) {
       float* scores = scores_ + i * kPiece;
       hide(from + i, scores);
-      std::fill(scores + num_keys, scores + num_filled, kHidden);
+      std::fill(scores + num_keys, scores + kPiece, kHidden);
     }
     const auto& weigh_lanes = are_dots_ ? weigh<true> : weigh<false>;
-    weigh_lanes(scores_, to - from, num_filled, sums.top + lane + from,
+    weigh_lanes(scores_, to - from, sums.top + lane + from,
                 sums.total + (lane + from) * kWidth, shrink);
     multiply_.values(values);
   }
