@@ -72,6 +72,7 @@ struct AddAndNormalize {
   int64_t size;
   float eps;
   To* to;
+  int64_t to_stride;
 
   int64_t row_bytes() const { return (sizeof(From) + sizeof(To)) * size; }
   void compute(int64_t row, char* scratch) const {
@@ -90,7 +91,7 @@ struct AddAndNormalize {
   }
   void store(int64_t row, const char* scratch) const {
     if (y != nullptr) std::memcpy(residual + row * size, scratch, sizeof(From) * size);
-    std::memcpy(to + row * size, scratch + sizeof(From) * size, sizeof(To) * size);
+    std::memcpy(to + row * to_stride, scratch + sizeof(From) * size, sizeof(To) * size);
   }
 };
 
@@ -160,7 +161,9 @@ class DecoderOf final : public Decoder {
       for_blocks(batch_.num_rows, [&](int64_t first, int64_t count) {
         const float* next_norm = is_last ? spec_.final_norm : layers_[i + 1].input_norm;
         Number* next = is_last ? static_cast<Number*>(out) + first * spec_.hidden : x_;
-        feed_forward(layers_[i], first, count, next_norm, next);
+        feed_forward(layers_[i], first, count);
+        add_and_normalize(residual_ + first * spec_.hidden, y_, next_norm, count, next,
+                          is_last ? spec_.hidden : kept_size(spec_.hidden));
         if (!is_last) read_keys(i + 1, first, count);
       });
       tap(i + 1, num_rows, taps, num_taps, tapped);
@@ -185,7 +188,7 @@ class DecoderOf final : public Decoder {
     lay_out_context(parts);
     const auto* features_TD = static_cast<const Number*>(features);
     for_blocks(num_rows, [&](int64_t first, int64_t count) {
-      multiply_heads(products, features_TD + first * spec_.hidden, count,
+      multiply_heads(products, rows_of(products, features_TD + first * spec_.hidden), count,
                      places(0, kept_positions + first, kept_slots + first, 0, nullptr));
     });
     return true;
@@ -195,10 +198,10 @@ class DecoderOf final : public Decoder {
     const auto* states_RD = static_cast<const Number*>(states);
     if (spec_.head_norm != nullptr) {
       Number* normed = normed_.reserve<Number>(num_rows * spec_.hidden);
-      normalize_rows(states_RD, spec_.head_norm, num_rows, normed);
+      normalize_rows(states_RD, spec_.head_norm, num_rows, normed, spec_.hidden);
       states_RD = normed;
     }
-    multiply(*spec_.head, states_RD, out, num_rows, vocabulary());
+    multiply(*spec_.head, rows_of(*spec_.head, states_RD), out, num_rows, vocabulary());
   }
 
  private:
@@ -247,8 +250,8 @@ class DecoderOf final : public Decoder {
     batch_.q = q_ = parts.take<Number>(num_rows * heads_size_);
     batch_.out = attended_ = parts.take<Number>(num_rows * heads_size_);
     residual_ = parts.take<float>(num_rows * spec_.hidden);
-    x_ = parts.take<Number>(block * 2 * spec_.hidden);
-    gated_ = parts.take<Number>(block * spec_.intermediate);
+    x_ = parts.take<Number>(block * kept_size(2 * spec_.hidden));
+    gated_ = parts.take<Number>(block * kept_size(spec_.intermediate));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
   }
 
@@ -282,26 +285,37 @@ class DecoderOf final : public Decoder {
     return static_cast<const Number*>(spec_.embedding) + token * spec_.hidden;
   }
 
-  void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count) const {
+  static int64_t kept_size(int64_t num_inputs) { return kept_stride(num_inputs, kDtype); }
+
+  // What a product reads: rows one behind the other, or those of a block.
+  ConstRows rows_of(const LinearWeights& weights, const Number* x) const {
+    return {x, kDtype, weights.num_inputs};
+  }
+  ConstRows kept_rows(const LinearWeights& weights, const Number* x) const {
+    return {x, kDtype, kept_size(weights.num_inputs), true};
+  }
+
+  void multiply(const LinearWeights& weights, ConstRows x, float* y, int64_t count) const {
     multiply(weights, x, y, count, stride_of(weights.num_outputs));
   }
 
-  void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count,
+  void multiply(const LinearWeights& weights, ConstRows x, float* y, int64_t count,
                 int64_t stride) const {
-    linear(spec_.team, weights, {x, kDtype, weights.num_inputs}, {y, Dtype::kFloat32, stride},
-           count);
+    linear(spec_.team, weights, x, {y, Dtype::kFloat32, stride}, count);
   }
 
   template <class From>
-  void normalize_rows(const From* x, const float* weight, int64_t count, Number* to) const {
-    add_and_normalize(const_cast<From*>(x), nullptr, weight, count, to);
+  void normalize_rows(const From* x, const float* weight, int64_t count, Number* to,
+                      int64_t to_stride) const {
+    add_and_normalize(const_cast<From*>(x), nullptr, weight, count, to, to_stride);
   }
 
   template <class From>
   void add_and_normalize(From* residual, const float* y, const float* weight, int64_t count,
-                         Number* to) const {
+                         Number* to, int64_t to_stride) const {
     const int64_t size = spec_.hidden;
-    run_rows(spec_.team, AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to},
+    run_rows(spec_.team,
+             AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to, to_stride},
              count, size);
   }
 
@@ -309,7 +323,7 @@ class DecoderOf final : public Decoder {
   void pair(const DecoderRows& rows, const Number* states, int64_t first, int64_t count) {
     const int64_t size = spec_.hidden;
     for (int64_t r = 0; r < count; ++r) {
-      Number* to = x_ + r * 2 * size;
+      Number* to = x_ + r * kept_size(2 * size);
       if (spec_.leaves_out_first && rows.positions[first + r] == 0) {
         std::fill_n(to, size, Number{});
       } else {
@@ -326,7 +340,7 @@ class DecoderOf final : public Decoder {
     float* residual = residual_ + first * size;
     if (spec_.fc != nullptr) {
       pair(rows, states, first, count);
-      return multiply(*spec_.fc, x_, residual, count, size);
+      return multiply(*spec_.fc, kept_rows(*spec_.fc, x_), residual, count, size);
     }
     for (int64_t r = 0; r < count; ++r) {
       if (!spec_.reads_states) {
@@ -343,7 +357,8 @@ class DecoderOf final : public Decoder {
     if (spec_.reads_states && spec_.fc == nullptr) {
       pair(rows, states, first, count);
     } else {
-      normalize_rows(residual_ + first * spec_.hidden, layers_[0].input_norm, count, x_);
+      normalize_rows(residual_ + first * spec_.hidden, layers_[0].input_norm, count, x_,
+                     kept_size(spec_.hidden));
     }
   }
 
@@ -354,9 +369,9 @@ class DecoderOf final : public Decoder {
             spec_.head_size, spec_.eps,           q};
   }
 
-  void multiply_heads(const LinearWeights& weights, const Number* x, int64_t count,
+  void multiply_heads(const LinearWeights& weights, ConstRows x, int64_t count,
                       const HeadPlaces<Number>& places) const {
-    run_products(spec_.team, weights, {x, kDtype, weights.num_inputs}, count,
+    run_products(spec_.team, weights, x, count,
                  [&](MultiplyTile kernel, const Inputs& inputs, int64_t first, int64_t block) {
                    HeadPlaces<Number> own = places;
                    own.positions += first;
@@ -368,21 +383,20 @@ class DecoderOf final : public Decoder {
 
   // From the normed input of a layer, in x, to what its attention reads.
   void read_keys(int64_t index, int64_t first, int64_t count) {
-    multiply_heads(*layers_[index].qkv, x_, count,
+    const LinearWeights& qkv = *layers_[index].qkv;
+    multiply_heads(qkv, kept_rows(qkv, x_), count,
                    places(index, batch_.positions + first, slots_ + first, heads_size_,
                           q_ + first * heads_size_));
   }
 
-  // From attention to the normed input of what follows.
-  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count,
-                    const float* next_norm, Number* next) {
-    float* residual = residual_ + first * spec_.hidden;
-    multiply(*layer.o, attended_ + first * heads_size_, y_, count);
-    add_and_normalize(residual, y_, layer.post_norm, count, x_);
-    linear_gated(spec_.team, *layer.gate_up, {x_, kDtype, spec_.hidden},
-                 {gated_, kDtype, spec_.intermediate}, count);
-    multiply(*layer.down, gated_, y_, count);
-    add_and_normalize(residual, y_, next_norm, count, next);
+  // From attention to what the residual stream gets, in y.
+  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count) {
+    multiply(*layer.o, rows_of(*layer.o, attended_ + first * heads_size_), y_, count);
+    add_and_normalize(residual_ + first * spec_.hidden, y_, layer.post_norm, count, x_,
+                      kept_size(spec_.hidden));
+    linear_gated(spec_.team, *layer.gate_up, kept_rows(*layer.gate_up, x_),
+                 {gated_, kDtype, kept_size(spec_.intermediate)}, count);
+    multiply(*layer.down, kept_rows(*layer.down, gated_), y_, count);
   }
 
   void tap(int64_t num_layers, int64_t num_rows, const int64_t* taps, int64_t num_taps,

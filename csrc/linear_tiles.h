@@ -38,6 +38,9 @@ struct InputLayout {
   int64_t stride;   // words: a float32 number or a pair
 
   InputLayout(const LinearWeights& weights, Dtype dtype);
+
+  // Whether rows lie so already.
+  bool is_of(const LinearWeights& weights, const ConstRows& x) const;
 };
 
 // What two products become.
@@ -91,16 +94,20 @@ void run_products(Team* team, const LinearWeights& weights, ConstRows x, int64_t
   const Turn turn(num_products < kMinShared ? nullptr : team);
   const InputLayout layout(weights, x.dtype);
   const int64_t most_rows = std::min(num_rows, kBlockRows);
-  auto* block = static_cast<char*>(
-      input_block(turn.team(), most_rows * 4 * (layout.stride + weights.num_groups)));
+  const bool is_copied = !layout.is_of(weights, x);
+  auto* block = static_cast<char*>(input_block(
+      turn.team(), is_copied ? most_rows * 4 * (layout.stride + weights.num_groups) : 0));
   for (int64_t first = 0; first < num_rows; first += kBlockRows) {
     const int64_t count = std::min(kBlockRows, num_rows - first);
     const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
-    const ConstRows rows = {from, x.dtype, x.stride};
-    auto* sums = reinterpret_cast<float*>(block) + count * layout.stride;
-    run_in_turn(turn.team(), Copy{rows, nullptr, weights, count, layout, block, sums});
-    run_in_turn(turn.team(), work(kernel_of(weights, layout.keeps_bf16),
-                                  Inputs{block, layout.stride, sums, count}, first, count));
+    Inputs inputs = {from, layout.stride, nullptr, 0};
+    if (is_copied) {
+      auto* sums = reinterpret_cast<float*>(block) + count * layout.stride;
+      inputs = {block, layout.stride, sums, count};
+      const ConstRows rows = {from, x.dtype, x.stride};
+      run_in_turn(turn.team(), Copy{rows, nullptr, weights, count, layout, block, sums});
+    }
+    run_in_turn(turn.team(), work(kernel_of(weights, layout.keeps_bf16), inputs, first, count));
   }
 }
 
