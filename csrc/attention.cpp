@@ -330,7 +330,12 @@ class TileWork {
       find_keys(end_key, std::min(end_key + kPiece, first_own));
       const bool hides = first_key < tile_.first_common || tile_.end_common < end_key;
       if (hides) drop_unseen_values(first_key, end_key);
-      attend_keys(0, num_lanes_, sums, [&](int64_t lane, float* scores) {
+      // The rows before these keys are left out.
+      const int64_t end_causal = std::min(tile_.end_row, tile_.num_causal);
+      const int64_t first_row = std::max(std::min(first_key - tile_.context_len, end_causal),
+                                         tile_.first_row);
+      const int64_t first_lane = (first_row - tile_.first_row) * sizes_.heads_per_kv;
+      attend_keys(first_lane, num_lanes_, sums, [&](int64_t lane, float* scores) {
         if (hides) hide(lane / sizes_.heads_per_kv, first_key, end_key, scores);
       });
     }

@@ -12,6 +12,7 @@
 #include <cstring>
 
 #include "export.h"
+#include "layer_heads.h"
 #include "parts.h"
 #include "sampling.h"
 #include "simd.h"
@@ -20,38 +21,12 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kBlockRows = 288;  // a chunk of 256 tokens of a prompt, and 32 requests
-constexpr int64_t kHeadRows = 64;  // whose logits are kept at a time
-constexpr int64_t kMinShared = 1 << 14;  // numbers; below, sharing costs what it saves
-constexpr int64_t kEvenUnits = 4;        // for each thread
+constexpr int64_t kHeadRows = 64;               // whose logits are kept at a time
+constexpr int64_t kMinSharedNumbers = 1 << 14;  // below, sharing costs what it saves
+constexpr int64_t kEvenUnits = 4;               // for each thread
 
 // From row to row of a product: rows whose distance is a power of two share few lines of a cache.
 constexpr int64_t stride_of(int64_t num_outputs) { return num_outputs + 16; }
-
-// to = x / rms(x) * weight; without a weight a copy (Zhang, Sennrich 2019).
-template <class From, class To>
-void normalize(const From* x, const float* weight, int64_t size, float eps, To* to) {
-  if (weight == nullptr) return convert(x, size, to);
-  const float scale = inverse_rms(x, size, eps);
-  for_numbers(size, [&](int64_t i, auto kind) {
-    using Kind = decltype(kind);
-    put(to + i, read<Kind>(x + i) * scale * read<Kind>(weight + i));
-  });
-}
-
-// Each pair (x[i], x[i + C / 2]) turned by its angle (Su et al. 2021).
-template <class To>
-void rotate(const float* x, const float* cos_sin, int64_t size, To* to) {
-  const int64_t half = size / 2;
-  const float *high = x + half, *sin = cos_sin + half;
-  for_numbers(half, [&](int64_t i, auto kind) {
-    using Kind = decltype(kind);
-    const Kind a = read<Kind>(x + i), b = read<Kind>(high + i);
-    const Kind c = read<Kind>(cos_sin + i), s = read<Kind>(sin + i);
-    put(to + i, a * c - b * s);
-    put(to + half + i, b * c + a * s);
-  });
-}
 
 // What happens to rows between two products. `Step` has compute(row, scratch), store(row, scratch),
 // and row_bytes() of scratch memory. A unit is some rows.
@@ -82,7 +57,7 @@ struct RowsWork {
 
 template <class Step>
 void run_rows(Team* team, const Step& step, int64_t num_rows, int64_t row_numbers) {
-  const Turn turn(num_rows * row_numbers < kMinShared ? nullptr : team);
+  const Turn turn(num_rows * row_numbers < kMinSharedNumbers ? nullptr : team);
   const int64_t most_units = std::min(kEvenUnits * num_threads(turn.team()), kMaxUnits);
   run_in_turn(turn.team(),
               RowsWork<Step>{step, num_rows, (num_rows + most_units - 1) / most_units});
@@ -97,6 +72,7 @@ struct AddAndNormalize {
   int64_t size;
   float eps;
   To* to;
+  int64_t to_stride;
 
   int64_t row_bytes() const { return (sizeof(From) + sizeof(To)) * size; }
   void compute(int64_t row, char* scratch) const {
@@ -115,45 +91,7 @@ struct AddAndNormalize {
   }
   void store(int64_t row, const char* scratch) const {
     if (y != nullptr) std::memcpy(residual + row * size, scratch, sizeof(From) * size);
-    std::memcpy(to + row * size, scratch + sizeof(From) * size, sizeof(To) * size);
-  }
-};
-
-// Heads of queries and keys, normed and turned; they and the values go where attention reads them.
-template <class Number>
-struct ReadKeys {
-  const float* qkv;
-  int64_t stride;
-  const float *q_norm, *k_norm, *cos_sin;
-  const int64_t *positions, *slots;
-  int64_t num_positions, num_q, num_kv, size;  // numbers of a row, and of a head
-  float eps;
-  Number *q, *k, *v;
-
-  int64_t row_bytes() const { return sizeof(Number) * (num_q + 2 * num_kv) + sizeof(float) * size; }
-  void compute(int64_t row, char* scratch) const {
-    // A late helper may find any number where the position was.
-    const int64_t position = static_cast<const volatile int64_t*>(positions)[row];
-    if (position < 0 || position >= num_positions) return;
-    const float* heads = qkv + row * stride;
-    float* normed = reinterpret_cast<float*>(scratch);
-    Number* to = reinterpret_cast<Number*>(normed + size);
-    for (int64_t at = 0; at < num_q + num_kv; at += size) {
-      const float* head = heads + at;
-      if (const float* norm = at < num_q ? q_norm : k_norm; norm != nullptr) {
-        normalize(head, norm, size, eps, normed);
-        head = normed;
-      }
-      rotate(head, cos_sin + position * size, size, to + at);
-    }
-    convert(heads + num_q + num_kv, num_kv, to + num_q + num_kv);
-  }
-  void store(int64_t row, const char* scratch) const {
-    const Number* from = reinterpret_cast<const Number*>(scratch + sizeof(float) * size);
-    std::copy_n(from, num_q, q + row * num_q);
-    if (slots[row] < 0) return;
-    std::copy_n(from + num_q, num_kv, k + slots[row] * num_kv);
-    std::copy_n(from + num_q + num_kv, num_kv, v + slots[row] * num_kv);
+    std::memcpy(to + row * to_stride, scratch + sizeof(From) * size, sizeof(To) * size);
   }
 };
 
@@ -223,7 +161,9 @@ class DecoderOf final : public Decoder {
       for_blocks(batch_.num_rows, [&](int64_t first, int64_t count) {
         const float* next_norm = is_last ? spec_.final_norm : layers_[i + 1].input_norm;
         Number* next = is_last ? static_cast<Number*>(out) + first * spec_.hidden : x_;
-        feed_forward(layers_[i], first, count, next_norm, next);
+        feed_forward(layers_[i], first, count);
+        add_and_normalize(residual_ + first * spec_.hidden, y_, next_norm, count, next,
+                          is_last ? spec_.hidden : kept_size(spec_.hidden));
         if (!is_last) read_keys(i + 1, first, count);
       });
       tap(i + 1, num_rows, taps, num_taps, tapped);
@@ -236,14 +176,11 @@ class DecoderOf final : public Decoder {
     for (int64_t t = 0; t < num_rows; ++t) {
       if (positions[t] < 0 || positions[t] >= spec_.num_positions) return false;
     }
-    const int64_t stride = stride_of(products.num_outputs), layer_size = 2 * kv_size_;
     const int64_t* kept_positions = nullptr;  // a late helper may read them
     const int64_t* kept_slots = nullptr;
-    float* heads = nullptr;
     const auto lay_out_context = [&](Parts& parts) {
       kept_positions = parts.copy(positions, num_rows);
       kept_slots = parts.copy(slots, num_rows);
-      heads = parts.take<float>(std::min(num_rows, kBlockRows) * stride);
     };
     Parts parts;
     lay_out_context(parts);
@@ -251,14 +188,8 @@ class DecoderOf final : public Decoder {
     lay_out_context(parts);
     const auto* features_TD = static_cast<const Number*>(features);
     for_blocks(num_rows, [&](int64_t first, int64_t count) {
-      multiply(products, features_TD + first * spec_.hidden, heads, count, stride);
-      for (int64_t i = 0; i < spec_.num_layers; ++i) {
-        const float* k_norm = layers_[i].k_norm;
-        const ReadKeys<Number> step = keys_step(i, heads + i * layer_size, stride, nullptr, k_norm,
-                                                kept_positions + first, kept_slots + first, 0,
-                                                nullptr);
-        run_rows(spec_.team, step, count, layer_size);
-      }
+      multiply_heads(products, rows_of(products, features_TD + first * spec_.hidden), count,
+                     places(0, kept_positions + first, kept_slots + first, 0, nullptr));
     });
     return true;
   }
@@ -267,10 +198,10 @@ class DecoderOf final : public Decoder {
     const auto* states_RD = static_cast<const Number*>(states);
     if (spec_.head_norm != nullptr) {
       Number* normed = normed_.reserve<Number>(num_rows * spec_.hidden);
-      normalize_rows(states_RD, spec_.head_norm, num_rows, normed);
+      normalize_rows(states_RD, spec_.head_norm, num_rows, normed, spec_.hidden);
       states_RD = normed;
     }
-    multiply(*spec_.head, states_RD, out, num_rows, vocabulary());
+    multiply(*spec_.head, rows_of(*spec_.head, states_RD), out, num_rows, vocabulary());
   }
 
  private:
@@ -319,9 +250,8 @@ class DecoderOf final : public Decoder {
     batch_.q = q_ = parts.take<Number>(num_rows * heads_size_);
     batch_.out = attended_ = parts.take<Number>(num_rows * heads_size_);
     residual_ = parts.take<float>(num_rows * spec_.hidden);
-    x_ = parts.take<Number>(block * 2 * spec_.hidden);
-    gated_ = parts.take<Number>(block * spec_.intermediate);
-    qkv_ = parts.take<float>(block * stride_of(heads_size_ + 2 * kv_size_));
+    x_ = parts.take<Number>(block * kept_size(2 * spec_.hidden));
+    gated_ = parts.take<Number>(block * kept_size(spec_.intermediate));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
   }
 
@@ -355,26 +285,37 @@ class DecoderOf final : public Decoder {
     return static_cast<const Number*>(spec_.embedding) + token * spec_.hidden;
   }
 
-  void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count) const {
+  static int64_t kept_size(int64_t num_inputs) { return kept_stride(num_inputs, kDtype); }
+
+  // What a product reads: rows one behind the other, or those of a block.
+  ConstRows rows_of(const LinearWeights& weights, const Number* x) const {
+    return {x, kDtype, weights.num_inputs};
+  }
+  ConstRows kept_rows(const LinearWeights& weights, const Number* x) const {
+    return {x, kDtype, kept_size(weights.num_inputs), true};
+  }
+
+  void multiply(const LinearWeights& weights, ConstRows x, float* y, int64_t count) const {
     multiply(weights, x, y, count, stride_of(weights.num_outputs));
   }
 
-  void multiply(const LinearWeights& weights, const Number* x, float* y, int64_t count,
+  void multiply(const LinearWeights& weights, ConstRows x, float* y, int64_t count,
                 int64_t stride) const {
-    linear(spec_.team, weights, {x, kDtype, weights.num_inputs}, {y, Dtype::kFloat32, stride},
-           count);
+    linear(spec_.team, weights, x, {y, Dtype::kFloat32, stride}, count);
   }
 
   template <class From>
-  void normalize_rows(const From* x, const float* weight, int64_t count, Number* to) const {
-    add_and_normalize(const_cast<From*>(x), nullptr, weight, count, to);
+  void normalize_rows(const From* x, const float* weight, int64_t count, Number* to,
+                      int64_t to_stride) const {
+    add_and_normalize(const_cast<From*>(x), nullptr, weight, count, to, to_stride);
   }
 
   template <class From>
   void add_and_normalize(From* residual, const float* y, const float* weight, int64_t count,
-                         Number* to) const {
+                         Number* to, int64_t to_stride) const {
     const int64_t size = spec_.hidden;
-    run_rows(spec_.team, AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to},
+    run_rows(spec_.team,
+             AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to, to_stride},
              count, size);
   }
 
@@ -382,7 +323,7 @@ class DecoderOf final : public Decoder {
   void pair(const DecoderRows& rows, const Number* states, int64_t first, int64_t count) {
     const int64_t size = spec_.hidden;
     for (int64_t r = 0; r < count; ++r) {
-      Number* to = x_ + r * 2 * size;
+      Number* to = x_ + r * kept_size(2 * size);
       if (spec_.leaves_out_first && rows.positions[first + r] == 0) {
         std::fill_n(to, size, Number{});
       } else {
@@ -399,7 +340,7 @@ class DecoderOf final : public Decoder {
     float* residual = residual_ + first * size;
     if (spec_.fc != nullptr) {
       pair(rows, states, first, count);
-      return multiply(*spec_.fc, x_, residual, count, size);
+      return multiply(*spec_.fc, kept_rows(*spec_.fc, x_), residual, count, size);
     }
     for (int64_t r = 0; r < count; ++r) {
       if (!spec_.reads_states) {
@@ -416,51 +357,46 @@ class DecoderOf final : public Decoder {
     if (spec_.reads_states && spec_.fc == nullptr) {
       pair(rows, states, first, count);
     } else {
-      normalize_rows(residual_ + first * spec_.hidden, layers_[0].input_norm, count, x_);
+      normalize_rows(residual_ + first * spec_.hidden, layers_[0].input_norm, count, x_,
+                     kept_size(spec_.hidden));
     }
   }
 
-  ReadKeys<Number> keys_step(int64_t index, const float* heads, int64_t stride,
-                             const float* q_norm, const float* k_norm, const int64_t* positions,
-                             const int64_t* slots, int64_t num_q, Number* q) const {
-    return {heads,
-            stride,
-            q_norm,
-            k_norm,
-            spec_.cos_sin,
-            positions,
-            slots,
-            spec_.num_positions,
-            num_q,
-            kv_size_,
-            spec_.head_size,
-            spec_.eps,
-            q,
-            static_cast<Number*>(caches_[index].k),
-            static_cast<Number*>(caches_[index].v)};
+  HeadPlaces<Number> places(int64_t index, const int64_t* positions, const int64_t* slots,
+                            int64_t num_q, Number* q) const {
+    return {layers_ + index, caches_ + index,     spec_.cos_sin, positions,
+            slots,           spec_.num_positions, num_q,         kv_size_,
+            spec_.head_size, spec_.eps,           q};
+  }
+
+  void multiply_heads(const LinearWeights& weights, ConstRows x, int64_t count,
+                      const HeadPlaces<Number>& places) const {
+    run_products(spec_.team, weights, x, count,
+                 [&](MultiplyTile kernel, const Inputs& inputs, int64_t first, int64_t block) {
+                   HeadPlaces<Number> own = places;
+                   own.positions += first;
+                   own.slots += first;
+                   own.q += first * own.num_q;
+                   return HeadProducts<Number>{kernel, weights, inputs, block, own};
+                 });
   }
 
   // From the normed input of a layer, in x, to what its attention reads.
   void read_keys(int64_t index, int64_t first, int64_t count) {
-    const DecoderLayer& layer = layers_[index];
-    multiply(*layer.qkv, x_, qkv_, count);
-    const int64_t stride = stride_of(heads_size_ + 2 * kv_size_);
-    const ReadKeys<Number> step = keys_step(index, qkv_, stride, layer.q_norm, layer.k_norm,
-                                            batch_.positions + first, slots_ + first, heads_size_,
-                                            q_ + first * heads_size_);
-    run_rows(spec_.team, step, count, heads_size_ + 2 * kv_size_);
+    const LinearWeights& qkv = *layers_[index].qkv;
+    multiply_heads(qkv, kept_rows(qkv, x_), count,
+                   places(index, batch_.positions + first, slots_ + first, heads_size_,
+                          q_ + first * heads_size_));
   }
 
-  // From attention to the normed input of what follows.
-  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count,
-                    const float* next_norm, Number* next) {
-    float* residual = residual_ + first * spec_.hidden;
-    multiply(*layer.o, attended_ + first * heads_size_, y_, count);
-    add_and_normalize(residual, y_, layer.post_norm, count, x_);
-    linear_gated(spec_.team, *layer.gate_up, {x_, kDtype, spec_.hidden},
-                 {gated_, kDtype, spec_.intermediate}, count);
-    multiply(*layer.down, gated_, y_, count);
-    add_and_normalize(residual, y_, next_norm, count, next);
+  // From attention to what the residual stream gets, in y.
+  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count) {
+    multiply(*layer.o, rows_of(*layer.o, attended_ + first * heads_size_), y_, count);
+    add_and_normalize(residual_ + first * spec_.hidden, y_, layer.post_norm, count, x_,
+                      kept_size(spec_.hidden));
+    linear_gated(spec_.team, *layer.gate_up, kept_rows(*layer.gate_up, x_),
+                 {gated_, kDtype, kept_size(spec_.intermediate)}, count);
+    multiply(*layer.down, kept_rows(*layer.down, gated_), y_, count);
   }
 
   void tap(int64_t num_layers, int64_t num_rows, const int64_t* taps, int64_t num_taps,
@@ -486,7 +422,7 @@ class DecoderOf final : public Decoder {
   float* residual_;                 // of all rows: [T, D]
   Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]
-  float *qkv_, *y_;                 // of a block: [rows, E], [rows, D]
+  float* y_;                        // of a block: [rows, D]
 };
 
 }  // namespace

@@ -52,23 +52,12 @@ struct Product {
 
 void multiply(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows,
               bool is_gated) {
-  const int64_t num_products = num_rows * weights.num_inputs * weights.num_outputs;
-  const Turn turn(num_products < kMinShared ? nullptr : team);
-  const InputLayout layout(weights, x.dtype);
-  const int64_t most_rows = std::min(num_rows, kBlockRows);
-  auto* block = static_cast<char*>(
-      input_block(turn.team(), most_rows * 4 * (layout.stride + weights.num_groups)));
-  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
-    const int64_t block_rows = std::min(kBlockRows, num_rows - first);
-    const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
-    const ConstRows rows = {from, x.dtype, x.stride};
-    auto* sums = reinterpret_cast<float*>(block) + block_rows * layout.stride;
-    run_in_turn(turn.team(), Copy{rows, nullptr, weights, block_rows, layout, block, sums});
-    auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
-    run_in_turn(turn.team(), Product{kernel_of(weights, layout.keeps_bf16), weights,
-                                     Inputs{block, layout.stride, sums, block_rows},
-                                     Rows{to, y.dtype, y.stride}, block_rows, is_gated});
-  }
+  run_products(team, weights, x, num_rows,
+               [&](MultiplyTile kernel, const Inputs& inputs, int64_t first, int64_t count) {
+                 auto* to = static_cast<char*>(y.numbers) + first * y.stride * size_of(y.dtype);
+                 return Product{kernel, weights, inputs, Rows{to, y.dtype, y.stride}, count,
+                                is_gated};
+               });
 }
 
 }  // namespace

@@ -14,6 +14,14 @@ enum class Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 constexpr int64_t size_of(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
 constexpr int64_t kTile = 32;     // outputs that lie together
+constexpr int64_t kLineBytes = 64;
+
+// From row to row where products read them, in numbers. They fill lines, an odd number of them, as
+// rows at even distances share parts of a cache.
+constexpr int64_t kept_stride(int64_t num_inputs, Dtype dtype) {
+  return ((size_of(dtype) * num_inputs + kLineBytes - 1) / kLineBytes | 1) * kLineBytes /
+         size_of(dtype);
+}
 constexpr int32_t kInt4Zero = 8;  // the code of zero
 
 // How weights lie in a tile, see linear.cpp.
@@ -37,7 +45,8 @@ struct LinearWeights {
 struct ConstRows {
   const void* numbers;
   Dtype dtype;
-  int64_t stride;  // elements from row to row
+  int64_t stride;        // elements from row to row
+  bool is_kept = false;  // in kept memory, `kept_stride` apart: a product may read them there
 
   float at(int64_t row, int64_t k) const {
     const int64_t place = row * stride + k;
@@ -53,8 +62,8 @@ struct Rows {
 };
 
 // Products of all rows. bfloat16 rows and weights are multiplied by the machine's bfloat16 dot
-// products if it has them, all others in float32; sums are float32. Inputs are copied first, so x
-// may be freed when this returns; y may not overlap x. `team` is not of a turn: a product takes its
+// products if it has them, all others in float32; sums are float32. Inputs that are not kept are
+// copied first, so x may be freed when this returns; y may not overlap x. `team` is not of a turn: a product takes its
 // own, and one of few numbers none.
 void linear(Team* team, const LinearWeights& weights, ConstRows x, Rows y, int64_t num_rows);
 

@@ -9,8 +9,6 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kLine = 64;  // bytes that memory gives at once
-
 Floats highest(Floats x, float limit) { return x > limit ? broadcast(limit) : x; }  // keeps NaN
 
 Floats gated(const Gate& gate, Floats x, Floats up) {
@@ -35,10 +33,17 @@ float gated(const Gate& gate, float x, float up) {
 
 }  // namespace
 
-// Lines, which whole steps fill; an odd number, as rows at even distances share parts of a cache.
+// Whole steps fill lines.
 InputLayout::InputLayout(const LinearWeights& weights, Dtype dtype)
-    : keeps_bf16(kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32),
-      stride((((keeps_bf16 ? 2 : 4) * weights.num_inputs + kLine - 1) / kLine | 1) * kLine / 4) {}
+    : keeps_bf16(kHasBf16Dot && dtype == Dtype::kBfloat16 && weights.format != Format::kFloat32) {
+  const Dtype read = keeps_bf16 ? Dtype::kBfloat16 : Dtype::kFloat32;
+  stride = kept_stride(weights.num_inputs, read) * size_of(read) / 4;
+}
+
+bool InputLayout::is_of(const LinearWeights& weights, const ConstRows& x) const {
+  return x.is_kept && keeps_bf16 == (x.dtype == Dtype::kBfloat16) && weights.shifts == nullptr &&
+         weights.num_inputs * size_of(x.dtype) % kLineBytes == 0;
+}
 
 // What gates meet may lie in two tiles.
 void multiply_gated(MultiplyTile multiply, const LinearWeights& weights, const Inputs& x,

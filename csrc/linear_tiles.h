@@ -1,6 +1,7 @@
 // Parts of products with weights in tiles, for whoever puts them together: linear.cpp, experts.cpp.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "linear.h"
@@ -8,7 +9,8 @@
 
 namespace outdraft {
 
-constexpr int64_t kBlockRows = 288;  // rows that meet a tile while it is in the cache
+// Rows that meet a tile while it is in the cache: a chunk of 256 tokens of a prompt, and 32 requests.
+constexpr int64_t kBlockRows = 288;
 constexpr int64_t kMinShared = 1 << 16;  // multiplications; below, sharing costs what it saves
 
 // Rows as the kernels read them: [row][inputs], `stride` words apart, and for weights with shifts
@@ -36,6 +38,9 @@ struct InputLayout {
   int64_t stride;   // words: a float32 number or a pair
 
   InputLayout(const LinearWeights& weights, Dtype dtype);
+
+  // Whether rows lie so already.
+  bool is_of(const LinearWeights& weights, const ConstRows& x) const;
 };
 
 // What two products become.
@@ -79,5 +84,31 @@ struct Copy {
   void copy_row(int64_t row) const;
   void sum_group(int64_t row, int64_t group) const;
 };
+
+// The products of all rows, block by block: `work` makes the job of `count` rows from `first` on,
+// from the kernel and the rows that it meets. `team` is not of a turn, and one of few numbers none.
+template <class MakeWork>
+void run_products(Team* team, const LinearWeights& weights, ConstRows x, int64_t num_rows,
+                  const MakeWork& work) {
+  const int64_t num_products = num_rows * weights.num_inputs * weights.num_outputs;
+  const Turn turn(num_products < kMinShared ? nullptr : team);
+  const InputLayout layout(weights, x.dtype);
+  const int64_t most_rows = std::min(num_rows, kBlockRows);
+  const bool is_copied = !layout.is_of(weights, x);
+  auto* block = static_cast<char*>(input_block(
+      turn.team(), is_copied ? most_rows * 4 * (layout.stride + weights.num_groups) : 0));
+  for (int64_t first = 0; first < num_rows; first += kBlockRows) {
+    const int64_t count = std::min(kBlockRows, num_rows - first);
+    const auto* from = static_cast<const char*>(x.numbers) + first * x.stride * size_of(x.dtype);
+    Inputs inputs = {from, layout.stride, nullptr, 0};
+    if (is_copied) {
+      auto* sums = reinterpret_cast<float*>(block) + count * layout.stride;
+      inputs = {block, layout.stride, sums, count};
+      const ConstRows rows = {from, x.dtype, x.stride};
+      run_in_turn(turn.team(), Copy{rows, nullptr, weights, count, layout, block, sums});
+    }
+    run_in_turn(turn.team(), work(kernel_of(weights, layout.keeps_bf16), inputs, first, count));
+  }
+}
 
 }  // namespace outdraft
