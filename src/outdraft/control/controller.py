@@ -27,6 +27,7 @@ from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
 LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a step
 MARGIN = 0.01  # gain over plain decoding that is needed to leave it
+WELCOME = 0.1  # gain for which the network reads prompts that it may never draft behind
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
@@ -514,7 +515,7 @@ class Controller:
             for request in facts.requests
         ]
         options = self.estimates.options(anew, self.costs)
-        return best_plan(options, prices).objective > MARGIN * prices.rate * outlook.alone_s
+        return best_plan(options, prices).objective > WELCOME * prices.rate * outlook.alone_s
 
     def _decision(
         self, facts: StepFacts, outlook: Outlook, reason: Reason, plan: Plan | None = None
