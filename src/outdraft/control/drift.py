@@ -115,7 +115,7 @@ class NetworkCorrection:
 
     @property
     def factor(self) -> float:
-        """Of a step among others that draft."""
+        """For a step among others that draft."""
         return math.exp(max(-CLIP, min(CLIP, self._log)))
 
     @property
