@@ -278,7 +278,7 @@ def test_a_decision_to_draft_holds_for_the_same_batch_without_prompts():
     assert controller.holds(16)
 
 
-def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_it_did():
+def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_a_newcomer():
     controller = Controller(table(0.001, 0.001), 5)
     ids = [f"r{i}" for i in range(4)]
     facts = StepFacts(tuple(request(one, network="eagle3") for one in ids))

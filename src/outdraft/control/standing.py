@@ -167,7 +167,7 @@ class StandingDecisions:
         for standing in self._known.values():
             standing.num_gone += 1
             if standing.drafts:
-                # Whoever comes in its place drafts as it did. Prompts end soon in any case.
+                # Whoever comes in its place drafts as a newcomer. Prompts end soon in any case.
                 if standing.has_prompts or standing.num_gone >= standing.num_requests:
                     standing.left = 0
                 continue
