@@ -220,7 +220,7 @@ def test_good_evidence_ends_the_patience():
         scenario = changing(Load(4, (300,)), before, after, seed=seed, at=1200)
         decisions = Simulator(scenario, Controller(table, 5)).run(2400).decisions
         waiting += sum(d.reason is Reason.PATIENCE for d in decisions[600:1200])
-        assert sum(d.reason is Reason.GAIN for d in decisions[1650:]) > 700
+        assert sum(d.reason is Reason.GAIN for d in decisions[1500:]) > 800
     assert waiting > 4 * 300
 
 

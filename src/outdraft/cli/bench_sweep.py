@@ -65,8 +65,8 @@ def sweep(
 
     All variants share the models and complete the same prompts in turn, other ones at each
     concurrency. A ratio is the median of the rounds; more are added until it is known well enough.
-    Requests generate half of
-    their number of tokens up to all of it, so that they do not begin and end together.
+    Requests generate half of their number of tokens up to all of it, so that they do not begin and
+    end together.
     """
     from outdraft.bench.report import check_installed
 

@@ -128,7 +128,7 @@ class NetworkCorrection:
         """Learn from a step's drafts.
 
         table_s, catch_up_s: what the table says of its passes, and of catching up; if any was to be
-        done, the step says how long that took. is_lone: the step is a probe's.
+        done, the step says how long that took. is_lone: it is a probe's step, or one like it.
         """
         if table_s <= 0 or actual_s <= 0:
             return
@@ -246,23 +246,21 @@ class Costs:
         is_lone: the network finds the caches as a probe does, since deciding takes long.
         """
         facts = outcome.facts
-        count = len(facts.requests)
+        lengths = [request.context_tokens for request in facts.requests]
         is_probe = outcome.decision.reason is Reason.NETWORK_PROBE
         is_passing = outcome.is_held and bool(outcome.drafts)
         if not is_probe and not is_passing:
-            self.observe_host(count, outcome.host_s, drafts=bool(outcome.drafts))
+            self.observe_host(len(lengths), outcome.host_s, drafts=bool(outcome.drafts))
         network, pass_rows, lag = self._read(outcome)
         target_s = outcome.target_s
         if network:
             if not facts.prompt_rows and not (is_passing and not _has_rule(outcome.decision)):
-                lengths = [request.context_tokens for request in facts.requests]
                 self.observe_drafter(
                     network, pass_rows, lag, lengths, outcome.draft_s, is_lone=is_lone or is_probe
                 )
             target_s -= self.beside_s(network)
         if not is_probe:
-            context = sum(request.context_tokens for request in facts.requests)
-            self.observe_target(outcome.num_rows, context, target_s, count)
+            self.observe_target(outcome.num_rows, sum(lengths), target_s, len(lengths))
 
     def observe_passing(
         self, facts: StepFacts, decision: Decision, draft_s: float, target_s: float

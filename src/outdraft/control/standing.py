@@ -136,11 +136,8 @@ class StandingDecisions:
             if standing is None or not standing.num_gone or standing.left <= 0:
                 return None
             missing = standing.num_gone
-        if (
-            not -standing.spread - missing
-            <= num_requests - standing.num_requests
-            <= standing.spread
-        ):
+        fewest = standing.num_requests - standing.spread - missing
+        if not fewest <= num_requests <= standing.num_requests + standing.spread:
             return None
         standing.left -= 1
         return standing
