@@ -45,7 +45,8 @@ from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host_sources import most_draft_rows
-from outdraft.drafting.policy import WARM_UP_STEPS, DrafterLimits, DraftPolicy
+from outdraft.drafting.known_requests import DrafterLimits
+from outdraft.drafting.policy import WARM_UP_STEPS, DraftPolicy
 from outdraft.engine.stats import step_stats
 
 ALWAYS = FixedLength(MAX_DRAFTS)

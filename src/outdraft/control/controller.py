@@ -6,40 +6,30 @@ a coin that was tossed in the same step (docs/design/0012-lengths-from-the-past.
 is drafted, the engine itself compares its live survival with the decision's price.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from outdraft.control.answers import Answers, Question, question
+from outdraft.control.choosing import chosen_plan, gain_of, pays_anew
 from outdraft.control.costs import CostTable
-from outdraft.control.decision import best_plan
 from outdraft.control.drift import Costs
-from outdraft.control.estimates import HORIZON, Estimates
+from outdraft.control.estimates import Estimates
 from outdraft.control.facts import Decision, Fate, Reason, ShadowOutcome, StepFacts, StepOutcome
 from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.plans import Option, Plan, Prices, plain
-from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe, plain_interval
+from outdraft.control.plain_steps import ROUTINE, PlainSteps
+from outdraft.control.plans import Option, Plan, Prices
+from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
 
 PLAIN_SHARE = 0.005  # of the time that decisions against drafts may take
 LONGEST_PLAIN = 256  # steps that one holds for where it takes long beside a step
-MARGIN = 0.01  # gain over plain decoding that is needed to leave it
-WELCOME = 0.1  # gain for which the network reads prompts that it may never draft behind
 RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patience
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
-FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
-RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
-# began is slow for a second or so
-WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
-WARM_S = 0.01  # and the time behind which they are: caches and branches have to be learned
-TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
-MOST_ALIKE = 2  # requests that may all be hard; more are as usual requests are
-ROUTINE = 8  # steps that are held of which one is timed; MAX_STEPS is a multiple of it
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 
@@ -73,7 +63,7 @@ class Controller:
         self._is_drafting = False
         self._welcomes = False  # drafts would pay for requests like these that were new
         self._num_steps = 0
-        self._since_plain = 0
+        self._plain_steps = PlainSteps()
         self._looks = Looks()
         self._num_lessons = 0
         self._last_lesson = 0  # the number of its step
@@ -84,8 +74,6 @@ class Controller:
         self._known: tuple[Question, Decision] | None = None
         self._reused = 0
         self._num_poor = 0  # decisions against drafts since the last one for them
-        self._num_plain = 0  # steps in a row without drafts
-        self._warm = WARM_PLAIN[0]  # of them, until they are as all that follow
         self._standing = StandingDecisions()
         self._held: Standing | None = None  # the last one that a step was held by
         self.wants_outcome = True
@@ -146,11 +134,9 @@ class Controller:
         self.wants_outcome = held.left == held.lesson_at and is_usual
         self._num_steps += 1
         self._reused += 1
+        self._plain_steps.count(drafts=held.drafts)
         if held.drafts:
-            self._since_plain += 1
             return True
-        self._since_plain = 0
-        self._num_plain += 1
         self.probe.pass_by()
         if held.decision.reason is Reason.PATIENCE:
             self._regime(num_requests).guard.pass_by()
@@ -180,12 +166,7 @@ class Controller:
     @property
     def wants_plain_time(self) -> bool:
         """Whether the step that is plain now should be told to `observe_plain`: not each is."""
-        number = self._num_plain
-        if number % ROUTINE and number > WARM_PLAIN[1] + TIMED_PLAIN:
-            return False
-        return number >= self._warm and (
-            number <= self._warm + TIMED_PLAIN or number % self._routine == 0
-        )
+        return self._plain_steps.wants_time(self._routine)
 
     @property
     def _routine(self) -> int:
@@ -417,18 +398,17 @@ class Controller:
         if not has_source or facts.max_rows == 0:
             reason = Reason.NO_ROOM if has_source else Reason.NOTHING_OFFERED
             return self._decision(facts, outlook, reason)
-        least, most = WARM_PLAIN
-        self._warm = max(least, min(most, math.ceil(WARM_S / outlook.alone_s)))
+        self._plain_steps.warm_up(outlook.alone_s)
         network = next((r.network for r in facts.requests if r.network is not None), None)
         prices = outlook.prices(facts, network, self.costs)
         options = self.estimates.options(facts.requests, self.costs)
         known = regime.speedup if facts.has_offers and regime.num_steps else None
-        plan = self._best(options, prices, outlook, known)
+        plan = chosen_plan(options, prices, outlook, known, is_drafting=self._is_drafting)
         if not plan.picks and self._is_drafting:
             # A few unlucky labels do not end it: without drafts there would be hardly any more.
             hopeful = self.estimates.options(facts.requests, self.costs, optimism=True)
-            plan = self._best(hopeful, prices, outlook, known)
-        gain = outlook.gain(outlook.num_requests + plan.tokens, outlook.step_s(plan))
+            plan = chosen_plan(hopeful, prices, outlook, known, is_drafting=True)
+        gain = gain_of(plan, outlook)
         if regime.guard.waiting and plan.picks:
             if gain <= regime.guard.gain_at_alarm + RELEASE:
                 return self._off(facts, outlook, prices, options, Reason.PATIENCE)
@@ -440,42 +420,13 @@ class Controller:
             regime.observe(tokens, plain_tokens, 1 + self._reused)
         if not plan.picks:
             return self._off(facts, outlook, prices, options, Reason.NO_GAIN)
-        burst = self._warm + TIMED_PLAIN
-        interval = plain_interval(gain, burst)
-        if regime.num_plain_bursts == 0 or self._warm > least:
-            interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
-        if self._since_plain >= interval:
+        if self._plain_steps.is_due(gain, regime):
             regime.num_plain_bursts += 1
             decision = self._decision(facts, outlook, Reason.PLAIN_PROBE)
-            count = len(facts.requests)
-            self._standing.put(decision, count, facts.prompt_rows, burst - 1)
+            left = self._plain_steps.burst - 1
+            self._standing.put(decision, len(facts.requests), facts.prompt_rows, left)
             return decision
         return self._decision(facts, outlook, Reason.GAIN, plan)
-
-    def _best(
-        self,
-        options: Sequence[Sequence[Option]],
-        prices: Prices,
-        outlook: Outlook,
-        known: float | None,
-    ) -> Plan:
-        """The best plan at the rate of the long run or, if that is not given, at its own.
-
-        Offers come and go, so what one is worth follows from the steps between. What a network's
-        draft is worth follows from its request: a hard one has to be written to its end, however
-        fast others were.
-
-        known: tokens in the long run for each one of plain decoding.
-        """
-        speedup, plan = known or 1.0, plain(prices)
-        for _ in range(4 if known is None else 1):
-            plan, before = best_plan(options, prices.times(speedup)), speedup
-            tokens = outlook.num_requests + plan.tokens
-            speedup = max(1.0, 1 + outlook.gain(tokens, outlook.step_s(plan)))
-            if abs(speedup - before) < MARGIN:
-                break
-        margin = 0.0 if self._is_drafting else MARGIN * prices.rate * outlook.alone_s
-        return plan if plan.objective > margin else plain(prices)
 
     def _off(
         self,
@@ -486,10 +437,8 @@ class Controller:
         reason: Reason,
     ) -> Decision:
         """No drafts, except those of a probe."""
-        self._welcomes = (
-            reason is Reason.NO_GAIN
-            and len(facts.requests) <= MOST_ALIKE
-            and self._pays_anew(facts, outlook, prices)
+        self._welcomes = reason is Reason.NO_GAIN and pays_anew(
+            facts, outlook, prices, self.estimates, self.costs
         )
         plan = self.probe.plan(
             facts, options, outlook, prices, self.estimates, self.costs, self._deciding_s
@@ -497,25 +446,6 @@ class Controller:
         if plan is not None:
             return self._decision(facts, outlook, Reason.NETWORK_PROBE, plan)
         return self._decision(facts, outlook, reason)
-
-    def _pays_anew(self, facts: StepFacts, outlook: Outlook, prices: Prices) -> bool:
-        """Whether the network would draft for these requests if nothing were known of them.
-
-        They may be hard ones. Should it not read the prompts that come next, it would do worse for
-        those, too, and never draft again.
-        """
-        anew = [
-            replace(
-                request,
-                request_id="",
-                offers=(),
-                lag_tokens=request.context_tokens,
-                max_tokens=max(request.max_tokens, HORIZON),
-            )
-            for request in facts.requests
-        ]
-        options = self.estimates.options(anew, self.costs)
-        return best_plan(options, prices).objective > WELCOME * prices.rate * outlook.alone_s
 
     def _decision(
         self, facts: StepFacts, outlook: Outlook, reason: Reason, plan: Plan | None = None
@@ -525,9 +455,8 @@ class Controller:
 
     def _count(self, facts: StepFacts, decision: Decision) -> None:
         """Steps since plain ones, since offers were taken, since the network drafted."""
+        self._plain_steps.count(drafts=bool(decision.grants))
         if not decision.grants:
-            self._since_plain = 0
-            self._num_plain += 1
             self.probe.pass_by()
             if facts.has_offers:
                 looking_s = len(facts.requests) * self.costs.table.offer_s
@@ -535,8 +464,6 @@ class Controller:
                     looking_s / decision.plain_s, self._deciding_s / decision.plain_s
                 )
             return
-        self._since_plain += 1
-        self._num_plain = 0
         self._looks.take()
         networks = {r.request_id: r.network for r in facts.requests}
         if all(grant.source != networks[grant.request_id] for grant in decision.grants):

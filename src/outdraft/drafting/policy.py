@@ -7,52 +7,33 @@ phase took; offers of the host that were not used are compared with the text tha
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.control.alarms import Drafted, SourceAlarms
 from outdraft.control.facts import (
-    CHAIN,
     Decision,
     DraftOutcome,
-    Grant,
     Reason,
-    RequestFacts,
     ShadowOutcome,
-    Shape,
     StepFacts,
     StepOutcome,
 )
 from outdraft.control.policy import LengthPolicy
 from outdraft.core.decided import Alarm, StepDecision
-from outdraft.core.draft import MAX_DRAFTS, DraftSource
+from outdraft.core.draft import DraftSource
 from outdraft.core.errors import RequestError
-from outdraft.core.plan import (
-    MODEL_CHAIN,
-    DraftChoice,
-    LiveStop,
-    ModelDrafting,
-    StepRoom,
-    StepStats,
-)
+from outdraft.core.plan import DraftChoice, StepRoom, StepStats
 from outdraft.core.request import Request
 from outdraft.core.scheduled import BookedWork
-from outdraft.drafting.explained import DISABLED, NOT_WANTED, explained, standing
+from outdraft.drafting.explained import DISABLED, NOT_WANTED, standing
 from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.host_sources import (
-    Drafts,
-    HostSources,
-    has_prediction,
-    max_drafts,
-    may_use,
-    offer,
-    settled_tokens_teach,
-    verification_rule,
-    wished_drafts,
-)
+from outdraft.drafting.host_sources import Drafts, HostSources
+from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 from outdraft.drafting.outcomes import draft_outcome, fates
 from outdraft.drafting.shadows import Shadows
+from outdraft.drafting.translation import Translator
 
 _logger = logging.getLogger(__name__)
 
@@ -64,75 +45,11 @@ Booked = Sequence[BookedWork]  # as Scheduler.commit returns it
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterLimits:
-    """What the policy needs to know about the network that drafts.
-
-    Attributes:
-        max_len: most tokens of a text, the drafts included.
-        drafting: of trees, if the configuration has one.
-        chain: of chains, which it may draft instead in a whole step; None: it only drafts these, or
-            no chains at all.
-        max_drafts: most drafts in one step, and
-        max_chain: of a chain.
-        lag_tokens: tokens that it would have to read now beyond those of a usual step.
-    """
-
-    max_len: int
-    drafting: ModelDrafting = MODEL_CHAIN
-    max_drafts: int = MAX_DRAFTS
-    lag_tokens: Callable[[Request], int] = lambda request: 0
-    chain: ModelDrafting | None = None
-    max_chain: int = MAX_DRAFTS
-
-    @property
-    def shapes(self) -> tuple[Shape, ...]:
-        """The configured one first."""
-        return (
-            (self.drafting.levels or CHAIN,)
-            if self.chain is None
-            else (self.drafting.levels, CHAIN)
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Standing:
-    """What never changes about a request.
-
-    Attributes:
-        max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
-        network: whether the network may draft for it.
-        teaches: whether settled tokens tell how likely the network's drafts are accepted.
-    """
-
-    max_drafts: int
-    network: bool
-    rule: str
-    teaches: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     """What was decided for the step that runs."""
 
     facts: StepFacts
     decision: Decision
-
-
-@dataclass(frozen=True, slots=True)
-class _Translated:
-    """What a decision means for the engine.
-
-    Attributes:
-        told: of the step that was decided; told_held: of the steps that the decision holds for.
-        choices: by request; with margins that are told, and without.
-    """
-
-    decision: Decision
-    told: StepDecision
-    told_held: StepDecision
-    choices: dict[bool, dict[str, DraftChoice]] = field(
-        default_factory=dict[bool, dict[str, DraftChoice]]
-    )
 
 
 class DraftPolicy:
@@ -157,9 +74,10 @@ class DraftPolicy:
         self.config = config
         self.control = control
         self._host = HostSources(config, proposers, max_num_seqs)
-        self._drafter = drafter
+        self._has_network = drafter is not None
+        self._known = KnownRequests(config, drafter)
+        self._translator = Translator(drafter, self._known)
         self._shadows = Shadows()
-        self._standing: dict[str, _Standing] = {}
         self._step: _Step | None = None
         self._decision: Decision | None = None
         self._is_timed = False  # the step that runs, which is held and plain
@@ -169,7 +87,6 @@ class DraftPolicy:
         self._learning_s = 0.0  # from the latest step with drafts
         self.decided: StepDecision | None = None
         self.granted: dict[str, DraftChoice] = {}
-        self._newest: _Translated | None = None
         self._on_wrong_costs = on_wrong_costs
         self._alarms = SourceAlarms(str(source) for source in config.methods)
 
@@ -216,7 +133,7 @@ class DraftPolicy:
         looks = self._host.may_find(requests) and self.control.wants_offers
         if not looks and self._hold(requests, room):
             return self.granted
-        wanting = [request for request in requests if self._may_draft(request)]
+        wanting = [request for request in requests if self._known.may_draft(request)]
         if not wanting:
             self.decided = NOT_WANTED
             return {}
@@ -227,7 +144,7 @@ class DraftPolicy:
             if not drafts and self._hold(requests, room):
                 return self.granted
         facts = StepFacts(
-            tuple(self._facts(request, drafts.get(request.id, {})) for request in requests),
+            tuple(self._known.facts(request, drafts.get(request.id, {})) for request in requests),
             room.prompt_rows,
             room.free_rows,
             room.free_slots,
@@ -269,27 +186,19 @@ class DraftPolicy:
     ) -> dict[str, DraftChoice]:
         """A network's choices without those for texts that have become too long for it, and for
         requests that came later and may not draft so much."""
-        assert self._drafter is not None
         unfit = {
             request.id
             for request in requests
             if request.id in choices
-            and not self._fits(request, choices[request.id].num_model_drafts)
+            and not self._known.fits(request, choices[request.id].num_model_drafts)
         }
         if not unfit:
             return choices
         return {id_: choice for id_, choice in choices.items() if id_ not in unfit}
 
-    def _fits(self, request: Request, num_drafts: int) -> bool:
-        assert self._drafter is not None
-        if request.num_tokens + num_drafts > self._drafter.max_len:
-            return False
-        known = self._known(request)
-        return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
-
     def may_follow(self, num_running: int) -> bool:
         """Whether the network should be able to draft for any request in one of the next steps."""
-        if self._drafter is None or self._is_disabled(num_running):
+        if not self._has_network or self._is_disabled(num_running):
             return False
         return self.control.network_due_in <= WARM_UP_STEPS
 
@@ -303,10 +212,7 @@ class DraftPolicy:
 
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""
-        assert self._drafter is not None
-        if not self._may_draft(request) or request.num_tokens >= self._drafter.max_len:
-            return False
-        return self._known(request).network
+        return self._known.may_follow(request)
 
     def observe(self, booked: Booked, stats: StepStats) -> tuple[Alarm, ...]:
         """Learn from the step that `choose` was asked about, before its requests are finished.
@@ -377,7 +283,7 @@ class DraftPolicy:
         """A request ended: drop its state; the proposers learn from its text if it is whole."""
         self._host.finish(request)
         self._shadows.forget(request.id)
-        self._standing.pop(request.id, None)
+        self._known.forget(request.id)
         self.control.forget(request.id)
         self._alarms.finish(request.id)
         if self._on_wrong_costs is not None and self.control.has_wrong_costs:
@@ -386,53 +292,11 @@ class DraftPolicy:
 
     def most_drafts(self, request: Request) -> int:
         """Most drafts for this request in any step."""
-        if not self.config.sources or not request.params.speculation.enabled:
-            return 0
-        if has_prediction(request):
-            return wished_drafts(MAX_DRAFTS, request)
-        return max_drafts(self.config, request)
+        return self._known.most_drafts(request)
 
     def _is_disabled(self, num_running: int) -> bool:
         limit = self.config.disable_by_batch_size
         return limit is not None and num_running > limit
-
-    def _may_draft(self, request: Request) -> bool:
-        return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
-
-    def _known(self, request: Request) -> _Standing:
-        standing = self._standing.get(request.id)
-        if standing is None:
-            drafter = self._drafter
-            standing = self._standing[request.id] = _Standing(
-                max_drafts(self.config, request) if self.most_drafts(request) else 0,
-                drafter is not None and may_use(request, drafter.drafting.source),
-                verification_rule(self.config, request.params),
-                settled_tokens_teach(self.config, request.params),
-            )
-        return standing
-
-    def _facts(self, request: Request, drafts: Drafts) -> RequestFacts:
-        known, drafter = self._known(request), self._drafter
-        most = known.max_drafts if request.may_draft and request.max_drafts > 0 else 0
-        network, lag = None, 0
-        if drafter is not None and known.network:
-            end = request.num_tokens + min(most, request.max_drafts)
-            if end <= drafter.max_len:
-                network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
-            lag = drafter.lag_tokens(request)
-        return RequestFacts(
-            request.id,
-            request.max_total - request.num_tokens,
-            most,
-            request.num_tokens,
-            tuple(offer(source, draft) for source, draft in drafts.items()),
-            network,
-            known.rule,
-            drafter.shapes if drafter is not None else (CHAIN,),
-            lag,
-            can_stop=drafter is not None and CHAIN in drafter.shapes,
-            max_chain=drafter.max_chain if drafter is not None else 0,
-        )
 
     def _cast_shadows(
         self, requests: Sequence[Request], decision: Decision, drafts: dict[str, Drafts]
@@ -448,42 +312,8 @@ class DraftPolicy:
     def _translated(
         self, decision: Decision, drafts: dict[str, Drafts]
     ) -> tuple[StepDecision, dict[str, DraftChoice]]:
-        """A decision that holds for several steps is translated once, and once for its lesson."""
-        newest = self._newest
-        if newest is None or newest.decision is not decision or drafts:
-            newest = _Translated(decision, explained(decision), explained(decision, is_held=True))
-            self._newest = None if drafts else newest
-        margins = self.control.wants_margins
-        choices = newest.choices.get(margins)
-        if choices is None:
-            choices = newest.choices[margins] = {
-                grant.request_id: self._choice(
-                    grant, decision, drafts.get(grant.request_id, {}), margins=margins
-                )
-                for grant in decision.grants
-            }
-        return newest.told_held if self._is_held else newest.told, choices
-
-    def _choice(
-        self, grant: Grant, decision: Decision, drafts: Drafts, *, margins: bool
-    ) -> DraftChoice:
-        """`margins`: a network tells them, and is compared with what it catches up with."""
-        source = DraftSource(grant.source)
-        if source in drafts:
-            return DraftChoice(source, drafts[source].first_levels(grant.levels))
-        assert self._drafter is not None
-        drafting, stop = self._drafter.drafting, None
-        if grant.shape == CHAIN and self._drafter.chain is not None:
-            drafting = self._drafter.chain
-        teaches = margins and not drafting.is_tree
-        if grant.stop is not None:
-            stop = LiveStop(grant.stop.weights, grant.stop.biases, decision.price, decision.row_cap)
-        elif teaches:
-            stop = LiveStop((0.0,) * grant.levels, (0.0,) * grant.levels, price=0.0)
-        standing = self._standing.get(grant.request_id)
-        teaches = teaches and standing is not None and standing.teaches
-        return DraftChoice(
-            source, num_model_drafts=grant.rows, model=drafting, stop=stop, teaches=teaches
+        return self._translator.translated(
+            decision, drafts, margins=self.control.wants_margins, is_held=self._is_held
         )
 
     def _decided_s(self, stats: StepStats) -> float:

@@ -12,7 +12,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.drafting.known_requests import DrafterLimits
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.cost_table import AUTO, cost_file, cost_table
 from outdraft.engine.drafters import (
     LoadedDrafter,

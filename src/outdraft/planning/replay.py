@@ -23,7 +23,8 @@ from outdraft.core.request import FinishReason, Request
 from outdraft.core.sampling import SamplingParams, SpeculationParams
 from outdraft.core.scheduled import BookedWork
 from outdraft.drafting.host.proposer import HostProposer
-from outdraft.drafting.policy import DrafterLimits, DraftPolicy
+from outdraft.drafting.known_requests import DrafterLimits
+from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.stats import StatsTotal, step_stats
 from outdraft.engine.step_plan import plan_step
 from outdraft.kv.block_pool import BlockPool

@@ -14,7 +14,7 @@ from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, StepResult, Wo
 from outdraft.core.recorded import RecordedOutput
 from outdraft.core.request import Request
 from outdraft.core.scheduled import ScheduledStep
-from outdraft.drafting.policy import DrafterLimits
+from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.planning.recorded_acceptance import RecordedAcceptance
 
 WRONG_ID = 0  # of a network's draft that is refused; nobody looks at it

@@ -1,0 +1,57 @@
+"""When plain decoding is timed, and when it is tried while drafts pay.
+
+A lone plain step among others that draft takes longer than plain decoding does: caches and branches
+have to be learned again. So plain steps are tried in bursts, of which the last ones are timed.
+"""
+
+import math
+
+from outdraft.control.outlook import Regime
+from outdraft.control.probes import plain_interval
+
+FIRST_PLAIN = 16  # steps that draft until plain decoding is timed for the first time,
+RARER = 3  # and how many times as many until the next, where steps are short: an engine that just
+# began is slow for a second or so
+WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
+WARM_S = 0.01  # and the time behind which they are
+TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
+ROUTINE = 8  # steps that are held of which one is timed; MAX_STEPS is a multiple of it
+
+
+class PlainSteps:
+    """Counts plain steps, and steps since the last one."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+        self._since = 0
+        self._warm = WARM_PLAIN[0]  # of a row, until they are as all that follow
+
+    @property
+    def burst(self) -> int:
+        """Plain steps in a row that tell what plain decoding takes."""
+        return self._warm + TIMED_PLAIN
+
+    def warm_up(self, alone_s: float) -> None:
+        """Plain steps take so long now."""
+        least, most = WARM_PLAIN
+        self._warm = max(least, min(most, math.ceil(WARM_S / alone_s)))
+
+    def count(self, *, drafts: bool) -> None:
+        """A step begins."""
+        self._since = self._since + 1 if drafts else 0
+        self._in_a_row = 0 if drafts else self._in_a_row + 1
+
+    def wants_time(self, routine: int) -> bool:
+        """Whether the step that is plain now should be timed. `routine`: a multiple of ROUTINE, of
+        so many steps that go on one is."""
+        number = self._in_a_row
+        if number % ROUTINE and number > WARM_PLAIN[1] + TIMED_PLAIN:
+            return False
+        return number >= self._warm and (number <= self.burst or number % routine == 0)
+
+    def is_due(self, gain: float, regime: Regime) -> bool:
+        """Whether plain decoding should be tried although drafts gain so much."""
+        interval = plain_interval(gain, self.burst)
+        if regime.num_plain_bursts == 0 or self._warm > WARM_PLAIN[0]:
+            interval = min(interval, FIRST_PLAIN * RARER ** min(regime.num_plain_bursts, 8))
+        return self._since >= interval

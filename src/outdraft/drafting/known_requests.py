@@ -1,0 +1,148 @@
+"""What is possible for a request, whatever anyone decides: as facts for control."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from outdraft.config.speculation import SpeculationConfig
+from outdraft.control.facts import CHAIN, RequestFacts, Shape
+from outdraft.core.draft import MAX_DRAFTS
+from outdraft.core.plan import MODEL_CHAIN, ModelDrafting
+from outdraft.core.request import Request
+from outdraft.drafting.host_sources import (
+    Drafts,
+    has_prediction,
+    max_drafts,
+    may_use,
+    offer,
+    settled_tokens_teach,
+    verification_rule,
+    wished_drafts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """What the policy needs to know about the network that drafts.
+
+    Attributes:
+        max_len: most tokens of a text, the drafts included.
+        drafting: of trees, if the configuration has one.
+        chain: of chains, which it may draft instead in a whole step; None: it only drafts these, or
+            no chains at all.
+        max_drafts: most drafts in one step, and
+        max_chain: of a chain.
+        lag_tokens: tokens that it would have to read now beyond those of a usual step.
+    """
+
+    max_len: int
+    drafting: ModelDrafting = MODEL_CHAIN
+    max_drafts: int = MAX_DRAFTS
+    lag_tokens: Callable[[Request], int] = lambda request: 0
+    chain: ModelDrafting | None = None
+    max_chain: int = MAX_DRAFTS
+
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """The configured one first."""
+        return (
+            (self.drafting.levels or CHAIN,)
+            if self.chain is None
+            else (self.drafting.levels, CHAIN)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What never changes about a request.
+
+    Attributes:
+        max_drafts: most drafts in a step, of any source but a prediction; 0: it never drafts.
+        network: whether the network may draft for it.
+        teaches: whether settled tokens tell how likely the network's drafts are accepted.
+    """
+
+    max_drafts: int
+    network: bool
+    rule: str
+    teaches: bool
+
+
+class KnownRequests:
+    """Looks at each request once."""
+
+    def __init__(self, config: SpeculationConfig, drafter: DrafterLimits | None) -> None:
+        self._config = config
+        self._drafter = drafter
+        self._by_id: dict[str, _Known] = {}
+
+    def forget(self, request_id: str) -> None:
+        """The request ended."""
+        self._by_id.pop(request_id, None)
+
+    def most_drafts(self, request: Request) -> int:
+        """Most drafts for this request in any step."""
+        if not self._config.sources or not request.params.speculation.enabled:
+            return 0
+        if has_prediction(request):
+            return wished_drafts(MAX_DRAFTS, request)
+        return max_drafts(self._config, request)
+
+    def may_draft(self, request: Request) -> bool:
+        """Whether anybody may draft for it now."""
+        return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
+
+    def may_follow(self, request: Request) -> bool:
+        """Whether the network may draft for it now or later."""
+        assert self._drafter is not None
+        if not self.may_draft(request) or request.num_tokens >= self._drafter.max_len:
+            return False
+        return self._known(request).network
+
+    def fits(self, request: Request, num_drafts: int) -> bool:
+        """Whether the network may draft so much for it now."""
+        assert self._drafter is not None
+        if request.num_tokens + num_drafts > self._drafter.max_len:
+            return False
+        known = self._known(request)
+        return known.network and num_drafts <= known.max_drafts and request.max_drafts > 0
+
+    def teaches(self, request_id: str) -> bool:
+        """Whether settled tokens of a running request teach; False for one that ended."""
+        known = self._by_id.get(request_id)
+        return known is not None and known.teaches
+
+    def facts(self, request: Request, drafts: Drafts) -> RequestFacts:
+        """What control is told. drafts: of the host, at hand."""
+        known, drafter = self._known(request), self._drafter
+        most = known.max_drafts if request.may_draft and request.max_drafts > 0 else 0
+        network, lag = None, 0
+        if drafter is not None and known.network:
+            end = request.num_tokens + min(most, request.max_drafts)
+            if end <= drafter.max_len:
+                network, most = str(drafter.drafting.source), min(most, drafter.max_drafts)
+            lag = drafter.lag_tokens(request)
+        return RequestFacts(
+            request.id,
+            request.max_total - request.num_tokens,
+            most,
+            request.num_tokens,
+            tuple(offer(source, draft) for source, draft in drafts.items()),
+            network,
+            known.rule,
+            drafter.shapes if drafter is not None else (CHAIN,),
+            lag,
+            can_stop=drafter is not None and CHAIN in drafter.shapes,
+            max_chain=drafter.max_chain if drafter is not None else 0,
+        )
+
+    def _known(self, request: Request) -> _Known:
+        known = self._by_id.get(request.id)
+        if known is None:
+            drafter = self._drafter
+            known = self._by_id[request.id] = _Known(
+                max_drafts(self._config, request) if self.most_drafts(request) else 0,
+                drafter is not None and may_use(request, drafter.drafting.source),
+                verification_rule(self._config, request.params),
+                settled_tokens_teach(self._config, request.params),
+            )
+        return known
