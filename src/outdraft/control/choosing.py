@@ -53,7 +53,7 @@ def pays_anew(
     """Whether the network would draft for these requests if nothing were known of them.
 
     They may be hard ones. Should it not read the prompts that come next, it would do worse for
-    those, too, and never draft again. Of many requests some are usual ones.
+    those, too, and never draft again. Among many requests some are usual ones.
     """
     if len(facts.requests) > MOST_ALIKE:
         return False
