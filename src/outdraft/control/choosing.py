@@ -29,8 +29,8 @@ def chosen_plan(
     is worth follows from its request: a hard one has to be written to its end, however fast others
     were.
 
-    known_speedup: tokens in the long run for each one of plain decoding. is_drafting: the step
-    before drafted.
+    known_speedup: tokens in the long run for each one of plain decoding. is_drafting: the
+    latest plan had drafts.
     """
     speedup, plan = known_speedup or 1.0, plain(prices)
     for _ in range(4 if known_speedup is None else 1):

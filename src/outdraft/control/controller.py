@@ -19,7 +19,7 @@ from outdraft.control.granting import decision_of
 from outdraft.control.lessons import DISTURBED, FIRST_STEPS, Disturbance
 from outdraft.control.looks import Looks
 from outdraft.control.outlook import Outlook, Regime
-from outdraft.control.plain_steps import ROUTINE, PlainSteps
+from outdraft.control.plain_steps import PlainSteps
 from outdraft.control.plans import Option, Plan, Prices
 from outdraft.control.probes import FIRST_INTERVAL, NetworkProbe
 from outdraft.control.standing import MAX_STEPS, Standing, StandingDecisions
@@ -30,6 +30,7 @@ RELEASE = 0.05  # gain beyond what was predicted at an alarm that ends the patie
 REUSED = 8  # steps that a decision to draft holds for if nothing else changes
 SETTLED = 4  # decisions that nothing is offered before one stands for steps to come
 LINGERING = 8  # steps without the network's drafts before it counts as off
+ROUTINE = 8  # steps that are held of which one is timed
 EXPERIMENTS = (Reason.NETWORK_PROBE, Reason.PLAIN_PROBE)
 LASTING = (Reason.NO_GAIN, Reason.PATIENCE)
 

@@ -15,7 +15,6 @@ RARER = 3  # and how many times as many until the next, where steps are short: a
 WARM_PLAIN = 2, 12  # plain steps in a row from which on all are alike, at least and at most,
 WARM_S = 0.01  # and the time behind which they are
 TIMED_PLAIN = 4  # plain steps that are timed in a burst of them
-ROUTINE = 8  # steps that are held of which one is timed; MAX_STEPS is a multiple of it
 
 
 class PlainSteps:
@@ -42,11 +41,11 @@ class PlainSteps:
         self._in_a_row = 0 if drafts else self._in_a_row + 1
 
     def wants_time(self, routine: int) -> bool:
-        """Whether the step that is plain now should be timed. `routine`: a multiple of ROUTINE, of
-        so many steps that go on one is."""
+        """Whether the step that is plain now should be timed.
+
+        Those of a warm burst are, and of steps that go on behind it one of so many.
+        """
         number = self._in_a_row
-        if number % ROUTINE and number > WARM_PLAIN[1] + TIMED_PLAIN:
-            return False
         return number >= self._warm and (number <= self.burst or number % routine == 0)
 
     def is_due(self, gain: float, regime: Regime) -> bool:

@@ -91,7 +91,7 @@ class KnownRequests:
         """Whether anybody may draft for it now."""
         return request.may_draft and request.max_drafts > 0 and self._known(request).max_drafts > 0
 
-    def may_follow(self, request: Request) -> bool:
+    def network_may_draft(self, request: Request) -> bool:
         """Whether the network may draft for it now or later."""
         assert self._drafter is not None
         if not self.may_draft(request) or request.num_tokens >= self._drafter.max_len:

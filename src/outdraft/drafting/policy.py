@@ -212,7 +212,7 @@ class DraftPolicy:
 
     def follows(self, request: Request) -> bool:
         """Whether it should for this one, if it should for any."""
-        return self._known.may_follow(request)
+        return self._known.network_may_draft(request)
 
     def observe(self, booked: Booked, stats: StepStats) -> tuple[Alarm, ...]:
         """Learn from the step that `choose` was asked about, before its requests are finished.

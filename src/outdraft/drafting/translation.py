@@ -14,7 +14,7 @@ from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 
 @dataclass(frozen=True, slots=True)
 class _Translated:
-    """A decision of which no draft is at hand.
+    """A decision in the words of the engine.
 
     Attributes:
         told: of the step that was decided; told_held: of the steps that the decision holds for.
