@@ -70,6 +70,8 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
     """
     if values is None:
         return SpeculationConfig()
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
+        raise ConfigError(f"speculative_config must be an object or null, got {values!r:.80}")
     given = _known(values)
     method = _method(given)
     _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
