@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from outdraft import assets
 from tests.cli.pair import PROMPTS, Pair, pair
+from tests.logging_state import loggers_put_back
 
 
 @pytest.fixture(name="pair")
@@ -20,7 +21,8 @@ def _pair() -> Pair:
 def command(monkeypatch) -> Iterator[CliRunner]:
     threads = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-    yield CliRunner()
+    with loggers_put_back():  # `serve` would leave a handler for a stream that is closed
+        yield CliRunner()
     torch.set_num_threads(threads)
 
 

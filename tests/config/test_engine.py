@@ -78,11 +78,22 @@ def test_parts_are_no_flat_options(part):
         ("rank_timeout_s", float("inf")),
         ("distributed_executor_backend", "ssh"),
         ("check_ranks", 1),
+        ("enable_prefix_caching", "yes"),
+        ("seed", "x"),
+        ("seed", -1),
+        ("tokenizer", 5),
+        ("speculative_config", "ngram"),
     ],
 )
 def test_a_wrong_value_is_refused_by_the_name_of_its_option(name, value):
     with pytest.raises(ConfigError, match=name):
         EngineConfig.from_options(model="m", **{name: value})
+
+
+@pytest.mark.parametrize("model", [None, "", 5])
+def test_a_model_is_a_directory_or_a_name(model):
+    with pytest.raises(ConfigError, match="model must be a directory or a name"):
+        EngineConfig.from_options(model=model)
 
 
 def test_every_running_request_needs_a_row():

@@ -231,6 +231,8 @@ def test_a_key_without_meaning_for_the_method_is_refused(method, key):
         ({"method": "ngram", "control": "none"}, "control"),
         ({"method": "ngram", "control": True}, "control"),
         ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min"),
+        ({"method": "ngram", "prompt_lookup_max": 0}, "prompt_lookup_max must be at least 1"),
+        ({"method": "ngram", "prompt_lookup_min": 0}, "prompt_lookup_min must be at least 1"),
         ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_max"),
         ({"method": "ngram", "branching": 0}, "branching"),
         ({"method": "suffix", "branching": 64}, "branching"),

@@ -4,6 +4,7 @@ import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outdraft.core.errors import CapacityError, ConfigError, RequestError
@@ -52,6 +53,29 @@ def test_a_wrong_request_is_refused_by_name(llm: LLM, prompt: Any, params: dict,
     assert caught.value.field == field
     assert not llm.engine.has_work
     assert llm.engine.scheduler.pool.usage == 0
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "field"),
+    [
+        (None, SamplingParams(), "prompts"),
+        (5, SamplingParams(), "prompts"),
+        ([[2]], {"temperature": 0}, "sampling_params"),
+        ([[2]], [{"temperature": 0}], "sampling_params"),
+        ([[2]], 0.5, "sampling_params"),
+    ],
+)
+def test_what_is_no_prompt_or_no_parameters_is_refused(
+    llm: LLM, prompts: Any, params: Any, field: str
+):
+    with pytest.raises(RequestError) as caught:
+        llm.generate(prompts, params, use_tqdm=False)
+    assert caught.value.field == field
+
+
+def test_an_array_of_token_ids_is_one_prompt(llm: LLM):
+    [prompt] = prompts_of([7])
+    assert ids(run(llm, np.array(prompt), greedy(5))) == ids(run(llm, [prompt], greedy(5)))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("value", [math.nan, -0.1, math.inf, "hot", True])

@@ -192,6 +192,13 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path):
     assert rendered(tmp_path) == "b"
 
 
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"])
+def test_a_configuration_that_cannot_be_read_is_named(content, tmp_path):
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
+        ChatTemplate.from_directory(tmp_path)
+
+
 def test_a_checkpoint_without_template_has_none(tmp_path):
     assert ChatTemplate.from_directory(tmp_path) is None
     write(tmp_path, {"bos_token": "<s>"})

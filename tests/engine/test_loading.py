@@ -1,5 +1,6 @@
-"""What `dtype="auto"` loads, and with which kernels."""
+"""What `dtype="auto"` loads, with which kernels, and what is said of a damaged checkpoint."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,17 @@ def test_ranks_that_do_not_divide_a_network_are_refused_before_weights_are_read(
     with pytest.raises(ConfigError, match=message):
         check(size, draft_size)
     check(4, 1)
+
+
+@pytest.mark.parametrize("broken", ["target", "drafter"])
+@pytest.mark.parametrize("value", [0, 7])
+def test_an_error_in_a_checkpoint_says_in_which(broken: str, value: int, tmp_path: Path):
+    """0 is refused by its config.json alone, 7 does not fit its weights."""
+    for name in ("target", "drafter"):
+        save(randomised(llama()), tmp_path / name)
+    config = tmp_path / broken / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": value}))
+    options = {"model": str(tmp_path / "target"), "device": "cpu"}
+    options["speculative_config"] = {"model": str(tmp_path / "drafter")}
+    with pytest.raises(ConfigError, match=f"^{tmp_path / broken}: .*config.json"):
+        load_models(EngineConfig.from_options(**options))

@@ -147,6 +147,11 @@ def test_the_head_size_is_derived_only_where_it_is_not_told():
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive"),
         ({"head_dim": 63}, "head_dim must be even"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be a token id"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number above 0, got 'small'"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps must be a number above 0"),
+        ({"rope_theta": "1e4"}, "rope_theta must be a number above 0, got '1e4'"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_theta must be a number above 0"),
+        ({"rope_scaling": 2.0}, "rope_scaling must be an object, got 2.0"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(changes, message):
@@ -161,6 +166,23 @@ def test_what_is_not_supported_is_refused_by_name(changes, message):
 def test_layer_types_must_fit_the_layers(layer_types, message):
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_mapping(QWEN2 | {"use_sliding_window": True, "layer_types": layer_types})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": 5}, "layer_types must be a list"),
+        ({"max_window_layers": "two"}, "max_window_layers must be a whole number, got 'two'"),
+    ],
+)
+def test_what_says_where_windows_are_must_be_of_its_type(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_mapping(QWEN2 | {"use_sliding_window": True} | changes)
+
+
+def test_numbers_that_are_null_are_as_if_they_were_missing():
+    config = ModelConfig.from_mapping(LLAMA | {"rms_norm_eps": None, "rope_theta": None})
+    assert (config.rms_norm_eps, config.rope.theta) == (1e-6, 10000.0)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path):

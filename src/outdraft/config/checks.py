@@ -2,6 +2,7 @@
 
 import math
 from enum import StrEnum
+from os import PathLike
 from typing import TypeVar
 
 from outdraft.core.errors import ConfigError
@@ -27,6 +28,14 @@ def check_number(name: str, value: object, low: float, high: float = math.inf) -
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"{name} must be a number, got {value!r}")
     _check_bounds(name, value, low, high)
+
+
+def check_path(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise ConfigError unless `value` may be a directory or a name, or is None and `optional`."""
+    if optional and value is None:
+        return
+    if not isinstance(value, str | PathLike) or not str(value):
+        raise ConfigError(f"{name} must be a directory or a name, got {value!r:.80}")
 
 
 def parse_bytes(text: str) -> int:

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from outdraft.config.checks import check_choice, check_number, check_truth, check_whole, parse_bytes
+from outdraft.config.checks import (
+    check_choice,
+    check_number,
+    check_path,
+    check_truth,
+    check_whole,
+    parse_bytes,
+)
 from outdraft.config.parallel import ParallelConfig
 from outdraft.config.speculation import SpeculationConfig
 from outdraft.config.speculation_json import parse_speculative_config
@@ -39,6 +46,7 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         check_whole("block_size", self.block_size, 1)
+        check_truth("enable_prefix_caching", self.enable_prefix_caching)
         if self.gpu_memory_utilization is not None:
             check_number("gpu_memory_utilization", self.gpu_memory_utilization, 0, 1)
             if self.gpu_memory_utilization == 0:
@@ -115,12 +123,15 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
+        check_path("model", self.model)
+        check_path("tokenizer", self.tokenizer, optional=True)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("load_format", self.load_format, LOAD_FORMATS)
         check_choice("model_impl", self.model_impl, MODEL_IMPLS)
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
         check_truth("enforce_eager", self.enforce_eager)
         check_whole("max_model_len", self.max_model_len, 2, optional=True)
+        check_whole("seed", self.seed, 0)
         self._check_ranks()
 
     @property

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from outdraft.config.checks import check_choice
+from outdraft.config.checks import check_choice, check_whole
 from outdraft.config.speculation import (
     NETWORK_SOURCES,
     OWN_SOURCES,
@@ -70,6 +70,8 @@ def parse_speculative_config(values: Mapping[str, Any] | None) -> SpeculationCon
     """
     if values is None:
         return SpeculationConfig()
+    if not isinstance(values, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
+        raise ConfigError(f"speculative_config must be an object or null, got {values!r:.80}")
     given = _known(values)
     method = _method(given)
     _check_keys(given, method, (*_COMMON_KEYS, *_KEYS_OF_METHOD[method]))
@@ -137,7 +139,8 @@ def _sources(method: str, given: Mapping[str, Any]) -> tuple[SourceConfig, ...]:
     if method in ("ngram", "combined"):
         bounds = _chosen(given, _NGRAM_BOUNDS)
         if len(bounds) == 1:  # as in vLLM, one bound alone stands for both
-            [bound] = bounds.values()
+            [(name, bound)] = bounds.items()
+            check_whole(name, bound, 1)  # else the error could name the other one
             bounds = {"prompt_lookup_min": bound, "prompt_lookup_max": bound}
         sources.append(NgramConfig(**bounds, **_chosen(given, ("branching",))))
     if method in map(str, NETWORK_SOURCES) or any(key in given for key in _MODEL_KEYS):

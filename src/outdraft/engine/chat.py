@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 
 from outdraft.config.checks import as_choice
 from outdraft.core.errors import ConfigError, RequestError
+from outdraft.models.config import read_json
 from outdraft.models.quantized.gguf_metadata import is_gguf, tokenizer_config_of_gguf
 
 Message = Mapping[str, Any]
@@ -259,7 +260,7 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     if is_gguf(path):
         return tokenizer_config_of_gguf(path)
     file = path / "tokenizer_config.json"
-    return json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return read_json(file) if file.exists() else {}
 
 
 def _raise(message: str) -> None:

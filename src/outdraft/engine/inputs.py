@@ -79,6 +79,8 @@ def is_one_prompt(prompts: object) -> bool:
     """Whether this is a single prompt; else it is a list of them."""
     if isinstance(prompts, str | Mapping | EncodedPrompt):
         return True
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and np.issubdtype(prompts.dtype, np.integer)
     if not isinstance(prompts, Sequence):
         return False
     return bool(prompts) and all(isinstance(part, int) for part in prompts)

@@ -1,7 +1,7 @@
 """Offline generation: all prompts at once, blocking, with vLLM's calling conventions."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -89,7 +89,7 @@ class LLM:
             RequestError: a prompt or its parameters are wrong; then nothing was started.
             GenerationError: some requests failed while they ran; it has all outputs.
         """
-        several: list[Prompt] = [prompts] if is_one_prompt(prompts) else list(prompts)  # pyright: ignore
+        several = _as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         params = _per_prompt(sampling_params, len(several))
@@ -197,11 +197,25 @@ class LLM:
         return finished
 
 
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if is_one_prompt(prompts):
+        return [prompts]  # pyright: ignore[reportReturnType]
+    if not isinstance(prompts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
+        raise RequestError(f"prompts must be one prompt or a list, got {prompts!r:.80}", "prompts")
+    return list(prompts)  # pyright: ignore[reportReturnType]
+
+
 def _per_prompt(
     params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    is_list = isinstance(params, Sequence)  # pyright: ignore[reportUnnecessaryIsInstance]  # callers'
+    if not is_list or not all(isinstance(one, SamplingParams) for one in params):
+        raise RequestError(
+            f"sampling_params must be SamplingParams or a list of them, got {params!r:.80}",
+            "sampling_params",
+        )
     if len(params) != count:
         raise RequestError(
             f"sampling_params has {len(params)} entries for {count} prompts", "sampling_params"

@@ -1,6 +1,8 @@
 """From a configuration to weights and a tokenizer."""
 
 import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,27 +84,44 @@ def load_models(
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
     kernels = choose_kernels(config.kernels, device, dtype)
     kept = WeightFormat(config.quantization) if config.quantization else None
-    target = load_language_model(
-        path,
-        dtype,
-        device,
-        kernels,
-        implementation=config.model_impl,
-        max_model_len=config.max_model_len,
-        quantization=kept,
-        group=ranks.target,
-        has_random_weights=config.load_format == "dummy",
-    )
+    with _naming(path):
+        target = load_language_model(
+            path,
+            dtype,
+            device,
+            kernels,
+            implementation=config.model_impl,
+            max_model_len=config.max_model_len,
+            quantization=kept,
+            group=ranks.target,
+            has_random_weights=config.load_format == "dummy",
+        )
     drafter = None
     if (network := config.speculation.network) is not None:
         if network.source is DraftSource.SELF:
             drafter = load_self(config, network, path, target)
         else:
-            drafter = load_drafter(network, path, target, kernels, ranks.draft)
+            with _naming(resolve_model_path(network.model) if network.model else path):
+                drafter = load_drafter(network, path, target, kernels, ranks.draft)
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
     return LoadedModels(config, target, drafter, tokenizer, path, device, kernels, ranks)
+
+
+@contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Say in an error which of several checkpoints is wrong: each of them has a config.json.
+
+    Raises:
+        ConfigError: as the block did, and the message names the path.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def _find_files(config: EngineConfig) -> Path:

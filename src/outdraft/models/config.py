@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from outdraft.core.errors import ConfigError, did_you_mean
-from outdraft.models.counts import read_count, read_token_ids
+from outdraft.models.counts import read_count, read_positive, read_token_ids
 from outdraft.models.quantized.config import Quantization, read_quantization
 from outdraft.models.quantized.gguf_metadata import config_of_gguf, is_gguf
 from outdraft.models.rope_config import RopeConfig, read_rope
@@ -92,7 +92,7 @@ class ModelConfig(ModelShape):
             head_size=head_size,
             max_model_len=rope.context_len,
             rope=rope,
-            rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=read_positive(raw, "rms_norm_eps", 1e-6),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
             qkv_bias=family.always_qkv_bias or attention_bias,
             o_bias=attention_bias,
@@ -166,8 +166,14 @@ def _qwen_windows(raw: Mapping[str, Any], num_layers: int) -> tuple[int | None, 
     window = read_count(raw, "sliding_window", default=4096)
     layer_types = raw.get("layer_types")
     if layer_types is None:
-        first = int(raw.get("max_window_layers", 28))
+        first = raw.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise ConfigError(
+                f"config.json: max_window_layers must be a whole number, got {first!r:.80}"
+            )
         return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(layer_types, list):
+        raise ConfigError(f"config.json: layer_types must be a list, got {layer_types!r:.80}")
     if len(layer_types) != num_layers:
         raise ConfigError(
             f"config.json: layer_types has {len(layer_types)} entries for {num_layers} layers"

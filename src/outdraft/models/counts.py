@@ -1,5 +1,6 @@
 """Numbers in a checkpoint's config.json."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,21 @@ def read_count(raw: Mapping[str, Any], *keys: str, default: int | None = None) -
     if type(value) is not int or value < 1:
         raise ConfigError(f"config.json: {key} must be a positive whole number, got {value!r}")
     return value
+
+
+def read_positive(raw: Mapping[str, Any], key: str, default: float) -> float:
+    """The number above 0 under this key; the default where it is missing or null.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    value = raw.get(key)
+    if value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise ConfigError(f"config.json: {key} must be a number above 0, got {value!r:.80}")
+    return float(value)
 
 
 def read_mask_token(raw: Mapping[str, Any], vocab_size: int) -> int | None:

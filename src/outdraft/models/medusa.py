@@ -27,7 +27,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
-from outdraft.models.counts import read_count
+from outdraft.models.counts import read_count, read_positive
 from outdraft.models.decoder import Kind
 from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
@@ -90,7 +90,7 @@ class MedusaConfig:
             vocab_size=vocab_size,
             num_known=min(num_known, vocab_size),
             head_names=_shared(own, names) if raw.get("original_lm_head") else tuple(own),
-            logit_scale=float(raw.get("logit_scale", 1.0)),
+            logit_scale=read_positive(raw, "logit_scale", 1.0),
         )
 
 

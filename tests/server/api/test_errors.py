@@ -96,6 +96,53 @@ def test_the_field_that_is_wrong_is_named(served, body, param):
 
 
 @pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            {"prompt": 5},
+            "prompt: Input should be a valid string or a valid list",
+        ),
+        (
+            {"prompt": ["a", [5]]},
+            "prompt[0]: Input should be a valid integer or a valid list",
+        ),
+        (
+            {"prompt": "a", "stop": 5},
+            "stop: Input should be a valid string or a valid list",
+        ),
+        (
+            {"prompt": "a", "speculation": 5},
+            "speculation: Input should be an object",
+        ),
+        (
+            {"prompt": "a", "response_format": {}},
+            "response_format.type: Field required",
+        ),
+        (
+            {"prompt": "a", "temprature": 1},
+            "temprature: this field is unknown or not supported: did you mean 'temperature'?",
+        ),
+        (
+            {"prompt": "a", "xyzzy": 1},
+            "xyzzy: this field is unknown or not supported",
+        ),
+    ],
+)
+def test_what_a_field_may_be_is_said(served, body, message):
+    reply = served.post("/v1/completions", json=body)
+    assert reply.status_code == 400
+    assert error_of(reply)["message"] == message
+
+
+def test_a_form_that_asks_for_nothing_is_not_ignored(served):
+    for form in ({}, {"json_object": False}, {"regex": None}):
+        body = {"prompt": "a", "structured_outputs": form}
+        reply = served.post("/v1/completions", json=body)
+        assert reply.status_code == 400
+        assert error_of(reply)["param"] == "structured_outputs"
+
+
+@pytest.mark.parametrize(
     "body",
     [
         {"prompt": "a", "max_tokens": 1, "no_such_field": None},

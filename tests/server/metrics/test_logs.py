@@ -12,7 +12,8 @@ import pytest
 from outdraft.core.draft import DraftSource
 from outdraft.core.errors import EngineDeadError
 from outdraft.core.sampling import SamplingParams
-from outdraft.server.logs import LOGGERS, LogLevel, TrafficLog, set_up_logging
+from outdraft.server.logs import LogLevel, TrafficLog, set_up_logging
+from tests.logging_state import loggers_put_back
 from tests.server.metrics.scripted import (
     PROMPT,
     Exposed,
@@ -27,12 +28,8 @@ from tests.server.metrics.scripted import (
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
     """For set_up_logging; what it changed is put back."""
-    loggers = [logging.getLogger(name) for name in LOGGERS]
-    before = [(one.handlers, one.level, one.propagate) for one in loggers]
-    yield io.StringIO()
-    for one, (handlers, level, propagate) in zip(loggers, before, strict=True):
-        one.handlers, one.propagate = handlers, propagate
-        one.setLevel(level)
+    with loggers_put_back():
+        yield io.StringIO()
 
 
 async def _read(client) -> None:

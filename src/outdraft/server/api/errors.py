@@ -5,7 +5,8 @@ the request's own parameters.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -22,6 +23,10 @@ from outdraft.core.errors import (
     RequestError,
 )
 from outdraft.server.api.fields import TOO_MANY_ERRORS
+
+_SHOULD_BE = "Input should be "
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # as pydantic calls it
+_WRONG_TYPES = ("string_type", "list_type", "int_type", "bool_type", "literal_error", *_NO_OBJECT)
 
 
 class ErrorBody(BaseModel):
@@ -121,7 +126,7 @@ def install_error_handlers(app: FastAPI, retry_after_s: int) -> None:
 
     async def on_error(request: Request, error: Exception) -> Response:
         if isinstance(error, RequestValidationError):
-            return error_response(_validation_error(error))
+            return error_response(_validation_error(error, _known_fields(request)))
         if isinstance(error, HTTPException):
             return error_response(_http_error(request, error))
         reply = error_response(as_api_error(error, retry_after_s))
@@ -148,8 +153,11 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
     return result
 
 
-def _validation_error(error: RequestValidationError) -> ApiError:
-    """The most specific of what pydantic found: of a union it lists the errors of every member."""
+def _validation_error(error: RequestValidationError, known: Iterable[str]) -> ApiError:
+    """The most specific of what pydantic found: of a union it lists the errors of every member.
+
+    `known`: fields of the body, for the one that a misspelt name is closest to.
+    """
     details: Sequence[Any] = error.errors()
     paths = [_path(detail, error.body) for detail in details]
     depth, index = max((len(path), -index) for index, path in enumerate(paths))
@@ -161,8 +169,38 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     name = "".join(parts).removeprefix(".")
     if detail["type"] == "extra_forbidden":
-        return invalid_request(f"{name}: this field is unknown or not supported", name)
-    return invalid_request(f"{name}: {detail['msg']}", name)
+        close = get_close_matches(name, known, n=1)
+        hint = f": did you mean {close[0]!r}?" if close else ""
+        return invalid_request(f"{name}: this field is unknown or not supported{hint}", name)
+    if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
+        tag = detail["ctx"]["discriminator"].strip("'")
+        return invalid_request(f"{name}.{tag}: Field required", f"{name}.{tag}")
+    same = [one for one, other in zip(details, paths, strict=True) if other == path]
+    return invalid_request(f"{name}: {_what_is_wrong(detail, same)}", name)
+
+
+def _what_is_wrong(detail: Mapping[str, Any], same: Sequence[Mapping[str, Any]]) -> str:
+    """The message of `detail`; `same` are the errors of the same value, of all members of a union.
+
+    A value that is of no member's type is told all of these types.
+    """
+    if detail["type"] not in _WRONG_TYPES:
+        return detail["msg"]
+    wanted = [
+        "an object" if one["type"] in _NO_OBJECT else one["msg"].removeprefix(_SHOULD_BE)
+        for one in same
+        if one["type"] in _WRONG_TYPES
+    ]
+    return _SHOULD_BE + " or ".join(dict.fromkeys(wanted))
+
+
+def _known_fields(request: Request) -> list[str]:
+    """Names of the fields that the body of the request's route may have; none for a union."""
+    body = getattr(request.scope.get("route"), "body_field", None)
+    kind = body.field_info.annotation if body is not None else None
+    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return []
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 def _path(detail: Mapping[str, Any], body: object) -> list[str | int]:

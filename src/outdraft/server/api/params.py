@@ -58,10 +58,14 @@ def structured_output(body: SamplingFields, settings: ApiSettings) -> Structured
     """What the output must match.
 
     Raises:
-        RequestError: it is too large, or several fields ask for something.
+        RequestError: it is too large, several fields ask for something, or `structured_outputs` is
+            there and nothing does.
     """
     asked = list(_structures(body))
     if not asked:
+        if body.structured_outputs is not None:
+            told = f"structured_outputs needs one of {', '.join(KINDS)}"
+            raise RequestError(told, "structured_outputs")
         return None
     if len(asked) > 1:
         names = ", ".join(field for field, _, _ in asked)
