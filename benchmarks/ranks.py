@@ -1,9 +1,10 @@
 """What a drafted token takes on one rank and on several, beside a target that is spread over them.
 
 A target and a drafter with random weights draft chains of fixed length. Engines with drafters of
-each size are started in turn, several times. A drafted token's time is that of a
-step's drafting, divided by the length. Beside it stands what `outdraft plan` says: the bandwidth of
-one rank and the time of a sum over ranks are measured here, everything else is the plan's own.
+each size are started in turn, several times. A drafted token's time is that of a step's drafting,
+divided by the length. Beside it stands what `outdraft plan` says: how fast one rank reads, alone and
+while the others read, and what a sum over ranks takes, are measured here by ranks that do nothing
+else; everything else is the plan's own.
 
 The result is JSON: `python benchmarks/ranks.py --json FILE`.
 """
@@ -15,8 +16,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +32,16 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import memory_transports
+from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.limits import Limits
+from outdraft.kernels.native.team import shared_team
 from outdraft.planning.hardware import Link, Machine, find_machine
 from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import Drafter, find_network
 
 LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
 SUMS, SMALL_SUM, LARGE_SUM = 200, 1024, 1 << 20  # numbers
-BANDWIDTH_BYTES = 1 << 28
+READINGS, READ_BYTES = 9, 1 << 28
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -86,7 +91,7 @@ def main() -> None:
                 "requests": number,
                 "draft_tensor_parallel_size": d,
                 "ms_per_drafted_token": statistics.median(samples),
-                "planned_ms_per_drafted_token": planned_ms(setup, d, size, number),
+                "planned_ms_per_drafted_token": planned_ms(setup, d, number),
                 "samples_ms": samples,
             }
             for (number, d), samples in times_ms.items()
@@ -97,7 +102,8 @@ def main() -> None:
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "measured": {
-            "rank_gb_s": machine.card.bandwidth * machine.card.constants.bandwidth_efficiency / 1e9,
+            "lone_rank_gb_s": machine.bandwidth(1) / 1e9,
+            "rank_gb_s": machine.bandwidth(size) / 1e9,
             "sum_us": link.latency_s * 1e6,
             "link_gb_s": link.bandwidth / 1e9,
         },
@@ -182,8 +188,19 @@ def drafted_token_ms(llm: LLM, num_requests: int) -> float:
     return 1e3 * statistics.median(times_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a rank found: bytes a second that it reads alone, and while all ranks read; seconds of
+    a small sum over all ranks, and of a large one."""
+
+    lone_rank: float
+    rank: float
+    small_sum_s: float
+    large_sum_s: float
+
+
 def measured_machine(size: int) -> Machine:
-    """A card for each rank, and how fast sums over them are, with all ranks at work."""
+    """A card for each rank, with the memory and the sums that they share."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -193,45 +210,61 @@ def measured_machine(size: int) -> Machine:
     ]
     for process in others:
         process.start()
-    bandwidth, small_s, large_s = results.get(timeout=120)
+    rates: Rates = results.get(timeout=120)
     for process in others:
         process.join()
     card = find_machine("laptop").card
-    nominal = bandwidth / card.constants.bandwidth_efficiency
+    reached = card.constants.bandwidth_efficiency  # the plan multiplies with it
     num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
-    link = Link("measured", num_bytes / max(large_s - small_s, 1e-9), small_s, 0.0)
-    return Machine(replace(card, bandwidth=nominal), size, link)
+    slope_s = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
+    return Machine(
+        replace(card, bandwidth=rates.lone_rank / reached),
+        size,
+        Link("measured", num_bytes / slope_s, rates.small_sum_s, 0.0),
+        shared_bandwidth=size * rates.rank / reached,
+    )
 
 
 def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
-    """Bytes a second that this rank reads, seconds of a small sum, and of a large one."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    """Rank 0 puts its `Rates`."""
+    num_threads = max(1, (os.cpu_count() or 1) // size)
+    torch.set_num_threads(num_threads)
     store = TCPStore("127.0.0.1", port, None, is_master=False)
     cpu = torch.device("cpu")
     group = join_ranks(store, rank, size, size, cpu, 60.0, memory_transports()).target
-    weights = torch.ones(BANDWIDTH_BYTES // 4)
-    medians: list[float] = []
-    for work, repeats in (
-        (weights.sum, 9),
-        (lambda: group.sum(torch.ones(SMALL_SUM, dtype=torch.bfloat16)), SUMS),
-        (lambda: group.sum(torch.ones(LARGE_SUM, dtype=torch.bfloat16)), SUMS // 10),
-    ):
-        group.sum(torch.ones(1))  # all begin together
+    library = open_library()
+    if library is None:
+        raise SystemExit("there is no compiled library here: run `make lib` first")
+    team = shared_team(library.name, num_threads)
+    limits = Limits(team, is_bf16=True, read_bytes=READ_BYTES)
+
+    def median_s(work: Callable[[], object], repeats: int) -> float:
+        """Of work that all ranks begin together, each time."""
         times_s: list[float] = []
         for _ in range(repeats):
+            group.sum(torch.ones(1))
             started_s = time.perf_counter()
             work()
             times_s.append(time.perf_counter() - started_s)
-        medians.append(statistics.median(times_s))
+        return statistics.median(times_s)
+
+    def summed(count: int) -> Callable[[], object]:
+        return lambda: group.sum(torch.ones(count, dtype=torch.bfloat16))
+
+    # The others wait in a message meanwhile, as ranks do that do not draft.
+    lone_s = median_s(limits.bandwidth if rank == 0 else lambda: None, READINGS)
+    rates = Rates(
+        READ_BYTES / lone_s,
+        READ_BYTES / median_s(limits.bandwidth, READINGS),
+        median_s(summed(SMALL_SUM), SUMS),
+        median_s(summed(LARGE_SUM), SUMS // 10),
+    )
     if rank == 0:
-        results.put((BANDWIDTH_BYTES / medians[0], medians[1], medians[2]))
+        results.put(rates)
 
 
-def planned_ms(setup: Setup, draft_size: int, size: int, num_requests: int) -> float:
-    """As the plan counts: a draft group has its part of the requests."""
-    groups = size // draft_size
-    own = -(-num_requests // groups)
-    step = step_time(replace(setup, draft_tp=draft_size), own, LENGTH, 1.0)
+def planned_ms(setup: Setup, draft_size: int, num_requests: int) -> float:
+    step = step_time(replace(setup, draft_tp=draft_size), num_requests, LENGTH, 1.0)
     return 1e3 * step.drafting_s / LENGTH
 
 
