@@ -4,7 +4,7 @@ A part of an expert's intermediate numbers needs the rows of gate and up that ma
 columns of down that read them. What the parts give is summed. Ranks then have equal work whatever
 experts the rows go to, and routers are whole on each.
 
-Dimension key: X experts, D hidden, I intermediate, J of them on this rank.
+Dimension key: X experts, D hidden.
 """
 
 from typing import Any
