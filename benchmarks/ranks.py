@@ -266,7 +266,7 @@ def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
     del weights
 
     def median_s(work: Callable[[], object], repeats: int) -> float:
-        """Of work that all ranks begin together, each time."""
+        """What some work takes that all ranks begin together, each time."""
         times_s: list[float] = []
         for _ in range(repeats):
             group.sum(torch.ones(1))

@@ -116,7 +116,7 @@ def replaced(model: nn.Module, group: RankGroup) -> nn.Module:
 
 
 def packed_bytes(model: nn.Module) -> list[int]:
-    """Of each layer's experts."""
+    """What each layer's experts take."""
     return [part.packed_bytes for part in model.modules() if isinstance(part, PackedExperts)]
 
 

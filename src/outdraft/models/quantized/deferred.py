@@ -179,7 +179,7 @@ def _columns(weights: Sequence[StoredWeight], first: int, stop: int) -> list[Sto
 
 
 def _rows(weights: Sequence[StoredWeight], first: int, stop: int) -> list[StoredWeight]:
-    """Of weights one below the other."""
+    """Some outputs of weights that lie one below the other."""
     rows, above = list[StoredWeight](), 0
     for one in weights:
         own = slice(max(0, first - above), min(one.shape[0], stop - above))
