@@ -1,9 +1,11 @@
 """What a drafted token takes on one rank and on several, beside a target that is spread over them.
 
 A target and a drafter with random weights draft chains of fixed length. Engines with drafters of
-each size are started in turn, several times. A drafted token's time is that of a
-step's drafting, divided by the length. Beside it stands what `outdraft plan` says: the bandwidth of
-one rank and the time of a sum over ranks are measured here, everything else is the plan's own.
+each size are started in turn, several times. A drafted token's time is that of a step's drafting,
+divided by the length. Beside it stands what `outdraft plan` says. Its machine is measured here: how
+fast products of one row read weights, on a rank alone and while the others do the same; sums over
+ranks; and what a layer takes that has next to no weights, compiled on one rank and told layer by
+layer what to do on several. Everything else is the plan's own.
 
 The result is JSON: `python benchmarks/ranks.py --json FILE`.
 """
@@ -15,8 +17,9 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +33,17 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.distributed.process_groups import join_ranks
 from outdraft.engine.llm import LLM
 from outdraft.kernels.choose import memory_transports
+from outdraft.kernels.native.library import open_library
+from outdraft.kernels.native.linear import NativeLinear
+from outdraft.kernels.native.team import shared_team
 from outdraft.planning.hardware import Link, Machine, find_machine
 from outdraft.planning.roofline import Setup, Workload, step_time
 from outdraft.planning.shapes import Drafter, find_network
 
 LENGTH, PROMPT_TOKENS, OUTPUT_TOKENS = 4, 16, 24
 SUMS, SMALL_SUM, LARGE_SUM = 200, 1024, 1 << 20  # numbers
-BANDWIDTH_BYTES = 1 << 28
+READINGS, READ_INPUTS, READ_BYTES = 9, 1024, 1 << 28
+NARROW_LAYERS = 2, 10
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -50,6 +57,12 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
     "tie_word_embeddings": False,
+}
+NARROW: dict[str, Any] = CONFIG | {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
 }
 
 
@@ -65,15 +78,18 @@ def main() -> None:
     sizes = [d for d in range(1, size + 1) if size % d == 0]
     machine = measured_machine(size)
     with tempfile.TemporaryDirectory() as name:
-        target = checkpoint(Path(name) / "target", 2)
-        drafter = checkpoint(Path(name) / "drafter", args.layers)
+        folder = Path(name)
+        target = checkpoint(folder / "target", CONFIG, 2)
+        drafter = checkpoint(folder / "drafter", CONFIG, args.layers)
+        narrow = [checkpoint(folder / f"narrow-{n}", NARROW, n) for n in NARROW_LAYERS]
         numbers = [int(number) for number in args.requests.split(",")]
         times_ms = {(number, d): list[float]() for number in numbers for d in sizes}
+        layers_us = {d: list[float]() for d in sizes}
         for _ in range(args.rounds):
             for d in sizes:  # one after the other: each engine's ranks want cores of their own
-                with closing(engine(target, drafter, size, d)) as llm:
-                    for number in numbers:
-                        times_ms[number, d].append(drafted_token_ms(llm, number))
+                for number, found_ms in drafted_token_ms(target, drafter, d, size, numbers):
+                    times_ms[number, d].append(found_ms)
+                layers_us[d].append(narrow_layer_us(target, narrow, d, size))
         setup = Setup(
             target=find_network(str(target)),
             drafter=Drafter("draft_model", find_network(str(drafter))),
@@ -81,25 +97,28 @@ def main() -> None:
             tp=size,
             workload=Workload(PROMPT_TOKENS, OUTPUT_TOKENS),
         )
-        cells = [
-            {
-                "requests": number,
-                "draft_tensor_parallel_size": d,
-                "ms_per_drafted_token": statistics.median(samples),
-                "planned_ms_per_drafted_token": planned_ms(setup, d, size, number),
-                "samples_ms": samples,
-            }
-            for (number, d), samples in times_ms.items()
-        ]
+    layer_us = {d: statistics.median(samples) for d, samples in layers_us.items()}
+    cells = [
+        {
+            "requests": number,
+            "draft_tensor_parallel_size": d,
+            "ms_per_drafted_token": statistics.median(samples),
+            "planned_ms_per_drafted_token": planned_ms(setup, d, number, layer_us[d]),
+            "samples_ms": samples,
+        }
+        for (number, d), samples in times_ms.items()
+    ]
     link = machine.link
     assert link is not None
     result = {
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "measured": {
-            "rank_gb_s": machine.card.bandwidth * machine.card.constants.bandwidth_efficiency / 1e9,
+            "lone_rank_gb_s": machine.bandwidth(1) / 1e9,
+            "rank_gb_s": machine.bandwidth(size) / 1e9,
             "sum_us": link.latency_s * 1e6,
             "link_gb_s": link.bandwidth / 1e9,
+            "layer_us": layer_us,
         },
         "cells": cells,
     }
@@ -108,16 +127,14 @@ def main() -> None:
     print(json.dumps(result, indent=1))
 
 
-def checkpoint(folder: Path, num_layers: int) -> Path:
+def checkpoint(folder: Path, sizes: dict[str, Any], num_layers: int) -> Path:
     """A random model: a drafter is wrong nearly always, so each step drafts behind one token."""
     folder.mkdir()
-    config = CONFIG | {"num_hidden_layers": num_layers}
+    config = sizes | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     generator = torch.Generator().manual_seed(num_layers)
-    size, inner, vocab = (
-        CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
-    )
-    kv_size = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    size, inner, vocab = (sizes[one] for one in ("hidden_size", "intermediate_size", "vocab_size"))
+    kv_size = sizes["num_key_value_heads"] * sizes["head_dim"]
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocab, size),
         "model.norm.weight": (size,),
@@ -146,6 +163,20 @@ def checkpoint(folder: Path, num_layers: int) -> Path:
     return folder
 
 
+def drafted_token_ms(
+    target: Path, drafter: Path, draft_size: int, size: int, numbers: Sequence[int]
+) -> list[tuple[int, float]]:
+    """Numbers of requests, and what a drafted token takes then."""
+    with closing(engine(target, drafter, size, draft_size)) as llm:
+        return [(number, median_ms(llm, number)) for number in numbers]
+
+
+def narrow_layer_us(target: Path, narrow: Sequence[Path], draft_size: int, size: int) -> float:
+    """What each further layer of a network with next to no weights takes, sums included."""
+    few_ms, many_ms = (drafted_token_ms(target, one, draft_size, size, [1])[0][1] for one in narrow)
+    return 1e3 * (many_ms - few_ms) / (NARROW_LAYERS[1] - NARROW_LAYERS[0])
+
+
 def engine(target: Path, drafter: Path, size: int, draft_size: int) -> LLM:
     return LLM(
         str(target),
@@ -163,7 +194,7 @@ def engine(target: Path, drafter: Path, size: int, draft_size: int) -> LLM:
     )
 
 
-def drafted_token_ms(llm: LLM, num_requests: int) -> float:
+def median_ms(llm: LLM, num_requests: int) -> float:
     """The median over the steps that only decode."""
     times_s: list[float] = []
 
@@ -182,8 +213,19 @@ def drafted_token_ms(llm: LLM, num_requests: int) -> float:
     return 1e3 * statistics.median(times_s)
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a rank found: bytes a second that it reads alone, and while all ranks read; seconds of
+    a small sum over all ranks, and of a large one."""
+
+    lone_rank: float
+    rank: float
+    small_sum_s: float
+    large_sum_s: float
+
+
 def measured_machine(size: int) -> Machine:
-    """A card for each rank, and how fast sums over them are, with all ranks at work."""
+    """A card for each rank, with the memory and the sums that they share."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
@@ -193,46 +235,70 @@ def measured_machine(size: int) -> Machine:
     ]
     for process in others:
         process.start()
-    bandwidth, small_s, large_s = results.get(timeout=120)
+    rates: Rates = results.get(timeout=120)
     for process in others:
         process.join()
     card = find_machine("laptop").card
-    nominal = bandwidth / card.constants.bandwidth_efficiency
+    reached = card.constants.bandwidth_efficiency  # the plan multiplies with it
     num_bytes = 2 * (size - 1) / size * LARGE_SUM * 2  # as Link counts them
-    link = Link("measured", num_bytes / max(large_s - small_s, 1e-9), small_s, 0.0)
-    return Machine(replace(card, bandwidth=nominal), size, link)
+    slope_s = max(rates.large_sum_s - rates.small_sum_s, 1e-9)
+    return Machine(
+        replace(card, bandwidth=rates.lone_rank / reached),
+        size,
+        Link("measured", num_bytes / slope_s, rates.small_sum_s, 0.0),
+        shared_bandwidth=size * rates.rank / reached,
+    )
 
 
 def measure_rank(rank: int, size: int, port: int, results: Any) -> None:
-    """Bytes a second that this rank reads, seconds of a small sum, and of a large one."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    """Rank 0 puts its `Rates`."""
+    num_threads = max(1, (os.cpu_count() or 1) // size)
+    torch.set_num_threads(num_threads)
     store = TCPStore("127.0.0.1", port, None, is_master=False)
     cpu = torch.device("cpu")
     group = join_ranks(store, rank, size, size, cpu, 60.0, memory_transports()).target
-    weights = torch.ones(BANDWIDTH_BYTES // 4)
-    medians: list[float] = []
-    for work, repeats in (
-        (weights.sum, 9),
-        (lambda: group.sum(torch.ones(SMALL_SUM, dtype=torch.bfloat16)), SUMS),
-        (lambda: group.sum(torch.ones(LARGE_SUM, dtype=torch.bfloat16)), SUMS // 10),
-    ):
-        group.sum(torch.ones(1))  # all begin together
+    library = open_library()
+    if library is None:
+        raise SystemExit("there is no compiled library here: run `make lib` first")
+    team = shared_team(library.name, num_threads)
+    weights = torch.ones(READ_BYTES // 2 // READ_INPUTS, READ_INPUTS, dtype=torch.bfloat16)
+    product, row = NativeLinear(team).pack_linear(weights, None), weights[:1].clone()
+    del weights
+
+    def median_s(work: Callable[[], object], repeats: int) -> float:
+        """What some work takes that all ranks begin together, each time."""
         times_s: list[float] = []
         for _ in range(repeats):
+            group.sum(torch.ones(1))
             started_s = time.perf_counter()
             work()
             times_s.append(time.perf_counter() - started_s)
-        medians.append(statistics.median(times_s))
+        return statistics.median(times_s)
+
+    def summed(count: int) -> Callable[[], object]:
+        return lambda: group.sum(torch.ones(count, dtype=torch.bfloat16))
+
+    # The others wait in a message meanwhile, as ranks do that do not draft.
+    lone_s = median_s((lambda: product(row)) if rank == 0 else lambda: None, READINGS)
+    rates = Rates(
+        READ_BYTES / lone_s,
+        READ_BYTES / median_s(lambda: product(row), READINGS),
+        median_s(summed(SMALL_SUM), SUMS),
+        median_s(summed(LARGE_SUM), SUMS // 10),
+    )
     if rank == 0:
-        results.put((BANDWIDTH_BYTES / medians[0], medians[1], medians[2]))
+        results.put(rates)
 
 
-def planned_ms(setup: Setup, draft_size: int, size: int, num_requests: int) -> float:
-    """As the plan counts: a draft group has its part of the requests."""
-    groups = size // draft_size
-    own = -(-num_requests // groups)
-    step = step_time(replace(setup, draft_tp=draft_size), own, LENGTH, 1.0)
-    return 1e3 * step.drafting_s / LENGTH
+def planned_ms(setup: Setup, draft_size: int, num_requests: int, layer_us: float) -> float:
+    """`layer_us`: sums included, which the plan adds itself."""
+    machine, link = setup.machine, setup.machine.link
+    if draft_size > 1 and link is not None:
+        layer_us -= 2e6 * link.all_reduce_s(0, draft_size)
+    constants = replace(machine.card.constants, layer_us=max(0.0, layer_us))
+    machine = replace(machine, card=replace(machine.card, constants=constants))
+    setup = replace(setup, machine=machine, draft_tp=draft_size)
+    return 1e3 * step_time(setup, num_requests, LENGTH, 1.0).drafting_s / LENGTH
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
 ]
 SIZE, NUM_REQUESTS = 2, 8
+SMALL_CACHE = 101  # blocks: logits take more than a tenth then
 NUM_DRAFTS = 15  # with their requests' rows a full step, and as many as a prediction could have
 # Little to compute and much to keep: wide keys and values, few layers. Logits take a twentieth,
 # more than in large models: what sampling takes is counted at its most, where it is not compiled.
@@ -81,17 +82,18 @@ def measured(
 
 
 @pytest.mark.parametrize(
-    ("draft_size", "has_all_rules", "vocab_size"),
+    ("draft_size", "has_all_rules", "vocab_size", "num_blocks"),
     some(
         [
-            *[(None, False, 8_000), (None, True, 8_000), (None, True, 16_000)],
-            *[(None, True, 64_000), (1, True, 8_000), (2, True, 8_000)],
+            *[(None, False, 8_000, 401), (None, True, 8_000, 401), (None, True, 16_000, 401)],
+            *[(None, True, 64_000, 401), (1, True, 8_000, 401), (2, True, 8_000, 401)],
+            (None, True, 64_000, SMALL_CACHE),
         ],
-        [(1, True, 8_000), (None, True, 16_000), (None, True, 64_000)],
+        [(1, True, 8_000, 401), (None, True, 16_000, 401), (None, True, 64_000, SMALL_CACHE)],
     ),
 )
 def test_a_rank_takes_what_was_planned_within_five_per_cent(
-    tmp_path: Path, draft_size: int | None, has_all_rules: bool, vocab_size: int
+    tmp_path: Path, draft_size: int | None, has_all_rules: bool, vocab_size: int, num_blocks: int
 ) -> None:
     """What a large model takes beyond a tiny one: processes begin with some memory."""
     tiny, large = (
@@ -100,12 +102,12 @@ def test_a_rank_takes_what_was_planned_within_five_per_cent(
             sizes,
             None if draft_size is None else drafter,
             draft_size or 1,
-            num_blocks,
+            count,
             has_all_rules,
         )
-        for name, sizes, drafter, num_blocks in (
+        for name, sizes, drafter, count in (
             ("tiny", TINY, TINY, 41),
-            ("large", LARGE | {"vocab_size": vocab_size}, DRAFTS, 401),
+            ("large", LARGE | {"vocab_size": vocab_size}, DRAFTS, num_blocks),
         )
     )
     taken, planned = (

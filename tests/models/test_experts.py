@@ -24,8 +24,11 @@ from transformers import (
 )
 
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.choose import REFERENCE, choose_kernels
+from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import PackedExperts, replace_experts
+from tests.ranks import on_ranks
 
 CPU = torch.device("cpu")
 COMMON = {
@@ -86,14 +89,60 @@ def test_a_model_with_replaced_experts_computes_what_the_library_does(name):
         torch.testing.assert_close(logits(model), want_TV, rtol=0, atol=bound * largest)
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_with_parts_of_the_experts_compute_what_the_library_does(name):
+    """All else is whole on both ranks."""
+    want_TV = logits(library_model(name, torch.float64))
+    model = library_model(name, torch.float64)
+    whole = packed_bytes(replaced(copy.deepcopy(model), ALONE))
+    assert len(whole) == MODELS[name][1]
+    for size in (2, 3):
+        models = [copy.deepcopy(model) for _ in range(size)]
+
+        def part(ranks, models=models):
+            own = replaced(models[ranks.target.rank], ranks.target)
+            return logits(own), packed_bytes(own)
+
+        for got_TV, packed in on_ranks(size, 1, part):
+            largest = float(want_TV.abs().max())
+            torch.testing.assert_close(got_TV, want_TV, rtol=0, atol=1e-12 * largest)
+            assert packed == [num_bytes // size for num_bytes in whole]
+
+
+def replaced(model: nn.Module, group: RankGroup) -> nn.Module:
+    sums = divide_experts(model, group)
+    replace_experts(model, choose_kernels("auto", CPU, torch.float64), sums=sums)
+    return model
+
+
+def packed_bytes(model: nn.Module) -> list[int]:
+    """What each layer's experts take."""
+    return [part.packed_bytes for part in model.modules() if isinstance(part, PackedExperts)]
+
+
+def test_experts_that_ranks_do_not_divide_are_whole_on_each():
+    """48 intermediate numbers over five ranks; and an activation that nobody knows."""
+    model = library_model("MixtralForCausalLM", torch.float32)
+    before = [weight.shape for weight in model.parameters()]
+
+    def divided(ranks):
+        return divide_experts(model, ranks.target)
+
+    assert on_ranks(5, 1, divided) == [{}] * 5
+    for part in model.modules():
+        if type(part).__name__ == "MixtralExperts":
+            part.act_fn = nn.Tanh()
+    assert on_ranks(2, 1, divided) == [{}] * 2
+    assert [weight.shape for weight in model.parameters()] == before
+
+
 def test_packed_experts_give_their_plain_weights_free():
     model = library_model("MixtralForCausalLM", torch.float32)
     before = sum(weight.numel() for weight in model.parameters())
     replace_experts(model, choose_kernels("auto", CPU, torch.float32))
     of_experts = 3 * 5 * 3 * 32 * 48
     assert sum(weight.numel() for weight in model.parameters()) == before - of_experts
-    packed = [part.packed_bytes for part in model.modules() if isinstance(part, PackedExperts)]
-    assert packed == [5 * 4 * (2 * 48 * 32 + 32 * 48)] * 3
+    assert packed_bytes(model) == [5 * 4 * (2 * 48 * 32 + 32 * 48)] * 3
 
 
 def test_quantised_experts_compute_the_same_natively_as_by_the_reference():

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.errors import ConfigError
-from outdraft.planning.hardware import find_machine
+from outdraft.planning.hardware import Machine, find_machine
 from outdraft.planning.planner import (
     Acceptance,
     best_length,
@@ -95,6 +95,35 @@ def test_two_cards_halve_the_reading_and_pay_for_two_messages_a_layer():
     assert two.target_s - 32 * 30e-6 == pytest.approx((one.target_s - 32 * 30e-6) / 2)
     message_s = 9e-6 + 4096 * 2 / (0.7 * 450e9)  # a ring of two sends everything once
     assert two.communication_s == pytest.approx(65 * message_s)
+
+
+def test_groups_with_a_drafter_each_draft_for_a_part_of_the_requests():
+    """Beside two cards that share a target, each drafts for half of the requests, and alone."""
+    still = Workload(prompt_tokens=100, output_tokens=10**9)  # nobody comes
+    alone = setup(workload=still)
+    spread = setup(hardware="2xh100", tp=2, draft_tp=1, workload=still)
+    for requests, most_of_a_card in ((1, 1), (2, 1), (7, 4), (64, 32)):
+        step = step_time(spread, requests, 3, 1.0)
+        of_a_card = step_time(alone, most_of_a_card, 3, 1.0)
+        assert step.draft_s == pytest.approx(of_a_card.draft_s)
+        assert step.draft_communication_s == 0 < step.target_communication_s
+
+
+def test_ranks_of_one_memory_read_as_fast_as_those_that_read_at_once_leave_them():
+    """A rank reads at most 60 GB/s, and all of them together 80: two have 40 each."""
+    still = Workload(prompt_tokens=100, output_tokens=10**9)
+    one = setup(hardware="laptop", workload=still)
+    card, link = one.machine.card, find_machine("2xh100").link
+    full, half = replace(card, bandwidth=60e9), replace(card, bandwidth=40e9)
+    own = Machine(half, 2, link)
+    shared = Machine(full, 2, link, shared_bandwidth=80e9)
+    for requests, of_a_lone_rank in ((1, full), (2, half), (6, half)):
+        step = step_time(replace(one, machine=shared, tp=2), requests, 3, 1.0)
+        like = step_time(replace(one, machine=own, tp=2), requests, 3, 1.0)
+        assert (step.target_s, step.communication_s) == (like.target_s, like.communication_s)
+        lone = replace(one, machine=Machine(of_a_lone_rank, 1, None))
+        expected = step_time(lone, -(-requests // 2), 3, 1.0)
+        assert step.draft_s == pytest.approx(expected.draft_s)
 
 
 def test_passes_of_a_drafter_are_as_many_as_its_kind_needs():
@@ -362,6 +391,7 @@ def test_points_are_words_tables_or_json(tmp_path):
         (lambda: find_machine("h100", graphs="some"), "full, piecewise or none"),
         (lambda: find_network("qwen3-8b", "int3"), "unknown dtype 'int3'"),
         (lambda: setup(tp=2), "between 1 and the 1 cards"),
+        (lambda: setup(hardware="2xh100", draft_tp=2), "draft_tp 2 must divide tp 1"),
     ],
 )
 def test_errors_name_what_is_wrong_and_what_is_allowed(make, message):

@@ -8,7 +8,8 @@ Dimension key: as in kernels/expert_ops.py.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from outdraft.core.routed_weights import RoutedWeights
 from outdraft.core.weight_format import WeightFormat
+from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
@@ -43,18 +45,25 @@ class PackedExperts(nn.Module):
 
     Attributes:
         num_experts: those of the layer.
-        packed_bytes: of the weights of all of them.
+        packed_bytes: of the weights of all of them, on this rank.
     """
 
-    def __init__(self, experts: Experts, num_experts: int, plain_bytes: int) -> None:
-        """`plain_bytes`: of the weights that `experts` was made from; it may still read them."""
+    def __init__(
+        self, experts: Experts, num_experts: int, plain_bytes: int, group: RankGroup = ALONE
+    ) -> None:
+        """
+        Args:
+            plain_bytes: of the weights that `experts` was made from; it may still read them.
+            group: the ranks that have parts of these experts. As `SummedProduct`, each rounds what
+                its part gives, and the sum is rounded once.
+        """
         super().__init__()
-        self.experts, self.num_experts = experts, num_experts
+        self.experts, self.num_experts, self._group = experts, num_experts, group
         self.packed_bytes = experts.nbytes or plain_bytes
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """[T, D] of [T, D], int64 [T, K] and [T, K]."""
-        return self.experts(hidden_states, top_k_index, top_k_weights)
+        return self._group.sum(self.experts(hidden_states, top_k_index, top_k_weights))
 
 
 class PackedDenseExperts(PackedExperts):
@@ -67,7 +76,8 @@ class PackedDenseExperts(PackedExperts):
         ids_X = torch.arange(self.num_experts, device=hidden_states.device)
         rows_R = hidden_states.any(dim=1).nonzero()[:, 0]
         ids_R1 = ids_X.repeat_interleave(num_rows)[rows_R, None]
-        out_RD = self.experts(hidden_states[rows_R], ids_R1, torch.ones_like(ids_R1).float())
+        ones_R1 = torch.ones_like(ids_R1).float()
+        out_RD = self._group.sum(self.experts(hidden_states[rows_R], ids_R1, ones_R1))
         return torch.zeros_like(hidden_states).index_copy_(0, rows_R, out_RD)
 
 
@@ -95,12 +105,16 @@ def replace_experts(
     kernels: Kernels,
     quantization: WeightFormat | None = None,
     stand_ins: StandIns | None = None,
+    sums: Mapping[nn.Module, RankGroup] = MappingProxyType({}),
 ) -> int:
     """Replace the experts inside a transformers model; returns how many layers of them.
 
     Each layer is packed as it is reached and then given free, so that few weights are there twice.
-    `stand_ins` has those that are codes. Experts whose arithmetic the kernels do not have stay the
-    library's; a line of the log says so.
+    Experts whose arithmetic the kernels do not have stay the library's; a line of the log says so.
+
+    Args:
+        stand_ins: has those that are codes.
+        sums: for modules that have parts of their experts, the ranks that have the others.
     """
     count, left, stand_ins = 0, dict[str, str](), stand_ins or StandIns()
     for parent in present_modules(module):
@@ -111,7 +125,8 @@ def replace_experts(
             if isinstance(gate, str):
                 left[type(child).__name__] = gate
                 continue
-            setattr(parent, name, _packed(child, gate, kernels, quantization, stand_ins))
+            group = sums.get(child, ALONE)
+            setattr(parent, name, _packed(child, gate, kernels, quantization, stand_ins, group))
             count += 1
     for name, why in left.items():
         _logger.warning("%s stays the transformers library's own code: %s", name, why)
@@ -170,13 +185,22 @@ def keeps_codes(module: Any, name: str, *, is_turned: bool) -> bool:
     Args:
         is_turned: it has inputs before outputs.
     """
-    if name not in _WEIGHTS or not _holds_experts(module) or isinstance(_gate_of(module), str):
-        return False
-    return is_turned == _is_transposed(module)
+    return name in _WEIGHTS and is_known(module) and is_turned == is_transposed(module)
 
 
-def _is_transposed(module: Any) -> bool:
+def is_known(module: nn.Module) -> bool:
+    """Whether it is a module of experts whose arithmetic the kernels have."""
+    return _holds_experts(module) and not isinstance(_gate_of(module), str)
+
+
+def is_transposed(module: Any) -> bool:
+    """Whether weights of these experts have inputs before outputs."""
     return type(module).__name__ == _DENSE or module.is_transposed
+
+
+def is_interleaved(module: Any) -> bool:
+    """Whether a row of the gate is followed by one of up, and so on."""
+    return type(module).__name__ != _DENSE and not module.is_concatenated
 
 
 def _packed(
@@ -185,26 +209,26 @@ def _packed(
     kernels: Kernels,
     quantization: WeightFormat | None,
     stand_ins: StandIns,
+    group: RankGroup,
 ) -> PackedExperts:
-    is_dense, is_transposed = type(module).__name__ == _DENSE, _is_transposed(module)
-    is_interleaved = not is_dense and not module.is_concatenated
+    is_dense = type(module).__name__ == _DENSE
     gate_up_XED, down_XDI = module.gate_up_proj.detach(), module.down_proj.detach()
-    if is_transposed:
+    if is_transposed(module):
         gate_up_XED, down_XDI = gate_up_XED.transpose(1, 2), down_XDI.transpose(1, 2)
     biases: list[Tensor | None] = [None, None]
     if not is_dense and module.has_bias:
         biases = [module.gate_up_proj_bias.detach(), module.down_proj_bias.detach()]
     gate_up_X: Sequence[Tensor | Sequence[Tensor] | CodedWeight] = gate_up_XED.unbind()
-    if is_interleaved:
+    if is_interleaved(module):
         gate_up_X = [(weight_ED[::2], weight_ED[1::2]) for weight_ED in gate_up_XED]
         if biases[0] is not None:
             biases[0] = torch.cat((biases[0][:, ::2], biases[0][:, 1::2]), dim=1)
     down_X: Sequence[Tensor | CodedWeight] = down_XDI.unbind()
     if (stored := stand_ins.stored(module.gate_up_proj)) is not None:
-        gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved)
+        gate_up_X = _CodesOfExperts(stored, is_interleaved=is_interleaved(module))
     if (stored := stand_ins.stored(module.down_proj)) is not None:
         down_X = _CodesOfExperts(stored, is_interleaved=False)
     weights = ExpertWeights(gate_up_X, down_X, *biases, dtype=down_XDI.dtype)
     experts = kernels.pack_experts(weights, gate, quantization)
     kind = PackedDenseExperts if is_dense else PackedExperts
-    return kind(experts, len(down_XDI), gate_up_XED.nbytes + down_XDI.nbytes)
+    return kind(experts, len(down_XDI), gate_up_XED.nbytes + down_XDI.nbytes, group)

@@ -36,6 +36,7 @@ from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_token_ids
+from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import replace_experts
 from outdraft.models.loader import tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
@@ -138,7 +139,7 @@ def load_transformers_model(
             source = _source(path, checkpoint, dtype, torch.device(device), group)
             model = _loaded(kind, source, plain_config(config), dtype, name)
     model = text_part(model)
-    spreads = divide(model, group)
+    spreads, sums = divide(model, group), divide_experts(model, group)
     stand_ins = StandIns()
     stand_ins.put(model, keeps_codes if torch.device(device).type == "cpu" else _keeps_nothing)
     if quantization is not None and stand_ins.kept:
@@ -157,7 +158,7 @@ def load_transformers_model(
     if left_out := leave_out_unreached(model, reached):
         _logger.info("%s: texts do not meet %s: left out", path, ", ".join(left_out))
     shape = _shape(path, config, list(attention.values()), moves)
-    replace_experts(model, kernels, quantization, stand_ins)
+    replace_experts(model, kernels, quantization, stand_ins, sums)
     fuse_layers(model, kernels, quantization, group, stand_ins)
     pack_products(model, kernels, quantization, spreads, stand_ins)
     stand_ins.read_rest(model)

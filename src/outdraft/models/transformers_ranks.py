@@ -2,7 +2,7 @@
 
 The plan names products whose outputs are spread over the ranks ("colwise"), and products that read
 such outputs and whose results are summed ("rowwise"). What it does not name, or spreads in other
-ways, is whole on every rank, as experts are.
+ways, is whole on every rank, but for experts: expert_parts.py divides those.
 
 Dimension key: D inputs, E outputs.
 """

@@ -87,12 +87,22 @@ class Machine:
 
     Attributes:
         graphs: "full", "piecewise" (attention outside) or "none".
+        shared_bandwidth: bytes a second, as a card's, of a memory that all cards share: ranks on
+            one CPU. None: each card has its own.
     """
 
     card: Card
     num_cards: int
     link: Link | None
     graphs: str = "full"
+    shared_bandwidth: float | None = None
+
+    def bandwidth(self, num_busy: int) -> float:
+        """Bytes a second that each of so many cards reads when they read at once."""
+        reached = self.card.constants.bandwidth_efficiency
+        if self.shared_bandwidth is None:
+            return self.card.bandwidth * reached
+        return min(self.card.bandwidth, self.shared_bandwidth / num_busy) * reached
 
 
 def find_machine(text: str, interconnect: str | None = None, graphs: str = "full") -> Machine:

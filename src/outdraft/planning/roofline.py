@@ -41,7 +41,8 @@ class Setup:
 
     Attributes:
         tp: cards that share the target, and
-        draft_tp: the drafter.
+        draft_tp: a drafter. All cards of the target draft: groups of so many cards, each with a
+            drafter of its own, for a part of the requests.
     """
 
     target: Network
@@ -54,13 +55,20 @@ class Setup:
     def __post_init__(self) -> None:
         """
         Raises:
-            ConfigError: there are fewer cards than one of the two is to be shared by.
+            ConfigError: there are fewer cards than one of the two is to be shared by, or groups
+                that share a drafter do not divide the target's cards.
         """
         cards = self.machine.num_cards
         if not 1 <= self.tp <= cards or not 1 <= self.draft_tp <= cards:
             raise ConfigError(
                 f"tp {self.tp} and draft_tp {self.draft_tp} must be between 1 and the {cards} cards"
             )
+        if self.tp % self.draft_tp:
+            raise ConfigError(f"draft_tp {self.draft_tp} must divide tp {self.tp}")
+
+    @property
+    def num_draft_groups(self) -> int:
+        return self.tp // self.draft_tp
 
     def variants(self) -> list[tuple["Setup", "Setup"]]:
         """With one constant of the machine at the ends of its range, for each constant."""
@@ -108,31 +116,15 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
     work, constants = setup.workload, setup.machine.card.constants
     shares_P = _arrivals((num_requests - 1) * tokens_a_step / work.output_tokens)
     prompts_P = np.arange(len(shares_P))
-    context = num_requests * work.context_tokens
-    prompt_rows_P = prompts_P * work.prompt_tokens
-    rows_P = num_requests * (1 + length) + prompt_rows_P
-    target_P, messages_P = _pass(
-        setup.target,
-        setup.machine,
-        setup.tp,
-        rows_P,
+    rows = _Rows(
+        num_requests * (1 + length) + prompts_P * work.prompt_tokens,
         num_requests * (1 + length) + prompts_P,
-        context,
+        num_requests * work.context_tokens,
     )
+    target_P, messages_P = _pass(setup.target, setup.machine, setup.tp, setup.tp, rows)
     draft_P, draft_messages_P = np.zeros_like(target_P), np.zeros_like(target_P)
-    num_passes = setup.drafter.num_passes(length)
-    if num_passes:
-        network = setup.drafter.shape(length)
-        picked_P = np.full_like(rows_P, num_requests)
-        place = (setup.machine, setup.draft_tp)
-        # The first pass reads what the last step brought, too, and new prompts.
-        first, first_messages = _pass(network, *place, rows_P, picked_P, context)
-        later, later_messages = _pass(network, *place, picked_P, picked_P, context)
-        extra_bytes = network.extra_parameters * BYTES[network.dtype] / setup.draft_tp
-        extra_s = extra_bytes / setup.machine.card.bandwidth / constants.bandwidth_efficiency
-        host_s = num_passes * constants.draft_us / _MEGA
-        draft_P = first + (num_passes - 1) * later + extra_s + host_s
-        draft_messages_P = first_messages + (num_passes - 1) * later_messages
+    if setup.drafter.num_passes(length):
+        draft_P, draft_messages_P = _draft(setup, num_requests, prompts_P, length)
     return StepTime(
         target_s=float(shares_P @ target_P),
         draft_s=float(shares_P @ draft_P),
@@ -140,6 +132,45 @@ def step_time(setup: Setup, num_requests: int, length: int, tokens_a_step: float
         draft_communication_s=float(shares_P @ draft_messages_P),
         host_s=(constants.step_us + num_requests * constants.request_us) / _MEGA,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What a pass computes, by number of arriving prompts.
+
+    Attributes:
+        all_P: its rows, and
+        picked_P: those that logits are computed for.
+        context: tokens of all requests in the cache.
+    """
+
+    all_P: np.ndarray
+    picked_P: np.ndarray
+    context: float
+
+
+def _draft(
+    setup: Setup, num_requests: int, prompts_P: np.ndarray, length: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds of drafting, and of its messages.
+
+    Groups draft at the same time, so the one counts that has the most requests and prompts.
+    """
+    groups, place = setup.num_draft_groups, (setup.machine, setup.draft_tp)
+    busy = min(groups, num_requests) * setup.draft_tp
+    own, own_prompts_P = -(-num_requests // groups), -(-prompts_P // groups)
+    context = own * setup.workload.context_tokens
+    one_each_P = np.full_like(prompts_P, own)
+    # The first pass reads what the last step brought, too, and new prompts.
+    read_P = own * (1 + length) + own_prompts_P * setup.workload.prompt_tokens
+    network, num_passes = setup.drafter.shape(length), setup.drafter.num_passes(length)
+    first, first_messages = _pass(network, *place, busy, _Rows(read_P, one_each_P, context))
+    later, later_messages = _pass(network, *place, busy, _Rows(one_each_P, one_each_P, context))
+    extra_bytes = network.extra_parameters * BYTES[network.dtype] / setup.draft_tp
+    extra_s = extra_bytes / setup.machine.bandwidth(busy)
+    host_s = num_passes * setup.machine.card.constants.draft_us / _MEGA
+    seconds_P = first + (num_passes - 1) * later + extra_s + host_s
+    return seconds_P, first_messages + (num_passes - 1) * later_messages
 
 
 def mean_rows(setup: Setup, num_requests: int, length: int, tokens_a_step: float) -> float:
@@ -157,35 +188,29 @@ def _arrivals(mean: float) -> np.ndarray:
 
 
 def _pass(
-    network: Network,
-    machine: Machine,
-    num_cards: int,
-    rows_P: np.ndarray,
-    picked_P: np.ndarray,
-    context: float,
+    network: Network, machine: Machine, num_cards: int, num_busy: int, rows: _Rows
 ) -> tuple[np.ndarray, np.ndarray]:
     """Seconds of computing, and of messages.
 
     Args:
-        rows_P: rows of the pass, and
-        picked_P: those that logits are computed for.
-        context: tokens of all requests in the cache.
+        num_cards: that share the network, of
+        num_busy: that compute at the same time.
     """
     card, constants = machine.card, machine.card.constants
-    bandwidth = card.bandwidth * constants.bandwidth_efficiency * num_cards
+    bandwidth = machine.bandwidth(num_busy) * num_cards
     peak = card.peak(network.dtype) * constants.compute_efficiency * num_cards
     layers_P = overlapped(
-        network.layer_bytes(rows_P) / bandwidth, network.row_operations * rows_P / peak
+        network.layer_bytes(rows.all_P) / bandwidth, network.row_operations * rows.all_P / peak
     )
     head_peak = card.peak("bf16") * constants.compute_efficiency * num_cards
     head_bytes = network.head_parameters * BYTES["bf16"]
     head_operations = 2.0 * network.head_parameters
-    head_P = overlapped(head_bytes / bandwidth, head_operations * picked_P / head_peak)
-    kv_s = context * network.kv_bytes_per_token / bandwidth
+    head_P = overlapped(head_bytes / bandwidth, head_operations * rows.picked_P / head_peak)
+    kv_s = rows.context * network.kv_bytes_per_token / bandwidth
     seconds_P = np.asarray(_launches(machine).around(layers_P + head_P + kv_s, network.num_layers))
     if num_cards == 1 or machine.link is None:
         return seconds_P, np.zeros_like(seconds_P)
-    row_bytes_P = rows_P * network.hidden_size * BYTES["bf16"]
+    row_bytes_P = rows.all_P * network.hidden_size * BYTES["bf16"]
     one_P = machine.link.all_reduce_s(row_bytes_P, num_cards) * constants.communication_factor
     return seconds_P, (2 * network.num_layers + 1) * one_P
 

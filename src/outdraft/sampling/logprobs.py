@@ -6,7 +6,9 @@ Dimension key: R rows, V vocabulary, K best tokens.
 import torch
 from torch import Tensor
 
-SCORED_LOGITS = 1 << 19  # that are scored at the same time: 2 MB in each temporary tensor
+SCORED_LOGITS = (
+    1 << 17
+)  # that are scored at the same time: half a megabyte in each temporary tensor
 
 
 def gather_logprobs(

@@ -83,6 +83,26 @@ def test_a_part_of_joined_weights_is_read_from_each(
     assert sum(rows for rows, _ in sizes_read) == count
 
 
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("is_outputs", [False, True])
+def test_a_part_of_stacked_weights_is_read_of_each(
+    is_outputs: bool, is_turned: bool, places: dict[str, Place], sizes_read: list[tuple[int, ...]]
+) -> None:
+    """As experts that have gate and up below one another."""
+    upper = deferred(places, "upper")
+    stack = torch.cat([torch.stack([upper, upper]), torch.stack([upper, upper])], dim=1)
+    want = torch.cat([NUMBERS["upper"]] * 2).expand(2, 12, 4)
+    dim = 1 if is_outputs else 2
+    if is_turned:
+        stack, want, dim = stack.transpose(1, 2), want.transpose(1, 2), 3 - dim
+    first, count = (4, 5) if is_outputs else (1, 2)
+    part = stack.narrow(dim, first, count).clone()
+    assert sizes_read == []
+    assert torch.equal(read(part), want.narrow(dim, first, count))
+    size = (2, 4, 3, 4) if is_outputs else (6, 2, 6, 2)
+    assert sizes_read == [size[:2], size[2:]] * 2
+
+
 def test_what_cannot_stay_unread_is_computed_with_its_numbers(places: dict[str, Place]) -> None:
     assert torch.equal(deferred(places, "upper")[::2] + 0, NUMBERS["upper"][::2])
     turned = deferred(places, "upper").T

@@ -19,7 +19,6 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.choose import load_language_model
 from outdraft.models.experts import PackedExperts
 from outdraft.models.layers.linear import linears_of
-from outdraft.models.transformers_layers import FusedBlock
 from tests.models.checkpoints import chunked_logits
 from tests.models.families import randomised_family
 from tests.models.quantized.families import EXPERTS, finish, save_family, save_gpt_oss
@@ -196,7 +195,7 @@ CUT = "a rank's part begins in the middle of a group"
 # Families, formats, what config.json calls otherwise; the part of the codes that a rank has, and
 # why other weights are numbers.
 OVER_RANKS: list[tuple[str, Format, dict[str, Any], float, str]] = [
-    ("qwen-3-moe", gptq(group=32), EXPERTS, 0.5, ""),  # of the products, experts are whole
+    ("qwen-3-moe", gptq(group=32), EXPERTS, 0.5, ""),
     ("gemma-3", awq(group=32), {}, 0.5, ""),
     ("gemma-3", compressed("pack-quantized", bits=8), {}, 0.5, ""),
     ("gemma-3", gptq(group=64), {"intermediate_size": 192}, 0.5, CUT),
@@ -237,10 +236,31 @@ def test_each_rank_keeps_its_part_of_the_codes(
     assert all(reason in line for line in told)
 
 
-def coded_bytes(model: LanguageModel) -> int:
-    """What products take whose weights are codes, those of dense blocks among them."""
+def test_experts_whose_parts_would_begin_within_a_group_are_whole_codes_on_each_rank(
+    tmp_path: Path,
+) -> None:
+    changes = {"moe_intermediate_size": 96}
+    theirs = save_family("qwen-3-moe", tmp_path, gptq(group=32), rounds=False, **changes)
+    ids_T = tokens(23) % 61
+    with torch.no_grad():
+        wanted_TV = theirs(ids_T[None]).logits[0]
+    whole = coded_bytes(loaded(tmp_path), of_experts=True)
+
+    def part(ranks: Ranks) -> tuple[torch.Tensor, int]:
+        model = loaded(tmp_path, group=ranks.target)
+        return chunked_logits(model, ids_T, [23]), coded_bytes(model, of_experts=True)
+
+    (first_TS, first), (second_TS, second) = on_ranks(2, 1, part)
+    got_TV = torch.cat([first_TS, second_TS], dim=1)[:, :61]
+    assert (got_TV - wanted_TV).abs().max() <= 4 * MODEL_ROUNDING * wanted_TV.abs().max()
+    assert first == second == whole > 0
+
+
+def coded_bytes(model: LanguageModel, *, of_experts: bool = False) -> int:
+    """What products take whose weights are codes, those of blocks and experts among them."""
     assert isinstance(model, torch.nn.Module)
-    blocks = [one.experts for one in model.modules() if isinstance(one, FusedBlock)]
-    found = [(one.format, one.packed_bytes) for one in linears_of(model)]
-    found += [(one.experts.format, one.packed_bytes) for one in blocks]
+    blocks = experts_of(model)
+    found = [(one.experts.format, one.packed_bytes) for one in blocks]
+    if not of_experts:
+        found += [(one.format, one.packed_bytes) for one in linears_of(model)]
     return sum(size for kept, size in found if kept in QUANTIZATIONS)

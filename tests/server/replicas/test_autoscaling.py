@@ -28,6 +28,8 @@ FLAGS = (
     *("--kv-cache-memory-bytes", "64Mi", "--max-num-seqs", "8", "--no-enable-prefix-caching"),
 )
 SHORT = {"max_tokens": 300}
+# Far longer than what lies between two requests, so that a replica that leaves has one.
+MIDDLE = {"max_tokens": 600, "temperature": 1}
 LONG = {"max_tokens": 900, "n": 16, "temperature": 1}  # longer than the drain timeout
 
 
@@ -88,7 +90,7 @@ def test_a_replica_comes_with_load_and_leaves_once_its_requests_have_ended(serve
     assert has_replicas(served, 1)
     with clients(served, 6, **SHORT) as many:
         wait_for(lambda: has_replicas(served, 2), SCALED_S)
-    with clients(served, 1, **SHORT) as few:  # one replica is enough, but both have requests
+    with clients(served, 1, **MIDDLE) as few:  # one replica is enough, but both have requests
         wait_for(lambda: has_replicas(served, 1), SCALED_S)
     assert {ending for one in (many, few) for each in one.values() for ending in each} == {"length"}
     [number] = leavings(served)

@@ -1,8 +1,8 @@
 """Parameters of a checkpoint that are not read yet: quantised ones, and those of which a rank
 needs a part.
 
-A loader of another library may stack such tensors, put them below one another, turn them, or cut
-plain ones: it gets tensors that are still not read. All else is computed with their numbers.
+A loader of another library may stack such tensors, put them below one another, turn or cut them: it
+gets tensors that are still not read. All else is computed with their numbers.
 
 Dimension key: X experts, D inputs, E outputs.
 """
@@ -162,21 +162,31 @@ def _turned(x: DeferredTensor, dim0: int, dim1: int) -> StoredParameter | None:
 def _cut(
     x: DeferredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> StoredParameter | None:
+    """Some outputs or inputs, of a stack those of all experts."""
     old = x.stored
-    weights = old.rows_X[0]
-    if old.is_stack or old.is_turned or step != 1:
+    last = len(old.shape) - 1
+    dim %= last + 1
+    if step != 1 or dim < last - 1:
         return None
     first, stop, _ = slice(start, end).indices(old.shape[dim])
-    if dim % 2:
-        rows = [one.part(slice(0, one.shape[0]), slice(first, stop)) for one in weights]
-        return StoredParameter([rows], False, False, old.dtype)
+    cut = _columns if (dim == last) != old.is_turned else _rows
+    rows_X = [cut(weights, first, stop) for weights in old.rows_X]
+    return StoredParameter(rows_X, old.is_stack, old.is_turned, old.dtype)
+
+
+def _columns(weights: Sequence[StoredWeight], first: int, stop: int) -> list[StoredWeight]:
+    return [one.part(slice(0, one.shape[0]), slice(first, stop)) for one in weights]
+
+
+def _rows(weights: Sequence[StoredWeight], first: int, stop: int) -> list[StoredWeight]:
+    """Some outputs of weights that lie one below the other."""
     rows, above = list[StoredWeight](), 0
     for one in weights:
         own = slice(max(0, first - above), min(one.shape[0], stop - above))
         if own.start < own.stop:
             rows.append(one.part(own, slice(0, one.shape[1])))
         above += one.shape[0]
-    return StoredParameter([rows], False, False, old.dtype)
+    return rows
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[StoredParameter]:
