@@ -194,7 +194,8 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
     std::memcpy(rest, tile_at + num_whole * kBlockBytes, rest_bytes);
     std::memset(rest + rest_bytes, 0, kBlockBytes - rest_bytes);
   }
-  // Who is alone fetches what comes soon; several pairs fetch a part each of what comes a strip later.
+  // Who is alone fetches what comes soon; several pairs fetch a part each of the next strip. The next
+  // tile would push long rows out of the second cache before it is met.
   const bool is_alone = num_pairs == 1;
   const int64_t lines = (kBlockLines + num_pairs - 1) / num_pairs;
   const int64_t distance = is_alone ? kNear : kStripBytes;

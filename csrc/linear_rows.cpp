@@ -71,7 +71,7 @@ void multiply_gated(MultiplyTile multiply, const LinearWeights& weights, const I
   }
 }
 
-// Rows lie far apart, and a core that stores waits for few lines at once: they are asked for before.
+// A core waits for few lines to which it stores, so rows are asked for some rows before.
 void store_tile(const float* sums, const float* bias, Rows y, int64_t num_rows, int64_t first,
                 int64_t count) {
   constexpr int64_t kRowsAhead = 6;
