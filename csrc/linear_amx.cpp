@@ -29,6 +29,7 @@ namespace outdraft {
 namespace {
 
 constexpr int64_t kStripBlocks = 8;  // a third of the nearest cache
+constexpr int64_t kStripBytes = kStripBlocks * kBlockBytes;
 constexpr int64_t kMostBlocks = 16, kFewBlocks = 2;  // decoded, for several pairs and for one
 constexpr int64_t kAwakeBlocks = 4;
 constexpr int64_t kGroupSums = kMatrixRows * kTile;
@@ -193,18 +194,19 @@ void multiply_bf16(const LinearWeights& weights, const Inputs& x, int64_t num_ro
     std::memcpy(rest, tile_at + num_whole * kBlockBytes, rest_bytes);
     std::memset(rest + rest_bytes, 0, kBlockBytes - rest_bytes);
   }
-  // Who is alone fetches what comes soon; several pairs fetch a part of the next tile each.
+  // Who is alone fetches what comes soon; several pairs fetch a part each of the next strip. The next
+  // tile would push long rows out of the second cache before it is met.
   const bool is_alone = num_pairs == 1;
   const int64_t lines = (kBlockLines + num_pairs - 1) / num_pairs;
-  const char* ahead = tile_at + (is_alone ? kNear : weights.tile_bytes);
+  const int64_t distance = is_alone ? kNear : kStripBytes;
   const int64_t num_blocks = num_whole + (rest_bytes > 0);
   const int64_t num_strips = is_alone ? 1 : num_blocks / kStripBlocks + 1;
   for (int64_t strip = 0; strip < num_strips; ++strip) {
     const int64_t first = num_blocks * strip / num_strips;
     const int64_t end = num_blocks * (strip + 1) / num_strips;
-    for (int64_t pair = 0; pair < num_pairs; ++pair) {
-      const char* own_ahead = ahead + pair * num_blocks * lines * kLine;
-      Bf16Blocks blocks = {tile_at, num_whole, rest, own_ahead, lines, is_alone};
+    const char* ahead = tile_at + first * kBlockBytes + distance;
+    for (int64_t pair = 0; pair < num_pairs; ++pair, ahead += (end - first) * lines * kLine) {
+      Bf16Blocks blocks = {tile_at, num_whole, rest, first, ahead, lines, is_alone};
       groups.multiply(Strip<Bf16Blocks>{blocks, first, end, strip == 0, is_alone}, pair, nullptr,
                       [](const Group&) {});
     }

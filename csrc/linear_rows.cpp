@@ -71,10 +71,16 @@ void multiply_gated(MultiplyTile multiply, const LinearWeights& weights, const I
   }
 }
 
+// A core waits for few lines to which it stores, so rows are asked for some rows before.
 void store_tile(const float* sums, const float* bias, Rows y, int64_t num_rows, int64_t first,
                 int64_t count) {
+  constexpr int64_t kRowsAhead = 6;
   with_numbers(y.numbers, y.dtype == Dtype::kBfloat16, [&](auto* to) {
     for (int64_t r = 0; r < num_rows; ++r) {
+      if (r + kRowsAhead < num_rows) {
+        const auto* ahead = to + (r + kRowsAhead) * y.stride + first;
+        for (int64_t e = 0; e < count; e += kLineBytes / sizeof(*to)) prefetch_to_store(ahead + e);
+      }
       for_numbers(count, [&](int64_t e, auto sum) {
         using Kind = decltype(sum);
         sum = read<Kind>(sums + r * kTile + e);

@@ -36,16 +36,17 @@ struct Bf16Blocks {
   const char* tile;
   int64_t num_whole;
   const char* rest;     // a last block, filled with zeros
-  const char* ahead;    // what the cache fetches meanwhile, less what earlier blocks have fetched
+  int64_t first;        // of those that are met
+  const char* ahead;    // what the caches fetch meanwhile, from the first block on
   int64_t ahead_lines;  // for each block
-  bool is_soon;
+  bool is_soon;         // it goes to the nearest cache
 
   const char* at(int64_t block) const {
     return block < num_whole ? tile + block * kBlockBytes : rest;
   }
 
   void fetch(int64_t block, int64_t half) const {
-    const char* from = ahead + block * ahead_lines * kLine;
+    const char* from = ahead + (block - first) * ahead_lines * kLine;
     const int64_t end = half == 0 ? ahead_lines / 2 : ahead_lines;
     for (int64_t line = half == 0 ? 0 : ahead_lines / 2; line < end; ++line) {
       is_soon ? prefetch(from + line * kLine) : prefetch_far(from + line * kLine);

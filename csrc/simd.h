@@ -163,6 +163,8 @@ inline uint16_t to_bf16(float x) {
 inline void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 inline void prefetch_far(const void* address) { __builtin_prefetch(address, 0, 2); }  // not nearest
 
+inline void prefetch_to_store(const void* address) { __builtin_prefetch(address, 1, 3); }
+
 // Wait for these bytes, line by line.
 inline void touch(const void* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) {
