@@ -35,6 +35,17 @@ def test_transformers_renders_the_same():
     assert template(source).render(HELLO) == expected
 
 
+@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d"])
+def test_a_template_may_tell_the_date(form):
+    # gpt-oss, Mistral Small 3 and Llama 3.2 do
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = f"{{{{ strftime_now('{form}') }}}} {{{{ messages[0].content }}}}"
+    [before], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    ours = template(source).render(HELLO)
+    [behind], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert ours in (before, behind)
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 

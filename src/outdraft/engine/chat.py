@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
+        environment.globals["strftime_now"] = _now_as  # pyright: ignore[reportArgumentType]
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
@@ -265,6 +267,11 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 def _raise(message: str) -> None:
     raise TemplateError(message)
+
+
+def _now_as(form: str) -> str:
+    """The local time: templates tell the model today's date."""
+    return datetime.now().strftime(form)
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
