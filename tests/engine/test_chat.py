@@ -46,6 +46,19 @@ def test_a_template_may_tell_the_date(form):
     assert ours in (before, behind)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}<{% generation %}\n{{ m.content }}\n{% endgeneration %}\n>{% endfor %}",
+        "{% set x = 1 %}{%- generation -%} {% set x = 2 %}{{ x }} {%- endgeneration -%} {{ x }}",
+    ],
+)
+def test_what_is_marked_as_generated_is_written_as_it_is(source):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    [expected], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert template(source).render(HELLO) == expected
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Scope
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
@@ -52,6 +55,20 @@ def as_content_format(name: str) -> ContentFormat:
     return as_choice("chat_template_content_format", name, ContentFormat)
 
 
+class _Generation(Extension):
+    """{% generation %} marks for training what a model has written; it changes no text.
+
+    As in transformers, what is set inside is not known behind {% endgeneration %}.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Scope:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body).set_lineno(line)
+
+
 class ChatTemplate:
     """Renders messages as the model was trained to read them; the template runs in a sandbox."""
 
@@ -62,7 +79,9 @@ class ChatTemplate:
         content_format: ContentFormat = ContentFormat.AUTO,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
         environment.globals["strftime_now"] = _now_as  # pyright: ignore[reportArgumentType]
