@@ -59,6 +59,14 @@ def test_what_is_marked_as_generated_is_written_as_it_is(source):
     assert template(source).render(HELLO) == expected
 
 
+@pytest.mark.parametrize("options", ["separators=(',', ':')", "sort_keys=true", "true, 1"])
+def test_json_is_written_as_the_template_asks(options):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = f"{{{{ messages | tojson({options}) }}}}"
+    [expected], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert template(source).render(HELLO) == expected
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 
