@@ -195,10 +195,10 @@ def write(path: Path, config: dict | None, jinja: str | None = None) -> None:
         (path / "chat_template.jinja").write_text(jinja, "utf-8")
 
 
-def rendered(path: Path) -> str:
+def rendered(path: Path, **options) -> str:
     found = ChatTemplate.from_directory(path)
     assert found is not None
-    return found.render(HELLO)
+    return found.render(HELLO, **options)
 
 
 def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
@@ -222,6 +222,22 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
     write(tmp_path, {"chat_template": named})
     assert rendered(tmp_path) == "b"
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_conversations_with_tools_have_a_template_of_their_own(in_files, tmp_path):
+    with_tools = "{{ tools[0].function.name }}{{ bos_token }}"
+    if in_files:
+        write(tmp_path, {"bos_token": "<s>"}, "none")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools, "utf-8")
+    else:
+        named = [{"name": "default", "template": "none"}]
+        named.append({"name": "tool_use", "template": with_tools})
+        write(tmp_path, {"bos_token": "<s>", "chat_template": named})
+    assert rendered(tmp_path) == "none"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert rendered(tmp_path, tools=tools) == "f<s>"
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"])

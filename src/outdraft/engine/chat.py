@@ -91,6 +91,7 @@ class ChatTemplate:
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._of_tools: ChatTemplate | None = None  # writes conversations with tools in its place
         self.reads_parts = content_format is ContentFormat.OPENAI
         self.reads_text = not self.reads_parts
         if content_format is ContentFormat.AUTO:
@@ -101,16 +102,17 @@ class ChatTemplate:
     def from_directory(
         cls, path: Path, content_format: ContentFormat = ContentFormat.AUTO
     ) -> "ChatTemplate | None":
-        """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any."""
-        config = _tokenizer_config(path)
-        separate = path / "chat_template.jinja"
-        source = separate.read_text("utf-8") if separate.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            named: dict[str, str] = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default")
-        if source is None:
+        """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any.
+
+        Of several with names, `tool_use` is for conversations with tools, as in transformers.
+        """
+        sources, names = _named_sources(path), special_tokens(path)
+        if "default" not in sources:
             return None
-        return cls(source, special_tokens(path), content_format)
+        template = cls(sources["default"], names, content_format)
+        if "tool_use" in sources:
+            template._of_tools = cls(sources["tool_use"], names, content_format)
+        return template
 
     def render(
         self,
@@ -149,11 +151,12 @@ class ChatTemplate:
                 f"chat_template_kwargs cannot set {name!r}: it is a parameter of its own",
                 "chat_template_kwargs",
             )
-        readable = [self._readable(message) for message in messages]
+        writer = self._of_tools if self._of_tools is not None and tools is not None else self
+        readable = [writer._readable(message) for message in messages]
         if continue_final_message:
             readable[-1] = _marked(readable[-1])
         try:
-            text = self._rendered(
+            text = writer._rendered(
                 readable,
                 **(variables or {}),
                 tools=list(tools) if tools is not None else None,
@@ -266,6 +269,19 @@ def _cut_at_mark(text: str) -> str:
             "continue_final_message",
         )
     return before if behind.startswith(" ") else before.rstrip()
+
+
+def _named_sources(path: Path) -> dict[str, str]:
+    """A checkpoint's templates by name; one that has no name is the default."""
+    separate = path / "chat_template.jinja"
+    if separate.exists():
+        others = (path / "additional_chat_templates").glob("*.jinja")
+        files = {file.stem: file for file in others} | {"default": separate}
+        return {name: file.read_text("utf-8") for name, file in files.items()}
+    found = _tokenizer_config(path).get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return {} if found is None else {"default": found}
 
 
 def special_tokens(path: Path) -> dict[str, str]:
