@@ -367,6 +367,22 @@ def test_a_forced_call_that_is_cut_short_is_a_call(script, name, arguments, stre
         assert not any(message.content for message in messages)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_one_call_is_told_where_several_are_not_wanted(stream):
+    with serve(with_script(f"So: {CALL} {CALL}{CALL}"), tool_call_parser="hermes") as served:
+        answer = chat(served.client(), tools=[TOOL], parallel_tool_calls=False, stream=stream)
+        if stream:
+            choices = [choice for chunk in answer for choice in chunk.choices]
+            messages = [choice.delta for choice in choices]
+        else:
+            choices = answer.choices
+            messages = [choice.message for choice in choices]
+        [call] = [call for message in messages for call in message.tool_calls or ()]
+        assert call.function.name == "weather"
+        assert "".join(message.content or "" for message in messages) == "So:"
+        assert choices[-1].finish_reason == "tool_calls"
+
+
 def test_tool_choice_none_hides_the_tools():
     with serve(with_script(CALL), tool_call_parser="hermes") as served:
         answer = chat(served.client(), tools=[TOOL], tool_choice="none")
