@@ -46,6 +46,32 @@ def test_options_reach_the_template(llm: LLM):
     assert prompts_of(llm, STARTED, continue_final_message=True) == [[3, 5, 7]]
 
 
+CALLING = (
+    "{% for m in messages %}{{ m.content }} {% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }} {% for name in call.function.arguments %}{{ name }} {% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("silent", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ['{"w5": 1, "w6": 2}', {"w5": 1, "w6": 2}])
+def test_calls_of_functions_come_as_openai_writes_them(llm: LLM, silent, arguments):
+    call = {"type": "function", "id": "c", "function": {"name": "w4", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "tool_calls": [call], **silent},
+        {"role": "tool", "content": "w7", "tool_call_id": "c"},
+    ]
+    [output] = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=CALLING)
+    assert output.prompt_token_ids == [3, 4, 5, 6, 7]
+
+
+def test_arguments_of_a_call_are_an_object(llm: LLM):
+    call = {"type": "function", "function": {"name": "w4", "arguments": "[1]"}}
+    with pytest.raises(RequestError, match="JSON object"):
+        llm.chat([{"role": "assistant", "tool_calls": [call]}], chat_template=CALLING)
+
+
 def test_a_content_may_be_parts(llm: LLM):
     parts = [{"type": "text", "text": "w3"}, {"type": "text", "text": "w5"}]
     messages = [{"role": "user", "content": parts}]

@@ -239,6 +239,41 @@ class TextTokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
+def with_readable_calls(message: Message) -> Message:
+    """A message in OpenAI's form as templates read it; one without calls of functions as it is.
+
+    Arguments come parsed, as templates write JSON themselves. Where the calls are all that was
+    said, there is an empty text.
+
+    Raises:
+        RequestError: arguments are not a JSON object.
+    """
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = [_readable_call(call) for call in message["tool_calls"]]
+    content = message.get("content")
+    return {**message, "content": "" if content is None else content, "tool_calls": calls}
+
+
+def _readable_call(call: object) -> object:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(arguments, str):
+        return call
+    return {**call, "function": {**function, "arguments": parsed_arguments(arguments)}}
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Raises RequestError if they are not a JSON object."""
+    try:
+        arguments: object = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise RequestError("the arguments of a tool call must be a JSON object", "messages")
+    return arguments
+
+
 def _text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 

@@ -20,6 +20,7 @@ from outdraft.engine.chat import (
     TextTokenizer,
     as_content_format,
     special_tokens,
+    with_readable_calls,
 )
 from outdraft.engine.engine import Engine
 from outdraft.engine.generation_config import default_sampling
@@ -150,7 +151,7 @@ class LLM:
         several = [messages] if first is None or isinstance(first, Mapping) else messages
         texts = [
             template.render(
-                one,  # pyright: ignore[reportArgumentType]
+                [with_readable_calls(message) for message in one],  # pyright: ignore[reportArgumentType]
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
