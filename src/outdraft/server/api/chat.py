@@ -1,7 +1,7 @@
 """/v1/chat/completions."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -27,7 +27,13 @@ from outdraft.server.api.reasoning import (
 )
 from outdraft.server.api.reports import Row, content, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
-from outdraft.server.api.tools import CallFormat, ParsedCall, active_tools, call_format
+from outdraft.server.api.tools import (
+    CallFormat,
+    ParsedCall,
+    active_tools,
+    call_format,
+    hides_calls,
+)
 
 
 def chat_router(context: ApiContext) -> APIRouter:
@@ -46,6 +52,8 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         tools = active_tools(body)
         calls = call_format(body, tools, context.settings)
+        if hides_calls(calls, context.inputs.tokenizer):
+            params = replace(params, skip_special_tokens=False)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
