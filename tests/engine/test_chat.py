@@ -67,6 +67,15 @@ def test_json_is_written_as_the_template_asks(options):
     assert template(source).render(HELLO) == expected
 
 
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_thoughts_have_the_names_that_templates_read(name):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}/{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": "a", name: "hm"}]
+    [expected], _ = chat.render_jinja_template([messages], chat_template=source)
+    assert template(source).render(messages) == expected == "|/hm|hm/"
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 

@@ -182,7 +182,8 @@ class ChatTemplate:
         return _PROBE in text and not _NOTATION.search(text)
 
     def _readable(self, message: Message) -> dict[str, Any]:
-        """The message with its content in the form that the template reads."""
+        """The message with its content, and its thoughts, in the form that the template reads."""
+        message = _with_named_thoughts(message)
         content = message["content"]
         if isinstance(content, str):
             content = content if self.reads_text else [_text_part(content)]
@@ -237,6 +238,18 @@ class TextTokenizer:
             variables=variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _with_named_thoughts(message: Message) -> Message:
+    """What the model thought by all names that templates have for it, as in transformers: gpt-oss's
+    reads `thinking`."""
+    given = [message[name] for name in _THOUGHTS if message.get(name) is not None]
+    if not given:
+        return message
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
 
 
 def with_readable_calls(message: Message) -> Message:
