@@ -222,6 +222,16 @@ def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
     assert rendered(tmp_path) == "<日>|</s>||"
 
 
+def test_older_checkpoints_have_their_special_tokens_in_a_file_of_their_own(tmp_path):
+    config = {"chat_template": "{{ bos_token }}|{{ eos_token }}"}
+    write(tmp_path, config)
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert rendered(tmp_path) == "<s>|</s>"
+    write(tmp_path, {**config, "added_tokens_decoder": {}})  # not what transformers reads then
+    assert rendered(tmp_path) == "|"
+
+
 def test_the_template_file_comes_before_the_configuration(tmp_path):
     write(tmp_path, {"chat_template": "old", "bos_token": "<s>"}, "new {{ bos_token }}")
     assert rendered(tmp_path) == "new <s>"

@@ -334,9 +334,12 @@ def _named_sources(path: Path) -> dict[str, str]:
 
 def special_tokens(path: Path) -> dict[str, str]:
     """What a checkpoint's templates may write: bos_token, eos_token, ..."""
+    values, older = _tokenizer_config(path), path / "special_tokens_map.json"
+    if "added_tokens_decoder" not in values and older.exists():  # as transformers reads them
+        values |= read_json(older)
     return {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in _tokenizer_config(path).items()
+        for name, value in values.items()
         if name.endswith("_token") and value is not None and not isinstance(value, bool)
     }
 
