@@ -76,6 +76,18 @@ def test_thoughts_have_the_names_that_templates_read(name):
     assert template(source).render(messages) == expected == "|/hm|hm/"
 
 
+@pytest.mark.parametrize("written", ["+ call.function.arguments", "~ call.function.arguments.a"])
+def test_arguments_of_a_call_have_the_form_that_the_template_writes(written):
+    # DeepSeek V3.1's takes JSON, GLM's and Qwen's take an object
+    source = "{% for call in messages[0].tool_calls %}{{ call.function.name WRITTEN }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    rendered = template(source.replace("WRITTEN", written)).render(messages)
+    assert rendered == ('f{"a": "é"}' if written.startswith("+") else "fé")
+    with pytest.raises(RequestError, match="the chat template refused"):
+        template("{{ 1 + messages[0].tool_calls }}").render(messages)
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 

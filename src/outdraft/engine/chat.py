@@ -155,18 +155,33 @@ class ChatTemplate:
         readable = [writer._readable(message) for message in messages]
         if continue_final_message:
             readable[-1] = _marked(readable[-1])
+        options = {
+            **(variables or {}),
+            "tools": list(tools) if tools is not None else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = writer._rendered(
-                readable,
-                **(variables or {}),
-                tools=list(tools) if tools is not None else None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = writer._rendered_in_a_form(readable, options)
         except _RENDERING as error:  # content or variables of an unexpected shape
             raise RequestError(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _rendered_in_a_form(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """The messages; the arguments of calls are JSON as text if the template cannot write them
+        as objects. Most write them so themselves, but DeepSeek's do not."""
+        try:
+            return self._rendered(messages, **options)
+        except _RENDERING:
+            as_text = [_with_json_arguments(message) for message in messages]
+            if as_text == messages:
+                raise
+            try:
+                return self._rendered(as_text, **options)
+            except _RENDERING:
+                pass  # the first error is about what was sent
+            raise
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         # Templates tell "no tools" (None) from a name that they do not know.
@@ -274,6 +289,19 @@ def _readable_call(call: object) -> object:
     if not isinstance(arguments, str):
         return call
     return {**call, "function": {**function, "arguments": parsed_arguments(arguments)}}
+
+
+def _with_json_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls: list[Any] = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": arguments}}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
