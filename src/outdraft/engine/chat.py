@@ -18,10 +18,9 @@ from tokenizers import Tokenizer
 
 from outdraft.config.checks import as_choice
 from outdraft.core.errors import ConfigError, RequestError
+from outdraft.engine.chat_messages import Message, with_json_arguments, with_named_thoughts
 from outdraft.models.config import read_json
 from outdraft.models.quantized.gguf_metadata import is_gguf, tokenizer_config_of_gguf
-
-Message = Mapping[str, Any]
 
 _OWN_VARIABLES = {
     "messages",
@@ -174,7 +173,7 @@ class ChatTemplate:
         try:
             return self._rendered(messages, **options)
         except _RENDERING:
-            as_text = [_with_json_arguments(message) for message in messages]
+            as_text = [with_json_arguments(message) for message in messages]
             if as_text == messages:
                 raise
             try:
@@ -198,7 +197,7 @@ class ChatTemplate:
 
     def _readable(self, message: Message) -> dict[str, Any]:
         """The message with its content, and its thoughts, in the form that the template reads."""
-        message = _with_named_thoughts(message)
+        message = with_named_thoughts(message)
         content = message["content"]
         if isinstance(content, str):
             content = content if self.reads_text else [_text_part(content)]
@@ -253,66 +252,6 @@ class TextTokenizer:
             variables=variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
-
-
-_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-
-
-def _with_named_thoughts(message: Message) -> Message:
-    """What the model thought by all names that templates have for it, as in transformers: gpt-oss's
-    reads `thinking`."""
-    given = [message[name] for name in _THOUGHTS if message.get(name) is not None]
-    if not given:
-        return message
-    return {"thinking": given[0], **message, "reasoning_content": given[0]}
-
-
-def with_readable_calls(message: Message) -> Message:
-    """A message in OpenAI's form as templates read it; one without calls of functions as it is.
-
-    Arguments come parsed, as templates write JSON themselves. Where the calls are all that was
-    said, there is an empty text.
-
-    Raises:
-        RequestError: arguments are not a JSON object.
-    """
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
-    calls = [_readable_call(call) for call in message["tool_calls"]]
-    content = message.get("content")
-    return {**message, "content": "" if content is None else content, "tool_calls": calls}
-
-
-def _readable_call(call: object) -> object:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
-    if not isinstance(arguments, str):
-        return call
-    return {**call, "function": {**function, "arguments": parsed_arguments(arguments)}}
-
-
-def _with_json_arguments(message: Message) -> Message:
-    if not message.get("tool_calls"):
-        return message
-    calls: list[Any] = []
-    for call in message["tool_calls"]:
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if isinstance(function, Mapping) and isinstance(function.get("arguments"), Mapping):
-            arguments = json.dumps(function["arguments"], ensure_ascii=False)
-            call = {**call, "function": {**function, "arguments": arguments}}
-        calls.append(call)
-    return {**message, "tool_calls": calls}
-
-
-def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises RequestError if they are not a JSON object."""
-    try:
-        arguments: object = json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call must be a JSON object", "messages")
-    return arguments
 
 
 def _text_part(text: str) -> dict[str, str]:

@@ -16,12 +16,11 @@ from outdraft.engine.build import build_engine
 from outdraft.engine.chat import (
     ChatTemplate,
     ContentFormat,
-    Message,
     TextTokenizer,
     as_content_format,
     special_tokens,
-    with_readable_calls,
 )
+from outdraft.engine.chat_messages import Message, with_readable_calls
 from outdraft.engine.engine import Engine
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.inputs import Prompt, is_one_prompt

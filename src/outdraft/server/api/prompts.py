@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from outdraft.core.errors import RequestError
-from outdraft.engine.chat import parsed_arguments
+from outdraft.engine.chat_messages import parsed_arguments
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import (
     ChatMessage,
