@@ -8,6 +8,7 @@ from outdraft.engine.chat import ChatTemplate, TextTokenizer
 from outdraft.engine.llm import LLM
 from tests.engine.byte_level import tokenizer, with_start_token
 from tests.oracle.engines import config, engine
+from tests.oracle.engines import tokenizer as words
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 TEMPLATE = (
@@ -73,9 +74,9 @@ def test_arguments_of_a_call_are_an_object(llm: LLM):
 
 
 def test_the_template_comes_with_the_tokenizer(tmp_path):
-    tokenizer().save(str(tmp_path / "tokenizer.json"))
+    words().save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }} w8")
-    llm = LLM.from_config(config("qwen2", None, tokenizer=str(tmp_path)), engine("qwen2", "plain").models)
+    llm = LLM.from_config(config("qwen2", None, tokenizer=str(tmp_path)))
     [output] = llm.chat(ASKED, GREEDY, use_tqdm=False)
     assert output.prompt == "w3 w5 w8"
     assert llm.get_tokenizer().apply_chat_template(ASKED, tokenize=False) == "w3 w5 w8"
