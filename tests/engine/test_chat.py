@@ -49,7 +49,8 @@ def test_a_template_may_tell_the_date(form):
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for m in messages %}<{% generation %}\n{{ m.content }}\n{% endgeneration %}\n>{% endfor %}",
+        "{% for m in messages %}<{% generation %}\n{{ m.content }}\n{% endgeneration %}\n>"
+        "{% endfor %}",
         "{% set x = 1 %}{%- generation -%} {% set x = 2 %}{{ x }} {%- endgeneration -%} {{ x }}",
     ],
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.ext import Extension
-from jinja2.nodes import Scope
+from jinja2.nodes import Node, Scope
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
@@ -62,7 +62,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
 
-    def parse(self, parser: Parser) -> Scope:
+    def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return Scope(body).set_lineno(line)

@@ -57,8 +57,9 @@ def _calls(message: object) -> list[Any]:
 
 def _with_arguments(call: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """A call with other arguments, if it has some of this type."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    arguments = function.get("arguments") if isinstance(function, Mapping) else None
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = function.get("arguments")
     if not isinstance(arguments, kind):
         return call
     return {**call, "function": {**function, "arguments": change(arguments)}}

@@ -90,7 +90,7 @@ def test_logprobs_say_where_their_tokens_stand_in_the_text(stream, special):
 def test_all_tokens_of_a_prompt_may_be_named_by_their_ids(client, stream):
     options = {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0, "logprobs": 0, "stream": stream}
     answer = complete(client, **options, extra_body={"return_tokens_as_token_ids": True})
-    logprobs = (list(answer)[0] if stream else answer).choices[0].logprobs
+    logprobs = (next(iter(answer)) if stream else answer).choices[0].logprobs
     assert logprobs.tokens == ["token_id:5", "token_id:6", "token_id:7"]
 
 

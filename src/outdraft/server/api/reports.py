@@ -53,8 +53,8 @@ def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
 class CompletionLogprobs:
     """For /v1/completions: parallel lists, with an offset into the choice's text.
 
-    Tokens that make one character together have its offset. A token that the text leaves out has the
-    offset of what follows it.
+    Tokens that make one character together have its offset. A token that the text leaves out has
+    the offset of what follows it.
     """
 
     num_top: int  # most likely tokens to tell; the chosen one is always told
@@ -77,10 +77,7 @@ class CompletionLogprobs:
             result["tokens"].append(_name(chosen, row[chosen].decoded_token, self.as_ids))
             result["token_logprobs"].append(finite(row[chosen].logprob))
             result["top_logprobs"].append(
-                {
-                    _name(i, row[i].decoded_token, self.as_ids): finite(row[i].logprob)
-                    for i in shown
-                }
+                {_name(i, row[i].decoded_token, self.as_ids): finite(row[i].logprob) for i in shown}
             )
         return result
 
