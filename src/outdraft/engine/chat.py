@@ -103,7 +103,7 @@ class ChatTemplate:
     ) -> "ChatTemplate | None":
         """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any.
 
-        Of several with names, `tool_use` is for conversations with tools, as in transformers.
+        The one named `tool_use` is for conversations with tools, as in transformers.
         """
         sources, names = _named_sources(path), special_tokens(path)
         if "default" not in sources:
