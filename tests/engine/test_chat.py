@@ -89,6 +89,27 @@ def test_arguments_of_a_call_have_the_form_that_the_template_writes(written):
         template("{{ 1 + messages[0].tool_calls }}").render(messages)
 
 
+R1 = (
+    "{% for m in messages %}{% if m.content is none %}"
+    "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content + '.' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (R1, 'h.f{"a": 1}'),
+        ("{% for m in messages %}{{ m.content + '.' }}{{ m.tool_calls }}{% endfor %}", None),
+    ],
+)
+def test_calls_without_a_text_are_written(source, expected):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "h"}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert template(source).render(messages) == (expected or f"h..{[call]}")
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 

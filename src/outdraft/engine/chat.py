@@ -96,6 +96,8 @@ class ChatTemplate:
         if content_format is ContentFormat.AUTO:
             self.reads_parts = self._shows([_text_part(_PROBE)])
             self.reads_text = self._shows(_PROBE) or not self.reads_parts
+        self._calls_say_nothing = False  # of DeepSeek R1, which passes over calls beside a text
+        self._calls_say_nothing = not self._shows_call("") and self._shows_call(None)
 
     @classmethod
     def from_directory(
@@ -195,11 +197,27 @@ class ChatTemplate:
             return False
         return _PROBE in text and not _NOTATION.search(text)
 
+    def _shows_call(self, content: str | None) -> bool:
+        """Whether the template writes a call of a function that stands beside such a content."""
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": _PROBE, "arguments": {}},
+        }
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        messages = [self._readable(one) for one in ({"role": "user", "content": "a"}, answer)]
+        try:
+            return _PROBE in self._rendered_in_a_form(messages, {})
+        except _RENDERING:
+            return False
+
     def _readable(self, message: Message) -> dict[str, Any]:
         """The message with its content, and its thoughts, in the form that the template reads."""
         message = with_named_thoughts(message)
         content = message["content"]
-        if isinstance(content, str):
+        if self._calls_say_nothing and message.get("tool_calls") and not content:
+            content = None
+        elif isinstance(content, str):
             content = content if self.reads_text else [_text_part(content)]
         elif isinstance(content, Sequence) and not self.reads_parts:
             content = "\n".join(_text_of(part) for part in content)  # as vLLM does
