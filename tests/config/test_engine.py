@@ -33,6 +33,13 @@ def test_options_go_to_the_part_that_owns_them():
     )
 
 
+def test_the_policy_has_vllms_name_too():
+    config = EngineConfig.from_options(model="m", scheduling_policy="priority")
+    assert config.scheduler.policy == "priority"
+    with pytest.raises(ConfigError, match="'policy' has two names"):
+        EngineConfig.from_options(model="m", scheduling_policy="priority", policy="fcfs")
+
+
 def test_no_options_are_the_defaults():
     assert EngineConfig.from_options(model="m") == EngineConfig(model="m")
 

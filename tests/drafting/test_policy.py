@@ -591,6 +591,15 @@ def test_proposers_learn_from_texts_that_ended_but_not_from_aborted_ones(reason,
     assert [p.finished for p in proposers] == [[("a", text)]] * 2
 
 
+def test_proposers_learn_nothing_from_a_text_with_a_salt():
+    proposers = [ngram(), suffix()]
+    one = request()
+    one = Request("a", [1], one.params, seed=0, max_model_len=9, cache_salt="secret")
+    one.finish_reason = FinishReason.STOP
+    policy(*proposers).finish(one)
+    assert [p.finished for p in proposers] == [[("a", None)]] * 2
+
+
 def test_a_proposer_that_forgets_a_request_is_caught():
     class Forgetful(ScriptedProposer):
         def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:

@@ -150,8 +150,22 @@ def test_a_stop_token_ends_the_text_even_if_it_completes_a_stop_string():
         if not caller.output.finished:
             caller.step(WorkResult((b,)))
         assert (caller.completion.finish_reason, caller.completion.stop_reason) == ("stop", reason)
-        assert caller.completion.text == ("ab" if last == b else "")
+        assert caller.completion.text == ("a" if last == b else "")
         assert caller.num_told_to_stop == (reason == "b")
+
+
+@pytest.mark.parametrize("is_included", [False, True])
+def test_a_stop_token_is_in_the_text_if_that_is_asked_for(is_included):
+    a, b = byte_ids("ab")
+    for last, text in ((b, "b"), (EOS, "</s>")):
+        caller = Caller(
+            stop_token_ids=[b],
+            include_stop_str_in_output=is_included,
+            skip_special_tokens=False,
+        )
+        caller.step(WorkResult((a, last), (0,), (a,), (0,)), CHAIN)
+        assert caller.completion.text == ("a" + text if is_included else "a")
+        assert caller.completion.token_ids == [a, last]
 
 
 def test_the_engine_is_not_told_of_a_stop_string_at_its_own_last_token():

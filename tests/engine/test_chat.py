@@ -35,6 +35,81 @@ def test_transformers_renders_the_same():
     assert template(source).render(HELLO) == expected
 
 
+@pytest.mark.parametrize("form", ["%d %b %Y", "%Y-%m-%d"])
+def test_a_template_may_tell_the_date(form):
+    # gpt-oss, Mistral Small 3 and Llama 3.2 do
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = f"{{{{ strftime_now('{form}') }}}} {{{{ messages[0].content }}}}"
+    [before], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    ours = template(source).render(HELLO)
+    [behind], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert ours in (before, behind)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for m in messages %}<{% generation %}\n{{ m.content }}\n{% endgeneration %}\n>"
+        "{% endfor %}",
+        "{% set x = 1 %}{%- generation -%} {% set x = 2 %}{{ x }} {%- endgeneration -%} {{ x }}",
+    ],
+)
+def test_what_is_marked_as_generated_is_written_as_it_is(source):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    [expected], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert template(source).render(HELLO) == expected
+
+
+@pytest.mark.parametrize("options", ["separators=(',', ':')", "sort_keys=true", "true, 1"])
+def test_json_is_written_as_the_template_asks(options):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = f"{{{{ messages | tojson({options}) }}}}"
+    [expected], _ = chat.render_jinja_template([HELLO], chat_template=source)
+    assert template(source).render(HELLO) == expected
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content", "thinking"])
+def test_thoughts_have_the_names_that_templates_read(name):
+    chat = pytest.importorskip("transformers.utils.chat_template_utils")
+    source = "{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}/{% endfor %}"
+    messages = [*HELLO, {"role": "assistant", "content": "a", name: "hm"}]
+    [expected], _ = chat.render_jinja_template([messages], chat_template=source)
+    assert template(source).render(messages) == expected == "|/hm|hm/"
+
+
+@pytest.mark.parametrize("written", ["+ call.function.arguments", "~ call.function.arguments.a"])
+def test_arguments_of_a_call_have_the_form_that_the_template_writes(written):
+    # DeepSeek V3.1's takes JSON, GLM's and Qwen's take an object
+    source = "{% for call in messages[0].tool_calls %}{{ call.function.name WRITTEN }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": "é"}}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    rendered = template(source.replace("WRITTEN", written)).render(messages)
+    assert rendered == ('f{"a": "é"}' if written.startswith("+") else "fé")
+    with pytest.raises(RequestError, match="the chat template refused"):
+        template("{{ 1 + messages[0].tool_calls }}").render(messages)
+
+
+R1 = (
+    "{% for m in messages %}{% if m.content is none %}"
+    "{% for call in m.tool_calls %}{{ call.function.name + call.function.arguments }}{% endfor %}"
+    "{% else %}{{ m.content + '.' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (R1, 'h.f{"a": 1}'),
+        ("{% for m in messages %}{{ m.content + '.' }}{{ m.tool_calls }}{% endfor %}", None),
+    ],
+)
+def test_calls_without_a_text_are_written(source, expected):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "h"}]
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    assert template(source).render(messages) == (expected or f"h..{[call]}")
+
+
 CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content FILTER }}</end>{% endfor %}"
 STARTED = [*HELLO, {"role": "assistant", "content": "I think  "}]
 
@@ -163,10 +238,10 @@ def write(path: Path, config: dict | None, jinja: str | None = None) -> None:
         (path / "chat_template.jinja").write_text(jinja, "utf-8")
 
 
-def rendered(path: Path) -> str:
+def rendered(path: Path, **options) -> str:
     found = ChatTemplate.from_directory(path)
     assert found is not None
-    return found.render(HELLO)
+    return found.render(HELLO, **options)
 
 
 def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
@@ -181,6 +256,16 @@ def test_special_tokens_come_from_the_checkpoint_in_both_spellings(tmp_path):
     assert rendered(tmp_path) == "<日>|</s>||"
 
 
+def test_older_checkpoints_have_their_special_tokens_in_a_file_of_their_own(tmp_path):
+    config = {"chat_template": "{{ bos_token }}|{{ eos_token }}"}
+    write(tmp_path, config)
+    tokens = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(tokens))
+    assert rendered(tmp_path) == "<s>|</s>"
+    write(tmp_path, {**config, "added_tokens_decoder": {}})  # not what transformers reads then
+    assert rendered(tmp_path) == "|"
+
+
 def test_the_template_file_comes_before_the_configuration(tmp_path):
     write(tmp_path, {"chat_template": "old", "bos_token": "<s>"}, "new {{ bos_token }}")
     assert rendered(tmp_path) == "new <s>"
@@ -190,6 +275,22 @@ def test_of_several_named_templates_the_default_is_taken(tmp_path):
     named = [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]
     write(tmp_path, {"chat_template": named})
     assert rendered(tmp_path) == "b"
+
+
+@pytest.mark.parametrize("in_files", [True, False])
+def test_conversations_with_tools_have_a_template_of_their_own(in_files, tmp_path):
+    with_tools = "{{ tools[0].function.name }}{{ bos_token }}"
+    if in_files:
+        write(tmp_path, {"bos_token": "<s>"}, "none")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools, "utf-8")
+    else:
+        named = [{"name": "default", "template": "none"}]
+        named.append({"name": "tool_use", "template": with_tools})
+        write(tmp_path, {"bos_token": "<s>", "chat_template": named})
+    assert rendered(tmp_path) == "none"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert rendered(tmp_path, tools=tools) == "f<s>"
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff", b"[]"])

@@ -7,7 +7,8 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.engine.chat import ChatTemplate, TextTokenizer
 from outdraft.engine.llm import LLM
 from tests.engine.byte_level import tokenizer, with_start_token
-from tests.oracle.engines import engine
+from tests.oracle.engines import config, engine
+from tests.oracle.engines import tokenizer as words
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 TEMPLATE = (
@@ -44,6 +45,41 @@ def test_options_reach_the_template(llm: LLM):
     tool = {"type": "function", "function": {"name": "f"}}
     assert prompts_of(llm, ASKED, tools=[tool]) == [[3, 5, 50, 9]]
     assert prompts_of(llm, STARTED, continue_final_message=True) == [[3, 5, 7]]
+
+
+CALLING = (
+    "{% for m in messages %}{{ m.content }} {% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }} {% for name in call.function.arguments %}{{ name }} {% endfor %}"
+    "{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("silent", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("arguments", ['{"w5": 1, "w6": 2}', {"w5": 1, "w6": 2}])
+def test_calls_of_functions_come_as_openai_writes_them(llm: LLM, silent, arguments):
+    call = {"type": "function", "id": "c", "function": {"name": "w4", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "tool_calls": [call], **silent},
+        {"role": "tool", "content": "w7", "tool_call_id": "c"},
+    ]
+    [output] = llm.chat(messages, GREEDY, use_tqdm=False, chat_template=CALLING)
+    assert output.prompt_token_ids == [3, 4, 5, 6, 7]
+
+
+def test_arguments_of_a_call_are_an_object(llm: LLM):
+    call = {"type": "function", "function": {"name": "w4", "arguments": "[1]"}}
+    with pytest.raises(RequestError, match="JSON object"):
+        llm.chat([{"role": "assistant", "tool_calls": [call]}], chat_template=CALLING)
+
+
+def test_the_template_comes_with_the_tokenizer(tmp_path):
+    words().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }} w8")
+    llm = LLM.from_config(config("qwen2", None, tokenizer=str(tmp_path)))
+    [output] = llm.chat(ASKED, GREEDY, use_tqdm=False)
+    assert output.prompt == "w3 w5 w8"
+    assert llm.get_tokenizer().apply_chat_template(ASKED, tokenize=False) == "w3 w5 w8"
 
 
 def test_a_content_may_be_parts(llm: LLM):

@@ -216,6 +216,15 @@ def test_extreme_temperatures_give_no_nan(temperature):
         assert probs_V.max() == 1
 
 
+@pytest.mark.parametrize("penalty", [1e-46, 1e-38, 1e-30])
+def test_extreme_penalties_give_no_nan(penalty):
+    logits_RV = torch.full((1, VOCAB), 20.0)
+    logits_RV[0, 3:5] = torch.tensor([30.0, 40.0])
+    params = SamplingParams(repetition_penalty=penalty)
+    probs_V = process(logits_RV, [params], prompts=[[3, 4]]).softmax(1)[0]
+    assert probs_V.tolist() == [float(token == 4) for token in range(VOCAB)]
+
+
 def test_a_row_without_any_token_left_keeps_the_best_allowed_one():
     logits_RV = torch.arange(VOCAB).float()[None]
     params = SamplingParams(allowed_token_ids=[2, 4], min_tokens=1, max_tokens=4)

@@ -36,9 +36,11 @@ def chat(
     from outdraft.cli.streaming import stream, summary
     from outdraft.engine.chat import ChatTemplate
     from outdraft.engine.llm import LLM
+    from outdraft.engine.loading import tokenizer_path
     from outdraft.models.loader import resolve_model_path
 
-    template = ChatTemplate.from_directory(resolve_model_path(config.model, config.revision))
+    path = resolve_model_path(config.model, config.revision)
+    template = ChatTemplate.from_directory(tokenizer_path(config, path))
     if template is None:
         raise ConfigError(f"{model} brings no chat template: use `outdraft generate`")
     llm = LLM.from_config(config)

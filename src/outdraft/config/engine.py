@@ -75,6 +75,9 @@ class SchedulerConfig:
         check_choice("policy", self.policy, POLICIES)
 
 
+_VLLM_NAMES = {"scheduling_policy": "policy"}  # of options that a part here calls by less
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """Everything the engine needs to start.
@@ -156,13 +159,16 @@ class EngineConfig:
         own = {f.name for f in fields(cls)} - {*kinds, "speculation"}
         chosen: dict[str, Any] = {}
         parts: dict[str, dict[str, Any]] = {part: {} for part in kinds}
-        for name, value in options.items():
+        for given, value in options.items():
+            name = _VLLM_NAMES.get(given, given)
             if name not in own and name not in owner:
-                known = {*own, *owner, "speculative_config"}
+                known = {*own, *owner, *_VLLM_NAMES, "speculative_config"}
                 raise ConfigError(f"unknown option {name!r}: {did_you_mean(name, known)}")
             if name == "kv_cache_memory_bytes" and isinstance(value, str):
                 value = parse_bytes(value)
             values = chosen if name in own else parts[owner[name]]
+            if name in values:
+                raise ConfigError(f"{name!r} has two names, and both were given: use one of them")
             values[name] = value
         return cls(
             **chosen,

@@ -51,8 +51,13 @@ class HostSources:
         return bool(self._proposers) or any(len(one.prediction_ids) for one in requests)
 
     def finish(self, request: Request) -> None:
-        """A request ended: the proposers drop its state, and learn from its text if it is whole."""
-        text = None if request.finish_reason is FinishReason.ABORT else request.token_ids
+        """A request ended: the proposers drop its state, and learn from its text if it is whole.
+
+        Later drafts, which a trace shows to their client, may repeat what was learned. So nothing
+        is learned from a text with a salt, which nobody else is to know of.
+        """
+        is_shared = request.finish_reason is not FinishReason.ABORT and not request.block_salt
+        text = request.token_ids if is_shared else None
         for proposer in (self._prediction, *self._proposers):
             proposer.finish(request.id, text)
 

@@ -135,7 +135,7 @@ class _Sequence:
     def add(self, part: SequenceDelta) -> int:
         """Append a delta; how many of its tokens belong to the text."""
         completion = self.completion
-        num_kept, stop_string = self._detokenize(part.token_ids)
+        num_kept, stop_string = self._detokenize(part)
         completion.token_ids.extend(part.token_ids[:num_kept])
         completion.origins.extend(part.origins[:num_kept])
         if self._params.logprobs is not None:
@@ -158,20 +158,28 @@ class _Sequence:
                 completion.text = self._detokenizer.settled_text
         return num_kept
 
-    def _detokenize(self, token_ids: Sequence[int]) -> tuple[int, str | None]:
+    def _detokenize(self, part: SequenceDelta) -> tuple[int, str | None]:
         """Tokens up to the one that completes a stop string, or all of them; and that string.
 
-        A stop token ends the text for that reason, even if it completes a stop string, too.
+        A stop token ends the text for that reason, even if it completes a stop string, too. It is
+        no more a part of the text than a stop string is.
         """
         if self._detokenizer is None:
-            return len(token_ids), None
+            return len(part.token_ids), None
+        shown = part.token_ids
+        if not self._params.include_stop_str_in_output and self._ends_at_stop_token(part):
+            shown = shown[:-1]
         first = len(self.completion.token_ids) + 1
-        for count, token_id in enumerate(token_ids, start=first):
+        for count, token_id in enumerate(shown, start=first):
             found = self._detokenizer.push(token_id)
             counts = count >= self._params.min_tokens and token_id not in self._stop_token_ids
             if found is not None and counts:
                 return count - first + 1, found
-        return len(token_ids), None
+        return len(part.token_ids), None
+
+    def _ends_at_stop_token(self, part: SequenceDelta) -> bool:
+        is_stopped = part.finish_reason == FinishReason.STOP  # a grammar may be the reason, too
+        return is_stopped and part.token_ids[-1] in self._stop_token_ids
 
     def _add_logprobs(self, rows: Sequence[TokenLogprobs], num_top: int) -> None:
         completion = self.completion

@@ -4,20 +4,23 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.ext import Extension
+from jinja2.nodes import Node, Scope
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from outdraft.config.checks import as_choice
 from outdraft.core.errors import ConfigError, RequestError
+from outdraft.engine.chat_messages import Message, with_json_arguments, with_named_thoughts
 from outdraft.models.config import read_json
 from outdraft.models.quantized.gguf_metadata import is_gguf, tokenizer_config_of_gguf
-
-Message = Mapping[str, Any]
 
 _OWN_VARIABLES = {
     "messages",
@@ -51,6 +54,20 @@ def as_content_format(name: str) -> ContentFormat:
     return as_choice("chat_template_content_format", name, ContentFormat)
 
 
+class _Generation(Extension):
+    """{% generation %} marks for training what a model has written; it changes no text.
+
+    As in transformers, what is set inside is not known behind {% endgeneration %}.
+    """
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it so
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return Scope(body).set_lineno(line)
+
+
 class ChatTemplate:
     """Renders messages as the model was trained to read them; the template runs in a sandbox."""
 
@@ -61,35 +78,42 @@ class ChatTemplate:
         content_format: ContentFormat = ContentFormat.AUTO,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
         environment.globals["raise_exception"] = _raise  # pyright: ignore[reportArgumentType]
+        environment.globals["strftime_now"] = _now_as  # pyright: ignore[reportArgumentType]
         environment.filters["tojson"] = _to_json
         try:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self._of_tools: ChatTemplate | None = None  # writes conversations with tools in its place
         self.reads_parts = content_format is ContentFormat.OPENAI
         self.reads_text = not self.reads_parts
         if content_format is ContentFormat.AUTO:
             self.reads_parts = self._shows([_text_part(_PROBE)])
             self.reads_text = self._shows(_PROBE) or not self.reads_parts
+        self._calls_say_nothing = False  # of DeepSeek R1, which passes over calls beside a text
+        self._calls_say_nothing = not self._shows_call("") and self._shows_call(None)
 
     @classmethod
     def from_directory(
         cls, path: Path, content_format: ContentFormat = ContentFormat.AUTO
     ) -> "ChatTemplate | None":
-        """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any."""
-        config = _tokenizer_config(path)
-        separate = path / "chat_template.jinja"
-        source = separate.read_text("utf-8") if separate.exists() else config.get("chat_template")
-        if isinstance(source, list):  # several named templates
-            named: dict[str, str] = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default")
-        if source is None:
+        """The checkpoint's template (chat_template.jinja or tokenizer_config.json), if any.
+
+        The one named `tool_use` is for conversations with tools, as in transformers.
+        """
+        sources, names = _named_sources(path), special_tokens(path)
+        if "default" not in sources:
             return None
-        return cls(source, special_tokens(path), content_format)
+        template = cls(sources["default"], names, content_format)
+        if "tool_use" in sources:
+            template._of_tools = cls(sources["tool_use"], names, content_format)
+        return template
 
     def render(
         self,
@@ -128,21 +152,37 @@ class ChatTemplate:
                 f"chat_template_kwargs cannot set {name!r}: it is a parameter of its own",
                 "chat_template_kwargs",
             )
-        readable = [self._readable(message) for message in messages]
+        writer = self._of_tools if self._of_tools is not None and tools is not None else self
+        readable = [writer._readable(message) for message in messages]
         if continue_final_message:
             readable[-1] = _marked(readable[-1])
+        options = {
+            **(variables or {}),
+            "tools": list(tools) if tools is not None else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            text = self._rendered(
-                readable,
-                **(variables or {}),
-                tools=list(tools) if tools is not None else None,
-                add_generation_prompt=add_generation_prompt,
-            )
+            text = writer._rendered_in_a_form(readable, options)
         except _RENDERING as error:  # content or variables of an unexpected shape
             raise RequestError(
                 f"the chat template refused the messages: {error}", "messages"
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _rendered_in_a_form(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+        """The messages; the arguments of calls are JSON as text if the template cannot write them
+        as objects. Most write them so themselves, but DeepSeek's do not."""
+        try:
+            return self._rendered(messages, **options)
+        except _RENDERING:
+            as_text = [with_json_arguments(message) for message in messages]
+            if as_text == messages:
+                raise
+            try:
+                return self._rendered(as_text, **options)
+            except _RENDERING:
+                pass  # the first error is about what was sent
+            raise
 
     def _rendered(self, messages: Sequence[Message], **options: Any) -> str:
         # Templates tell "no tools" (None) from a name that they do not know.
@@ -157,10 +197,27 @@ class ChatTemplate:
             return False
         return _PROBE in text and not _NOTATION.search(text)
 
+    def _shows_call(self, content: str | None) -> bool:
+        """Whether the template writes a call of a function that stands beside such a content."""
+        call = {
+            "id": "call00001",
+            "type": "function",
+            "function": {"name": _PROBE, "arguments": {}},
+        }
+        answer = {"role": "assistant", "content": content, "tool_calls": [call]}
+        messages = [self._readable(one) for one in ({"role": "user", "content": "a"}, answer)]
+        try:
+            return _PROBE in self._rendered_in_a_form(messages, {})
+        except _RENDERING:
+            return False
+
     def _readable(self, message: Message) -> dict[str, Any]:
-        """The message with its content in the form that the template reads."""
+        """The message with its content, and its thoughts, in the form that the template reads."""
+        message = with_named_thoughts(message)
         content = message["content"]
-        if isinstance(content, str):
+        if self._calls_say_nothing and message.get("tool_calls") and not content:
+            content = None
+        elif isinstance(content, str):
             content = content if self.reads_text else [_text_part(content)]
         elif isinstance(content, Sequence) and not self.reads_parts:
             content = "\n".join(_text_of(part) for part in content)  # as vLLM does
@@ -247,11 +304,27 @@ def _cut_at_mark(text: str) -> str:
     return before if behind.startswith(" ") else before.rstrip()
 
 
+def _named_sources(path: Path) -> dict[str, str]:
+    """A checkpoint's templates by name; one that has no name is the default."""
+    separate = path / "chat_template.jinja"
+    if separate.exists():
+        others = (path / "additional_chat_templates").glob("*.jinja")
+        files = {file.stem: file for file in others} | {"default": separate}
+        return {name: file.read_text("utf-8") for name, file in files.items()}
+    found = _tokenizer_config(path).get("chat_template")
+    if isinstance(found, list):
+        return {entry["name"]: entry["template"] for entry in found}
+    return {} if found is None else {"default": found}
+
+
 def special_tokens(path: Path) -> dict[str, str]:
     """What a checkpoint's templates may write: bos_token, eos_token, ..."""
+    values, older = _tokenizer_config(path), path / "special_tokens_map.json"
+    if "added_tokens_decoder" not in values and older.exists():  # as transformers reads them
+        values |= read_json(older)
     return {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in _tokenizer_config(path).items()
+        for name, value in values.items()
         if name.endswith("_token") and value is not None and not isinstance(value, bool)
     }
 
@@ -267,5 +340,23 @@ def _raise(message: str) -> None:
     raise TemplateError(message)
 
 
-def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _now_as(form: str) -> str:
+    """The local time: templates tell the model today's date."""
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Parameters and their order are those of transformers' filter."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )

@@ -16,15 +16,15 @@ from outdraft.engine.build import build_engine
 from outdraft.engine.chat import (
     ChatTemplate,
     ContentFormat,
-    Message,
     TextTokenizer,
     as_content_format,
     special_tokens,
 )
+from outdraft.engine.chat_messages import Message, with_readable_calls
 from outdraft.engine.engine import Engine
 from outdraft.engine.generation_config import default_sampling
 from outdraft.engine.inputs import Prompt, is_one_prompt
-from outdraft.engine.loading import LoadedModels, load_models
+from outdraft.engine.loading import LoadedModels, load_models, tokenizer_path
 from outdraft.engine.memory import MemoryPlan
 
 _logger = logging.getLogger(__name__)
@@ -64,7 +64,8 @@ class LLM:
             self.engine, self.memory = build_engine(config, models)
             _logger.info("memory of %s:\n%s", config.model, self.memory)
             self._default_sampling = default_sampling(config, models.path)
-            self._chat_template = ChatTemplate.from_directory(models.path)
+            self._tokenizer_path = tokenizer_path(config, models.path)
+            self._chat_template = ChatTemplate.from_directory(self._tokenizer_path)
         except BaseException:
             if models.processes is not None:
                 models.processes.end()  # whoever keeps the error shall not keep them
@@ -138,19 +139,19 @@ class LLM:
         template = self._chat_template
         content_format = as_content_format(chat_template_content_format)
         if chat_template is not None:
-            names = special_tokens(self.models.path)
+            names = special_tokens(self._tokenizer_path)
             template = ChatTemplate(chat_template, names, content_format)
         elif content_format is not ContentFormat.AUTO:
-            template = ChatTemplate.from_directory(self.models.path, content_format)
+            template = ChatTemplate.from_directory(self._tokenizer_path, content_format)
         if template is None:
             raise RequestError(
-                f"{self.models.path} brings no chat template: use generate", "messages"
+                f"{self._tokenizer_path} brings no chat template: use generate", "messages"
             )
         first = messages[0] if messages else None
         several = [messages] if first is None or isinstance(first, Mapping) else messages
         texts = [
             template.render(
-                one,  # pyright: ignore[reportArgumentType]
+                [with_readable_calls(message) for message in one],  # pyright: ignore[reportArgumentType]
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -179,7 +180,7 @@ class LLM:
             ConfigError: the model came without a tokenizer.
         """
         if self.models.tokenizer is None:
-            raise ConfigError(f"{self.models.path} holds no tokenizer")
+            raise ConfigError(f"{self._tokenizer_path} holds no tokenizer")
         return TextTokenizer(self.models.tokenizer, self._chat_template)
 
     def _run(self, requests: Sequence[Queued], use_tqdm: bool) -> dict[str, RequestOutput]:

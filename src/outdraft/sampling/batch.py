@@ -23,6 +23,8 @@ ANY_TOKEN = (
 # Logits are shifted so that their best is 0 before they are divided: nothing overflows, and what
 # is this close to zero only has to stay above it in float32.
 _LEAST_TEMPERATURE = 1e-30
+# Logits are divided by it: they stay finite.
+_LEAST_PENALTY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,7 @@ def _floats(rules: TokenRules) -> tuple[float, ...]:
         1.0 if rules.is_greedy else max(rules.temperature, _LEAST_TEMPERATURE),
         1.0 if rules.is_greedy else rules.top_p,
         0.0 if rules.is_greedy else rules.min_p,
-        rules.repetition_penalty,
+        max(rules.repetition_penalty, _LEAST_PENALTY),
         rules.presence_penalty,
         rules.frequency_penalty,
     )

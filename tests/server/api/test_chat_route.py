@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import openai
 import pytest
+from tokenizers import Tokenizer
 
 from outdraft.core.decided import Prediction, StepDecision
 from outdraft.core.outputs import CompletionOutput, DraftTrace
 from outdraft.server.api.reports import trace
-from tests.server.api.fake_engine import TEXT, FakeEngine, with_script
+from tests.engine.byte_level import tokenizer
+from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs, with_script
 from tests.server.api.serving import MODEL, serve
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -365,6 +367,35 @@ def test_a_forced_call_that_is_cut_short_is_a_call(script, name, arguments, stre
         assert (call.function.name, call.function.arguments) == (name, arguments)
         assert choices[-1].finish_reason == "length"
         assert not any(message.content for message in messages)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_one_call_is_told_where_several_are_not_wanted(stream):
+    with serve(with_script(f"So: {CALL} {CALL}{CALL}"), tool_call_parser="hermes") as served:
+        answer = chat(served.client(), tools=[TOOL], parallel_tool_calls=False, stream=stream)
+        if stream:
+            choices = [choice for chunk in answer for choice in chunk.choices]
+            messages = [choice.delta for choice in choices]
+        else:
+            choices = answer.choices
+            messages = [choice.message for choice in choices]
+        [call] = [call for message in messages for call in message.tool_calls or ()]
+        assert call.function.name == "weather"
+        assert "".join(message.content or "" for message in messages) == "So:"
+        assert choices[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_calls_between_special_tokens_are_seen(is_special):
+    texts = Tokenizer.from_str(tokenizer().to_str())
+    tags = ["<tool_call>", "</tool_call>"]
+    (texts.add_special_tokens if is_special else texts.add_tokens)(tags)
+    with serve(FakeEngine(fake_inputs(texts)), tool_call_parser="hermes") as served:
+        client = served.client()
+        chat(client, tools=[TOOL])
+        assert params_of(served).skip_special_tokens is not is_special
+        chat(client, tools=[TOOL], tool_choice="none")
+        assert params_of(served).skip_special_tokens
 
 
 def test_tool_choice_none_hides_the_tools():

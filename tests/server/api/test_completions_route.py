@@ -5,9 +5,9 @@ import json
 import openai
 import pytest
 
-from tests.engine.byte_level import tokenizer
-from tests.server.api.fake_engine import TEXT
-from tests.server.api.serving import MODEL
+from tests.engine.byte_level import tokenizer, with_start_token
+from tests.server.api.fake_engine import TEXT, FakeEngine, fake_inputs
+from tests.server.api.serving import MODEL, serve
 
 
 def complete(client, **options):
@@ -56,6 +56,42 @@ def test_logprobs_are_parallel_lists(client):
     assert logprobs.token_logprobs == [-2.0, -2.0 - 1 / 128, -2.0 - 2 / 128]
     assert [len(top) for top in logprobs.top_logprobs] == [2, 2, 2]  # the chosen one is always told
     assert logprobs.top_logprobs[0]["the"] == -2.0
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_say_where_their_tokens_stand_in_the_text(stream, special):
+    # Tokens may be parts of a character, and the tokenizer may put one before the prompt.
+    prompt, script = "鷲 é!", "né 🦊, 鷲 x"
+    texts = with_start_token() if special else tokenizer()
+    engine = FakeEngine(fake_inputs(texts), lambda prompt, index: script)
+    with serve(engine) as served:
+        options = {"prompt": prompt, "max_tokens": 40, "echo": True, "logprobs": 0}
+        answer = complete(served.client(), **options, stream=stream)
+        chunks = list(answer) if stream else [answer]
+        choices = [choice for chunk in chunks for choice in chunk.choices]
+    text = "".join(choice.text for choice in choices)
+    assert text == prompt + script
+    logprobs = [choice.logprobs for choice in choices if choice.logprobs is not None]
+    tokens = [token for one in logprobs for token in one.tokens]
+    offsets = [offset for one in logprobs for offset in one.text_offset]
+    assert any("\ufffd" in token for token in tokens)
+    pairs = list(zip(tokens, offsets, strict=True))
+    if special:
+        assert pairs.pop(0) == ("<s>", 0)
+    for token, offset in pairs:
+        if "\ufffd" not in token:
+            assert text.startswith(token, offset)
+        else:
+            assert not text[offset].isascii()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_tokens_of_a_prompt_may_be_named_by_their_ids(client, stream):
+    options = {"prompt": [5, 6, 7], "echo": True, "max_tokens": 0, "logprobs": 0, "stream": stream}
+    answer = complete(client, **options, extra_body={"return_tokens_as_token_ids": True})
+    logprobs = (next(iter(answer)) if stream else answer).choices[0].logprobs
+    assert logprobs.tokens == ["token_id:5", "token_id:6", "token_id:7"]
 
 
 def test_streamed_logprobs_add_up(client):

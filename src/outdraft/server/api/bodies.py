@@ -122,6 +122,9 @@ class ChatRequest(ChoiceFields, TemplateFields):
         None, description="false: with --reasoning-parser, the answer comes without the thoughts."
     )
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: of several calls only the first is told."
+    )
     modalities: list[Literal["text"]] | None = None
 
 

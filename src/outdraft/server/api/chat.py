@@ -1,6 +1,7 @@
 """/v1/chat/completions."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 from uuid import uuid4
 
@@ -26,7 +27,13 @@ from outdraft.server.api.reasoning import (
 )
 from outdraft.server.api.reports import Row, content, prompt_logprobs, trace
 from outdraft.server.api.settings import ApiContext
-from outdraft.server.api.tools import CallFormat, ParsedCall, active_tools, call_format
+from outdraft.server.api.tools import (
+    CallFormat,
+    ParsedCall,
+    active_tools,
+    call_format,
+    hides_calls,
+)
 
 
 def chat_router(context: ApiContext) -> APIRouter:
@@ -45,6 +52,8 @@ def chat_router(context: ApiContext) -> APIRouter:
         )
         tools = active_tools(body)
         calls = call_format(body, tools, context.settings)
+        if hides_calls(calls, context.inputs.tokenizer):
+            params = replace(params, skip_special_tokens=False)
         encode = prompt_encoder(context, body, params.max_tokens, adds_special_tokens=False)
         prompt = await encode_chat(context, conversation(body, tools), encode)
         continued = body.messages[-1] if body.continue_final_message else None
@@ -103,6 +112,8 @@ class ChatShape:
         parts = self._parts(delta)
         if self.body.include_reasoning is False:
             parts = [part for part in parts if not isinstance(part, Thought)]
+        if self.body.parallel_tool_calls is False:
+            parts = _with_one_call(parts, has_call=delta.index in self.num_calls)
         messages = [self._message_delta(delta.index, part) for part in parts]
         details: Json = {}
         if self.body.return_token_ids:
@@ -126,6 +137,8 @@ class ChatShape:
 
     def _choice(self, one: CompletionOutput) -> Json:
         thoughts, text, parsed = whole_answer(one.text, self.stage, self.format)
+        if self.body.parallel_tool_calls is False:
+            parsed = parsed[:1]
         calls = [_tool_call(call) for call in parsed]
         message: Json = {"role": "assistant", "content": text, "refusal": None}
         if self.stage is not None:
@@ -165,6 +178,18 @@ class ChatShape:
         as_ids = bool(self.body.return_tokens_as_token_ids)
         entries = content(rows, self.body.top_logprobs or 0, as_ids=as_ids)
         return {"content": entries, "refusal": None}
+
+
+def _with_one_call(parts: Sequence[Part], *, has_call: bool) -> list[Part]:
+    """The parts without calls behind the first; `has_call`: that one was told before."""
+    kept: list[Part] = []
+    for part in parts:
+        if not isinstance(part, ParsedCall):
+            kept.append(part)
+        elif not has_call:
+            kept.append(part)
+            has_call = True
+    return kept
 
 
 def _finish(reason: str | None, stop_reason: Any, has_calls: bool) -> Json:

@@ -1,7 +1,7 @@
 """/v1/completions."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Response
 from tokenizers import Tokenizer
@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from outdraft.core.errors import RequestError
 from outdraft.core.outputs import CompletionOutput, RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.detokenizer import Detokenizer
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.answers import Answer, Json, check_stream_options
 from outdraft.server.api.bodies import CompletionRequest
@@ -129,7 +130,7 @@ class CompletionShape:
         result = _choice(index)
         if self.body.echo:
             result["text"] = self._prompt_text(number)
-            result["logprobs"] = self._take(index, output.prompt_logprobs, output.prompt_token_ids)
+            result["logprobs"] = self._prompt_logprobs(number, output)
         if self.body.return_token_ids:
             result["prompt_token_ids"] = output.prompt_token_ids
         return result
@@ -142,17 +143,41 @@ class CompletionShape:
             raise RequestError("echo needs a tokenizer, and the model came without one", "echo")
         return self.tokenizer.decode(prompt.token_ids.tolist(), skip_special_tokens=False)
 
-    def _take(
-        self, index: int, rows: list[Row | None] | list[Row] | None, ids: list[int] | None = None
-    ) -> Json | None:
+    def _take(self, index: int, rows: list[Row] | None) -> Json | None:
         if self.body.logprobs is None or rows is None:
             return None
         writer = self.logprobs.get(index)
         if writer is None:
-            as_ids = bool(self.body.return_tokens_as_token_ids)
-            writer = self.logprobs[index] = CompletionLogprobs(self.body.logprobs, as_ids)
-        first = self.tokenizer.decode(ids[:1], False) if ids and self.tokenizer else ""
-        return writer.take(rows, first)
+            number = index // (self.body.n or 1)
+            start = len(self._prompt_text(number)) if self.body.echo else 0
+            writer = self.logprobs[index] = self._writer(
+                start,
+                prompt_ids=self.prompts[number].token_ids.tolist(),
+                skip_special_tokens=self.body.skip_special_tokens is not False,
+            )
+        return writer.take(rows)
+
+    def _prompt_logprobs(self, number: int, output: RequestOutput) -> Json | None:
+        if self.body.logprobs is None or output.prompt_logprobs is None:
+            return None
+        first_id = output.prompt_token_ids[0]
+        token, is_in_text = "", False
+        if self.tokenizer is not None:
+            token = self.tokenizer.decode([first_id], False)
+            is_special = not self.tokenizer.decode([first_id], True)
+            is_in_text = not is_special or self._prompt_text(number).startswith(token)
+        writer = self._writer(0, skip_special_tokens=False)
+        first = writer.take_first(first_id, token, is_in_text=is_in_text)
+        others = [row for row in output.prompt_logprobs if row is not None]
+        return _joined(first, writer.take(others))
+
+    def _writer(self, start: int, **options: Any) -> CompletionLogprobs:
+        assert self.body.logprobs is not None
+        text = None
+        if self.tokenizer is not None:
+            text = Detokenizer(self.tokenizer, (), **options)
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return CompletionLogprobs(self.body.logprobs, as_ids, text, start)
 
 
 def _choice(index: int) -> Json:

@@ -76,7 +76,7 @@ class HarmlessExtras(Body):
     prompt_cache_key: Any = ignored("routing hint: prefixes are found by content.")
     prompt_cache_retention: Any = ignored("prefixes stay while there is room.")
     prompt_cache_options: Any = ignored("the same, under its newer name.")
-    parallel_tool_calls: Any = ignored("the model writes as many calls as it likes.")
+    parallel_tool_calls: Any = ignored("no functions are called here.")
     spaces_between_special_tokens: Any = ignored("a setting of vLLM's slow tokenizers.")
 
 

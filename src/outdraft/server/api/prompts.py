@@ -1,12 +1,12 @@
 """From texts, token ids and conversations to encoded prompts; in threads, as they may be long."""
 
 import asyncio
-import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from outdraft.core.errors import RequestError
+from outdraft.engine.chat_messages import parsed_arguments
 from outdraft.engine.inputs import EncodedPrompt
 from outdraft.server.api.bodies import (
     ChatMessage,
@@ -193,11 +193,6 @@ def _turn(message: ChatMessage | InputMessage) -> dict[str, Any]:
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:
     """Templates write the arguments as JSON themselves, so they get them parsed."""
-    try:
-        arguments: object = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise RequestError("the arguments of a tool call must be a JSON object", "messages")
+    arguments = parsed_arguments(call.function.arguments)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

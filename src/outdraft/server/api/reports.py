@@ -1,7 +1,7 @@
 """What answers say beside their text: log-probabilities, usage, how speculation fared, traces."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -13,6 +13,7 @@ from outdraft.core.outputs import (
     RequestOutput,
     TokenOrigin,
 )
+from outdraft.engine.detokenizer import Detokenizer
 
 LOWEST = -9999.0  # JSON has no minus infinity
 Row = dict[int, Logprob]  # the chosen token first
@@ -50,14 +51,19 @@ def _prompt_row(row: Row) -> dict[str, dict[str, Any]]:
 
 @dataclass(slots=True)
 class CompletionLogprobs:
-    """For /v1/completions: parallel lists, with a running offset into the choice's text."""
+    """For /v1/completions: parallel lists, with an offset into the choice's text.
+
+    Tokens that make one character together have its offset. A token that the text leaves out has
+    the offset of what follows it.
+    """
 
     num_top: int  # most likely tokens to tell; the chosen one is always told
     as_ids: bool
-    offset: int = field(default=0, init=False)  # characters of the tokens so far
+    text: Detokenizer | None  # of the tokens so far; None: the model came without a tokenizer
+    start: int  # of that text in the choice's
 
-    def take(self, rows: Sequence[Row | None], first_token: str = "") -> dict[str, Any]:
-        """The lists of the next tokens. A row is None where nothing precedes `first_token`."""
+    def take(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """The lists of the next tokens."""
         result: dict[str, Any] = {
             "text_offset": [],
             "token_logprobs": [],
@@ -65,22 +71,35 @@ class CompletionLogprobs:
             "top_logprobs": [],
         }
         for row in rows:
-            result["text_offset"].append(self.offset)
-            if row is None:
-                result["tokens"].append(first_token)
-                result["token_logprobs"].append(None)
-                result["top_logprobs"].append(None)
-                self.offset += len(first_token)
-                continue
             chosen = next(iter(row))
             shown = dict.fromkeys([*_top(row, self.num_top), chosen])
-            result["tokens"].append(_name(chosen, row[chosen], self.as_ids))
+            result["text_offset"].append(self._advance(chosen))
+            result["tokens"].append(_name(chosen, row[chosen].decoded_token, self.as_ids))
             result["token_logprobs"].append(finite(row[chosen].logprob))
             result["top_logprobs"].append(
-                {_name(i, row[i], self.as_ids): finite(row[i].logprob) for i in shown}
+                {_name(i, row[i].decoded_token, self.as_ids): finite(row[i].logprob) for i in shown}
             )
-            self.offset += len(row[chosen].decoded_token or "")
         return result
+
+    def take_first(self, token_id: int, token: str, *, is_in_text: bool) -> dict[str, Any]:
+        """The same of a prompt's first token, which nothing precedes.
+
+        `is_in_text`: False if the tokenizer has put it before the text.
+        """
+        return {
+            "text_offset": [self._advance(token_id) if is_in_text else self.start],
+            "token_logprobs": [None],
+            "tokens": [_name(token_id, token, self.as_ids)],
+            "top_logprobs": [None],
+        }
+
+    def _advance(self, token_id: int) -> int:
+        """Where the token begins, which the text goes on with."""
+        if self.text is None:
+            return self.start
+        offset = self.start + len(self.text.text)
+        self.text.push(token_id)
+        return offset
 
 
 def _top(row: Row, num_top: int) -> list[int]:
@@ -90,15 +109,15 @@ def _top(row: Row, num_top: int) -> list[int]:
 def _entry(token_id: int, entry: Logprob, as_ids: bool) -> dict[str, Any]:
     text = entry.decoded_token or ""
     return {
-        "token": _name(token_id, entry, as_ids),
+        "token": _name(token_id, entry.decoded_token, as_ids),
         "logprob": finite(entry.logprob),
         # A part of a character decodes to a replacement: its bytes are not those.
         "bytes": None if "\ufffd" in text else list(text.encode()),
     }
 
 
-def _name(token_id: int, entry: Logprob, as_ids: bool) -> str:
-    return f"token_id:{token_id}" if as_ids else entry.decoded_token or ""
+def _name(token_id: int, text: str | None, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else text or ""
 
 
 def finite(logprob: float) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from outdraft.core.errors import RequestError
 from outdraft.engine.detokenizer import overlap
 from outdraft.server.api.bodies import ChatRequest, NamedToolChoice, Tool
@@ -248,6 +250,15 @@ def call_format(
             "tools",
         )
     return settings.tool_call_parser
+
+
+def hides_calls(calls: CallFormat | None, tokenizer: Tokenizer | None) -> bool:
+    """Whether a text without special tokens would lack the tags that its calls stand between."""
+    if calls != "hermes" or tokenizer is None:
+        return False
+    tags = (HermesParser.START, HermesParser.END)
+    tokens = tokenizer.get_added_tokens_decoder().values()
+    return any(token.special and token.content in tags for token in tokens)
 
 
 def forced_functions(body: ChatRequest) -> list[str]:

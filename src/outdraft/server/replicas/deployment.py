@@ -19,7 +19,7 @@ from ray.serve.schema import ApplicationStatus
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
 from outdraft.server.engine_process import EngineProcess
-from outdraft.server.replicas.plan import ReplicaPlan
+from outdraft.server.replicas.plan import ReplicaPlan, config_of_replica
 from outdraft.server.replicas.relay import FrontEndLostError, Relay
 from outdraft.server.replicas.scaling import num_wanted
 from outdraft.server.replicas.wire import Address
@@ -42,7 +42,8 @@ class EngineReplica:
         self._app = context.app_name
         environ = {**os.environ, **plan.environ}
         node = ray.util.get_node_ip_address()
-        engine = EngineProcess(config, environ, plan.log_level)
+        own = config_of_replica(config, context.replica_tag)
+        engine = EngineProcess(own, environ, plan.log_level)
         self._relay = Relay(engine, address, context.replica_tag, node, FRONT_END_LOST_AFTER_S)
         self._running = asyncio.create_task(self._run())
         await self._relay.ready()

@@ -1,7 +1,10 @@
 """What is asked of whoever starts replicas."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from outdraft.config.engine import EngineConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,3 +37,13 @@ class ReplicaPlan:
     @property
     def is_autoscaled(self) -> bool:
         return self.min_replicas < self.max_replicas
+
+
+def config_of_replica(config: EngineConfig, name: str) -> EngineConfig:
+    """The configuration of the replica that has this name: with a seed of its own.
+
+    With a common one, the first requests of all replicas would draw the same noise: prompts that
+    are alike would get the same texts, at any temperature.
+    """
+    digest = blake2b(repr((config.seed, name)).encode(), digest_size=7).digest()
+    return replace(config, seed=int.from_bytes(digest, "little"))
