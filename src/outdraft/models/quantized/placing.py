@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
 from outdraft.models.slots import Slot
@@ -42,13 +42,7 @@ class Placing:
             stored.codes().part(*_part(slot)).coded(self.tile)
             for stored, slot in self.stored.values()
         ]
-        shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
-        return CodedWeight(
-            self.tile,
-            torch.cat([part.codes_ED for part in parts]),
-            torch.cat([part.scales_EN for part in parts]),
-            torch.cat(shifts) if shifts else None,
-        )
+        return joined(parts)
 
 
 def place(
