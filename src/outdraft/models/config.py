@@ -66,9 +66,8 @@ class ModelConfig(ModelShape):
         """
         architecture = _architecture(raw)
         family = _FAMILIES[architecture]
-        for key, is_fine in _UNSUPPORTED.items():
-            if not is_fine(raw.get(key)):
-                raise ConfigError(f"config.json: {key}={raw[key]!r} is not supported")
+        if (activation := raw.get("hidden_act")) not in (None, "silu"):
+            raise ConfigError(f"config.json: hidden_act={activation!r} is not supported")
         hidden_size = read_count(raw, "hidden_size")
         num_heads = read_count(raw, "num_attention_heads")
         num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
@@ -213,11 +212,6 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         windows=_qwen_windows, reads_attention_bias=True, qk_norm=True, head_size=128
     ),
-}
-
-# Keys that change what is computed, and the values at which they do not.
-_UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "hidden_act": lambda value: value in (None, "silu"),
 }
 
 

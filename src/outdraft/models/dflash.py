@@ -28,6 +28,7 @@ from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTex
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
+from outdraft.models.drafter_config import check_taps
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
@@ -124,7 +125,7 @@ class DFlashNetwork(nn.Module):
         """
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
-        config.check_taps(target.config.num_layers)
+        check_taps(config.taps, target.config.num_layers)
         self.shard = layer.shard(group.size, DRAFT_RANKS)
         self._tables, self.kernels, self.config = tables, kernels, config
         self.dtype, self.device = target.dtype, target.device
