@@ -51,9 +51,7 @@ class ModelConfig(ModelShape):
         Raises:
             ConfigError: no readable config.json, or it asks for something that is not supported.
         """
-        generation_path = path / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_mapping(read_config(path), generation)
+        return cls.from_mapping(read_config(path), read_generation_config(path))
 
     @classmethod
     def from_mapping(
@@ -127,6 +125,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: there is none, or a GGUF file cannot be read.
     """
     return config_of_gguf(path) if is_gguf(path) else read_json(path / "config.json")
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The generation_config.json of a checkpoint directory; empty if there is none."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ compared before any weight is copied, so a wrong checkpoint fails at once and by
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -139,11 +139,7 @@ def random_model(
     dtype can hold.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
-    if config.quantization is not None:
-        raise ConfigError(
-            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
-            f"({config.quantization.method})"
-        )
+    check_unquantised(path, config.quantization)
     model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
     own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
@@ -152,6 +148,15 @@ def random_model(
         slot.to.copy_(slot.part_of(values).to(own_dtype))
     model.pack(quantization)
     return model.eval()
+
+
+def check_unquantised(path: Path, quantization: Quantization | None) -> None:
+    """Raise ConfigError if random weights would not be as those of the checkpoint are."""
+    if quantization is not None:
+        raise ConfigError(
+            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
+            f"({quantization.method})"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -349,7 +354,7 @@ def tensor_places(
             elif slot is not None:
                 places[slot] = file, name
     if twice:
-        raise ConfigError(f"the checkpoint has tensors twice: {_listed(sorted(twice))}")
+        raise ConfigError(f"the checkpoint has tensors twice: {listed(sorted(twice))}")
     return places
 
 
@@ -381,10 +386,10 @@ def check_slots(
     """
     stored = stored or {}
     if missing := [name for name in slots if name not in places and name not in stored]:
-        raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
+        raise ConfigError(f"the checkpoint lacks tensors: {listed(missing)}")
     if unknown := [name for name in (*places, *stored) if name not in slots]:
         raise ConfigError(
-            f"the checkpoint has tensors that its config.json has no use for: {_listed(unknown)}"
+            f"the checkpoint has tensors that its config.json has no use for: {listed(unknown)}"
         )
     for name, one in stored.items():
         if list(one.shape) != slots[name].shape:
@@ -419,6 +424,7 @@ def _by_file(
     return named.items()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first ones, and how many more there are."""
     rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")
