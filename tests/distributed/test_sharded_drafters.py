@@ -281,6 +281,19 @@ def spread_blocks(path: Path, target_path: Path, ranks: Ranks) -> DFlashNetwork:
     return load_dflash(path, target, target.kernels, None, tables)
 
 
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_a_drafter_of_blocks_copies_is_counted_before_it_drafts(
+    kind: str, checkpoint: Path, tmp_path: Path
+):
+    path = random_head(kind, checkpoint, tmp_path / kind)
+
+    def num_bytes(ranks: Ranks) -> int:
+        return spread_blocks(path, checkpoint, ranks).memory_bytes
+
+    copied = {"dflash": 2, "dspark": 1}[kind] * VOCAB * HIDDEN * 8  # DSpark has a head of its own
+    assert on_ranks(2, 1, num_bytes) == [num_bytes(Ranks()) + copied] * 2
+
+
 @over_ranks
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_blocks_are_drafted_as_on_one_rank(

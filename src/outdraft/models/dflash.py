@@ -146,6 +146,9 @@ class DFlashNetwork(nn.Module):
         if own_embedding:
             num_tokens = tables.vocabulary.num_own
             self.embed_tokens = Embedding(num_tokens, layer.hidden_size, **kind)
+            self._embedding_ND = self.embed_tokens.weight.data
+        else:
+            self._embedding_ND = tables.embedding()  # copies count before anybody drafts
         self._drafted = VocabularyShard(group, config.draft_vocab_size)
         self.lm_head: Linear | None = None
         self._target_head = None if own_head else tables.head()
@@ -182,9 +185,9 @@ class DFlashNetwork(nn.Module):
             else:
                 assert self._target_head is not None
                 head = self._target_head.product
-            table, tables = self.embed_tokens, self._tables
+            tables = self._tables
             self._passes = self.decoder.compile_passes(
-                tables.embedding() if table is None else table.weight.data,
+                self._embedding_ND,
                 head,
                 final_norm=self.norm,
                 draft_ids_N=self.draft_ids_N,
