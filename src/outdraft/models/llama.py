@@ -19,7 +19,7 @@ from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, linears_of, memory_bytes, pack_linears
+from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -149,10 +149,8 @@ class CausalLM(nn.Module):
 
     @property
     def numbers(self) -> str:
-        """What is computed, over which weights if they are kept otherwise: for people."""
-        name = str(self.dtype).removeprefix("torch.")
-        kept = {linear.format for linear in linears_of(self)} - {WeightFormat.PLAIN, name}
-        return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
+        """As `LanguageModel`."""
+        return numbers_of(self, self.dtype)
 
     @property
     def memory_bytes(self) -> int:
