@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Model
+from outdraft.cli.command import Model, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -151,8 +150,7 @@ def line(level: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table, and whether choosing kept what it promises."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 110))
+    console = wide_console(110)
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
     table = Table()

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
+from outdraft.cli.command import wide_console
 from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
-
-MIN_WIDTH = 100  # letters; a narrower terminal breaks the lines, a file has no width
 
 
 def as_json(report: Report) -> str:
@@ -18,8 +17,7 @@ def as_json(report: Report) -> str:
 
 def show(report: Report) -> None:
     """The trace, then each configuration."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    console = wide_console(100)
     recorded = report.recorded
     console.print(_facts(recorded), style="bold")
     pace = "as they came" if report.concurrency is None else f"{report.concurrency} at once"
