@@ -1,17 +1,11 @@
-"""What `outdraft plan` shows to people and to programs."""
+"""What `outdraft plan` shows to people."""
 
-import json
 from pathlib import Path
 
 from rich.table import Table
 
 from outdraft.cli.command import wide_console
 from outdraft.planning.planner import Level, Memory, Plan
-
-
-def as_json(plan: Plan) -> str:
-    """Strict JSON: a number that is none is an error, not NaN."""
-    return json.dumps(plan.to_json(), indent=2, allow_nan=False)
 
 
 def show(plan: Plan) -> None:

@@ -1,6 +1,5 @@
-"""What `outdraft replay` shows to people and to programs."""
+"""What `outdraft replay` shows to people."""
 
-import json
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -8,11 +7,6 @@ from rich.table import Table
 
 from outdraft.cli.command import wide_console
 from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
-
-
-def as_json(report: Report) -> str:
-    """Strict JSON: a number that is none is an error, not NaN."""
-    return json.dumps(report.to_json(), indent=2, allow_nan=False)
 
 
 def show(report: Report) -> None:
