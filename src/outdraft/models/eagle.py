@@ -42,7 +42,6 @@ class EagleNetwork(nn.Module):
         taps: behind how many of the target's layers `features` wants the residual streams.
         feature_size: F.
         shard: its layers as this rank has them, which is the shape of its cache.
-        num_layers, num_kv_heads, head_size: of this shape.
     """
 
     def __init__(
@@ -67,8 +66,7 @@ class EagleNetwork(nn.Module):
         kind = Kind(dtype=target.dtype, device=target.device)
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
-        self.num_layers, self.num_kv_heads = layer.num_layers, self.shard.num_kv_heads
-        self.head_size, self.feature_size = layer.head_size, layer.hidden_size
+        self.feature_size = layer.hidden_size
         self.tables = DrafterTables(
             config,
             tables,

@@ -64,7 +64,6 @@ class LibraryMtp(nn.Module):
     """
 
     taps = ()
-    num_layers = 1
 
     def __init__(
         self,
