@@ -103,6 +103,7 @@ def load_model(
     group: RankGroup = ALONE,
     *,
     drafts: bool = False,
+    has_random_weights: bool = False,
 ) -> CausalLM:
     """The model of a checkpoint, ready to run, its weights packed for the device.
 
@@ -110,44 +111,33 @@ def load_model(
         max_model_len: the longest text that it will read, where that is known.
         group: the ranks that it is spread over; this one reads its part of the files.
         drafts: as CausalLM.
+        has_random_weights: small ones, to try shapes and memory without a download.
 
     Raises:
         ConfigError: the config is not supported or cannot be divided over the group, or a tensor is
             missing, unknown, damaged or of another shape.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
+    if has_random_weights:
+        check_unquantised(path, config.quantization)
     model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
-    checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
-    load_weights(model, checkpoint, quantization)
+    if has_random_weights:
+        _fill_randomly(model)
+        model.pack(quantization)
+    else:
+        checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
+        load_weights(model, checkpoint, quantization)
     return model.eval()
 
 
-def random_model(
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    max_model_len: int | None = None,
-    quantization: WeightFormat | None = None,
-    group: RankGroup = ALONE,
-    *,
-    drafts: bool = False,
-) -> CausalLM:
-    """As load_model, with small random weights: to try shapes and memory without a download.
-
-    They are the same every time, over any number of ranks, and numbers that the checkpoint's own
-    dtype can hold.
-    """
-    config = ModelConfig.from_directory(path).for_context(max_model_len)
-    check_unquantised(path, config.quantization)
-    model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
-    own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
+def _fill_randomly(model: CausalLM) -> None:
+    """With the same numbers every time, over any number of ranks, which the checkpoint's own dtype
+    can hold."""
+    own_dtype: torch.dtype = getattr(torch, model.config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
         slot.to.copy_(slot.part_of(values).to(own_dtype))
-    model.pack(quantization)
-    return model.eval()
 
 
 def check_unquantised(path: Path, quantization: Quantization | None) -> None:
