@@ -107,20 +107,8 @@ class DFlashNetwork(nn.Module):
         tables: TargetTables,
         kernels: Kernels,
         draft_ids_N: Tensor | None,
-        *,
-        own_embedding: bool = False,
-        own_head: bool = False,
     ) -> None:
-        """In the dtype and on the device of the target, spread over the ranks of the tables.
-
-        Args:
-            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
-            own_embedding, own_head: the checkpoint has them; else the target's are read.
-
-        Raises:
-            ConfigError: the target does not have the layers that the config taps, or the drafter
-                cannot be divided over its ranks.
-        """
+        """As EagleNetwork."""
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
         check_taps(config.taps, target.config.num_layers)
@@ -140,9 +128,7 @@ class DFlashNetwork(nn.Module):
         num_outputs = layer.num_layers * 2 * self._kv_size
         self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
-        self.tables = DrafterTables(
-            config, tables, draft_ids_N, own_embedding=own_embedding, own_head=own_head
-        )
+        self.tables = DrafterTables(config, tables, draft_ids_N)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
         self._passes: DecoderPass | None = None

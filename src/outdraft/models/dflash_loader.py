@@ -1,5 +1,6 @@
 """From a DFlash or DSpark checkpoint and its target to a drafter that can run."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from outdraft.core.weight_format import WeightFormat
@@ -26,30 +27,20 @@ def load_dflash(
     quantization: WeightFormat | None = None,
     tables: TargetTables | None = None,
 ) -> DFlashNetwork:
-    """The drafter of a checkpoint directory, ready to run, its weights packed for the device.
-
-    It has the dtype and the device of the target, whose embedding and head it may read.
-
-    Args:
-        tables: the target's, where one of both is spread over ranks. All ranks of the target call
-            this together.
-
-    Raises:
-        ConfigError: the config is not supported, does not fit the target or cannot be divided over
-            its ranks, or a tensor is missing, unknown, damaged or of another shape.
-    """
+    """As load_eagle."""
     tables = tables or TargetTables(target)
     config = DFlashConfig.from_mapping(read_json(path / "config.json"))
     found = tensor_places(weight_files(path), _canonical_name)
     drop_the_targets_embedding(found, target)
     if config.draft_vocab_size == config.layer.vocab_size:
         drop_the_targets_head(found, target, tables.path)
-    own_embedding, own_head = "embed_tokens.weight" in found, "lm_head.weight" in found
-    check_fit(config, target, own_head=own_head, goes_on=not (own_embedding and own_head))
-    ids_N = take_draft_ids(config, found)
-    network = DFlashNetwork(
-        config, tables, kernels, ids_N, own_embedding=own_embedding, own_head=own_head
+    config = replace(
+        config,
+        own_embedding="embed_tokens.weight" in found,
+        own_head="lm_head.weight" in found,
     )
+    check_fit(config, target, reads_own_size=False)
+    network = DFlashNetwork(config, tables, kernels, take_draft_ids(config, found))
     fill_slots(network.checkpoint_slots(), found)
     network.pack(quantization)
     return network.eval()

@@ -24,11 +24,14 @@ class DrafterConfig:
         layer: of its own layers; its vocabulary is the target's.
         draft_vocab_size: how many of the target's tokens it can draft.
         target_hidden_size: of the states that it reads.
+        own_embedding, own_head: the checkpoint has them; else the target's are read.
     """
 
     layer: ModelConfig
     draft_vocab_size: int
     target_hidden_size: int
+    own_embedding: bool = False
+    own_head: bool = False
 
 
 def drafter_options(raw: Mapping[str, Any], *objects: str) -> dict[str, Any]:

@@ -32,15 +32,8 @@ class DrafterTables(nn.Module):
         config: DrafterConfig,
         tables: TargetTables,
         draft_ids_N: Tensor | None,
-        *,
-        own_embedding: bool,
-        own_head: bool,
     ) -> None:
-        """
-        Args:
-            draft_ids_N: int64, the target's id of each token; None: it has the same ids.
-            own_embedding, own_head: the checkpoint has them.
-        """
+        """`draft_ids_N`: int64, the target's id of each token; None: it has the same ids."""
         super().__init__()
         target, size = tables.target, config.layer.hidden_size
         kind = Kind(dtype=target.dtype, device=target.device)
@@ -48,13 +41,14 @@ class DrafterTables(nn.Module):
         self._drafted = VocabularyShard(tables.group, config.draft_vocab_size)
         self.num_drafted = config.draft_vocab_size
         self.embed_tokens: Embedding | None = None
-        if own_embedding:
+        if config.own_embedding:
             self.embed_tokens = Embedding(tables.vocabulary.num_own, size, **kind)
             self._embedding_ND = self.embed_tokens.weight.data
         else:
             self._embedding_ND = tables.embedding()  # copies count before anybody drafts
-        self.lm_head = vocabulary_linear(size, self._drafted, kind) if own_head else None
-        self._target_head = None if own_head else tables.head()
+        has_head = config.own_head
+        self.lm_head = vocabulary_linear(size, self._drafted, kind) if has_head else None
+        self._target_head = None if has_head else tables.head()
         ids_N = None if draft_ids_N is None else draft_ids_N.to(target.device)
         self.register_buffer("draft_ids_N", ids_N, persistent=False)
 

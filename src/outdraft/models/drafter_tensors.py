@@ -20,25 +20,20 @@ from outdraft.models.slots import rows_of
 OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
 
 
-def check_fit(
-    config: DrafterConfig, target: LanguageModel, *, own_head: bool, goes_on: bool
-) -> None:
-    """Whether a drafter can read this target's states, and both mean the same tokens.
+def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: bool) -> None:
+    """Raise ConfigError if a drafter cannot read this target's states, or both mean other tokens.
 
     Args:
-        own_head: the checkpoint has one.
-        goes_on: it goes on with vectors or states of the target's size.
-
-    Raises:
-        ConfigError: no.
+        reads_own_size: the states that it reads must be of its own size.
     """
     size, own_size = target.config.hidden_size, config.layer.hidden_size
+    borrows = not (config.own_embedding and config.own_head)
     if config.target_hidden_size != size:
         raise ConfigError(
             f"the drafter reads states of size {config.target_hidden_size}, but the target's "
             f"hidden size is {size}"
         )
-    if own_size != size and goes_on:
+    if own_size != size and (borrows or reads_own_size):
         raise ConfigError(
             f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
             f"takes of the target, whose hidden size is {size}"
@@ -49,7 +44,7 @@ def check_fit(
             f"the drafter knows {vocab_size} tokens, but the target "
             f"{target.config.vocab_size}: they must have the same vocabulary"
         )
-    if not own_head and config.draft_vocab_size < vocab_size:
+    if not config.own_head and config.draft_vocab_size < vocab_size:
         raise ConfigError(
             "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
             f"{config.draft_vocab_size} tokens needs"

@@ -67,13 +67,7 @@ class EagleNetwork(nn.Module):
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
         self.feature_size = layer.hidden_size
-        self.tables = DrafterTables(
-            config,
-            tables,
-            draft_ids_N,
-            own_embedding=config.own_embedding,
-            own_head=config.own_head,
-        )
+        self.tables = DrafterTables(config, tables, draft_ids_N)
         self.fusion: TapFusion | None = None
         if config.version is EagleVersion.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)

@@ -39,7 +39,6 @@ class EagleConfig(DrafterConfig):
     Attributes:
         taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
             the paper's checkpoints.
-        own_embedding, own_head: the checkpoint has them; else the target's are read.
         fc_bias: of the layer that takes in the target's states.
         layernorms: EAGLE, MTP: norms of the embedding, before layer 0 and before the head.
         input_norm: EAGLE, MTP: before layer 0.
@@ -54,8 +53,6 @@ class EagleConfig(DrafterConfig):
 
     version: EagleVersion
     taps: tuple[int, ...] | None = None
-    own_embedding: bool = False
-    own_head: bool = False
     fc_bias: bool = False
     layernorms: bool = False
     input_norm: bool = False

@@ -112,9 +112,7 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
 
 def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
     """As `check_fit`, and whether its mask is as wide as one of the states that it reads."""
-    borrows = not (config.own_embedding and config.own_head)
-    goes_on = borrows or config.version is EagleVersion.EAGLE
-    check_fit(config, target, own_head=config.own_head, goes_on=goes_on)
+    check_fit(config, target, reads_own_size=config.version is EagleVersion.EAGLE)
     size, own_size = target.config.hidden_size, config.layer.hidden_size
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
     if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
