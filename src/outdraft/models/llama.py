@@ -102,26 +102,15 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states of the wanted rows behind the final norm, [R, D], and the residual
-        stream behind the first taps[k] layers, [T, K, D], all of the model's dtype.
-
-        Writes the keys and values of the rows to the caches, one cache a layer.
-
-        Args:
-            token_ids_T: int64; the positions of the metadata are below max_model_len.
-            taps: each from 0 (the embedding) to the number of layers.
-            wanted_R: as in DecoderPass.
-        """
+        """As `LanguageModel`. The hidden states are those behind the final norm."""
         return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, S] of float32, of float64 for a float64 model: of this rank's tokens, padded with
-        -inf."""
+        """As `LanguageModel`."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
-        same on every rank."""
+        """As `LanguageModel`."""
         if self.group.size > 1:
             return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)

@@ -108,18 +108,14 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+    """As load_model.
 
     Args:
-        max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; each reads its part of what they divide;
-            what is quantised it reads whole, one weight after the other, and keeps its part.
-        drafts: as CausalLM.
-        has_random_weights: instead of those of the checkpoint.
+        group: each of its ranks reads its part of what they divide; what is quantised it reads
+            whole, one weight after the other, and keeps its part.
 
     Raises:
-        ConfigError: the model cannot run on this engine, or a tensor is missing or
-            unknown.
+        ConfigError: the model cannot run on this engine, or a tensor is missing or unknown.
     """
     config = read_config(path)
     kind = causal_class(config, path)
