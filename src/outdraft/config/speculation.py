@@ -22,6 +22,7 @@ NETWORK_SOURCES = (
     DraftSource.SELF,
 )
 OWN_SOURCES = (DraftSource.MTP, DraftSource.SELF)  # weights of the target's own checkpoint
+HEAD_SOURCES = (DraftSource.MEDUSA, DraftSource.MLP)
 BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
 AUTO = "auto"
@@ -127,7 +128,7 @@ class DraftNetworkConfig:
             raise ConfigError(
                 "parallel_drafting is for draft_model and eagle3; "
                 f"{self.source} makes all drafts in one pass anyway"
-                if self.source in (DraftSource.MEDUSA, DraftSource.MLP, *BLOCK_SOURCES)
+                if self.source in (*HEAD_SOURCES, *BLOCK_SOURCES)
                 else f"parallel_drafting is for draft_model and eagle3, not for {self.source}"
             )
         if self.parallel_drafting and self.tree is not None:

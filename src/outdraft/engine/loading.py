@@ -175,13 +175,10 @@ def check_division(config: EngineConfig) -> None:
         return
     if network.source not in OWN_SOURCES:
         path = resolve_model_path(network.model, with_weights=False)
-    if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
+    if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3, *BLOCK_SOURCES):
+        kind = DFlashConfig if network.source in BLOCK_SOURCES else EagleConfig
+        layers = kind.from_mapping(read_json(path / "config.json")).layer
         layers.shard(draft_size, DRAFT_RANKS)
-    elif network.source in BLOCK_SOURCES:
-        DFlashConfig.from_mapping(read_json(path / "config.json")).layer.shard(
-            draft_size, DRAFT_RANKS
-        )
     elif network.source in (DraftSource.MODEL, DraftSource.MTP):
         check_shards(path, draft_size, DRAFT_RANKS)
 
