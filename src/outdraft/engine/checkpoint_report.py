@@ -10,11 +10,11 @@ from safetensors import safe_open
 from outdraft.config.engine import EngineConfig
 from outdraft.core.weight_format import WeightFormat
 from outdraft.engine.loading import choose_device, choose_dtype
-from outdraft.engine.transformers_report import Rows, count, dtype_name, rows_of
+from outdraft.engine.transformers_report import Rows, count, rows_of
 from outdraft.kernels.choose import choose_kernels
 from outdraft.models.choose import checkpoint_dtype, uses_transformers
 from outdraft.models.config import ModelConfig, read_config
-from outdraft.models.layers.linear import linears_of
+from outdraft.models.layers.linear import dtype_name, linears_of
 from outdraft.models.llama import EMBEDDING_NAME, CausalLM
 from outdraft.models.loader import (
     Checkpoint,

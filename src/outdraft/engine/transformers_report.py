@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from outdraft.models.choose import transformers_loader
+from outdraft.models.layers.linear import dtype_name
 from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 
 _OUTSIDE = "read by the library's code"
@@ -19,11 +20,6 @@ def count(rows: Rows, product: str, kept_as: str, num_bytes: int) -> None:
     """Add a weight."""
     number, total = rows.get((product, kept_as), (0, 0))
     rows[product, kept_as] = number + 1, total + num_bytes
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Such as bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:

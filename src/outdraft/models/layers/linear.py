@@ -112,9 +112,14 @@ def pack_linears(
         part.pack(kernels, quantization)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
 def numbers_of(module: nn.Module, dtype: torch.dtype) -> str:
     """What is computed, over which weights if they are kept otherwise: for people."""
-    name = str(dtype).removeprefix("torch.")
+    name = dtype_name(dtype)
     kept = {linear.format for linear in linears_of(module)} - {WeightFormat.PLAIN, name}
     return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
 
