@@ -109,7 +109,7 @@ def report(config: EngineConfig) -> dict[str, str]:
 
 
 def _own_rows(path: Path, model: CausalLM, has_tiles: bool) -> Rows:
-    """Of a network of this engine."""
+    """Those of a network that this engine computes."""
     checkpoint = open_checkpoint(path, model.config, model.checkpoint_slots())
     check_slots(model.checkpoint_slots(), checkpoint.places, checkpoint.stored)
     found = _Report(checkpoint, model.dtype, has_tiles)

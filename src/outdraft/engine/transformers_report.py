@@ -23,7 +23,7 @@ def count(rows: Rows, product: str, kept_as: str, num_bytes: int) -> None:
 
 
 def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:
-    """Of a checkpoint.
+    """Those of a checkpoint.
 
     Args:
         dtype: of the network.
