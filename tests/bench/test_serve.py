@@ -261,7 +261,7 @@ def test_reports_say_how_latency_was_counted_and_what_failed():
     assert closed["completed"] == 4
     assert closed["num_distinct_prompts"] == 3
     notes = "\n".join(closed["notes"])
-    for part in ("closed loop", "1.50 tokens", "only 3 of the prompts differ", "1 of the warm-up"):
+    for part in ("closed loop", "1.50 tokens", "only 3 of 4 prompts differ", "1 of the warm-up"):
         assert part in notes
     assert opened["notes"][0].startswith("open loop: latencies count from the scheduled arrival")
     assert opened["request_rate"] == 100.0

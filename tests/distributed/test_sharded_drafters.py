@@ -272,13 +272,26 @@ def test_an_embedding_that_differs_on_one_rank_only_is_kept_on_all(
         networks = on_ranks(
             size, draft_size, lambda ranks: spread_eagle(tmp_path, eagle_target, ranks)
         )
-        assert [one.embed_tokens is not None for one in networks] == [differs] * size
+        assert [one.tables.embed_tokens is not None for one in networks] == [differs] * size
 
 
 def spread_blocks(path: Path, target_path: Path, ranks: Ranks) -> DFlashNetwork:
     target = load(target_path, ranks.target)
     tables = TargetTables(target, ranks.draft, target_path)
     return load_dflash(path, target, target.kernels, None, tables)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_what_a_drafter_of_blocks_copies_is_counted_before_it_drafts(
+    kind: str, checkpoint: Path, tmp_path: Path
+):
+    path = random_head(kind, checkpoint, tmp_path / kind)
+
+    def num_bytes(ranks: Ranks) -> int:
+        return spread_blocks(path, checkpoint, ranks).memory_bytes
+
+    copied = {"dflash": 2, "dspark": 1}[kind] * VOCAB * HIDDEN * 8  # DSpark has a head of its own
+    assert on_ranks(2, 1, num_bytes) == [num_bytes(Ranks()) + copied] * 2
 
 
 @over_ranks

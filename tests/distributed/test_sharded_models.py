@@ -4,6 +4,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outdraft.models import loader
 from outdraft.models.choose import load_language_model
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
-from outdraft.models.loader import load_model, random_model
+from outdraft.models.loader import load_model
 from tests.models.checkpoints import (
     TINY,
     VARIANTS,
@@ -232,16 +233,18 @@ def test_a_pass_costs_two_sums_a_layer_and_one_for_the_embedding(
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "llama-biases", "qwen3-window"])
-@pytest.mark.parametrize("make", [load_model, random_model])
+@pytest.mark.parametrize("has_random_weights", [False, True])
 def test_each_rank_has_its_part_of_the_weights_of_one(
-    make: Callable[..., CausalLM], family: str, size: int, checkpoint: Callable[[str], Path]
+    has_random_weights: bool, family: str, size: int, checkpoint: Callable[[str], Path]
 ):
     path, kernels = checkpoint(family), choose_kernels("reference", CPU, torch.float64)
-    options: tuple[Any, ...] = (path, torch.float64, CPU, kernels, None, None)
-    whole = make(*options).checkpoint_slots()
+    make = partial(
+        load_model, path, torch.float64, CPU, kernels, has_random_weights=has_random_weights
+    )
+    whole = make().checkpoint_slots()
     covered = {name: torch.zeros_like(slot.to) for name, slot in whole.items()}
 
-    for model in on_ranks(size, 1, lambda ranks: make(*options, ranks.target)):
+    for model in on_ranks(size, 1, lambda ranks: make(group=ranks.target)):
         for name, slot in model.checkpoint_slots().items():
             assert slot.shape == list(whole[name].to.shape)
             assert torch.equal(slot.to, slot.part_of(whole[name].to))

@@ -16,7 +16,7 @@ from outdraft.kernels.native.experts import NativeExpertKernels
 from outdraft.kernels.native.library import open_library, usable_instruction_sets
 from outdraft.kernels.native.linear import NativeLinear
 from outdraft.kernels.native.team import Team
-from outdraft.kernels.reference.experts import ReferenceExperts, pack_experts
+from outdraft.kernels.reference.experts import ReferenceExperts
 from outdraft.kernels.reference.linear import quantized
 from tests.kernels.comparisons import Case
 from tests.rounding import UNIT
@@ -246,8 +246,8 @@ def test_codes_of_experts_stay_as_they_are(instruction_set, tile: WeightFormat):
         dtype=torch.float32,
     )
     rows = torch.randn(9, D), torch.randint(0, X, (9, 2)), torch.rand(9, 2)
-    want_TD = pack_experts(numbers, GATE)(*rows)
-    for pack in (native(instruction_set, 1).pack_experts, pack_experts):
+    want_TD = ReferenceExperts(numbers, GATE)(*rows)
+    for pack in (native(instruction_set, 1).pack_experts, ReferenceExperts):
         experts = pack(codes, GATE)
         assert experts.format is tile
         torch.testing.assert_close(experts(*rows), want_TD, rtol=1e-2, atol=1e-2)

@@ -19,6 +19,7 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.drafters import cache_bytes
 from outdraft.engine.loading import LoadedModels
+from outdraft.models.layers.linear import dtype_name
 
 TEMPERATURES = (0, 1)
 TOKENS_OF_KV = 1000  # whose keys, values and features are counted
@@ -67,7 +68,7 @@ def measure_methods(
     target = models[PLAIN]
     return {
         "model_id": configs[PLAIN].model,
-        "dtype": str(target.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.target.dtype),
         "device": str(target.device),
         "num_prompts": len(prompts),
         "max_tokens": max_tokens,

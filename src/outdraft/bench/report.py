@@ -97,10 +97,15 @@ def sweep_table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def strict_json(result: dict[str, Any]) -> str:
+    """A number that is none is an error, not NaN."""
+    return json.dumps(result, indent=2, allow_nan=False)
+
+
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Strict JSON: a number that is none is an error, not NaN."""
+    """As `strict_json`, into a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(strict_json(result) + "\n", encoding="utf-8")
 
 
 def check_installed(*packages: str) -> None:

@@ -24,7 +24,12 @@ from outdraft.bench.metrics import (
     detailed_report,
     load_report,
 )
-from outdraft.bench.workloads import BenchRequest, arrival_times, num_distinct_prompts
+from outdraft.bench.workloads import (
+    BenchRequest,
+    arrival_times,
+    num_distinct_prompts,
+    repetition_notes,
+)
 from outdraft.config.benchmarks import Traffic
 from outdraft.core.errors import ConfigError
 
@@ -155,11 +160,7 @@ def _notes(result: dict[str, Any], run: LoadRun, traffic: Traffic) -> list[str]:
             f"{result['num_missing_usage']} answers came without usage: their chunks were counted "
             "as tokens, too few where a chunk holds several"
         )
-    if (distinct := result["num_distinct_prompts"]) < result["num_prompts"]:
-        notes.append(
-            f"only {distinct} of the prompts differ: caches of prompts, and drafts from earlier "
-            "answers, make repeated ones faster"
-        )
+    notes += repetition_notes(result["num_distinct_prompts"], result["num_prompts"])
     if run.num_failed_warmups:
         notes.append(f"{run.num_failed_warmups} of the warm-up requests failed")
     if result["failed"]:

@@ -234,6 +234,7 @@ def _show_in_process(
 ) -> None:
     from outdraft.bench.environment import compute, environment
     from outdraft.bench.report import as_table, write_json
+    from outdraft.models.layers.linear import dtype_name
 
     typer.echo(as_table(title, result))
     if output_json is None:
@@ -241,7 +242,7 @@ def _show_in_process(
     target = llm.models.target
     where = {
         "model_id": llm.config.model,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "device": str(llm.models.device),
         "speculation_methods": [str(method) for method in llm.config.speculation.methods],
         "dataset_name": dataset.name,

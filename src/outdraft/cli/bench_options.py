@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outdraft.cli.options import json_object
 from outdraft.config.benchmarks import Traffic
+from outdraft.config.checks import check_whole
 from outdraft.config.flags import flag
 from outdraft.core.errors import ConfigError
 
@@ -105,6 +106,14 @@ def traffics_of(traffic: Traffic, sweep: str | None) -> list[Traffic]:
         raise ConfigError("--sweep chooses the concurrency: leave out the other two")
     levels = numbers(sweep, "--sweep", int)
     return [replace(traffic, max_concurrency=level) for level in levels]
+
+
+def concurrencies(text: str) -> tuple[int, ...]:
+    """The levels of --concurrency."""
+    levels = tuple(numbers(text, "--concurrency", int))
+    for level in levels:
+        check_whole("concurrency", level, 1, 4096)
+    return levels
 
 
 def numbers(text: str, flag: str, kind: Callable[[str], _Number]) -> list[_Number]:

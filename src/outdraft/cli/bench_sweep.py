@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from outdraft.cli.bench_options import numbers
-from outdraft.cli.command import Model
+from outdraft.cli.bench_options import concurrencies, numbers
+from outdraft.cli.command import Model, wide_console
 from outdraft.cli.options import (
     EngineOptions,
     engine_config,
@@ -84,7 +83,7 @@ def sweep(
     from outdraft.bench.workloads import load_requests, num_distinct_prompts, repetition_notes
 
     plan = SweepPlan(
-        levels=_checked("concurrency", numbers(options.concurrency, "--concurrency", int)),
+        levels=concurrencies(options.concurrency),
         min_rounds=options.min_rounds,
         max_rounds=options.max_rounds,
         tolerance=options.tolerance,
@@ -151,8 +150,7 @@ def line(level: dict[str, Any]) -> str:
 
 def show(result: dict[str, Any]) -> None:
     """The table, and whether choosing kept what it promises."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, 110))
+    console = wide_console(110)
     console.print(f"Acceptance is {result['acceptance']}. Tokens a second:", style="bold")
     levels = result["levels"]
     table = Table()
@@ -200,12 +198,6 @@ def _speculation(model: str | None, engine: EngineOptions) -> dict[str, Any]:
     if values is None:
         raise ConfigError("a sweep needs --speculative-config: it says what drafts")
     return with_embedded_network(values) if model is None else values
-
-
-def _checked(name: str, values: list[int]) -> tuple[int, ...]:
-    for value in values:
-        check_whole(name, value, 1, 4096)
-    return tuple(values)
 
 
 def _chances(text: str | None) -> tuple[float, ...] | None:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
 from outdraft import assets
@@ -38,6 +39,13 @@ def held_out(count: int) -> list[HeldOutPrompt]:
     if count >= len(prompts):
         raise ConfigError(f"--prompts must be below {len(prompts)}: one more is for warming up")
     return prompts[: count + 1]
+
+
+def wide_console(least: int) -> Console:
+    """As wide as the terminal, but no less than so many letters: a narrower terminal breaks the
+    lines, a file has no width."""
+    console = Console(highlight=False)
+    return Console(highlight=False, width=max(console.width, least))
 
 
 class Command(TyperCommand):

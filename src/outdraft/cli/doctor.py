@@ -163,15 +163,17 @@ def _used(device: "torch.device") -> Section:
     from outdraft.core.weight_format import QUANTIZATIONS, WeightFormat
     from outdraft.engine.loading import choose_dtype
     from outdraft.kernels.choose import choose_kernels, kernels_options
+    from outdraft.models.layers.linear import dtype_name
 
     automatic = choose_dtype("auto", "bfloat16", device)
     kernels = choose_kernels("auto", device, automatic)
     kept = kernels.pack_linear(torch.zeros(1, 1, dtype=automatic), None).format
     rows = {
-        "dtype auto": f"{_name(automatic)} for a bfloat16 checkpoint, whose weights are kept {kept}"
+        "dtype auto": f"{dtype_name(automatic)} for a bfloat16 checkpoint, "
+        f"whose weights are kept {kept}"
     }
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        rows[f"kernels for {_name(dtype)}"] = choose_kernels("auto", device, dtype).name
+        rows[f"kernels for {dtype_name(dtype)}"] = choose_kernels("auto", device, dtype).name
     rows["--kernels may be"] = ", ".join(kernels_options())
     rows["--quantization may be"] = ", ".join(QUANTIZATIONS)
     if device.type == "cpu" and kept is not WeightFormat.PLAIN:  # other kernels read rounded copies
@@ -186,6 +188,7 @@ def _operations(device: "torch.device") -> Section:
     import torch
 
     from outdraft.kernels.choose import choose_kernels, computed_by
+    from outdraft.models.layers.linear import dtype_name
 
     tables = {
         dtype: computed_by(choose_kernels("auto", device, dtype))
@@ -197,7 +200,7 @@ def _operations(device: "torch.device") -> Section:
             [
                 module,
                 *(
-                    f"{table[operation]} for {_name(dtype)}"
+                    f"{table[operation]} for {dtype_name(dtype)}"
                     for dtype, table in tables.items()
                     if table[operation] != module
                 ),
@@ -205,10 +208,6 @@ def _operations(device: "torch.device") -> Section:
         )
         for operation, module in usual.items()
     }
-
-
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _embedded() -> tuple[Section, list[str]]:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from outdraft.server.trace_file import TraceFile
 if TYPE_CHECKING:
     from outdraft.server.replicas.deployment import Deployment
     from outdraft.server.replicas.pool import ReplicaPool
+    from outdraft.server.replicas.replica_metrics import ReplicaMetrics
 
 STATUS_POLL_S = 2.0
 NO_RAY = "--data-parallel-size and --max-replicas need Ray: pip install 'outdraft[ray]'"
@@ -77,11 +79,7 @@ async def one_engine(parts: Starting) -> AsyncGenerator[Started]:
     await supervisor.start()
     metrics = Metrics(supervisor.info, parts.name)
     supervisor.observe(metrics)
-
-    def show(feed: LiveFeed) -> None:
-        metrics.watch(feed)
-        _show_steps(feed, supervisor.watch, lambda: metrics.plain_tokens_per_s)
-
+    show = partial(_show, metrics, supervisor.watch)
     yield Started(supervisor, [metrics], metrics.registry, show)
 
 
@@ -118,11 +116,7 @@ async def several_engines(parts: Starting, options: ReplicasOptions) -> AsyncGen
     deployment = Deployment(config, plan, pool.address)
     try:
         await _start(pool, deployment, plan.num_replicas)
-
-        def show(feed: LiveFeed) -> None:
-            metrics.watch(feed)
-            _show_steps(feed, metrics.watch_steps, lambda: metrics.plain_tokens_per_s)
-
+        show = partial(_show, metrics, metrics.watch_steps)
         yield Started(pool, metrics.all, metrics.registry, show)
     finally:
         pool.close("the server is shutting down")
@@ -191,13 +185,16 @@ def engine_facts(info: EngineInfo, name: str) -> EngineFacts:
     )
 
 
-def _show_steps(
-    feed: LiveFeed,
+def _show(
+    metrics: "Metrics | ReplicaMetrics",
     watch: Callable[[Callable[[Steps], None]], None],
-    plain_tokens_per_s: Callable[[], float],
+    feed: LiveFeed,
 ) -> None:
+    """Have a page shown latencies and steps."""
+
     def record(news: Steps) -> None:
         feed.record(news.steps, news.num_running, news.num_waiting, news.kv_usage)
-        feed.without_speculation(plain_tokens_per_s())
+        feed.without_speculation(metrics.plain_tokens_per_s)
 
+    metrics.watch(feed)
     watch(record)

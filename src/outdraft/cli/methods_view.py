@@ -2,19 +2,16 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from outdraft.bench.methods import TEMPERATURES, temperature_key
 from outdraft.bench.side_by_side import PLAIN
-
-MIN_WIDTH = 110  # letters; a narrower terminal breaks the lines, a file has no width
+from outdraft.cli.command import wide_console
 
 
 def show(result: dict[str, Any]) -> None:
     """The table, and below it what its columns mean."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    console = wide_console(110)
     console.print(
         f"One request at a time: {result['num_prompts']} prompts of {result['max_tokens']} tokens, "
         f"{result['dtype']}, {result['device']}",

@@ -79,7 +79,7 @@ def plan(
     A plan is a roofline with a launch floor and messages between cards, or it is calibrated by
     measured points; it always says which.
     """
-    from outdraft.bench.report import check_installed
+    from outdraft.bench.report import check_installed, strict_json
     from outdraft.cli import plan_view
     from outdraft.planning.planner import Acceptance, make_plan
     from outdraft.planning.predictors import choose_predictor, read_points
@@ -95,7 +95,7 @@ def plan(
         traffic.max_length,
     )
     if json_:
-        typer.echo(plan_view.as_json(result))
+        typer.echo(strict_json(result.to_json()))
     else:
         plan_view.show(result)
     if plot is not None:

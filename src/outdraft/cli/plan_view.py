@@ -1,25 +1,16 @@
-"""What `outdraft plan` shows to people and to programs."""
+"""What `outdraft plan` shows to people."""
 
-import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+from outdraft.cli.command import wide_console
 from outdraft.planning.planner import Level, Memory, Plan
-
-MIN_WIDTH = 110  # letters; a narrower terminal breaks the lines, a file has no width
-
-
-def as_json(plan: Plan) -> str:
-    """Strict JSON: a number that is none is an error, not NaN."""
-    return json.dumps(plan.to_json(), indent=2, allow_nan=False)
 
 
 def show(plan: Plan) -> None:
     """The setup, a line for each concurrency, lengths, memory, and what follows."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    console = wide_console(110)
     setup = plan.setup
     cards = f"tp {setup['tp']}, draft tp {setup['draft_tp']}, {setup['interconnect'] or 'no link'}"
     drafter = setup["drafter"] or "no network"

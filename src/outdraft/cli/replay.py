@@ -63,6 +63,7 @@ def replay(
     are as lucky as they were. With a table of costs, plain decoding, fixed lengths and the
     controller run the same requests against the clock.
     """
+    from outdraft.bench.report import strict_json
     from outdraft.cli import replay_view
     from outdraft.core.recorded import read_requests
 
@@ -73,7 +74,7 @@ def replay(
         typer.echo(f"note: the last line of {trace} is cut short and left out", err=True)
     report = _report(requests, ways, prices)
     if json_:
-        typer.echo(replay_view.as_json(report))
+        typer.echo(strict_json(report.to_json()))
     else:
         replay_view.show(report)
 

@@ -1,25 +1,17 @@
-"""What `outdraft replay` shows to people and to programs."""
+"""What `outdraft replay` shows to people."""
 
-import json
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from outdraft.cli.command import wide_console
 from outdraft.planning.replay_scores import Recorded, Report, RunScore, Score, SourceScore
-
-MIN_WIDTH = 100  # letters; a narrower terminal breaks the lines, a file has no width
-
-
-def as_json(report: Report) -> str:
-    """Strict JSON: a number that is none is an error, not NaN."""
-    return json.dumps(report.to_json(), indent=2, allow_nan=False)
 
 
 def show(report: Report) -> None:
     """The trace, then each configuration."""
-    console = Console(highlight=False)
-    console = Console(highlight=False, width=max(console.width, MIN_WIDTH))
+    console = wide_console(100)
     recorded = report.recorded
     console.print(_facts(recorded), style="bold")
     pace = "as they came" if report.concurrency is None else f"{report.concurrency} at once"

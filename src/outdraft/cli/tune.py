@@ -12,7 +12,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 from outdraft import assets
-from outdraft.cli.bench_options import numbers
+from outdraft.cli.bench_methods import TREE_LEVELS
+from outdraft.cli.bench_options import concurrencies
 from outdraft.cli.command import Model
 from outdraft.cli.options import (
     EngineOptions,
@@ -32,7 +33,6 @@ from outdraft.core.errors import ConfigError
 if TYPE_CHECKING:
     from outdraft.bench.sweep import LevelResult
 
-TREE_LEVELS = (2, 2, 1, 1)
 PROBE = "always 3: "  # what candidates that only explain begin with
 
 
@@ -66,9 +66,7 @@ def tune(
     """
     if engine.speculative_config is not None:
         raise ConfigError("tune chooses the --speculative-config: name drafters with --draft")
-    levels = tuple(numbers(options.concurrency, "--concurrency", int))
-    for level in levels:
-        check_whole("concurrency", level, 1, 4096)
+    levels = concurrencies(options.concurrency)
     base = engine_config(model, replace(engine, speculative_config="null"))
     base = replace(base, cache=replace(base.cache, enable_prefix_caching=False))
     tried = candidates(drafters(model, options.draft or ()))

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from outdraft.config.checks import check_choice, check_number, check_truth, check_whole
 from outdraft.core.draft import MAX_DRAFTS, DraftSource
@@ -22,11 +22,9 @@ NETWORK_SOURCES = (
     DraftSource.SELF,
 )
 OWN_SOURCES = (DraftSource.MTP, DraftSource.SELF)  # weights of the target's own checkpoint
+HEAD_SOURCES = (DraftSource.MEDUSA, DraftSource.MLP)
 BLOCK_SOURCES = (DraftSource.DFLASH, DraftSource.DSPARK)
 PARALLEL_SOURCES = (DraftSource.MODEL, DraftSource.EAGLE3)
-REJECTION_METHODS = ("block", "token", "drafter_invariant", "lossy_typical")
-DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
-CONTROLS = ("adaptive", "fixed")
 AUTO = "auto"
 MOST_OF_NETWORK, MOST_OF_NGRAM = 7, 10  # drafts a step, where "auto" chooses
 POSTERIOR_THRESHOLD, POSTERIOR_ALPHA = 0.09, 0.3  # Medusa's own
@@ -124,13 +122,13 @@ class DraftNetworkConfig:
         check_truth("parallel_drafting", self.parallel_drafting)
         check_whole("max_model_len", self.max_model_len, 1, optional=True)
         check_choice("quantization", self.quantization, QUANTIZATIONS, optional=True)
-        check_choice("draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS)
+        check_choice("draft_sample_method", self.draft_sample_method, get_args(DraftSampleMethod))
         check_number("min_vocabulary_overlap", self.min_vocabulary_overlap, 0, 1)
         if self.parallel_drafting and self.source not in PARALLEL_SOURCES:
             raise ConfigError(
                 "parallel_drafting is for draft_model and eagle3; "
                 f"{self.source} makes all drafts in one pass anyway"
-                if self.source in (DraftSource.MEDUSA, DraftSource.MLP, *BLOCK_SOURCES)
+                if self.source in (*HEAD_SOURCES, *BLOCK_SOURCES)
                 else f"parallel_drafting is for draft_model and eagle3, not for {self.source}"
             )
         if self.parallel_drafting and self.tree is not None:
@@ -194,8 +192,9 @@ class SpeculationConfig:
     def __post_init__(self) -> None:
         if self.num_speculative_tokens != AUTO:
             check_whole("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_DRAFTS)
-        check_choice("control", self.control, CONTROLS)
-        check_choice("rejection_sample_method", self.rejection_sample_method, REJECTION_METHODS)
+        check_choice("control", self.control, get_args(Control))
+        method, methods = self.rejection_sample_method, get_args(RejectionMethod)
+        check_choice("rejection_sample_method", method, methods)
         for name in ("posterior_threshold", "posterior_alpha"):
             check_number(name, getattr(self, name), 1e-6, 1)
         bounds = self.posterior_threshold, self.posterior_alpha

@@ -10,6 +10,7 @@ import torch
 from outdraft.config.engine import EngineConfig, SchedulerConfig
 from outdraft.config.speculation import (
     BLOCK_SOURCES,
+    HEAD_SOURCES,
     DraftNetworkConfig,
     NgramConfig,
     SourceConfig,
@@ -145,7 +146,7 @@ def load_drafter(
         return LoadedDrafter(eagle, layers, size, len(eagle.taps), mask_token_id=mask)
     if config.source in BLOCK_SOURCES:
         return _loaded_blocks(load_dflash(path, target, kernels, kept, tables), config)
-    if config.source in (DraftSource.MEDUSA, DraftSource.MLP):
+    if config.source in HEAD_SOURCES:
         load = load_medusa if config.source is DraftSource.MEDUSA else load_mlp_speculator
         heads = load(path, target, kernels, kept, tables)
         return LoadedDrafter(heads, None, max_drafts=heads.num_heads)

@@ -65,6 +65,7 @@ class Engine:
     step raises RanksError is dead.
 
     Attributes:
+        on_step: is told of each step.
         ranks: the processes that compute with it; None: it computes alone.
     """
 
@@ -74,16 +75,14 @@ class Engine:
         scheduler: Scheduler,
         drafting: DraftPolicy,
         runner: StepRunner,
-        on_step: Callable[[StepStats], None] | None = None,
         ranks: WatchedRanks | None = None,
     ) -> None:
-        """`ranks`: the other ranks of the runner, if it has some."""
         self.inputs = inputs
         self.scheduler = scheduler
         self.drafting = drafting
         self.runner = runner
         self.stats = StatsTotal()
-        self.on_step = on_step
+        self.on_step: Callable[[StepStats], None] | None = None
         self.ranks = ranks
         self._sequences: dict[str, _Sequence] = {}
         self._callers: dict[str, RequestDeltas] = {}

@@ -96,13 +96,7 @@ def load_models(
             group=ranks.target,
             has_random_weights=config.load_format == "dummy",
         )
-    drafter = None
-    if (network := config.speculation.network) is not None:
-        if network.source is DraftSource.SELF:
-            drafter = load_self(config, network, path, target)
-        else:
-            with _naming(resolve_model_path(network.model) if network.model else path):
-                drafter = load_drafter(network, path, target, kernels, ranks.draft)
+    drafter = _load_network(config, path, target, ranks)
     tokenizer = load_tokenizer(tokenizer_path(config, path))
     if config.tokenizer and tokenizer is None:
         raise ConfigError(f"tokenizer {config.tokenizer!r} holds no tokenizer.json")
@@ -181,13 +175,10 @@ def check_division(config: EngineConfig) -> None:
         return
     if network.source not in OWN_SOURCES:
         path = resolve_model_path(network.model, with_weights=False)
-    if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3):
-        layers = EagleConfig.from_mapping(read_json(path / "config.json")).layer
+    if network.source in (DraftSource.EAGLE, DraftSource.EAGLE3, *BLOCK_SOURCES):
+        kind = DFlashConfig if network.source in BLOCK_SOURCES else EagleConfig
+        layers = kind.from_mapping(read_json(path / "config.json")).layer
         layers.shard(draft_size, DRAFT_RANKS)
-    elif network.source in BLOCK_SOURCES:
-        DFlashConfig.from_mapping(read_json(path / "config.json")).layer.shard(
-            draft_size, DRAFT_RANKS
-        )
     elif network.source in (DraftSource.MODEL, DraftSource.MTP):
         check_shards(path, draft_size, DRAFT_RANKS)
 
@@ -218,15 +209,21 @@ def with_drafter(models: LoadedModels, config: EngineConfig) -> LoadedModels:
     if models.processes is not None:
         raise ConfigError("engines that share a target need tensor_parallel_size=1")
     check_shared(replace(config, speculation=models.config.speculation), models.config)
-    network = config.speculation.network
-    drafter = None
-    if network is not None and network.source is DraftSource.SELF:
-        drafter = load_self(config, network, models.path, models.target)
-    elif network is not None:
-        drafter = load_drafter(
-            network, models.path, models.target, models.kernels, models.ranks.draft
-        )
+    drafter = _load_network(config, models.path, models.target, models.ranks)
     return replace(models, config=config, drafter=drafter)
+
+
+def _load_network(
+    config: EngineConfig, path: Path, target: LanguageModel, ranks: Ranks
+) -> LoadedDrafter | None:
+    """What drafts for the target, whose checkpoint is at `path`; None: no network does."""
+    network = config.speculation.network
+    if network is None:
+        return None
+    if network.source is DraftSource.SELF:
+        return load_self(config, network, path, target)
+    with _naming(resolve_model_path(network.model) if network.model else path):
+        return load_drafter(network, path, target, target.kernels, ranks.draft)
 
 
 def check_shared(config: EngineConfig, loaded: EngineConfig) -> None:

@@ -1,19 +1,29 @@
 """What the weights of a checkpoint will be kept as that the transformers library computes."""
 
-from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from outdraft.models.choose import transformers_loader
+from outdraft.models.layers.linear import dtype_name
 from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
 
 _OUTSIDE = "read by the library's code"
 
 
-def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> dict[str, tuple[int, int]]:
-    """For each kind of weight how many there are, and the bytes of all of them.
+# How many weights there are, and the bytes of all of them, by product and how it is kept.
+Rows = dict[tuple[str, str], tuple[int, int]]
+
+
+def count(rows: Rows, product: str, kept_as: str, num_bytes: int) -> None:
+    """Add a weight."""
+    number, total = rows.get((product, kept_as), (0, 0))
+    rows[product, kept_as] = number + 1, total + num_bytes
+
+
+def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> Rows:
+    """Those of a checkpoint.
 
     Args:
         dtype: of the network.
@@ -23,24 +33,22 @@ def rows_of(path: Path, dtype: torch.dtype, *, has_tiles: bool) -> dict[str, tup
         ConfigError: the checkpoint cannot be read, or lacks tensors; weights are not read.
     """
     loader = transformers_loader(path)
-    rows: dict[str, tuple[int, int]] = defaultdict(lambda: (0, 0))
+    rows: Rows = {}
     for name, part in loader.unread_model(path, dtype).named_modules():
         for key, weight in part.named_parameters(recurse=False):
             if weight.dim() < 2:
                 continue
             product = key if key != "weight" else name.rpartition(".")[2]
-            kept, num_bytes = f"{_named(dtype)}, {_OUTSIDE}", weight.nbytes
+            kept, num_bytes = f"{dtype_name(dtype)}, {_OUTSIDE}", weight.nbytes
             if isinstance(part, nn.Embedding):
-                kept = _named(dtype)
+                kept = dtype_name(dtype)
             elif isinstance(weight, DeferredTensor):
                 stays = has_tiles and loader.keeps_codes(part, key, weight.stored)
                 is_product = isinstance(part, nn.Linear) or weight.stored.is_stack
                 if is_product:
                     kept, num_bytes = _kept(weight.stored, dtype, has_tiles, stays)
-            label = f"{product}: {kept}"
-            count, total = rows[label]
-            rows[label] = count + 1, total + num_bytes
-    return dict(rows)
+            count(rows, product, kept, num_bytes)
+    return rows
 
 
 def _kept(
@@ -51,12 +59,8 @@ def _kept(
         return f"{first.tile}, codes and scales as stored ({first.label})", stored.coded_bytes
     num_numbers = torch.Size(stored.shape).numel()
     is_short = has_tiles and (not first.is_plain or first.label == "BF16")
-    kept, size = ("bfloat16", 2) if is_short else (_named(dtype), dtype.itemsize)
+    kept, size = ("bfloat16", 2) if is_short else (dtype_name(dtype), dtype.itemsize)
     if first.is_plain:
         return kept, num_numbers * size
     why = first.reason or "no product of this network can read its codes"
     return f"{kept}, dequantised ({first.label}): {why}", num_numbers * size
-
-
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig, is_known, read_config
-from outdraft.models.loader import load_model, random_model
+from outdraft.models.loader import load_model
 from outdraft.models.quantized.gguf_metadata import is_gguf
 
 AUTO, TRANSFORMERS = "auto", "transformers"
@@ -98,14 +98,13 @@ def load_language_model(
         ConfigError: the config is not supported or cannot be divided over the group, a tensor is
             missing, unknown, damaged or of another shape, or the library is not installed.
     """
-    place = path, dtype, device, kernels, max_model_len, quantization
+    place = path, dtype, device, kernels, max_model_len, quantization, group
     if not uses_transformers(path, implementation):
-        load = random_model if has_random_weights else load_model
-        return load(*place, group, drafts=drafts)
+        return load_model(*place, drafts=drafts, has_random_weights=has_random_weights)
     if is_gguf(path):
         raise ConfigError(f"{path}: --model-impl transformers is for directories, not GGUF files")
     load_any = transformers_loader(path).load_transformers_model
-    model = load_any(*place, group, drafts=drafts, has_random_weights=has_random_weights)
+    model = load_any(*place, drafts=drafts, has_random_weights=has_random_weights)
     _logger.info(
         "%s: the transformers library computes %s, with this engine's attention and products",
         path,

@@ -51,9 +51,7 @@ class ModelConfig(ModelShape):
         Raises:
             ConfigError: no readable config.json, or it asks for something that is not supported.
         """
-        generation_path = path / "generation_config.json"
-        generation = read_json(generation_path) if generation_path.is_file() else {}
-        return cls.from_mapping(read_config(path), generation)
+        return cls.from_mapping(read_config(path), read_generation_config(path))
 
     @classmethod
     def from_mapping(
@@ -66,9 +64,8 @@ class ModelConfig(ModelShape):
         """
         architecture = _architecture(raw)
         family = _FAMILIES[architecture]
-        for key, is_fine in _UNSUPPORTED.items():
-            if not is_fine(raw.get(key)):
-                raise ConfigError(f"config.json: {key}={raw[key]!r} is not supported")
+        if (activation := raw.get("hidden_act")) not in (None, "silu"):
+            raise ConfigError(f"config.json: hidden_act={activation!r} is not supported")
         hidden_size = read_count(raw, "hidden_size")
         num_heads = read_count(raw, "num_attention_heads")
         num_kv_heads = read_count(raw, "num_key_value_heads", default=num_heads)
@@ -128,6 +125,12 @@ def read_config(path: Path) -> dict[str, Any]:
         ConfigError: there is none, or a GGUF file cannot be read.
     """
     return config_of_gguf(path) if is_gguf(path) else read_json(path / "config.json")
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The generation_config.json of a checkpoint directory; empty if there is none."""
+    file = path / "generation_config.json"
+    return read_json(file) if file.is_file() else {}
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -213,11 +216,6 @@ _FAMILIES = {
     "Qwen3ForCausalLM": _Family(
         windows=_qwen_windows, reads_attention_bias=True, qk_norm=True, head_size=128
     ),
-}
-
-# Keys that change what is computed, and the values at which they do not.
-_UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
-    "hidden_act": lambda value: value in (None, "silu"),
 }
 
 

@@ -23,17 +23,18 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.decoder import Decoder, DecoderLayer, Kind, product_of
 from outdraft.models.dflash_config import DFlashConfig
+from outdraft.models.drafter_config import check_taps
+from outdraft.models.drafter_tables import DrafterTables
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, linears_of, memory_bytes
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.shape import DRAFT_RANKS
-from outdraft.models.slots import Slot, rows_of, slot_of
-from outdraft.models.target_tables import TargetTables, vocabulary_linear
+from outdraft.models.slots import Slot, slot_of
+from outdraft.models.target_tables import TargetTables
 
 
 class SparkHeads(nn.Module):
@@ -100,33 +101,19 @@ class DFlashNetwork(nn.Module):
         heads: DSpark's; None: it is DFlash.
     """
 
-    draft_ids_N: Tensor | None
-
     def __init__(
         self,
         config: DFlashConfig,
         tables: TargetTables,
         kernels: Kernels,
         draft_ids_N: Tensor | None,
-        *,
-        own_embedding: bool = False,
-        own_head: bool = False,
     ) -> None:
-        """In the dtype and on the device of the target, spread over the ranks of the tables.
-
-        Args:
-            draft_ids_N: int64, the target's id of each draft token; None: it has the same ids.
-            own_embedding, own_head: the checkpoint has them; else the target's are read.
-
-        Raises:
-            ConfigError: the target does not have the layers that the config taps, or the drafter
-                cannot be divided over its ranks.
-        """
+        """As EagleNetwork."""
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
-        config.check_taps(target.config.num_layers)
+        check_taps(config.taps, target.config.num_layers)
         self.shard = layer.shard(group.size, DRAFT_RANKS)
-        self._tables, self.kernels, self.config = tables, kernels, config
+        self.kernels, self.config = kernels, config
         self.dtype, self.device = target.dtype, target.device
         self.taps, self.feature_size = config.taps, layer.hidden_size
         kind = Kind(dtype=self.dtype, device=self.device)
@@ -141,19 +128,9 @@ class DFlashNetwork(nn.Module):
         num_outputs = layer.num_layers * 2 * self._kv_size
         self.context_kv = Linear(layer.hidden_size, num_outputs, bias=layer.qkv_bias, **kind)
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind)
-        self.embed_tokens: Embedding | None = None
-        if own_embedding:
-            num_tokens = tables.vocabulary.num_own
-            self.embed_tokens = Embedding(num_tokens, layer.hidden_size, **kind)
-        self._drafted = VocabularyShard(group, config.draft_vocab_size)
-        self.lm_head: Linear | None = None
-        self._target_head = None if own_head else tables.head()
-        if own_head:
-            self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, kind)
+        self.tables = DrafterTables(config, tables, draft_ids_N)
         has_heads = config.markov_rank > 0 or config.has_confidence
         self.heads = SparkHeads(config, kind) if has_heads else None
-        ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
-        self.register_buffer("draft_ids_N", ids_N, persistent=False)
         self._passes: DecoderPass | None = None
         self._block: BlockSpec | None = None
 
@@ -176,18 +153,9 @@ class DFlashNetwork(nn.Module):
     def passes(self) -> DecoderPass:
         """What a block's rows compute, once the weights and the target's are packed."""
         if self._passes is None:
-            if self.lm_head is not None:
-                head = product_of(self.lm_head)
-            else:
-                assert self._target_head is not None
-                head = self._target_head.product
-            table, tables = self.embed_tokens, self._tables
-            self._passes = self.decoder.compile_passes(
-                tables.embedding() if table is None else table.weight.data,
-                head,
+            self._passes = self.tables.compile_passes(
+                self.decoder,
                 final_norm=self.norm,
-                draft_ids_N=self.draft_ids_N,
-                shard=None if tables.group.size == 1 else tables.vocabulary,
                 is_causal=None if self.is_uniform else self.config.is_causal,
             )
         return self._passes
@@ -235,27 +203,19 @@ class DFlashNetwork(nn.Module):
     def known_logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, N] of the tokens that it can draft, of the rows that are this rank's; float32, or
         float64 as the target's."""
-        return shares.turn(self.passes.logits(states_RD), self._drafted.num_tokens)
-
-    def over_vocabulary(self, logits_RN: Tensor) -> Tensor:
-        """[R, V]: -inf where the drafter has no such token."""
-        if self.draft_ids_N is None:
-            return logits_RN
-        logits_RV = logits_RN.new_full((len(logits_RN), self.config.layer.vocab_size), -torch.inf)
-        return logits_RV.index_copy_(1, self.draft_ids_N, logits_RN)
+        return shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
 
     @property
     def memory_bytes(self) -> int:
         """What its own weights take, packed ones included, and copies of the target's."""
-        return memory_bytes(self) + self._tables.copied_bytes
+        return memory_bytes(self) + self.tables.copied_bytes
 
     @property
     def weight_bytes(self) -> int:
         """Weights that a pass reads as they lie in memory, the target's head included."""
-        tables = [self.embed_tokens, self.heads and self.heads.markov_w1]
+        tables = [self.tables.embed_tokens, self.heads and self.heads.markov_w1]
         unread = sum(memory_bytes(table) for table in tables if table is not None)
-        own = memory_bytes(self) - unread
-        return own + (0 if self._target_head is None else self._target_head.num_bytes)
+        return memory_bytes(self) - unread + self.tables.borrowed_bytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs: views into this network; before packing."""
@@ -266,11 +226,7 @@ class DFlashNetwork(nn.Module):
         }
         for _, layer_slots in self.decoder.parts(""):
             slots |= layer_slots
-        if self.embed_tokens is not None:
-            weight = self.embed_tokens.weight
-            slots["embed_tokens.weight"] = rows_of(self._tables.vocabulary, weight)
-        if self.lm_head is not None:
-            slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
+        slots |= self.tables.slots()
         if self.heads is not None:
             slots |= self.heads.slots()
         return {name: slot for name, slot in slots.items() if slot is not None}

@@ -1,9 +1,7 @@
 """What the config.json of a DFlash or DSpark drafter says, in one shape for the layouts that exist.
 
 Chen et al. 2026, arXiv 2602.06036, and DSpark, arXiv 2607.05147. Their authors write the config of
-a Qwen 3 with a few keys more, beside it or in `dflash_config`; the speculators library puts that
-config into `transformer_layer_config`, beside its own keys. A setting that changes what is computed
-and is not understood is refused by name.
+a Qwen 3 with a few keys more, the speculators library as drafter_config.py says.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,6 +13,15 @@ from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import ModelConfig
 from outdraft.models.counts import read_count, read_mask_token
+from outdraft.models.drafter_config import (
+    SPECULATORS_KIND,
+    DrafterConfig,
+    check_supported,
+    drafter_options,
+    layer_options,
+    read_draft_vocab_size,
+    read_flag,
+)
 
 
 class BlockKind(StrEnum):
@@ -25,17 +32,14 @@ class BlockKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(DrafterConfig):
     """The shape of one drafter of blocks.
 
     Attributes:
-        layer: of its own layers; its vocabulary is the target's.
         block_size: rows of a pass: the newest token, and mask tokens behind it.
         mask_token_id: of the target's vocabulary.
         taps: behind how many of the target's layers its streams are read; 0: the embedding.
         is_causal: for each layer, whether a row of a block sees the rows before it only.
-        draft_vocab_size: how many of the target's tokens it can draft.
-        target_hidden_size: of the streams that it reads.
         drafts_from_anchor: the row of the newest token drafts, too.
         markov_rank: of DSpark's head of token pairs; 0: there is none.
         has_confidence: there is a head that says how likely each draft is accepted.
@@ -43,13 +47,10 @@ class DFlashConfig:
     """
 
     kind: BlockKind
-    layer: ModelConfig
     block_size: int
     mask_token_id: int
     taps: tuple[int, ...]
     is_causal: tuple[bool, ...]
-    draft_vocab_size: int
-    target_hidden_size: int
     drafts_from_anchor: bool
     markov_rank: int = 0
     has_confidence: bool = False
@@ -67,10 +68,8 @@ class DFlashConfig:
         Raises:
             ConfigError: a value is missing, contradicts another, or is not supported.
         """
-        kind, options = _kind(raw), _options(raw)
-        for key, is_fine in _UNSUPPORTED.items():
-            if not is_fine(options.get(key)):
-                raise ConfigError(f"config.json: {key}={options[key]!r} is not supported")
+        kind, options = _kind(raw), drafter_options(raw, "dflash_config", "dspark_config")
+        check_supported(options, _UNSUPPORTED)
         layer = _layer_config(raw)
         block_size = read_count(options, "block_size")
         is_spark = kind is BlockKind.DSPARK
@@ -81,21 +80,13 @@ class DFlashConfig:
             mask_token_id=_mask_token(raw, layer.vocab_size),
             taps=_taps(options),
             is_causal=_causal_layers(options, layer),
-            draft_vocab_size=_draft_vocab_size(options, layer),
+            draft_vocab_size=read_draft_vocab_size(options, layer.vocab_size),
             target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
-            drafts_from_anchor=_flag(options, "sample_from_anchor", is_spark),
+            drafts_from_anchor=read_flag(options, "sample_from_anchor", is_spark),
             **(_spark(options) if is_spark else {}),
         )
         _check_block(config)
         return config
-
-    def check_taps(self, num_target_layers: int) -> None:
-        """Raise ConfigError if a target of so many layers has no such streams."""
-        if not all(0 <= tap <= num_target_layers for tap in self.taps):
-            raise ConfigError(
-                f"the drafter reads the target behind layers {list(self.taps)}, but the target "
-                f"has {num_target_layers} layers"
-            )
 
 
 _KINDS = {
@@ -126,10 +117,10 @@ _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
 def _kind(raw: Mapping[str, Any]) -> BlockKind:
     """By the speculators' type, else by the architecture's name."""
     kinds = {str(kind): kind for kind in BlockKind}
-    if (written := raw.get("speculators_model_type")) is not None:
+    if (written := raw.get(SPECULATORS_KIND)) is not None:
         if written not in kinds:
             raise ConfigError(
-                f"config.json: speculators_model_type {written!r} drafts no blocks: "
+                f"config.json: {SPECULATORS_KIND} {written!r} drafts no blocks: "
                 f"{did_you_mean(str(written), kinds)}"
             )
         return kinds[written]
@@ -142,31 +133,16 @@ def _kind(raw: Mapping[str, Any]) -> BlockKind:
     return _KINDS[names[0]]
 
 
-def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The drafter's own keys: some write them into an object, some beside it."""
-    options: dict[str, Any] = {}
-    for name in ("dflash_config", "dspark_config"):
-        nested = raw.get(name) or {}
-        if not isinstance(nested, dict):
-            raise ConfigError(f"config.json: {name} must be an object, got {nested!r}")
-        options |= nested
-    return options | {key: value for key, value in raw.items() if value is not None}
-
-
 def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The layers, with the windows that `layer_types` says."""
-    layer: Any = raw
-    if "speculators_model_type" in raw:
-        layer = raw.get("transformer_layer_config")
-        if not isinstance(layer, dict):
-            raise ConfigError("config.json: transformer_layer_config is missing")
+    layer = layer_options(raw)
     model_type = layer.get("model_type", "qwen3")
     if model_type != "qwen3":
         raise ConfigError(
             f"config.json: DFlash layers of model_type {model_type!r} are not supported, only qwen3"
         )
     # Here a window needs no use_sliding_window.
-    own = {key: value for key, value in layer.items() if key not in ("use_sliding_window",)}
+    own = {key: value for key, value in layer.items() if key != "use_sliding_window"}
     config = ModelConfig.from_mapping({**own, "architectures": ["Qwen3ForCausalLM"]})
     kinds = layer.get("layer_types") or [_FULL] * config.num_layers
     if len(kinds) != config.num_layers:
@@ -183,8 +159,8 @@ def _causal_layers(options: Mapping[str, Any], layer: ModelConfig) -> tuple[bool
     """Sliding layers are causal unless told otherwise."""
     written = options.get("is_causal")
     if written is not None:
-        return (_flag(options, "is_causal"),) * layer.num_layers
-    if _flag(options, "sliding_window_non_causal"):
+        return (read_flag(options, "is_causal"),) * layer.num_layers
+    if read_flag(options, "sliding_window_non_causal"):
         return (False,) * layer.num_layers
     return tuple(window is not None for window in layer.windows)
 
@@ -197,8 +173,8 @@ def _spark(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"config.json: markov_head_type {kind!r} is not supported: only 'vanilla' is"
         )
-    has_confidence = _flag(options, "enable_confidence_head", True)
-    reads_token = has_confidence and _flag(options, "confidence_head_with_markov", True)
+    has_confidence = read_flag(options, "enable_confidence_head", True)
+    reads_token = has_confidence and read_flag(options, "confidence_head_with_markov", True)
     if reads_token and not rank:
         raise ConfigError("config.json: confidence_head_with_markov needs a markov_rank above 0")
     return {
@@ -228,22 +204,6 @@ def _mask_token(raw: Mapping[str, Any], vocab_size: int) -> int:
     if token is None:
         raise ConfigError("config.json: mask_token_id is missing")
     return token
-
-
-def _draft_vocab_size(options: Mapping[str, Any], layer: ModelConfig) -> int:
-    size = read_count(options, "draft_vocab_size", default=layer.vocab_size)
-    if size > layer.vocab_size:
-        raise ConfigError(
-            f"config.json: draft_vocab_size {size} does not fit a vocabulary of {layer.vocab_size}"
-        )
-    return size
-
-
-def _flag(options: Mapping[str, Any], key: str, default: bool = False) -> bool:
-    value = options.get(key, default)
-    if not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
-    return value
 
 
 def _check_block(config: DFlashConfig) -> None:

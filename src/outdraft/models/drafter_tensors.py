@@ -1,11 +1,10 @@
-"""Tensors that the checkpoints of several kinds of drafters have in common.
+"""What loading several kinds of drafters has in common.
 
 A checkpoint may hold a copy of a table of the target's, and it may draft some tokens only.
 
 Dimension key: N draft vocabulary, V vocabulary, D hidden.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,11 +12,43 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.models.base import LanguageModel
+from outdraft.models.drafter_config import DrafterConfig
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import Place, read_part, read_tensor, tensor_places, weight_files
 from outdraft.models.slots import rows_of
 
-VOCABULARY_TENSORS = ("d2t", "t2d")
+OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
+
+
+def check_fit(config: DrafterConfig, target: LanguageModel, *, reads_own_size: bool) -> None:
+    """Raise ConfigError if a drafter cannot read this target's states, or both mean other tokens.
+
+    Args:
+        reads_own_size: the states that it reads must be of its own size.
+    """
+    size, own_size = target.config.hidden_size, config.layer.hidden_size
+    borrows = not (config.own_embedding and config.own_head)
+    if config.target_hidden_size != size:
+        raise ConfigError(
+            f"the drafter reads states of size {config.target_hidden_size}, but the target's "
+            f"hidden size is {size}"
+        )
+    if own_size != size and (borrows or reads_own_size):
+        raise ConfigError(
+            f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
+            f"takes of the target, whose hidden size is {size}"
+        )
+    vocab_size = config.layer.vocab_size
+    if vocab_size != target.config.vocab_size:
+        raise ConfigError(
+            f"the drafter knows {vocab_size} tokens, but the target "
+            f"{target.config.vocab_size}: they must have the same vocabulary"
+        )
+    if not config.own_head and config.draft_vocab_size < vocab_size:
+        raise ConfigError(
+            "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
+            f"{config.draft_vocab_size} tokens needs"
+        )
 
 
 def drop_the_targets_embedding(found: dict[str, Place], target: LanguageModel) -> None:
@@ -49,16 +80,18 @@ def drop_the_targets_head(
         del found["lm_head.weight"]
 
 
-def draft_ids(num_drafts: int, vocab_size: int, found: Mapping[str, Place]) -> Tensor | None:
-    """int64 [N]: the target's id of each draft token; None if it is the same id.
+def take_draft_ids(config: DrafterConfig, found: dict[str, Place]) -> Tensor | None:
+    """int64 [N]: the target's id of each draft token; None if it is the same id. The tensors that
+    tell are no weights: they are taken out of `found`.
 
     Raises:
-        ConfigError: the tensors that tell are missing or contradict each other.
+        ConfigError: these tensors are missing or contradict each other.
     """
+    num_drafts, vocab_size = config.draft_vocab_size, config.layer.vocab_size
     own_N = torch.arange(num_drafts)
-    ids_N = own_N
-    if "d2t" in found:
-        ids_N = own_N + _read_ints(found["d2t"], (num_drafts,))
+    ids_N, offsets, marks = own_N, found.pop("d2t", None), found.pop("t2d", None)
+    if offsets is not None:
+        ids_N = own_N + _read_ints(offsets, (num_drafts,))
     elif num_drafts < vocab_size:
         raise ConfigError(
             f"the checkpoint lacks tensors: d2t, which a draft vocabulary of {num_drafts} of "
@@ -68,8 +101,8 @@ def draft_ids(num_drafts: int, vocab_size: int, found: Mapping[str, Place]) -> T
         raise ConfigError(f"tensor 'd2t' leads out of the vocabulary of {vocab_size} tokens")
     if len(ids_N.unique()) != num_drafts:
         raise ConfigError("tensor 'd2t' maps several draft tokens to one token")
-    if "t2d" in found:
-        is_draft_V = _read_ints(found["t2d"], (vocab_size,)) != 0
+    if marks is not None:
+        is_draft_V = _read_ints(marks, (vocab_size,)) != 0
         if not torch.equal(is_draft_V.nonzero().flatten(), ids_N.sort().values):
             raise ConfigError("tensors 't2d' and 'd2t' contradict each other")
     return None if num_drafts == vocab_size and torch.equal(ids_N, own_N) else ids_N

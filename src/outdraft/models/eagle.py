@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
-from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.models.decoder import Decoder, Kind, product_of
+from outdraft.models.decoder import Decoder, Kind
+from outdraft.models.drafter_tables import DrafterTables
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
 from outdraft.models.eagle_layers import Entry, TapFusion
-from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
+from outdraft.models.layers.linear import memory_bytes, pack_linears
 from outdraft.models.layers.norm import RMSNorm, norm_weight
 from outdraft.models.shape import DRAFT_RANKS
-from outdraft.models.slots import Slot, rows_of, slot_of
-from outdraft.models.target_tables import TargetTables, vocabulary_linear
+from outdraft.models.slots import Slot, slot_of
+from outdraft.models.target_tables import TargetTables
 
 
 class EagleNetwork(nn.Module):
@@ -43,10 +42,7 @@ class EagleNetwork(nn.Module):
         taps: behind how many of the target's layers `features` wants the residual streams.
         feature_size: F.
         shard: its layers as this rank has them, which is the shape of its cache.
-        num_layers, num_kv_heads, head_size: of this shape.
     """
-
-    draft_ids_N: Tensor | None
 
     def __init__(
         self,
@@ -67,19 +63,11 @@ class EagleNetwork(nn.Module):
         super().__init__()
         layer, target, group = config.layer, tables.target, tables.group
         self.shard = layer.shard(group.size, DRAFT_RANKS)
-        self._tables = tables
         kind = Kind(dtype=target.dtype, device=target.device)
         self.config, self.dtype, self.device = config, target.dtype, target.device
         self.taps = config.taps_of(target.config.num_layers)
-        self.num_layers, self.num_kv_heads = layer.num_layers, self.shard.num_kv_heads
-        self.head_size, self.feature_size = layer.head_size, layer.hidden_size
-        self.embed_tokens: Embedding | None = None
-        if config.own_embedding:
-            num_tokens = tables.vocabulary.num_own
-            self.embed_tokens = Embedding(num_tokens, layer.hidden_size, **kind)
-            self._embedding_ND = self.embed_tokens.weight.data
-        else:
-            self._embedding_ND = tables.embedding()
+        self.feature_size = layer.hidden_size
+        self.tables = DrafterTables(config, tables, draft_ids_N)
         self.fusion: TapFusion | None = None
         if config.version is EagleVersion.EAGLE3:
             self.fusion = TapFusion(config, len(self.taps), kind)
@@ -88,26 +76,15 @@ class EagleNetwork(nn.Module):
         self.decoder = Decoder(
             layer, kernels, kind, self.entry.num_outputs, has_first_norm=has_first_norm, group=group
         )
-        self._build_outputs(kind)
-        ids_N = None if draft_ids_N is None else draft_ids_N.to(self.device)
-        self.register_buffer("draft_ids_N", ids_N, persistent=False)
-        self.kernels = kernels
-        self._passes: DecoderPass | None = None
-
-    def _build_outputs(self, kind: Kind) -> None:
-        """The final norm, which EAGLE has only by exception, the head, and the mask."""
-        config, layer = self.config, self.config.layer
+        # EAGLE has a final norm only by exception.
         has_norm = config.version is EagleVersion.EAGLE3 or config.layernorms
         self.norm = RMSNorm(layer.hidden_size, layer.rms_norm_eps, **kind) if has_norm else None
-        self.lm_head: Linear | None = None
-        self._target_head = None if config.own_head else self._tables.head()
-        self._drafted = VocabularyShard(self._tables.group, config.draft_vocab_size)
-        if config.own_head:
-            self.lm_head = vocabulary_linear(layer.hidden_size, self._drafted, kind)
         self.mask_hidden: nn.Parameter | None = None
         if config.mask_shape is not None:
             mask = torch.empty(config.mask_shape, **kind)
             self.mask_hidden = nn.Parameter(mask, requires_grad=False)
+        self.kernels = kernels
+        self._passes: DecoderPass | None = None
 
     def features(self, hidden_TD: Tensor, tapped_TKS: Tensor) -> Tensor:
         """[T, F]: what a row reads of the target's pass over its position.
@@ -135,20 +112,12 @@ class EagleNetwork(nn.Module):
     def passes(self) -> DecoderPass:
         """What the network computes, once its weights and the target's are packed."""
         if self._passes is None:
-            head, tables, is_fed_back = self._target_head, self._tables, self.config.norm_output
-            if head is None:
-                assert self.lm_head is not None
-                product = product_of(self.lm_head)
-            else:
-                product = head.product
-            self._passes = self.decoder.compile_passes(
-                self._embedding_ND,
-                product,
+            is_fed_back = self.config.norm_output
+            self._passes = self.tables.compile_passes(
+                self.decoder,
                 final_norm=self.norm if is_fed_back else None,
                 head_norm=None if is_fed_back else self.norm,
                 entry=self.entry.spec(),
-                draft_ids_N=self.draft_ids_N,
-                shard=None if tables.group.size == 1 else tables.vocabulary,
             )
         return self._passes
 
@@ -172,11 +141,8 @@ class EagleNetwork(nn.Module):
     def logits(self, states_RD: Tensor, shares: RequestShares = ALL_HERE) -> Tensor:
         """[Q, V] over the target's vocabulary, of the rows that are this rank's; -inf where the
         drafter has no such token."""
-        logits_QN = shares.turn(self.passes.logits(states_RD), self._drafted.num_tokens)
-        if self.draft_ids_N is None:
-            return logits_QN
-        logits_QV = logits_QN.new_full((len(logits_QN), self.config.layer.vocab_size), -torch.inf)
-        return logits_QV.index_copy_(1, self.draft_ids_N, logits_QN)
+        logits_QN = shares.turn(self.passes.logits(states_RD), self.tables.num_drafted)
+        return self.tables.over_vocabulary(logits_QN)
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
@@ -187,7 +153,7 @@ class EagleNetwork(nn.Module):
     @property
     def memory_bytes(self) -> int:
         """What its own weights take, packed ones included, and copies of the target's."""
-        return memory_bytes(self) + self._tables.copied_bytes
+        return memory_bytes(self) + self.tables.copied_bytes
 
     @property
     def weight_bytes(self) -> int:
@@ -195,13 +161,13 @@ class EagleNetwork(nn.Module):
 
         A step reads a few rows of the embedding table only; taps are fused once a draft.
         """
-        unread = [self.embed_tokens, self.fusion]
+        unread = [self.tables.embed_tokens, self.fusion]
         bytes_read = memory_bytes(self) - sum(
             memory_bytes(part) for part in unread if part is not None
         )
         if self.mask_hidden is not None:
             bytes_read -= self.mask_hidden.nbytes
-        return bytes_read + (0 if self._target_head is None else self._target_head.num_bytes)
+        return bytes_read + self.tables.borrowed_bytes
 
     def checkpoint_slots(self) -> dict[str, Slot]:
         """Where each tensor of a checkpoint belongs: views into this network; before packing.
@@ -215,11 +181,7 @@ class EagleNetwork(nn.Module):
             slots |= layer_slots
         norm = "norm" if self.fusion is not None else "pre_lm_head_layernorm"
         slots[f"{norm}.weight"] = slot_of(norm_weight(self.norm))
-        if self.embed_tokens is not None:
-            weight = self.embed_tokens.weight
-            slots["embed_tokens.weight"] = rows_of(self._tables.vocabulary, weight)
-        if self.lm_head is not None:
-            slots["lm_head.weight"] = rows_of(self._drafted, self.lm_head.weight)
+        slots |= self.tables.slots()
         slots["mask_hidden"] = slot_of(self.mask_hidden)
         return {name: slot for name, slot in slots.items() if slot is not None}
 

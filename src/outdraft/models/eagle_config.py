@@ -1,8 +1,7 @@
 """What the config.json of an EAGLE drafter says, in one shape for the layouts that exist.
 
-EAGLE's own repository and SpecForge write the config of a Llama with a few keys more; the
-speculators library puts that config into `transformer_layer_config`, beside its own keys. A
-setting that changes what is computed and is not understood is refused by name.
+EAGLE's own repository and SpecForge write the config of a Llama with a few keys more, the
+speculators library as drafter_config.py says.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,6 +12,16 @@ from typing import Any
 from outdraft.core.errors import ConfigError, did_you_mean
 from outdraft.models.config import ModelConfig
 from outdraft.models.counts import read_count, read_mask_token
+from outdraft.models.drafter_config import (
+    SPECULATORS_KIND,
+    DrafterConfig,
+    check_supported,
+    check_taps,
+    drafter_options,
+    layer_options,
+    read_draft_vocab_size,
+    read_flag,
+)
 
 
 class EagleVersion(StrEnum):
@@ -24,16 +33,12 @@ class EagleVersion(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagleConfig:
+class EagleConfig(DrafterConfig):
     """The shape of one EAGLE drafter.
 
     Attributes:
-        layer: of the drafter's own layers; its vocabulary is the target's.
-        draft_vocab_size: how many of the target's tokens the drafter can draft.
-        target_hidden_size: of the states that the drafter reads.
         taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
             the paper's checkpoints.
-        own_embedding, own_head: the checkpoint has them; else the target's are read.
         fc_bias: of the layer that takes in the target's states.
         layernorms: EAGLE, MTP: norms of the embedding, before layer 0 and before the head.
         input_norm: EAGLE, MTP: before layer 0.
@@ -47,12 +52,7 @@ class EagleConfig:
     """
 
     version: EagleVersion
-    layer: ModelConfig
-    draft_vocab_size: int
-    target_hidden_size: int
     taps: tuple[int, ...] | None = None
-    own_embedding: bool = False
-    own_head: bool = False
     fc_bias: bool = False
     layernorms: bool = False
     input_norm: bool = False
@@ -70,17 +70,15 @@ class EagleConfig:
         Raises:
             ConfigError: a value is missing, contradicts another, or is not supported.
         """
-        version, options = _version(raw), _options(raw)
+        version, options = _version(raw), drafter_options(raw, "eagle_config")
         is_first, layer = version is EagleVersion.EAGLE, _layer_config(raw)
-        for key, is_fine in _UNSUPPORTED.items():
-            if not is_fine(options.get(key)):
-                raise ConfigError(f"config.json: {key}={options[key]!r} is not supported")
+        check_supported(options, _UNSUPPORTED)
         flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
         return cls(
             version=version,
             layer=layer,
-            draft_vocab_size=_draft_vocab_size(options, layer, version),
+            draft_vocab_size=read_draft_vocab_size(options, layer.vocab_size, is_whole=is_first),
             target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
             taps=None if is_first else _taps(options),
             fc_bias=is_first and (_flag(options, "bias") or _flag(options, "fusion_bias")),
@@ -97,11 +95,7 @@ class EagleConfig:
         if self.version is not EagleVersion.EAGLE3:
             return ()
         taps = self.taps or (2, num_target_layers // 2, num_target_layers - 3)
-        if not all(0 <= tap <= num_target_layers for tap in taps):
-            raise ConfigError(
-                f"the drafter reads the target behind layers {list(taps)}, but the target has "
-                f"{num_target_layers} layers"
-            )
+        check_taps(taps, num_target_layers)
         return taps
 
 
@@ -139,10 +133,10 @@ def _version(raw: Mapping[str, Any]) -> EagleVersion:
     The checkpoints of EAGLE's authors call themselves LlamaForCausalLM: then EAGLE-3 is what has
     a draft vocabulary.
     """
-    if (kind := raw.get("speculators_model_type")) is not None:
+    if (kind := raw.get(SPECULATORS_KIND)) is not None:
         if kind not in _SPECULATORS:
             raise ConfigError(
-                f"config.json: speculators_model_type {kind!r} is not an EAGLE drafter: "
+                f"config.json: {SPECULATORS_KIND} {kind!r} is not an EAGLE drafter: "
                 f"{did_you_mean(str(kind), _SPECULATORS)}"
             )
         return _SPECULATORS[kind]
@@ -160,25 +154,13 @@ def _version(raw: Mapping[str, Any]) -> EagleVersion:
     return EagleVersion.EAGLE3 if is_newer else EagleVersion.EAGLE
 
 
-def _options(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The drafter's own keys: some write them into eagle_config, some beside it."""
-    nested = raw.get("eagle_config") or {}
-    if not isinstance(nested, dict):
-        raise ConfigError(f"config.json: eagle_config must be an object, got {nested!r}")
-    return nested | {key: value for key, value in raw.items() if value is not None}
-
-
 def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of the drafter's own layers, from the Llama-style part of the file.
 
     Raises:
         ConfigError: another family's layers, or windows that this family's config cannot tell.
     """
-    layer = raw
-    if "speculators_model_type" in raw:
-        layer = raw.get("transformer_layer_config")
-        if not isinstance(layer, dict):
-            raise ConfigError("config.json: transformer_layer_config is missing")
+    layer = layer_options(raw)
     model_type = str(layer.get("model_type", "llama"))
     if model_type not in _ARCHITECTURES:
         raise ConfigError(
@@ -200,22 +182,12 @@ def _refuse_other_flags(options: Mapping[str, Any], version: EagleVersion) -> No
 
 
 def _flag(options: Mapping[str, Any], key: str) -> bool:
-    value = options.get(key)
-    if value is None and key == "norm_before_residual" and "speculators_model_type" in options:
+    if options.get(key) is not None:
+        return read_flag(options, key)
+    if key == "norm_before_residual" and SPECULATORS_KIND in options:
         # The library and the engines that read its files differ in what a missing key means.
         raise ConfigError(f"config.json: {key} is missing")
-    if value is not None and not isinstance(value, bool):
-        raise ConfigError(f"config.json: {key} must be true or false, got {value!r}")
-    return bool(value)
-
-
-def _draft_vocab_size(options: Mapping[str, Any], layer: ModelConfig, version: EagleVersion) -> int:
-    size = read_count(options, "draft_vocab_size", default=layer.vocab_size)
-    if size > layer.vocab_size or (version is EagleVersion.EAGLE and size != layer.vocab_size):
-        raise ConfigError(
-            f"config.json: draft_vocab_size {size} does not fit a vocabulary of {layer.vocab_size}"
-        )
-    return size
+    return False
 
 
 def _taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:

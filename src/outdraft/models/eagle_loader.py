@@ -18,9 +18,10 @@ from outdraft.kernels.ops import Kernels
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.drafter_tensors import (
-    VOCABULARY_TENSORS,
-    draft_ids,
+    OF_TRAINING,
+    check_fit,
     drop_the_targets_embedding,
+    take_draft_ids,
 )
 from outdraft.models.eagle import EagleNetwork
 from outdraft.models.eagle_config import EagleConfig, EagleVersion
@@ -42,7 +43,6 @@ _OTHER_NAMES = {
     "hidden_layernorm.": "layers.0.input_layernorm.",
     "lm_head_layernorm.": "pre_lm_head_layernorm.",
 }
-_OF_TRAINING = ("verifier_norm.weight", "verifier_lm_head.weight")  # copies of the target's
 
 
 def load_eagle(
@@ -69,10 +69,9 @@ def load_eagle(
     raw = read_json(path / "config.json")
     config = _completed(EagleConfig.from_mapping(raw), found)
     _check_fit(config, target)
-    ids_N = draft_ids(config.draft_vocab_size, config.layer.vocab_size, found)
+    ids_N = take_draft_ids(config, found)
     network = EagleNetwork(config, tables or TargetTables(target), kernels, ids_N)
-    weights = {slot: place for slot, place in found.items() if slot not in VOCABULARY_TENSORS}
-    fill_slots(network.checkpoint_slots(), weights)
+    fill_slots(network.checkpoint_slots(), found)
     for layer in network.decoder.layers:
         network.decoder.arrange(layer)
     network.pack(quantization)
@@ -85,7 +84,7 @@ def _canonical_name(name: str) -> str | None:
     for prefix, own in _OTHER_NAMES.items():
         if name.startswith(prefix):
             name = own + name.removeprefix(prefix)
-    return None if name in _OF_TRAINING else name
+    return None if name in OF_TRAINING else name
 
 
 def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
@@ -112,29 +111,9 @@ def _completed(config: EagleConfig, found: Mapping[str, Place]) -> EagleConfig:
 
 
 def _check_fit(config: EagleConfig, target: LanguageModel) -> None:
-    """Whether the drafter can read this target's states, and both mean the same tokens."""
+    """As `check_fit`, and whether its mask is as wide as one of the states that it reads."""
+    check_fit(config, target, reads_own_size=config.version is EagleVersion.EAGLE)
     size, own_size = target.config.hidden_size, config.layer.hidden_size
-    if config.target_hidden_size != size:
-        raise ConfigError(
-            f"the drafter reads states of size {config.target_hidden_size}, but the target's "
-            f"hidden size is {size}"
-        )
-    borrows = not (config.own_embedding and config.own_head)
-    if own_size != size and (borrows or config.version is EagleVersion.EAGLE):
-        raise ConfigError(
-            f"the drafter has a hidden size of {own_size}, so that it cannot go on with what it "
-            f"takes of the target, whose hidden size is {size}"
-        )
-    if config.layer.vocab_size != target.config.vocab_size:
-        raise ConfigError(
-            f"the drafter knows {config.layer.vocab_size} tokens, but the target "
-            f"{target.config.vocab_size}: they must have the same vocabulary"
-        )
-    if not config.own_head and config.draft_vocab_size < config.layer.vocab_size:
-        raise ConfigError(
-            "the checkpoint lacks tensors: lm_head.weight, which a draft vocabulary of "
-            f"{config.draft_vocab_size} tokens needs"
-        )
     widths = [len(config.taps_of(target.config.num_layers)) * size, own_size]
     if config.mask_shape is not None and torch.Size(config.mask_shape).numel() not in widths:
         raise ConfigError(

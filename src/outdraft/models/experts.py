@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from outdraft.core.routed_weights import RoutedWeights
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.kernels.expert_ops import Activation, Experts, ExpertWeights, Gate
 from outdraft.kernels.ops import Kernels
-from outdraft.models.quantized.deferred import StoredParameter, joined
+from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.stand_ins import StandIns
 
 _logger = logging.getLogger(__name__)

@@ -10,14 +10,12 @@ from outdraft.core.errors import ConfigError
 from outdraft.models.base import LanguageModel
 
 
-def check_target(
-    raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str, vocab_key: str = "vocab_size"
-) -> None:
+def check_target(raw: Mapping[str, Any], target: LanguageModel, *, hidden_key: str) -> None:
     """Raise ConfigError if config.json names another hidden or vocabulary size than the target's.
 
     A key that is missing is no contradiction: the shapes of the tensors will tell.
     """
-    sizes = {hidden_key: target.config.hidden_size, vocab_key: target.config.vocab_size}
+    sizes = {hidden_key: target.config.hidden_size, "vocab_size": target.config.vocab_size}
     for key, expected in sizes.items():
         if raw.get(key) is not None and raw[key] != expected:
             raise ConfigError(

@@ -19,7 +19,7 @@ from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
-from outdraft.models.layers.linear import Linear, linears_of, memory_bytes, pack_linears
+from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
 from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -102,26 +102,15 @@ class CausalLM(nn.Module):
         taps: Sequence[int],
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The hidden states of the wanted rows behind the final norm, [R, D], and the residual
-        stream behind the first taps[k] layers, [T, K, D], all of the model's dtype.
-
-        Writes the keys and values of the rows to the caches, one cache a layer.
-
-        Args:
-            token_ids_T: int64; the positions of the metadata are below max_model_len.
-            taps: each from 0 (the embedding) to the number of layers.
-            wanted_R: as in DecoderPass.
-        """
+        """As `LanguageModel`. The hidden states are those behind the final norm."""
         return self.passes(token_ids_T, caches, metadata, taps, None, wanted_R)
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """[R, S] of float32, of float64 for a float64 model: of this rank's tokens, padded with
-        -inf."""
+        """As `LanguageModel`."""
         return self.passes.logits(hidden_RD)
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """The best tokens; bool [R]: the logits have a best one: no NaN or inf, not all -inf. The
-        same on every rank."""
+        """As `LanguageModel`."""
         if self.group.size > 1:
             return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
@@ -149,10 +138,8 @@ class CausalLM(nn.Module):
 
     @property
     def numbers(self) -> str:
-        """What is computed, over which weights if they are kept otherwise: for people."""
-        name = str(self.dtype).removeprefix("torch.")
-        kept = {linear.format for linear in linears_of(self)} - {WeightFormat.PLAIN, name}
-        return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
+        """As `LanguageModel`."""
+        return numbers_of(self, self.dtype)
 
     @property
     def memory_bytes(self) -> int:

@@ -6,7 +6,7 @@ compared before any weight is copied, so a wrong checkpoint fails at once and by
 
 import logging
 import os
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ def load_model(
     group: RankGroup = ALONE,
     *,
     drafts: bool = False,
+    has_random_weights: bool = False,
 ) -> CausalLM:
     """The model of a checkpoint, ready to run, its weights packed for the device.
 
@@ -110,48 +111,42 @@ def load_model(
         max_model_len: the longest text that it will read, where that is known.
         group: the ranks that it is spread over; this one reads its part of the files.
         drafts: as CausalLM.
+        has_random_weights: small ones, to try shapes and memory without a download.
 
     Raises:
         ConfigError: the config is not supported or cannot be divided over the group, or a tensor is
             missing, unknown, damaged or of another shape.
     """
     config = ModelConfig.from_directory(path).for_context(max_model_len)
+    if has_random_weights:
+        check_unquantised(path, config.quantization)
     model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
-    checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
-    load_weights(model, checkpoint, quantization)
+    if has_random_weights:
+        _fill_randomly(model)
+        model.pack(quantization)
+    else:
+        checkpoint = open_checkpoint(path, config, model.checkpoint_slots())
+        load_weights(model, checkpoint, quantization)
     return model.eval()
 
 
-def random_model(
-    path: Path,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    kernels: Kernels,
-    max_model_len: int | None = None,
-    quantization: WeightFormat | None = None,
-    group: RankGroup = ALONE,
-    *,
-    drafts: bool = False,
-) -> CausalLM:
-    """As load_model, with small random weights: to try shapes and memory without a download.
-
-    They are the same every time, over any number of ranks, and numbers that the checkpoint's own
-    dtype can hold.
-    """
-    config = ModelConfig.from_directory(path).for_context(max_model_len)
-    if config.quantization is not None:
-        raise ConfigError(
-            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
-            f"({config.quantization.method})"
-        )
-    model = CausalLM(config, kernels, dtype, device, group, drafts=drafts)
-    own_dtype: torch.dtype = getattr(torch, config.torch_dtype or "float32")
+def _fill_randomly(model: CausalLM) -> None:
+    """With the same numbers every time, over any number of ranks, which the checkpoint's own dtype
+    can hold."""
+    own_dtype: torch.dtype = getattr(torch, model.config.torch_dtype or "float32")
     generator = torch.Generator().manual_seed(0)
     for slot in model.checkpoint_slots().values():
         values = torch.empty(slot.shape).uniform_(-1e-3, 1e-3, generator=generator)
         slot.to.copy_(slot.part_of(values).to(own_dtype))
-    model.pack(quantization)
-    return model.eval()
+
+
+def check_unquantised(path: Path, quantization: Quantization | None) -> None:
+    """Raise ConfigError if random weights would not be as those of the checkpoint are."""
+    if quantization is not None:
+        raise ConfigError(
+            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
+            f"({quantization.method})"
+        )
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -349,7 +344,7 @@ def tensor_places(
             elif slot is not None:
                 places[slot] = file, name
     if twice:
-        raise ConfigError(f"the checkpoint has tensors twice: {_listed(sorted(twice))}")
+        raise ConfigError(f"the checkpoint has tensors twice: {listed(sorted(twice))}")
     return places
 
 
@@ -381,10 +376,10 @@ def check_slots(
     """
     stored = stored or {}
     if missing := [name for name in slots if name not in places and name not in stored]:
-        raise ConfigError(f"the checkpoint lacks tensors: {_listed(missing)}")
+        raise ConfigError(f"the checkpoint lacks tensors: {listed(missing)}")
     if unknown := [name for name in (*places, *stored) if name not in slots]:
         raise ConfigError(
-            f"the checkpoint has tensors that its config.json has no use for: {_listed(unknown)}"
+            f"the checkpoint has tensors that its config.json has no use for: {listed(unknown)}"
         )
     for name, one in stored.items():
         if list(one.shape) != slots[name].shape:
@@ -419,6 +414,7 @@ def _by_file(
     return named.items()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first ones, and how many more there are."""
     rest = len(names) - _MAX_NAMED
     return ", ".join(names[:_MAX_NAMED]) + (f" and {rest} more" if rest > 0 else "")

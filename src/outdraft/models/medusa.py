@@ -29,6 +29,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.config import read_json
 from outdraft.models.counts import read_count, read_positive
 from outdraft.models.decoder import Kind
+from outdraft.models.drafter_tables import over_vocabulary
 from outdraft.models.head_checkpoint import check_target
 from outdraft.models.layers.linear import Linear, memory_bytes, pack_linears
 from outdraft.models.loader import Place, fill_slots, read_tensor, tensor_places, weight_files
@@ -158,21 +159,15 @@ class MedusaHeads(nn.Module):
         self, lm_head: Linear | BorrowedHead, states_RD: Tensor, shares: RequestShares
     ) -> Tensor:
         """[Q, V]."""
-        known_QE = self._known_logits(lm_head, states_RD, shares)
-        if known_QE.shape[1] == self.config.vocab_size:
-            return known_QE
-        logits_QV = known_QE.new_full((len(known_QE), self.config.vocab_size), -torch.inf)
-        return logits_QV.index_copy_(1, self.token_map_E, known_QE)
-
-    def _known_logits(
-        self, lm_head: Linear | BorrowedHead, states_RD: Tensor, shares: RequestShares
-    ) -> Tensor:
-        """[Q, E], or [Q, V] of the target's own head."""
         is_borrowed = isinstance(lm_head, BorrowedHead)
         known = self._tables.vocabulary if is_borrowed else self.known
         logits_QE = shares.turn(lm_head(states_RD), known.num_tokens)
         logits_QE = logits_QE.to(torch.promote_types(self.dtype, torch.float32))
-        return logits_QE if self.config.logit_scale == 1.0 else logits_QE * self.config.logit_scale
+        if self.config.logit_scale != 1.0:
+            logits_QE = logits_QE * self.config.logit_scale
+        if known.num_tokens == self.config.vocab_size:
+            return logits_QE
+        return over_vocabulary(logits_QE, self.token_map_E, self.config.vocab_size)
 
     @property
     def memory_bytes(self) -> int:

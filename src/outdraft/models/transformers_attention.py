@@ -9,11 +9,11 @@ Dimension key: T rows, H heads, G kv heads, C head size of queries and keys, E t
 N all numbers of one row.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -28,21 +28,8 @@ _WINDOW, _SOFT_CAP, _SINKS = "sliding_window", "softcap", "s_aux"
 _IGNORED = {"dropout", "is_causal", "position_ids", "position_embeddings", "use_cache"}
 
 
-class _Attention(Protocol):
-    """What computes the layers' attention in one pass."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        q_THC: Tensor,
-        k_TGC: Tensor,
-        v_TGE: Tensor,
-        options: Mapping[str, Any],
-    ) -> Tensor:
-        """[T, H, E]."""
-        ...
-
-
+# Computes the attention of a module: [T, H, E] of its queries, keys, values and options.
+_Attention = Callable[[nn.Module, Tensor, Tensor, Tensor, Mapping[str, Any]], Tensor]
 _attention: ContextVar[_Attention] = ContextVar("attention")
 
 

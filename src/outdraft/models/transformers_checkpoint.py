@@ -17,6 +17,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.models.loader import Place, read_tensor, tell_purpose, tensor_places, weight_files
 from outdraft.models.quantized.config import Quantization
 from outdraft.models.quantized.deferred import DeferredTensor, StoredParameter
+from outdraft.models.quantized.placing import told
 from outdraft.models.quantized.reader import read_stacks, read_stored
 from outdraft.models.quantized.stored import StoredStack, StoredWeight
 from outdraft.models.quantized.tensors import StoredTensors
@@ -92,16 +93,7 @@ class QuantisedCheckpoint:
             (weight.label, reasons.get(id(weight)) or weight.reason or _NO_PRODUCT)
             for weight in weights
         )
-        return [
-            *(
-                f"{count} weights ({label}) are kept as they are, in {tile} tiles"
-                for (label, tile), count in tiles.items()
-            ),
-            *(
-                f"{count} weights ({label}) are dequantised: {reason}"
-                for (label, reason), count in counts.items()
-            ),
-        ]
+        return told(tiles, counts)
 
 
 def deferred_products(

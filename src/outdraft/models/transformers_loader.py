@@ -9,7 +9,8 @@ import copy
 import logging
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
@@ -17,11 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers import logging as library_logging
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,11 +31,11 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.kernels.ops import Kernels
 from outdraft.kv.shapes import LayerCacheShape
-from outdraft.models.config import read_json
+from outdraft.models.config import read_generation_config, read_json
 from outdraft.models.counts import read_token_ids
 from outdraft.models.expert_parts import divide_experts
 from outdraft.models.experts import replace_experts
-from outdraft.models.loader import tensor_places, weight_files
+from outdraft.models.loader import check_unquantised, listed, tensor_places, weight_files
 from outdraft.models.quantized.config import read_quantization
 from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.placing import kept_already
@@ -111,18 +108,14 @@ def load_transformers_model(
     drafts: bool = False,
     has_random_weights: bool = False,
 ) -> TransformersModel:
-    """The model of a checkpoint directory, ready to run, its weights packed for the device.
+    """As load_model.
 
     Args:
-        max_model_len: the longest text that it will read, where that is known.
-        group: the ranks that it is spread over; each reads its part of what they divide;
-            what is quantised it reads whole, one weight after the other, and keeps its part.
-        drafts: as CausalLM.
-        has_random_weights: instead of those of the checkpoint.
+        group: each of its ranks reads its part of what they divide; what is quantised it reads
+            whole, one weight after the other, and keeps its part.
 
     Raises:
-        ConfigError: the model cannot run on this engine, or a tensor is missing or
-            unknown.
+        ConfigError: the model cannot run on this engine, or a tensor is missing or unknown.
     """
     config = read_config(path)
     kind = causal_class(config, path)
@@ -244,35 +237,40 @@ def _loaded(
 ) -> PreTrainedModel:
     """`source`: where from_pretrained finds the weights."""
     drafting = mtp_patterns(config, kind)
-    level = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()  # what is missing is an error below
-    library_logging.disable_progress_bar()
     try:
-        model, told = kind.from_pretrained(
-            **source,
-            config=config,
-            dtype=dtype,
-            local_files_only=True,
-            output_loading_info=True,
-            attn_implementation=attention,
-        )
+        with quiet_library():  # what is missing is an error below
+            model, told = kind.from_pretrained(
+                **source,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
+                output_loading_info=True,
+                attn_implementation=attention,
+            )
     except ConfigError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"transformers cannot load this {kind.__name__}: {error}") from error
-    finally:
-        library_logging.set_verbosity(level)
-        library_logging.enable_progress_bar()
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         keys = sorted(map(str, told[what]))
         if what == "unexpected_keys":
             keys = [key for key in keys if not matches(key, drafting)]
         if keys:
-            more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
-            raise ConfigError(
-                f"the checkpoint has {what.replace('_', ' ')}: {', '.join(keys[:5])}{more}"
-            )
+            raise ConfigError(f"the checkpoint has {what.replace('_', ' ')}: {listed(keys)}")
     return model
+
+
+@contextmanager
+def quiet_library() -> Generator[None]:
+    """Inside, the library logs errors only, and shows no progress."""
+    level = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()
+    library_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(level)
+        library_logging.enable_progress_bar()
 
 
 def _opened(kind: Any, path: Path, config: PretrainedConfig) -> QuantisedCheckpoint | None:
@@ -347,11 +345,7 @@ def _random(
     kind: Any, path: Path, config: PretrainedConfig, dtype: torch.dtype, attention: str
 ) -> PreTrainedModel:
     """The same small numbers every time."""
-    if (quantization := read_quantization(read_json(path / "config.json"))) is not None:
-        raise ConfigError(
-            f"load_format 'dummy' makes plain weights, but those of {path} are quantised "
-            f"({quantization.method})"
-        )
+    check_unquantised(path, read_quantization(read_json(path / "config.json")))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return kind._from_config(config, dtype=dtype, attn_implementation=attention)
@@ -370,8 +364,7 @@ def _shape(
     path: Path, config: PretrainedConfig, layers: list[LayerAttention], moves: bool
 ) -> TransformersShape:
     text = config.get_text_config()
-    generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
+    generation = read_generation_config(path)
     raw = read_json(path / "config.json")
 
     def ids_of(name: str) -> tuple[int, ...]:

@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.core.errors import ConfigError
-from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
 from outdraft.models.experts import routed_weights
-from outdraft.models.layers.linear import linears_of, memory_bytes
+from outdraft.models.layers.linear import memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
 from outdraft.models.transformers_attention import PagedAttention, computed_by
 from outdraft.models.transformers_operations import leaves_threads, one_torch_thread
@@ -160,9 +159,7 @@ class TransformersModel(nn.Module):
     @property
     def numbers(self) -> str:
         """As CausalLM."""
-        name = str(self.dtype).removeprefix("torch.")
-        kept = {linear.format for linear in linears_of(self)} - {WeightFormat.PLAIN, name}
-        return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
+        return numbers_of(self, self.dtype)
 
 
 class Taps:

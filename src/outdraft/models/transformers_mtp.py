@@ -17,7 +17,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
-from transformers import logging as library_logging
 from transformers.modeling_layers import MtpLayer, MtpModel
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
@@ -46,6 +45,7 @@ from outdraft.models.transformers_loader import (
     causal_class,
     layer_shape,
     mtp_patterns,
+    quiet_library,
     read_config,
 )
 from outdraft.models.transformers_model import TransformersModel
@@ -64,7 +64,6 @@ class LibraryMtp(nn.Module):
     """
 
     taps = ()
-    num_layers = 1
 
     def __init__(
         self,
@@ -185,23 +184,18 @@ def _loaded(kind: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype)
     """The library's model of all such layers. Its tables have no numbers."""
     config.dtype = dtype
     config.name_or_path = str(path)
-    level = library_logging.get_verbosity()
-    library_logging.set_verbosity_error()  # what is missing is an error
-    library_logging.disable_progress_bar()
     try:
-        with torch.device("meta"):
-            shell: Any = kind._from_config(config, dtype=dtype, attn_implementation=NAME)
-        # The library lists the numbers of such layers in the published checkpoints only.
-        shell._keys_to_ignore_on_load_unexpected = mtp_patterns(config, kind)
-        found = MtpModel.from_pretrained(shell)
-        found.set_experts_implementation("eager")
+        with quiet_library():  # what is missing is an error
+            with torch.device("meta"):
+                shell: Any = kind._from_config(config, dtype=dtype, attn_implementation=NAME)
+            # The library lists the numbers of such layers in the published checkpoints only.
+            shell._keys_to_ignore_on_load_unexpected = mtp_patterns(config, kind)
+            found = MtpModel.from_pretrained(shell)
+            found.set_experts_implementation("eager")
     except (OSError, ValueError, RuntimeError, AttributeError, StopIteration) as error:
         raise ConfigError(
             f"transformers cannot load the MTP layers of {path} ({kind.__name__}): {error}"
         ) from error
-    finally:
-        library_logging.set_verbosity(level)
-        library_logging.enable_progress_bar()
     return found
 
 

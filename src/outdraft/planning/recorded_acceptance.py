@@ -11,17 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outdraft.config.speculation import NETWORK_SOURCES
 from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedRequest, RecordedStep
 
 PRIOR_CHANCE, LEANING = 0.6, 10.0  # of a level that leans on the one above; labels
 OFFSET_INFORMATION, MAX_OFFSET = 4.0, 4.0  # of "as easy as others", as 16 labels; logits
 NEWTON_STEPS = 8
-NETWORKS = frozenset(DraftSource) - {
-    DraftSource.PREDICTION,
-    DraftSource.SUFFIX,
-    DraftSource.NGRAM,
-}
 BLOCK = 256  # places of a text
 
 
@@ -139,7 +135,7 @@ def recorded_networks(requests: Sequence[RecordedRequest]) -> list[DraftSource]:
         for step in output.steps
         for name in step.drafted
     }
-    return [source for source in DraftSource if source in NETWORKS and source in named]
+    return [source for source in DraftSource if source in NETWORK_SOURCES and source in named]
 
 
 def _levels(step: RecordedStep, source: str, tree: Sequence[int]) -> tuple[int, int]:

@@ -10,7 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from outdraft.config.engine import CacheConfig, SchedulerConfig
-from outdraft.config.speculation import DraftNetworkConfig, SpeculationConfig
+from outdraft.config.speculation import (
+    BLOCK_SOURCES,
+    HEAD_SOURCES,
+    DraftNetworkConfig,
+    SpeculationConfig,
+)
 from outdraft.control.controller import Controller
 from outdraft.control.costs import CostCurve, CostTable
 from outdraft.control.fixed import FixedLength
@@ -36,15 +41,7 @@ NO_COSTS = CostTable(CostCurve((1,), (1.0,)))  # every step takes as long
 MAX_POOL_TOKENS = 1 << 20  # that the prefix cache may remember at least
 # Tokens, as the engine's, which imports torch.
 STATE_WINDOW, HEAD_WINDOW = 2 * (MAX_DRAFTS + 1), 1 + MAX_TAUGHT
-HEADS = (DraftSource.MEDUSA, DraftSource.MLP)
-READ_STATES = (
-    DraftSource.EAGLE,
-    DraftSource.EAGLE3,
-    DraftSource.DFLASH,
-    DraftSource.DSPARK,
-    DraftSource.MTP,
-)
-IN_ONE_PASS = (*HEADS, DraftSource.DFLASH, DraftSource.DSPARK)
+READ_STATES = (DraftSource.EAGLE, DraftSource.EAGLE3, DraftSource.MTP, *BLOCK_SOURCES)
 
 ProposersMaker = Callable[[SpeculationConfig], Sequence[HostProposer]]
 
@@ -305,10 +302,11 @@ def _drafter_limits(
         return None
     source = config.source
     levels = config.tree.levels if config.tree is not None and not config.tree.is_chain else ()
-    max_kept = 0 if source in HEADS or config.parallel_drafting or levels else None
+    max_kept = 0 if source in HEAD_SOURCES or config.parallel_drafting or levels else None
     if source in READ_STATES:
         max_kept = -1
-    most = sum(levels) if levels else network.max_levels if source in IN_ONE_PASS else MAX_DRAFTS
+    in_one_pass = (*HEAD_SOURCES, *BLOCK_SOURCES)
+    most = sum(levels) if levels else network.max_levels if source in in_one_pass else MAX_DRAFTS
     return DrafterLimits(
         config.max_model_len or max_model_len + MAX_DRAFTS,
         ModelDrafting(source, levels, max_kept),
@@ -321,4 +319,4 @@ def _state_window(network: RecordedAcceptance | None) -> int:
     """Tokens of each text whose states a network reads: see DrafterBooks."""
     if network is None or network.source is DraftSource.MODEL:
         return 0
-    return HEAD_WINDOW if network.source in HEADS else STATE_WINDOW
+    return HEAD_WINDOW if network.source in HEAD_SOURCES else STATE_WINDOW

@@ -5,19 +5,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from outdraft.config.speculation import SpeculationConfig
+from outdraft.config.speculation import HEAD_SOURCES, NETWORK_SOURCES, SpeculationConfig
 from outdraft.control.costs import CostTable
 from outdraft.core.draft import DraftSource
 from outdraft.core.recorded import RecordedRequest
 from outdraft.engine.stats import StatsTotal
 from outdraft.planning.recorded_acceptance import (
-    NETWORKS,
     LevelCounts,
     RecordedAcceptance,
     recorded_networks,
 )
 from outdraft.planning.replay import (
-    HEADS,
     NO_COSTS,
     ProposersMaker,
     Replayed,
@@ -205,7 +203,7 @@ def _greatest(config: SpeculationConfig, counts: LevelCounts) -> int:
     network = config.network
     if network is None or len(config.sources) > 1 or network.tree is not None:
         return config.max_drafts
-    if network.source in HEADS:
+    if network.source in HEAD_SOURCES:
         return max(1, min(config.max_drafts, len(counts.reached)))
     return config.max_drafts
 
@@ -234,7 +232,7 @@ def _sources(stats: StatsTotal) -> list[SourceScore]:
     return [
         _source_score(
             str(source),
-            FROM_TRACE if source in NETWORKS else REPLAYED,
+            FROM_TRACE if source in NETWORK_SOURCES else REPLAYED,
             stats.drafts_by_source[source],
             stats.drafted_by_source[source],
             stats.accepted_by_source[source],

@@ -130,8 +130,11 @@ class Simulator:
                 rows_left, prompt_rows = rows_left - rows, prompt_rows + rows
             else:
                 decoding.append(request)
-        looks = world.host is not None and self.policy.wants_offers
-        offers = [self._offers(request, world) if looks else () for request in decoding]
+        host = world.host if self.policy.wants_offers else None
+        offers = [
+            () if host is None else _offers(request, host, self.scenario.max_drafts)
+            for request in decoding
+        ]
         facts = None
         if any(offers) or not self.policy.holds(len(decoding), prompt_rows):
             requests = zip(decoding, offers, strict=True)
@@ -141,12 +144,8 @@ class Simulator:
         if facts is None and decision.grants:
             decision = self.policy.standing_for([request.id for request in decoding])
         host_s = world.table.booking_s(len(decoding), drafts=bool(decision.grants))
-        host_s += world.table.offer_s * len(decoding) * looks
+        host_s += world.table.offer_s * len(decoding) * (host is not None)
         self._execute(world, decoding, prompt_rows, host_s, facts, decision)
-
-    def _offers(self, request: _Request, world: World) -> tuple[HostOffer, ...]:
-        assert world.host is not None
-        return _offers(request, world.host, self.scenario.max_drafts)
 
     def _facts(
         self, request: _Request, offers: tuple[HostOffer, ...], world: World

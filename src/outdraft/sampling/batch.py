@@ -16,9 +16,8 @@ from torch import Tensor
 
 from outdraft.core.admission import TokenRules
 
-ANY_TOKEN = (
-    -2
-)  # stands for any token in the prefix of a bad word; it is no token and no padding itself
+# Stands for any token in the prefix of a bad word; it is no token and no padding itself.
+ANY_TOKEN = -2
 
 # Logits are shifted so that their best is 0 before they are divided: nothing overflows, and what
 # is this close to zero only has to stay above it in float32.

@@ -6,9 +6,8 @@ Dimension key: R rows, V vocabulary, K best tokens.
 import torch
 from torch import Tensor
 
-SCORED_LOGITS = (
-    1 << 17
-)  # that are scored at the same time: half a megabyte in each temporary tensor
+# That are scored at the same time: half a megabyte in each temporary tensor.
+SCORED_LOGITS = 1 << 17
 
 
 def gather_logprobs(

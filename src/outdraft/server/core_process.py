@@ -59,6 +59,7 @@ def _start(
     # Not before there is somebody to tell how far it is: they take seconds.
     from outdraft.engine.build import build_engine, warm_up
     from outdraft.engine.loading import load_models, tokenizer_path
+    from outdraft.models.layers.linear import dtype_name
 
     send_reports(reports, [Loading("weights")])
     models = load_models(config)
@@ -69,7 +70,7 @@ def _start(
     speculation = config.speculation
     info = EngineInfo(
         model_path=str(models.path),
-        dtype=str(models.target.dtype).removeprefix("torch."),
+        dtype=dtype_name(models.target.dtype),
         device=str(models.device),
         vocab_size=models.target.config.vocab_size,
         max_model_len=engine.inputs.max_model_len,

@@ -137,23 +137,12 @@ class Supervisor:
     def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
-        """Stream a request. The last update's output is finished.
-
-        Closing the generator early aborts the request.
-
-        Raises:
-            RequestError, CapacityError: it was not accepted.
-            GenerationError: it failed while it ran; others go on.
-            EngineDeadError: the engine died, or a step failed, while it ran.
-        """
+        """As EngineClient."""
         stream = self._generate(request_id, prompt, params, priority)
         return stream if self._metrics is None else self._metrics.observed(stream, params.n)
 
     async def profile(self, path: str | None) -> str | None:
-        """Begin a trace of the engine's steps; without a path: end it, and write it.
-
-        Returns why that could not be done, None if it was. Raises EngineDeadError.
-        """
+        """As EngineClient."""
         if not self.is_alive:
             raise self._dead()
         answer: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()

@@ -14,7 +14,7 @@ from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.group import Ranks
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.models.loader import load_model, random_model
+from outdraft.models.loader import load_model
 from outdraft.models.quantized.config import read_quantization
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import chunked_logits, qwen2, qwen3, randomised
@@ -187,7 +187,7 @@ def test_quantization_beside_kept_codes_is_refused_and_of_dequantised_numbers_do
     model = load_model(tmp_path / "fp8", *options)
     assert model.decoder.layers[0].down_proj.format is WeightFormat.INT8
     with pytest.raises(ConfigError, match=r"'dummy' makes plain weights, but those of .* .awq."):
-        random_model(tmp_path / "awq", torch.float32, "cpu", cpu_kernels())
+        load_model(tmp_path / "awq", *options[:3], has_random_weights=True)
 
 
 BROKEN: dict[str, tuple[Format, str, str]] = {

@@ -3,6 +3,7 @@
 Dimension key: D inputs, E outputs, N groups of inputs.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,18 +38,36 @@ class CodedWeight:
 
     def numbers(self) -> Tensor:
         """float32 [E, D]."""
-        numbers_ED = self.codes_ED.float()
-        if self.shifts_EN is not None:
-            numbers_ED = numbers_ED + self._spread(self.shifts_EN)
-        return numbers_ED * self._spread(self.scales_EN)
+        group_inputs = self.format.group_inputs or self.codes_ED.shape[1]
+        return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, group_inputs)
 
     def rows(self, outputs: slice) -> "CodedWeight":
         """Some of the outputs."""
         shifts_EN = None if self.shifts_EN is None else self.shifts_EN[outputs]
         return CodedWeight(self.format, self.codes_ED[outputs], self.scales_EN[outputs], shifts_EN)
 
-    def _spread(self, numbers_EN: Tensor) -> Tensor:
-        """[E, D]: the number of each input's group."""
-        num_inputs = self.codes_ED.shape[1]
-        group_inputs = self.format.group_inputs or num_inputs
-        return numbers_EN.repeat_interleave(group_inputs, dim=1)[:, :num_inputs]
+
+def joined(parts: Sequence[CodedWeight]) -> CodedWeight:
+    """Weights of one format, one below the other."""
+    shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
+    return CodedWeight(
+        parts[0].format,
+        torch.cat([part.codes_ED for part in parts]),
+        torch.cat([part.scales_EN for part in parts]),
+        torch.cat(shifts) if shifts else None,
+    )
+
+
+def decoded(
+    codes_ED: Tensor, scales_EN: Tensor, shifts_EN: Tensor | None, group_inputs: int
+) -> Tensor:
+    """float32 [E, D]: the numbers that codes stand for, in groups of any size."""
+    num_inputs, numbers_ED = codes_ED.shape[1], codes_ED.float()
+    if shifts_EN is not None:
+        numbers_ED = numbers_ED + of_inputs(shifts_EN, group_inputs, num_inputs)
+    return numbers_ED * of_inputs(scales_EN, group_inputs, num_inputs)
+
+
+def of_inputs(numbers_EN: Tensor, group_inputs: int, num_inputs: int) -> Tensor:
+    """[E, D]: the number of each input's group."""
+    return numbers_EN.repeat_interleave(group_inputs, dim=1)[:, :num_inputs]

@@ -21,7 +21,7 @@ class ReferenceExperts:
     """As `expert_ops.Experts`: expert by expert, those that have rows."""
 
     def __init__(
-        self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None
+        self, weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
     ) -> None:
         self._gate = gate
         self._gate_up_X = [
@@ -90,9 +90,3 @@ def _pack(
 
 def _row(bias_XE: Tensor | None, expert: int) -> Tensor | None:
     return None if bias_XE is None else bias_XE[expert]
-
-
-def pack_experts(
-    weights: ExpertWeights, gate: Gate, quantization: WeightFormat | None = None
-) -> ReferenceExperts:
-    return ReferenceExperts(weights, gate, quantization)

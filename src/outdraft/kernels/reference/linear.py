@@ -67,7 +67,7 @@ class PlainProduct:
         self,
         weight_ED: Tensor | Sequence[Tensor],
         bias_E: Tensor | None,
-        quantization: WeightFormat | None,
+        quantization: WeightFormat | None = None,
     ) -> None:
         self.format = quantization or WeightFormat.PLAIN
         given_ED = weight_ED
@@ -83,16 +83,8 @@ class PlainProduct:
         return linear(x_TD, self._weight_ED, self._bias_E)
 
 
-def pack_linear(
-    weight_ED: Tensor | Sequence[Tensor],
-    bias_E: Tensor | None,
-    quantization: WeightFormat | None = None,
-) -> PlainProduct:
-    return PlainProduct(weight_ED, bias_E, quantization)
-
-
 def pack_codes(weight: CodedWeight, bias_E: Tensor | None, dtype: torch.dtype) -> PlainProduct:
     """The numbers of the codes, rounded to `dtype`."""
-    product = PlainProduct([weight.numbers().to(dtype)], bias_E, None)
+    product = PlainProduct([weight.numbers().to(dtype)], bias_E)
     product.format = weight.format
     return product

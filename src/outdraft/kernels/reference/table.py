@@ -6,8 +6,8 @@ from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.block_mass import block_mass
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.reference.drawn_level import draw_level, grow
-from outdraft.kernels.reference.experts import pack_experts
-from outdraft.kernels.reference.linear import pack_codes, pack_linear
+from outdraft.kernels.reference.experts import ReferenceExperts
+from outdraft.kernels.reference.linear import PlainProduct, pack_codes
 from outdraft.kernels.reference.ngram_texts import ReferenceNgramTexts
 from outdraft.kernels.reference.suffix_texts import ReferenceSuffixTexts
 
@@ -35,9 +35,9 @@ def reference_kernels(*, in_order: bool = False) -> Kernels:
         block_mass=block_mass,
         read_token_ids=rows.read_token_ids,
         append_token_ids=rows.append_token_ids,
-        pack_linear=pack_linear,
+        pack_linear=PlainProduct,
         pack_codes=pack_codes,
-        pack_experts=pack_experts,
+        pack_experts=ReferenceExperts,
         ngram_texts=ReferenceNgramTexts,
         suffix_texts=ReferenceSuffixTexts,
         gumbel=noise.gumbel,

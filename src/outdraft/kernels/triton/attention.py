@@ -1,6 +1,6 @@
 # pyright: reportCallIssue=false
 # A launch takes more than the parameters of the kernel.
-"""Paged tree attention on a GPU, by the kernels of triton_kernels.py.
+"""Paged tree attention on a GPU, by the kernels of attention_kernels.py.
 
 Requests of a few rows, trees and prompt chunks have tiles of their own sizes, in launches of their
 own: which launch a request is in depends on its own rows only, so it reads the same alone and in

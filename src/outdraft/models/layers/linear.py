@@ -112,6 +112,18 @@ def pack_linears(
         part.pack(kernels, quantization)
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Such as bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def numbers_of(module: nn.Module, dtype: torch.dtype) -> str:
+    """What is computed, over which weights if they are kept otherwise: for people."""
+    name = dtype_name(dtype)
+    kept = {linear.format for linear in linears_of(module)} - {WeightFormat.PLAIN, name}
+    return f"{name} over {' and '.join(sorted(kept))} weights" if kept else name
+
+
 def memory_bytes(module: nn.Module) -> int:
     """What the weights of a module take, packed ones included."""
     plain = sum(weight.numel() * weight.element_size() for weight in module.parameters())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.quantized.placing import common_tile
 from outdraft.models.quantized.stored import StoredWeight
 
@@ -82,17 +82,6 @@ class StoredParameter:
         if any(tile is None for tile in tiles):
             return None
         return common_tile([tile for tile in tiles if tile is not None])
-
-
-def joined(parts: Sequence[CodedWeight]) -> CodedWeight:
-    """Weights of one format, one below the other."""
-    shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
-    return CodedWeight(
-        parts[0].format,
-        torch.cat([part.codes_ED for part in parts]),
-        torch.cat([part.scales_EN for part in parts]),
-        torch.cat(shifts) if shifts else None,
-    )
 
 
 class DeferredTensor(Tensor):

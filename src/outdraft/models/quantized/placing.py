@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, joined
 from outdraft.models.layers.linear import Linear
 from outdraft.models.quantized.stored import CUT_GROUP, StoredWeight
 from outdraft.models.slots import Slot
@@ -42,13 +42,7 @@ class Placing:
             stored.codes().part(*_part(slot)).coded(self.tile)
             for stored, slot in self.stored.values()
         ]
-        shifts = [part.shifts_EN for part in parts if part.shifts_EN is not None]
-        return CodedWeight(
-            self.tile,
-            torch.cat([part.codes_ED for part in parts]),
-            torch.cat([part.scales_EN for part in parts]),
-            torch.cat(shifts) if shifts else None,
-        )
+        return joined(parts)
 
 
 def place(
@@ -135,17 +129,12 @@ def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list
     Args:
         others: that are in no product, such as a table of vectors.
     """
-    lines: list[str] = []
     kept = Counter(
         (stored.label, str(placing.tile))
         for placing in placings
         if placing.tile is not None
         for stored, _ in placing.stored.values()
     )
-    lines += [
-        f"{count} weights ({label}) are kept as they are, in {tile} tiles"
-        for (label, tile), count in kept.items()
-    ]
     given_up = Counter(
         (stored.label, placing.reason)
         for placing in placings
@@ -154,11 +143,21 @@ def summary(placings: Sequence[Placing], others: Sequence[StoredWeight]) -> list
         if not stored.is_plain
     )
     given_up.update((one.label, "it is read row by row") for one in others if not one.is_plain)
-    lines += [
-        f"{count} weights ({label}) are dequantised: {reason}"
-        for (label, reason), count in given_up.items()
+    return told(kept, given_up)
+
+
+def told(kept: Counter[tuple[str, str]], given_up: Counter[tuple[str, str]]) -> list[str]:
+    """Numbers of weights in words, by label and tile, or by label and the reason for none."""
+    return [
+        *(
+            f"{count} weights ({label}) are kept as they are, in {tile} tiles"
+            for (label, tile), count in kept.items()
+        ),
+        *(
+            f"{count} weights ({label}) are dequantised: {reason}"
+            for (label, reason), count in given_up.items()
+        ),
     ]
-    return lines
 
 
 def common_tile(tiles: Sequence[WeightFormat]) -> WeightFormat | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from outdraft.core.weight_format import WeightFormat
-from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.coded_weight import CodedWeight, decoded, of_inputs
 
 CUT_GROUP = "a rank's part begins in the middle of a group"
 
@@ -38,10 +38,7 @@ class GroupedCodes:
 
     def numbers(self) -> Tensor:
         """float32 [E, D]."""
-        numbers_ED = self.codes_ED.float()
-        if self.shifts_EN is not None:
-            numbers_ED = numbers_ED + self._of_inputs(self.shifts_EN)
-        return numbers_ED * self._of_inputs(self.scales_EN)
+        return decoded(self.codes_ED, self.scales_EN, self.shifts_EN, self.group_inputs)
 
     def part(self, rows: slice, columns: slice) -> "GroupedCodes":
         """Some outputs, or some inputs, which begin with a group."""
@@ -62,19 +59,17 @@ class GroupedCodes:
         """The same numbers in groups of that format, each a part of one of these groups."""
         num_inputs = self.codes_ED.shape[1]
         size = tile.group_inputs or num_inputs
-        scales_EN, shifts_EN = (
-            None if numbers_EN is None else self._of_inputs(numbers_EN)[:, ::size].contiguous()
-            for numbers_EN in (self.scales_EN, self.shifts_EN)
-        )
-        assert scales_EN is not None
-        if shifts_EN is None and tile.has_zero:
+
+        def in_tiles(numbers_EN: Tensor) -> Tensor:
+            numbers_ED = of_inputs(numbers_EN, self.group_inputs, num_inputs)
+            return numbers_ED[:, ::size].contiguous()
+
+        scales_EN, shifts_EN = in_tiles(self.scales_EN), None
+        if self.shifts_EN is not None:
+            shifts_EN = in_tiles(self.shifts_EN)
+        elif tile.has_zero:
             shifts_EN = torch.zeros_like(scales_EN)
         return CodedWeight(tile, self.codes_ED, scales_EN, shifts_EN)
-
-    def _of_inputs(self, numbers_EN: Tensor) -> Tensor:
-        """[E, D]: the number of each input's group."""
-        spread_ED = numbers_EN.repeat_interleave(self.group_inputs, dim=1)
-        return spread_ED[:, : self.codes_ED.shape[1]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

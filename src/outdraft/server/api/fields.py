@@ -1,6 +1,6 @@
 """What the bodies of several routes have in common.
 
-A field that no class here or in *_types.py names is refused: silence would change the output.
+A field that no class here or in bodies.py names is refused: silence would change the output.
 null means the same as an absent field, everywhere: clients send it for what they leave alone.
 """
 

@@ -135,7 +135,7 @@ class Llama3JsonParser:
 
 
 class ForcedCallParser:
-    """One call and nothing else, as `tool_choice.call_schema` makes the model write it.
+    """One call and nothing else, as `call_schema` makes the model write it.
 
     Where the answer was cut short, what there is of the arguments is the call's.
     """

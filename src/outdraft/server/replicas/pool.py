@@ -166,15 +166,42 @@ class ReplicaPool:
                 task.cancel()
         self._switchboard.close()
 
-    def generate(
+    async def generate(
         self, request_id: str, prompt: EncodedPrompt, params: SamplingParams, priority: int = 0
     ) -> AsyncGenerator[Update]:
         """Stream a request; see EngineClient.generate."""
-
-        def attempt(client: Supervisor) -> AsyncGenerator[Update]:
-            return client.generate(request_id, prompt, params, priority)
-
-        return self._generate(attempt, prompt, params)
+        hashes = block_names(prompt, self._block_size)
+        num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
+        avoided: set[str] = set()
+        self._num_unfinished += 1
+        try:
+            while True:
+                route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
+                if route is None:
+                    raise EngineDeadError("there is no replica", self._ended_by)
+                replica = self._replicas[route.replica]
+                self._watcher.routed(replica.place, route.num_matched)
+                has_begun = False
+                try:
+                    stream = replica.client.generate(request_id, prompt, params, priority)
+                    async with aclosing(stream) as updates:
+                        async for update in updates:
+                            self._settle(route, update, num_output, is_first=not has_begun)
+                            has_begun = True
+                            yield update
+                    return
+                except EngineDeadError as error:
+                    avoided.add(route.replica)
+                    if has_begun:
+                        raise ReplicaLostError(str(error), error.ended_by) from error
+                    others = set(self._router.replicas) - avoided
+                    if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
+                        raise
+                    self._watcher.retried()
+                finally:
+                    self._router.end(route)
+        finally:
+            self._num_unfinished -= 1
 
     async def profile(self, path: str | None) -> str | None:
         """Says why not."""
@@ -249,44 +276,6 @@ class ReplicaPool:
         if self._known is not None:
             return self._known[1]
         return input_processor_of(self._localised(info))
-
-    async def _generate(
-        self,
-        attempt: Callable[[Supervisor], AsyncGenerator[Update]],
-        prompt: EncodedPrompt,
-        params: SamplingParams,
-    ) -> AsyncGenerator[Update]:
-        hashes = block_names(prompt, self._block_size)
-        num_output = params.n * min(params.max_tokens or EXPECTED_TOKENS, EXPECTED_TOKENS)
-        avoided: set[str] = set()
-        self._num_unfinished += 1
-        try:
-            while True:
-                route = self._router.route(hashes, len(prompt.token_ids) + num_output, avoided)
-                if route is None:
-                    raise EngineDeadError("there is no replica", self._ended_by)
-                replica = self._replicas[route.replica]
-                self._watcher.routed(replica.place, route.num_matched)
-                has_begun = False
-                try:
-                    async with aclosing(attempt(replica.client)) as updates:
-                        async for update in updates:
-                            self._settle(route, update, num_output, is_first=not has_begun)
-                            has_begun = True
-                            yield update
-                    return
-                except EngineDeadError as error:
-                    avoided.add(route.replica)
-                    if has_begun:
-                        raise ReplicaLostError(str(error), error.ended_by) from error
-                    others = set(self._router.replicas) - avoided
-                    if not others or len(avoided) == ATTEMPTS or self._closed.is_set():
-                        raise
-                    self._watcher.retried()
-                finally:
-                    self._router.end(route)
-        finally:
-            self._num_unfinished -= 1
 
     def _settle(self, route: Route, update: Update, num_output: int, *, is_first: bool) -> None:
         num_done = sum(len(delta.token_ids) for delta in update.deltas)

@@ -5,15 +5,12 @@ The relay also tells how the engine's process ended, and that it lives as long a
 
 import asyncio
 import time
-from collections.abc import Coroutine
-from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
 from outdraft.core.errors import EngineDeadError
-from outdraft.server.engine_link import Result
 from outdraft.server.engine_process import EngineProcess
 from outdraft.server.messages import EngineInfo, Report
 from outdraft.server.replicas.wire import (
@@ -93,7 +90,7 @@ class Relay:
         cause = "its relay failed"
         try:
             await self._send(HELLO, Hello(self._node, time.monotonic()))
-            await self._while_alive(self._relay())
+            await self._engine.while_alive(self._relay(), "the engine process has died")
             cause = "it was told to end"
         except EngineDeadError as error:
             cause = error.ended_by or str(error)
@@ -166,6 +163,3 @@ class Relay:
 
     async def _send(self, kind: bytes, message: msgspec.Struct | None) -> None:
         await self._socket.send_multipart([kind, msgspec.msgpack.encode(message)])
-
-    async def _while_alive(self, work: Coroutine[Any, Any, Result]) -> Result:
-        return await self._engine.while_alive(work, "the engine process has died")
