@@ -9,6 +9,9 @@
 // bfloat16 and the machine has dot products of it, weights are rounded to bfloat16, too; they are
 // divided by the sum of the rounded ones. A sink joins the sum when it is complete.
 //
+// Where few lanes meet a piece, to lay it out takes longer than to multiply it. So matrix registers
+// load keys where they lie, as rows, and queries are what they meet: the sums are the same ones.
+//
 // A long context has parts of 2048 keys, which threads may share, as in flash-decoding (Dao,
 // Haziza, Massa, Sizov 2023). Sums of parts are added in the order of the parts, whoever made them.
 // So the order of a lane's sums depends neither on the other lanes nor on the number of threads. So
@@ -46,6 +49,7 @@ constexpr int64_t kMostLanes = std::max<int64_t>(kDotLanes, kGroupRows);
 // What zeros fill: the numbers of a row, and keys that dot products read as inputs.
 constexpr int64_t kFilled = kHasMatrixRegisters ? 2 * kMatrixRows : kWidth;
 constexpr int64_t kFilledKeys = kHasMatrixRegisters ? kFilled : 1;
+constexpr int64_t kFetchedLines = 16;  // of the next piece; twice for a register of keys in place
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
 
@@ -187,13 +191,18 @@ class TileWork {
   static size_t bytes(const AttentionBatch& batch, const Sizes& sizes) {
     const int64_t floats = 2 * sizes.sums_size + kMostLanes * kPiece +
                            (sizes.max_lanes + kPiece) * sizes.key_size +
-                           kPiece * sizes.value_size + num_zeros(sizes);
+                           kPiece * sizes.value_size + num_zeros(sizes) + turned_size(sizes);
     return round_up(sizeof(TileWork), 64) + round_up(4 * floats, 64) + 16 * sizes.tile_rows +
            4 * batch.table_stride;
   }
 
   static int64_t num_zeros(const Sizes& sizes) {
     return sizes.job_heads * std::max(sizes.key_size, sizes.value_size);
+  }
+
+  // What queries take that meet keys where they lie, in words.
+  static int64_t turned_size(const Sizes& sizes) {
+    return kHasMatrixRegisters ? sizes.job_heads * sizes.key_size / 2 * kMatrixRows : 0;
   }
 
   // `memory`: bytes(batch, sizes) from the start of this object on.
@@ -203,7 +212,12 @@ class TileWork {
         sizes_(sizes),
         first_kv_head_(group * sizes.job_heads),
         num_lanes_((tile.end_row - tile.first_row) * sizes_.heads_per_kv),
+        k_row_bytes_(batch.num_kv_heads * batch.key_size * number_bytes()),
+        v_row_bytes_(batch.num_kv_heads * batch.value_size * number_bytes()),
         are_dots_(kHasBf16Dot && batch.is_bf16_cache && batch.is_bf16_query),
+        meets_keys_in_place_(kHasMatrixRegisters && are_dots_ && num_lanes_ <= kMatrixRows &&
+                             batch.key_size % (2 * kMatrixRows) == 0 &&
+                             batch.block_size % kMatrixRows == 0),
         multiply_(!batch.is_bf16_cache ? kMultiply<Products::kFloat32>
                   : are_dots_          ? kMultiply<Products::kDots>
                                        : kMultiply<Products::kWidened>) {
@@ -215,7 +229,8 @@ class TileWork {
     value_matrix_ = key_matrix_ + kPiece * sizes_.key_size;
     scores_ = value_matrix_ + kPiece * sizes_.value_size;
     zeros_ = scores_ + kMostLanes * kPiece;
-    const int64_t num_floats = zeros_ + num_zeros(sizes_) - sums_;
+    turned_q_ = zeros_ + num_zeros(sizes_);
+    const int64_t num_floats = turned_q_ + turned_size(sizes_) - sums_;
     positions_ = reinterpret_cast<int64_t*>(memory + round_up(4 * num_floats, 64));
     ancestors_ = reinterpret_cast<uint64_t*>(positions_ + sizes_.tile_rows);
     blocks_ = reinterpret_cast<int32_t*>(ancestors_ + sizes_.tile_rows);
@@ -310,6 +325,23 @@ class TileWork {
         }
       });
     }
+    if (meets_keys_in_place_) turn_queries();
+  }
+
+  // Queries as keys meet them that are rows of matrix registers: those of a head are outputs.
+  void turn_queries() {
+    const void* lanes[kMatrixRows];
+    for (int64_t head = 0; head < sizes_.job_heads; ++head) {
+      std::fill_n(lanes, kMatrixRows, zeros_);
+      for (int64_t i = 0; i < num_lanes_; ++i) lanes[i] = q_ + (head * num_lanes_ + i) * q_stride();
+      Fetch nothing = {};
+      lay_out_columns<uint16_t>(lanes, kMatrixRows, 0, batch_.key_size, turned_queries(head),
+                                nothing);
+    }
+  }
+
+  uint32_t* turned_queries(int64_t head) const {
+    return words(turned_q_) + head * batch_.key_size / 2 * kMatrixRows;
   }
 
   void attend_part(int64_t part, const Sums& sums) {
@@ -335,7 +367,8 @@ class TileWork {
       const int64_t first_row = std::max(std::min(first_key - tile_.context_len, end_causal),
                                          tile_.first_row);
       const int64_t first_lane = (first_row - tile_.first_row) * sizes_.heads_per_kv;
-      attend_keys(first_lane, num_lanes_, sums, [&](int64_t lane, float* scores) {
+      const bool in_place = meets_keys_in_place_;
+      attend_keys(first_lane, num_lanes_, sums, in_place, [&](int64_t lane, float* scores) {
         if (hides) hide(lane / sizes_.heads_per_kv, first_key, end_key, scores);
       });
     }
@@ -356,60 +389,128 @@ class TileWork {
       find_text(row, first_key, num_keys);
       keys_ = next_;
       next_.num_keys = 0;
-      attend_keys(lane, lane + sizes_.heads_per_kv, sums, [&](int64_t, float* scores) {
+      const int64_t end_lane = lane + sizes_.heads_per_kv;
+      attend_keys(lane, end_lane, sums, false, [&](int64_t, float* scores) {
         std::fill_n(scores, std::clamp<int64_t>(lowest - first_key, 0, num_keys), kHidden);
       });
     }
   }
 
-  // Lanes [first, end) of every head meet the keys; `hide` changes the scores of a lane.
+  // Lanes [first, end) of every head meet the keys, where those lie if they are `in_place`; `hide`
+  // changes the scores of a lane.
   template <class Hide>
-  void attend_keys(int64_t first, int64_t end, const Sums& sums, const Hide& hide) {
+  void attend_keys(int64_t first, int64_t end, const Sums& sums, bool in_place, const Hide& hide) {
     const int64_t head_bytes = sizes_.job_heads * (batch_.is_bf16_cache ? 2 : 4);
     const int64_t k_bytes = head_bytes * batch_.key_size, v_bytes = head_bytes * batch_.value_size;
     Fetch k = {next_.k, next_.k + next_.num_keys, k_bytes};
     Fetch v = {next_.v, next_.v + next_.num_keys, v_bytes};
-    // Rows that were not fetched yet come faster in the order in which they lie than as products
-    // ask for them, head by head.
-    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], k_bytes);
-    for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], v_bytes);
+    // Rows that were not fetched yet come faster in the order in which they lie than as they are
+    // laid out, head by head. Matrix registers ask for 16 of them at once.
+    if (!in_place) {
+      for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.k[key], k_bytes);
+      for (int64_t key = 0; key < keys_.num_keys; ++key) touch(keys_.v[key], v_bytes);
+    }
     const int64_t most_lanes = are_dots_ ? kDotLanes : kGroupRows;
     const int64_t num_blocks = (end - first + most_lanes - 1) / most_lanes;
     for (int64_t head = 0; head < sizes_.job_heads; ++head) {
-      TileProduct keys = lay_out_keys(head, k), values = lay_out_values(head, v);
+      TileProduct keys = {};
+      if (!in_place) keys = lay_out_keys(head, k);
+      TileProduct values = lay_out_values(head, v);
       for (int64_t block = 0; block < num_blocks; ++block) {  // of about equal size
         const int64_t from = first + (end - first) * block / num_blocks;
         const int64_t to = first + (end - first) * (block + 1) / num_blocks;
-        attend_block(head * num_lanes_, from, to, sums, keys, values, hide);
+        shape(to - from, in_place);
+        if (in_place) {
+          score_in_place(head, from, to, k);
+        } else {
+          score(head, from, to, keys);
+        }
+        attend_block(head, from, to, sums, values, hide);
       }
     }
   }
 
-  // Lanes [from, to) of a head, whose first one is `lane`; the products become theirs.
-  template <class Hide>
-  void attend_block(int64_t lane, int64_t from, int64_t to, const Sums& sums, TileProduct& keys,
-                    TileProduct& values, const Hide& hide) {
-    float shrink[kMostLanes];
-    const int64_t num_keys = keys_.num_keys;
-    keys.x = words(q_ + (lane + from) * q_stride());
-    values.out = sums.out + (lane + from) * values.out_stride;
-    values.shrink = shrink;
-    keys.num_rows = values.num_rows = to - from;
+  // Matrix registers get so many rows, where there are any.
+  void shape([[maybe_unused]] int64_t num_rows, [[maybe_unused]] bool in_place) {
+#if defined(__AMX_BF16__)
+    if (!are_dots_ || (shaped_rows_ == num_rows && is_shaped_in_place_ == in_place)) return;
+    shape_matrices(num_rows, in_place ? kMatrixRows : num_rows);
+    shaped_rows_ = num_rows, is_shaped_in_place_ = in_place;
+#endif
+  }
+
+  void score(int64_t head, int64_t from, int64_t to, TileProduct& keys) {
+    keys.x = words(q_ + (head * num_lanes_ + from) * q_stride());
+    keys.num_rows = to - from;
     multiply_.scores(keys);
-    if (batch_.soft_cap != 0) bend(scores_, to - from, keys.num_outputs, batch_.soft_cap);
+  }
+
+  // The same products, and the same sums, as `score` of keys that are laid out: keys are the rows.
+  void score_in_place([[maybe_unused]] int64_t head, [[maybe_unused]] int64_t from,
+                      [[maybe_unused]] int64_t to, [[maybe_unused]] Fetch& fetch) {
+#if defined(__AMX_BF16__)
+    alignas(64) float by_key[kPiece * kMatrixRows];
+    const int64_t num_steps = batch_.key_size / (2 * kMatrixRows);
+    const uint32_t* queries = turned_queries(head);
+    for (int64_t first = 0; first < keys_.num_keys; first += kMatrixRows) {
+      const char* rows = static_cast<const char*>(keys_.k[first]) + head * 2 * batch_.key_size;
+      zero_matrix<5>();
+      for (int64_t step = 0; step < num_steps; ++step) {
+        load_matrix<6>(rows + step * kMatrixRowBytes, k_row_bytes_);
+        load_matrix<7>(queries + step * kMatrixRows * kMatrixRows, kMatrixRowBytes);
+        add_products_of_matrices<5, 6, 7>();
+      }
+      store_matrix<5>(by_key + first * kMatrixRows, kMatrixRowBytes);
+      fetch.lines(kFetchedLines);
+    }
+    for (int64_t first = 0; first < keys_.num_keys; first += kMatrixRows) {
+      Words scores[kMatrixRows];
+#pragma GCC unroll 16
+      for (int i = 0; i < kMatrixRows; ++i) {
+        scores[i] = load<Words>(by_key + (first + i) * kMatrixRows);
+      }
+      detail::transpose(scores);
+#pragma GCC unroll 16
+      for (int i = 0; i < kMatrixRows; ++i) {
+        if (i < from || i >= to) continue;
+        store(scores_ + (i - from) * kPiece + first, (Floats)scores[i] * score_scale());
+      }
+      fetch.lines(kFetchedLines);
+    }
+#endif
+  }
+
+  // Lanes [from, to) of a head, whose scores are known.
+  template <class Hide>
+  void attend_block(int64_t head, int64_t from, int64_t to, const Sums& sums, TileProduct& values,
+                    const Hide& hide) {
+    float shrink[kMostLanes];
+    const int64_t num_keys = keys_.num_keys, lane = head * num_lanes_ + from;
+    values.out = sums.out + lane * values.out_stride;
+    values.shrink = shrink;
+    values.num_rows = to - from;
+    if (batch_.soft_cap != 0) bend(scores_, to - from, round_up(num_keys, kWidth), batch_.soft_cap);
     for (int64_t i = 0; i < to - from; ++i) {
       float* scores = scores_ + i * kPiece;
       hide(from + i, scores);
       std::fill(scores + num_keys, scores + kPiece, kHidden);
     }
     const auto& weigh_lanes = are_dots_ ? weigh<true> : weigh<false>;
-    weigh_lanes(scores_, to - from, sums.top + lane + from,
-                sums.total + (lane + from) * kWidth, shrink);
+    weigh_lanes(scores_, to - from, sums.top + lane, sums.total + lane * kWidth, shrink);
     multiply_.values(values);
   }
 
   void find_keys(int64_t first_key, int64_t end_key) {
-    for (int64_t key = first_key; key < end_key; ++key) put_key(key - first_key, key);
+    for (int64_t key = first_key; key < end_key;) {
+      put_key(key - first_key, key);
+      const int64_t place = key - first_key, in_block = key % batch_.block_size;
+      const int64_t count = std::min(batch_.block_size - in_block, end_key - key);
+      for (int64_t i = 1; i < count; ++i) {
+        next_.k[place + i] = static_cast<const char*>(next_.k[place]) + i * k_row_bytes_;
+        next_.v[place + i] = static_cast<const char*>(next_.v[place]) + i * v_row_bytes_;
+      }
+      key += count;
+    }
     fill_keys(std::max<int64_t>(0, end_key - first_key));
   }
 
@@ -431,11 +532,13 @@ class TileWork {
   void put_key(int64_t place, int64_t key) {
     const int64_t slot =
         blocks_[key / batch_.block_size] * batch_.block_size + key % batch_.block_size;
-    const int64_t head = slot * batch_.num_kv_heads + first_kv_head_;
-    const int64_t at = head * (batch_.is_bf16_cache ? 2 : 4);
-    next_.k[place] = static_cast<const char*>(batch_.k) + at * batch_.key_size;
-    next_.v[place] = static_cast<const char*>(batch_.v) + at * batch_.value_size;
+    next_.k[place] = static_cast<const char*>(batch_.k) + slot * k_row_bytes_ +
+                     first_kv_head_ * number_bytes() * batch_.key_size;
+    next_.v[place] = static_cast<const char*>(batch_.v) + slot * v_row_bytes_ +
+                     first_kv_head_ * number_bytes() * batch_.value_size;
   }
+
+  int64_t number_bytes() const { return batch_.is_bf16_cache ? 2 : 4; }
 
   // Zeros behind the last key.
   void fill_keys(int64_t num_keys) {
@@ -448,8 +551,12 @@ class TileWork {
 
   int64_t q_stride() const { return are_dots_ ? sizes_.key_size / 2 : sizes_.key_size; }
 
-  // scores = scale * q . k, of some lanes, and of what fills the last vector: in base 2, or as parts
-  // of the cap.
+  // Scores are in base 2, or parts of the cap.
+  float score_scale() const {
+    return batch_.soft_cap != 0 ? batch_.scale / batch_.soft_cap : batch_.scale * kLog2E;
+  }
+
+  // scores = scale * q . k, of some lanes, and of what fills the last vector.
   TileProduct lay_out_keys(int64_t head, Fetch& fetch) {
     const int64_t size = batch_.key_size, num_keys = round_up(keys_.num_keys, kWidth);
     TileProduct product = {};
@@ -464,8 +571,7 @@ class TileWork {
     product.x_stride = q_stride();
     product.out = scores_;
     product.out_stride = kPiece;
-    product.scale = batch_.scale * kLog2E;
-    if (batch_.soft_cap != 0) product.scale = batch_.scale / batch_.soft_cap;
+    product.scale = score_scale();
     return product;
   }
 
@@ -516,17 +622,21 @@ class TileWork {
   const Tile tile_;
   const Sizes sizes_;
   const int64_t first_kv_head_, num_lanes_;  // lanes of one kv head
-  const bool are_dots_;
+  const int64_t k_row_bytes_, v_row_bytes_;  // from one key of the cache to the next
+  const bool are_dots_, meets_keys_in_place_;
   const MultiplyCalls& multiply_;
   float *sums_, *next_sums_;
   float* q_;                            // [L, C], of the cache's dtype in dot products
   float *key_matrix_, *value_matrix_;   // [K, C], [K, E]; a piece, laid out
   float* scores_;                       // [lanes, K], then weights as the products read them
   float* zeros_;                        // a row of keys or of values
+  float* turned_q_;                     // queries that meet keys in place, by head
   int64_t* positions_;         // by the rows of the tile
   uint64_t* ancestors_;
   int32_t* blocks_;
   Piece keys_, next_;  // that are read, and that the cache should fetch
+  [[maybe_unused]] int64_t shaped_rows_ = 0;  // of matrix registers
+  [[maybe_unused]] bool is_shaped_in_place_ = false;
 };
 
 // What these rows of a request see.

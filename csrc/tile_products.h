@@ -161,11 +161,11 @@ void multiply_rows(const TileProduct& p) {
 
 #if defined(__AMX_BF16__)
 
-// The same of pairs by pairs, for up to kMatrixRows rows, in matrix registers: amx.h has the order
-// of the sums. Rows and matrix have zeros behind their last step, to a multiple of 16 steps.
+// The same of pairs by pairs, for up to kMatrixRows rows, in matrix registers, which have the shape
+// of these rows: amx.h has the order of the sums. Rows and matrix have zeros behind their last step,
+// to a multiple of 16 steps.
 template <Start kStart>
 void multiply_rows_in_matrices(const TileProduct& p) {
-  shape_matrices(p.num_rows);
   if constexpr (kStart == Start::kShrunk) {
     detail::scale_rows(p, [&](int64_t row) { return p.shrink[row]; });
   }
