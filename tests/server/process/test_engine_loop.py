@@ -363,7 +363,7 @@ def test_grammars_that_nobody_waits_for_are_not_compiled(sockets: Sockets):
         commands += [Add(str(i), [5], form), Abort(str(i))]
     _, reports = live(core, sockets, *commands, Stop())
     assert not any(isinstance(report, Refused | Progress) for report in reports)
-    assert len(compiled) < MAX_PREPARING
+    assert len(compiled) < 2 * MAX_PREPARING  # those that were begun before their end was read
 
 
 def test_grammars_that_wait_are_bounded(sockets: Sockets):
