@@ -26,24 +26,24 @@ constexpr int64_t kMatrixRows = 16, kMatrixRowBytes = 64;
 #if defined(__AMX_BF16__)
 
 // Shapes of the registers, as the instructions that load and store them have it: 0 to 3 are sums, 4
-// and 5 rows, 6 and 7 weights. The fifth may have a number of rows of its own.
+// and 5 rows, 6 and 7 weights. Register 5 may have a number of rows of its own.
 struct MatrixShapes {
   uint8_t palette = 1, start_row = 0;
   uint8_t reserved[14] = {};
   uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
   uint8_t rows[16] = {};
 
-  MatrixShapes(int64_t num_rows, int64_t fifth_rows) {
+  MatrixShapes(int64_t num_rows, int64_t rows_of_5) {
     for (int i = 0; i < 5; ++i) rows[i] = static_cast<uint8_t>(num_rows);
-    rows[5] = static_cast<uint8_t>(fifth_rows);
+    rows[5] = static_cast<uint8_t>(rows_of_5);
     rows[6] = rows[7] = kMatrixRows;
   }
 };
 
 // Sums and rows get so many rows. To set shapes takes ten times as long as to see that they are
 // set, and other libraries may have changed them meanwhile.
-inline void shape_matrices(int64_t num_rows, int64_t fifth_rows) {
-  const MatrixShapes wanted(num_rows, fifth_rows);
+inline void shape_matrices(int64_t num_rows, int64_t rows_of_5) {
+  const MatrixShapes wanted(num_rows, rows_of_5);
   alignas(64) char is_set[sizeof(MatrixShapes)];
   __asm__ volatile("sttilecfg %0" : "=m"(is_set));
   if (std::memcmp(is_set, &wanted, sizeof(wanted)) == 0) return;

@@ -400,7 +400,7 @@ class TileWork {
   // changes the scores of a lane.
   template <class Hide>
   void attend_keys(int64_t first, int64_t end, const Sums& sums, bool in_place, const Hide& hide) {
-    const int64_t head_bytes = sizes_.job_heads * (batch_.is_bf16_cache ? 2 : 4);
+    const int64_t head_bytes = sizes_.job_heads * number_bytes();
     const int64_t k_bytes = head_bytes * batch_.key_size, v_bytes = head_bytes * batch_.value_size;
     Fetch k = {next_.k, next_.k + next_.num_keys, k_bytes};
     Fetch v = {next_.v, next_.v + next_.num_keys, v_bytes};

@@ -85,3 +85,24 @@ def test_a_request_is_the_same_beside_longer_ones(attention, dtype):
     got_THC = attention.attend(beside.q_THC, beside.cache, beside.metadata, AttentionForm(0.4))
 
     assert torch.equal(got_THC[first], want_THC)
+
+
+@pytest.mark.parametrize(("attention", "dtype"), BACKENDS)
+@pytest.mark.parametrize("head_size", [32, 64, 80])
+@pytest.mark.parametrize("form", [AttentionForm(0.2), AttentionForm(0.2, window=70, soft_cap=5.0)])
+def test_few_rows_are_the_same_as_among_many(attention, dtype, head_size, form):
+    """Few may meet keys where they lie, which many find laid out."""
+    model, whole = Model(8, 4, head_size, 16), Shape(150, 40, ())
+    batch = build_batch([whole], model, dtype, seed=5)
+    want_THC = attention.attend(batch.q_THC, batch.cache, batch.metadata, form)
+
+    for first, count in ((0, 1), (7, 3), (32, 8)):
+        rows = slice(first, first + count)
+        metadata = causal_metadata(
+            whole.context_len + first,
+            count,
+            batch.metadata.slots_T[rows],
+            batch.metadata.block_table_BP[0],
+        )
+        got_THC = attention.attend(batch.q_THC[rows], batch.cache, metadata, form)
+        assert torch.equal(got_THC, want_THC[rows])
