@@ -90,9 +90,14 @@ def from_mapping(kind: type[Parsed], values: Mapping[str, Any], where: str) -> P
     return kind(**values)
 
 
+def closest_name(name: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one is meant to be; None: it is close to none."""
+    return next(iter(get_close_matches(name, sorted(known), n=1)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint to append to an "unknown name" message, with the closest known name first."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    close = closest_name(name, names)
+    hint = f"did you mean {close!r}? " if close is not None else ""
     return f"{hint}known: {', '.join(names)}"

@@ -6,7 +6,6 @@ the request's own parameters.
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from http import HTTPStatus
 from typing import Any
 
@@ -21,6 +20,7 @@ from outdraft.core.errors import (
     GenerationError,
     OutdraftError,
     RequestError,
+    closest_name,
 )
 from outdraft.server.api.fields import TOO_MANY_ERRORS
 
@@ -169,8 +169,8 @@ def _validation_error(error: RequestValidationError, known: Iterable[str]) -> Ap
     parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in path]
     name = "".join(parts).removeprefix(".")
     if detail["type"] == "extra_forbidden":
-        close = get_close_matches(name, known, n=1)
-        hint = f": did you mean {close[0]!r}?" if close else ""
+        close = closest_name(name, known)
+        hint = f": did you mean {close!r}?" if close is not None else ""
         return invalid_request(f"{name}: this field is unknown or not supported{hint}", name)
     if detail["type"] == "union_tag_not_found":  # what tells the members of the union apart
         tag = detail["ctx"]["discriminator"].strip("'")
