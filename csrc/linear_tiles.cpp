@@ -45,6 +45,16 @@ constexpr int kStrip = kVectors * kWidth;  // outputs that are computed together
 template <int R>
 using Sums = Floats[R][kVectors];
 
+// Adds one input, which has the weights `w`.
+template <int R>
+OUTDRAFT_INLINE void add_input(const Floats (&w)[kVectors], const float* x, int64_t stride,
+                               Sums<R>& sums) {
+  for (int r = 0; r < R; ++r) {
+    const Floats a = broadcast(x[r * stride]);
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
+  }
+}
+
 // Each kernel adds one step, for the outputs of a strip, to the sums of R rows.
 
 struct Float32Kernel {
@@ -56,10 +66,7 @@ struct Float32Kernel {
                                   Sums<R>& sums) {
     Floats w[kVectors];
     for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
-    for (int r = 0; r < R; ++r) {
-      const Floats a = broadcast(x[r * stride]);
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
-    }
+    add_input<R>(w, x, stride, sums);
   }
 };
 
@@ -84,24 +91,25 @@ struct PairKernel {
   template <int R, size_t kPair>
   OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, int64_t stride,
                                        Sums<R>& sums) {
-    Words pairs[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
-    }
     if constexpr (kDots) {
+      Words pairs[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
+      }
       for (int r = 0; r < R; ++r) {
         const Words a = broadcast_word(x[r * stride]);
         for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
       }
     } else {
-      for (int r = 0; r < R; ++r) {
-        const Floats a = broadcast(x[r * stride]);
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(low_halves(pairs[v]), a, sums[r][v]);
+      Floats w[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        w[v] = Decoder::template even<kPair>(step + v * kWidth * kLaneBytes);
       }
-      for (int r = 0; r < R; ++r) {
-        const Floats b = broadcast(x[r * stride + 1]);
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(high_halves(pairs[v]), b, sums[r][v]);
+      add_input<R>(w, x, stride, sums);
+      for (int v = 0; v < kVectors; ++v) {
+        w[v] = Decoder::template odd<kPair>(step + v * kWidth * kLaneBytes);
       }
+      add_input<R>(w, x + 1, stride, sums);
     }
   }
 };

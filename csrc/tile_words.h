@@ -2,6 +2,7 @@
 // linear_tiles.cpp for the layout.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <utility>
 
@@ -26,7 +27,18 @@ alignas(64) constexpr uint16_t kInt4Numbers[32] = {
     0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
 #endif
 
-// The words of a step for a vector of outputs. kInputs: of a step; kLaneBytes: of an output in it.
+// What kBits bits of each word from bit kPlace on count, less `zero`. In a float32 number whose
+// exponent is 23 - kPlace, bit kPlace of the fraction counts one.
+template <int kPlace, int kBits>
+OUTDRAFT_INLINE Floats number_of_bits(Words words, int32_t zero) {
+  static_assert(kPlace + kBits < 23);
+  constexpr float kOne = 1 << (23 - kPlace);
+  constexpr uint32_t kMask = ((1u << kBits) - 1) << kPlace;
+  return (Floats)((words & kMask) | std::bit_cast<uint32_t>(kOne)) - (kOne + zero);
+}
+
+// The words of a step for a vector of outputs, and the even and the odd input of a pair as float32.
+// kInputs: of a step; kLaneBytes: of an output in it.
 
 struct Bf16Words {
   static constexpr bool kIsQuantised = false;
@@ -34,6 +46,14 @@ struct Bf16Words {
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
     return load<Words>(lanes);
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats even(const char* lanes) {
+    return low_halves(load<Words>(lanes));
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
+    return high_halves(load<Words>(lanes));
   }
 };
 
@@ -45,6 +65,19 @@ struct Int8Words {
     const char* bytes = lanes + kPair * kTile * kLaneBytes;
     return pairs_of(floats_of(bytes), floats_of(bytes + kWidth),
                     std::make_integer_sequence<int, 2 * kWidth>());
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats even(const char* lanes) {
+    return number_of_bits<0, 8>(flipped<kPair>(lanes), 128);
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
+    return number_of_bits<8, 8>(flipped<kPair>(lanes), 128);
+  }
+  // A byte with its sign bit flipped is the number and 128.
+  template <int kPair>
+  OUTDRAFT_INLINE static Words flipped(const char* lanes) {
+    return widened(load<Halves>(lanes + kPair * kTile * kLaneBytes)) ^ 0x8080;
   }
   OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
     return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
@@ -67,10 +100,16 @@ struct Int4Words {
     // By the low five bits of each half; the fifth is the next input's.
     return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
 #else
-    const Floats even = __builtin_convertvector((Ints)(codes & 15) - kInt4Zero, Floats);
-    const Floats odd = __builtin_convertvector((Ints)(codes >> 16 & 15) - kInt4Zero, Floats);
-    return (Words)even >> 16 | (Words)odd;
+    return (Words)even<kPair>(lanes) >> 16 | (Words)odd<kPair>(lanes);
 #endif
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats even(const char* lanes) {
+    return number_of_bits<4 * kPair, 4>(load<Words>(lanes), kInt4Zero);
+  }
+  template <int kPair>
+  OUTDRAFT_INLINE static Floats odd(const char* lanes) {
+    return number_of_bits<4 * kPair, 4>(load<Words>(lanes) >> 16, kInt4Zero);
   }
 };
 
