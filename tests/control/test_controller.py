@@ -1,5 +1,6 @@
 """What the controller grants, and why, in single steps."""
 
+import copy
 import statistics
 from dataclasses import replace
 from itertools import pairwise
@@ -276,6 +277,52 @@ def test_a_decision_to_draft_holds_for_the_same_batch_without_prompts():
     assert not controller.holds(15)
     assert not controller.holds(16, prompt_rows=1)
     assert controller.holds(16)
+
+
+def stepped(controller, facts, deciding_s):
+    """Whether the step was held, its decision, and what was wanted behind it."""
+    wants_offers = controller.wants_offers
+    is_held = controller.holds(len(facts.requests))
+    decision = controller.standing if is_held else controller.decide(facts)
+    if is_held and not decision.grants and controller.wants_plain_time:
+        controller.observe_plain(len(facts.requests), 50, decision.target_s, decision.host_s)
+    if controller.wants_outcome:
+        over = replace(outcome(facts, decision), is_held=is_held, deciding_s=deciding_s)
+        controller.observe(over)
+    return is_held, decision, wants_offers, controller.wants_plain_time, controller.network_due_in
+
+
+@pytest.mark.parametrize("deciding_s", [0.001, 1.0])
+@pytest.mark.parametrize("pass_s", [0.2, 2.0])
+def test_a_rest_leaves_behind_what_as_many_held_steps_leave(deciding_s, pass_s):
+    """`quiet_steps` are held, none of them is timed or looked into, and nothing else counts."""
+    controller = Controller(table(0.1, pass_s), 5)
+    facts = StepFacts(tuple(request(f"r{i}", network="eagle3") for i in range(3)))
+    offered = tuple(replace(one, offers=(HostOffer("suffix", 2, 2),)) for one in facts.requests)
+    num_quiet = set[int]()
+    for number in range(200):
+        looks = number % 2 == 0
+        is_held, decision, *_ = stepped(controller, facts, deciding_s)
+        if not is_held and controller.wants_offers:
+            refused = replace(facts, requests=offered)  # so that looks become rarer
+            controller.observe(outcome(refused, controller.decide(refused)))
+        if not is_held or decision.grants:
+            continue
+        resting, quiet = copy.deepcopy(controller), controller.quiet_steps(may_find=looks)
+        num_quiet.add(quiet)
+        for _ in range(quiet):
+            resting.rest()
+            was_held, same, wants_offers, wants_time, _ = stepped(controller, facts, deciding_s)
+            assert was_held
+            assert same is decision
+            assert not wants_time
+            assert not (looks and wants_offers)
+        copied = copy.deepcopy(controller)
+        for _ in range(10):
+            of_rest, of_steps = (stepped(one, facts, deciding_s) for one in (resting, copied))
+            assert of_rest == of_steps
+    assert min(num_quiet) == 0
+    assert len(num_quiet) > 3
 
 
 def test_who_comes_in_the_place_of_a_request_that_ended_drafts_as_a_newcomer():

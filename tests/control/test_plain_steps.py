@@ -20,7 +20,7 @@ def timed(steps: PlainSteps, num_plain: int, routine: int = 8) -> list[int]:
     """Which of so many plain steps in a row are timed; the first is 1."""
     numbers = list[int]()
     for number in range(1, num_plain + 1):
-        steps.count(drafts=False)
+        steps.pass_by()
         if steps.wants_time(routine):
             numbers.append(number)
     return numbers
@@ -30,7 +30,7 @@ def after_drafts(num_drafting: int, step_s: float = LONG_S) -> PlainSteps:
     steps = PlainSteps()
     steps.warm_up(step_s)
     for _ in range(num_drafting):
-        steps.count(drafts=True)
+        steps.draft()
     return steps
 
 
@@ -48,7 +48,7 @@ def test_a_burst_is_timed_once_it_is_warm_then_one_step_of_a_routine(
 def test_a_step_that_drafts_ends_a_row():
     steps = after_drafts(0)
     first = timed(steps, 20)
-    steps.count(drafts=True)
+    steps.draft()
     assert timed(steps, 20) == first
 
 
@@ -74,5 +74,5 @@ def test_where_steps_are_short_first_intervals_grow():
 def test_a_plain_step_begins_the_count_anew():
     steps = after_drafts(FIRST_PLAIN)
     assert steps.is_due(0.5, Regime())
-    steps.count(drafts=False)
+    steps.pass_by()
     assert not steps.is_due(0.5, Regime())

@@ -145,6 +145,8 @@ class Scripted:
         self.asked_to_hold: list[tuple[int, int]] = []
         self.late_shadows: list[ShadowOutcome] = []
         self.network_due_in = 0
+        self.num_quiet = self.num_rests = 0
+        self.asked_for_quiet: list[bool] = []
         self.wants_plain_time = False
         self.plain_times: list[tuple[int, int, float, float]] = []
         self.passed: list[tuple[int, float, float]] = []
@@ -165,6 +167,13 @@ class Scripted:
     def holds(self, num_requests: int, prompt_rows: int = 0) -> bool:
         self.asked_to_hold.append((num_requests, prompt_rows))
         return self.is_held
+
+    def quiet_steps(self, *, may_find: bool) -> int:
+        self.asked_for_quiet.append(may_find)
+        return self.num_quiet
+
+    def rest(self) -> None:
+        self.num_rests += 1
 
     def pass_by(
         self,
@@ -729,6 +738,78 @@ def test_a_step_that_is_held_tells_the_reason_of_the_decision_that_stands():
     control.standing = Decision((), 0, 0, Reason.PATIENCE, 0, 1, 0, 1, 1, 0)
     ours.choose([request()], 1, ROOM)
     assert ours.decided == StepDecision("patience")
+
+
+QUIET_ROOM = StepRoom(prompt_rows=0, free_rows=40, free_slots=60)
+
+
+def resting(*proposers: ScriptedProposer, **options: Any) -> tuple[DraftPolicy, Scripted]:
+    """A policy whose control holds a plain decision for ever; it says that ten steps are quiet."""
+    control = Scripted(wants_offers=False)
+    control.is_held, control.num_quiet, control.network_due_in = True, 10, 1000
+    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
+    return policy(*proposers, control=control, **options), control
+
+
+def quiet_run(ours: DraftPolicy, one: Request, num_steps: int, room: StepRoom = QUIET_ROOM) -> str:
+    """A letter for each step of one request: asked about, or resting."""
+    letters = ""
+    for _ in range(num_steps):
+        rests = ours.rests(1, 0)
+        letters += "r" if rests else "a"
+        if not rests:
+            ours.choose([one], 1, room)
+        assert ours.granted == {}
+        assert ours.decided == StepDecision("no_gain")
+        assert ours.observe([booking(one, None)], stats(1)) == ()
+    return letters
+
+
+def test_nobody_is_asked_about_steps_that_are_sure_to_be_plain():
+    ours, control = resting(drafter_max_len=100)
+    assert quiet_run(ours, request(), 23) == "a" + 10 * "r" + "a" + 10 * "r" + "a"
+    assert control.num_rests == 20
+    assert len(control.asked_to_hold) == 3
+
+
+@pytest.mark.parametrize(("due_in", "num_rests"), [(16, 0), (17, 0), (18, 1), (20, 3), (100, 5)])
+def test_nobody_rests_when_states_have_to_be_kept_for_the_network(due_in: int, num_rests: int):
+    ours, control = resting(drafter_max_len=100)
+    control.network_due_in = due_in
+    assert quiet_run(ours, request(), 1 + num_rests) == "a" + num_rests * "r"
+    control.network_due_in = 0
+    if due_in < 100:
+        assert not ours.rests(1, 0)
+
+
+def test_sources_of_the_host_say_whether_they_may_find_drafts():
+    for proposers, prediction, may_find in ((), (), False), ([ngram()], (), True), ((), [5], True):
+        ours, control = resting(*proposers, drafter_max_len=100)
+        ours.choose([request(prediction=prediction)], 1, QUIET_ROOM)
+        assert control.asked_for_quiet == [may_find]
+
+
+def test_another_batch_an_ended_request_or_a_prompt_ends_the_rest():
+    ours, _ = resting(drafter_max_len=100)
+    for batch in ((2, 0), (1, 1), (0, 1)):
+        assert quiet_run(ours, request(), 2) == "ar"
+        assert not ours.rests(*batch)
+        assert not ours.rests(1, 0)  # it was for the steps in between
+    assert quiet_run(ours, request(), 2) == "ar"
+    ours.finish(request())
+    assert quiet_run(ours, request(), 1) == "a"
+    ours.finish(request())
+    assert quiet_run(ours, request(), 3, room=ROOM) == "aaa"
+
+
+def test_alarms_count_the_steps_of_a_rest(caplog):
+    ours, control = resting(drafter_max_len=100)
+    control.num_quiet = IDLE_STEPS
+    one = request(max_tokens=900)
+    quiet_run(ours, one, IDLE_STEPS - 1)
+    assert ours.rests(1, 0)
+    [alarm] = ours.observe([booking(one, None)], stats(1))
+    assert alarm.kind == "never_drafts"
 
 
 def test_hard_rules_and_wishes_are_told_as_reasons():

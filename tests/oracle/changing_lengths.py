@@ -35,7 +35,7 @@ class ChangingLengths:
         self.lengths: set[tuple[str, int]] = set()  # that were verified, by source
         self.num_stopped = 0  # chains that a live rule ended
         self.num_mixed = 0  # steps in which requests drafted different levels
-        self.num_observed = self.num_passed = 0
+        self.num_observed = self.num_passed = self.num_rests = 0
         self.num_shadows = 0
         self.shapes: set[Shape] = set()  # of the network's drafts
 
@@ -70,6 +70,12 @@ class ChangingLengths:
         if coin < 0.1:
             return self.hold(PLAIN)
         return coin < 0.3 and self._may_hold and self.hold(self._decided)
+
+    def quiet_steps(self, *, may_find: bool) -> int:
+        return int(self._rng.integers(3))
+
+    def rest(self) -> None:
+        self.num_rests += 1
 
     def standing_for(self, request_ids: Sequence[str]) -> Decision:
         assert self.standing is not None

@@ -48,6 +48,14 @@ class Pausing(ChangingLengths):
             self.num_pauses += self._is_off
         return self._is_off and self.hold(PLAIN)
 
+    def quiet_steps(self, *, may_find: bool) -> int:
+        return self._left
+
+    def rest(self) -> None:
+        super().rest()
+        self._left -= 1
+        assert self._left >= 0
+
     def decide(self, facts: StepFacts) -> Decision:
         self._is_off &= not any(request.offers for request in facts.requests)
         return super().decide(facts)

@@ -133,15 +133,32 @@ class Controller:
         is_usual = held.has_prompts or not prompt_rows
         self.is_passing = held.drafts and is_usual
         self.wants_outcome = held.left == held.lesson_at and is_usual
+        self._hold(held)
+        return True
+
+    def quiet_steps(self, *, may_find: bool) -> int:
+        """As LengthPolicy."""
+        assert self._held is not None
+        steps = min(self._held.left, self._plain_steps.num_untimed(self._routine))
+        return min(steps, self._looks.due_in(self._num_steps)) if may_find else steps
+
+    def rest(self) -> None:
+        """As LengthPolicy."""
+        assert self._held is not None
+        self._held.left -= 1
+        self._hold(self._held)
+
+    def _hold(self, held: Standing) -> None:
+        """Count a step that a decision holds for."""
         self._num_steps += 1
         self._reused += 1
-        self._plain_steps.count(drafts=held.drafts)
         if held.drafts:
-            return True
+            self._plain_steps.draft()
+            return
+        self._plain_steps.pass_by()
         self.probe.pass_by()
         if held.decision.reason is Reason.PATIENCE:
-            self._regime(num_requests).guard.pass_by()
-        return True
+            self._regime(held.num_requests).guard.pass_by()
 
     def pass_by(
         self,
@@ -282,7 +299,7 @@ class Controller:
         else:
             self._disturbance.observe(outcome.target_s, decision.target_s, outcome.deciding_s)
         if decision.reason is Reason.NETWORK_PROBE:
-            self.probe.observe(excess, _excess_s(outcome))
+            self.probe.observe(excess, outcome.excess_s)
             self._known = None
         if decision.reason is Reason.GAIN:
             regime.lessons.observe(outcome.deciding_s)
@@ -456,8 +473,8 @@ class Controller:
 
     def _count(self, facts: StepFacts, decision: Decision) -> None:
         """Steps since plain ones, since offers were taken, since the network drafted."""
-        self._plain_steps.count(drafts=bool(decision.grants))
         if not decision.grants:
+            self._plain_steps.pass_by()
             self.probe.pass_by()
             if facts.has_offers:
                 looking_s = len(facts.requests) * self.costs.table.offer_s
@@ -465,6 +482,7 @@ class Controller:
                     looking_s / decision.plain_s, self._deciding_s / decision.plain_s
                 )
             return
+        self._plain_steps.draft()
         self._looks.take()
         networks = {r.request_id: r.network for r in facts.requests}
         if all(grant.source != networks[grant.request_id] for grant in decision.grants):
@@ -474,12 +492,3 @@ class Controller:
 
     def _regime(self, num_requests: int) -> Regime:
         return self._regimes.setdefault(num_requests.bit_length(), Regime())
-
-
-def _excess_s(outcome: StepOutcome) -> float:
-    """How much longer than predicted the step took. What a prompt in it took is not counted."""
-    decision = outcome.decision
-    excess_s = outcome.draft_s + outcome.host_s - decision.draft_s - decision.host_s
-    if not outcome.facts.prompt_rows:
-        excess_s += outcome.target_s - decision.target_s
-    return excess_s

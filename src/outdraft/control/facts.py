@@ -258,3 +258,12 @@ class StepOutcome:
     shadows: tuple[ShadowOutcome, ...] = ()
     deciding_s: float = 0.0
     is_held: bool = False
+
+    @property
+    def excess_s(self) -> float:
+        """How much longer than predicted it took. What a prompt in it took is not counted."""
+        decision = self.decision
+        excess_s = self.draft_s + self.host_s - decision.draft_s - decision.host_s
+        if not self.facts.prompt_rows:
+            excess_s += self.target_s - decision.target_s
+        return excess_s

@@ -45,6 +45,13 @@ class FixedLength:
         self.wants_outcome = False
         return True
 
+    def quiet_steps(self, *, may_find: bool) -> int:
+        """A fixed policy is asked in every step."""
+        return 0
+
+    def rest(self) -> None:
+        """It never does."""
+
     def standing_for(self, request_ids: Sequence[str]) -> Decision:
         """As LengthPolicy; it stands for one batch only."""
         assert self.standing is not None

@@ -16,7 +16,11 @@ class Looks:
 
     def are_due(self, step: int) -> bool:
         """Whether to look; `step`: a number of steps that grows."""
-        return self._refused < SLEEPY or step % self._apart == 0
+        return self.due_in(step) == 0
+
+    def due_in(self, step: int) -> int:
+        """Steps until the next look."""
+        return 0 if self._refused < SLEEPY else -step % self._apart
 
     def refuse(self, looking_share: float, deciding_share: float) -> None:
         """A step refused all offers; shares of a plain step that to look, and to decide, takes."""

@@ -35,10 +35,15 @@ class PlainSteps:
         least, most = WARM_PLAIN
         self._warm = max(least, min(most, math.ceil(WARM_S / alone_s)))
 
-    def count(self, *, drafts: bool) -> None:
-        """A step begins."""
-        self._since = self._since + 1 if drafts else 0
-        self._in_a_row = 0 if drafts else self._in_a_row + 1
+    def draft(self) -> None:
+        """A step begins that drafts."""
+        self._since += 1
+        self._in_a_row = 0
+
+    def pass_by(self) -> None:
+        """A plain step begins."""
+        self._since = 0
+        self._in_a_row += 1
 
     def wants_time(self, routine: int) -> bool:
         """Whether the step that is plain now should be timed.
@@ -47,6 +52,13 @@ class PlainSteps:
         """
         number = self._in_a_row
         return number >= self._warm and (number <= self.burst or number % routine == 0)
+
+    def num_untimed(self, routine: int) -> int:
+        """Plain steps from the next one on, in a row, none of which should be timed."""
+        following = self._in_a_row + 1
+        if following < self._warm:
+            return self._warm - following
+        return 0 if following <= self.burst else -following % routine
 
     def is_due(self, gain: float, regime: Regime) -> bool:
         """Whether plain decoding should be tried although drafts gain so much."""

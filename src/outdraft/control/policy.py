@@ -27,6 +27,19 @@ class LengthPolicy(Protocol):
         """Whether `standing` is good for the step, so that nobody needs to decide."""
         ...
 
+    def quiet_steps(self, *, may_find: bool) -> int:
+        """Steps that follow a plain one that `holds` was just true for, and are sure to be like it:
+        `standing` is good for them, too, if the batch remains as it is, and nothing is to be
+        learned from them.
+
+        may_find: sources of the host may have offers, so that looks are to be due in none of them.
+        """
+        ...
+
+    def rest(self) -> None:
+        """One of `quiet_steps` begins. Nothing else is asked, or told, of it."""
+        ...
+
     @property
     def wants_outcome(self) -> bool:
         """Whether the step that was decided, or held, just now should be told to `observe`."""

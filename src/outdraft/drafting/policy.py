@@ -32,6 +32,7 @@ from outdraft.drafting.host.proposer import HostProposer
 from outdraft.drafting.host_sources import Drafts, HostSources
 from outdraft.drafting.known_requests import DrafterLimits, KnownRequests
 from outdraft.drafting.outcomes import draft_outcome, fates
+from outdraft.drafting.rest import Rest
 from outdraft.drafting.shadows import Shadows
 from outdraft.drafting.translation import Translator
 
@@ -56,9 +57,9 @@ class DraftPolicy:
     """Translates requests, decisions and outcomes.
 
     Attributes:
-        control: decides; may be exchanged between steps.
-        decided: about the step that `choose` was asked about last; None: nothing was to decide.
-        granted: what `choose` returned last.
+        control: decides; may be exchanged while no request runs.
+        decided: about the newest step; None: nothing was to decide.
+        granted: what each request of that step was to verify.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class DraftPolicy:
         """`on_wrong_costs`: called once, if costs that are kept turn out to be wrong."""
         self.config = config
         self.control = control
+        self._rest = Rest()
         self._host = HostSources(config, proposers, max_num_seqs)
         self._has_network = drafter is not None
         self._known = KnownRequests(config, drafter)
@@ -92,7 +94,7 @@ class DraftPolicy:
 
     @property
     def decision(self) -> Decision | None:
-        """Why the step that runs drafts as it does; None: it was not asked."""
+        """Why the step that runs drafts as it does; None: nothing was to decide."""
         return self._decision
 
     @property
@@ -113,6 +115,17 @@ class DraftPolicy:
                 else "the engine was started without speculation, so that it has no method",
                 "speculation",
             )
+
+    def rests(self, num_running: int, num_waiting: int) -> bool:
+        """Whether the step that begins is as plain as the last one, so that `choose` needs not be
+        asked about it.
+
+        num_running, num_waiting: requests of the scheduler. Ask once a step.
+        """
+        if not self._rest.take(num_running, num_waiting):
+            return False
+        self.control.rest()
+        return True
 
     def choose(
         self, requests: Sequence[Request], num_running: int, room: StepRoom
@@ -178,8 +191,17 @@ class DraftPolicy:
         else:
             self.decided = standing(decision)
             self._is_timed = self.control.wants_plain_time and not room.prompt_rows
+            if not room.prompt_rows and not self._shadows.are_waiting:
+                self._rest.begin(self._quiet_steps(requests))
         self._decision = decision
         return True
+
+    def _quiet_steps(self, requests: Sequence[Request]) -> int:
+        """Steps that follow a held one in which nobody needs to be asked for anything."""
+        steps = self.control.quiet_steps(may_find=self._host.may_find(requests))
+        if self._has_network:  # its states are to be kept early enough
+            steps = min(steps, self.control.network_due_in - WARM_UP_STEPS - 1)
+        return max(0, steps)
 
     def _fitting(
         self, requests: Sequence[Request], choices: dict[str, DraftChoice]
@@ -219,6 +241,8 @@ class DraftPolicy:
 
         Returns alarms that begin or end; they are logged already.
         """
+        if self._rest.is_on:
+            return self._alarms.step()
         step, self._step = self._step, None
         drafts = ()
         if step is not None or self._shadows.are_waiting:
@@ -281,6 +305,7 @@ class DraftPolicy:
 
     def finish(self, request: Request) -> None:
         """A request ended: drop its state; the proposers learn from its text if it is whole."""
+        self._rest.end()
         self._host.finish(request)
         self._shadows.forget(request.id)
         self._known.forget(request.id)
