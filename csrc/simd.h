@@ -33,6 +33,7 @@ typedef float Floats __attribute__((vector_size(4 * kWidth)));
 typedef uint32_t Words __attribute__((vector_size(4 * kWidth)));
 typedef int32_t Ints __attribute__((vector_size(4 * kWidth)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kWidth)));
+typedef int16_t Shorts __attribute__((vector_size(2 * kWidth)));
 typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
 template <class Vector>
@@ -109,6 +110,15 @@ inline Words widened(Halves numbers) {
   return (Words)_mm256_cvtepu16_epi32((__m128i)numbers);
 #elif defined(__aarch64__)
   return (Words)vmovl_u16((uint16x4_t)numbers);
+#endif
+}
+inline Ints widened(Shorts numbers) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_maskz_cvtepi16_epi32(__mmask16(-1), (__m256i)numbers);
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepi16_epi32((__m128i)numbers);
+#elif defined(__aarch64__)
+  return (Ints)vmovl_s16((int16x4_t)numbers);
 #endif
 }
 inline Ints widened(Bytes numbers) {

@@ -2,7 +2,6 @@
 // linear_tiles.cpp for the layout.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <utility>
 
@@ -26,16 +25,6 @@ alignas(64) constexpr uint16_t kInt4Numbers[32] = {
     0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
     0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
 #endif
-
-// What kBits bits of each word from bit kPlace on count, less `zero`. In a float32 number whose
-// exponent is 23 - kPlace, bit kPlace of the fraction counts one.
-template <int kPlace, int kBits>
-OUTDRAFT_INLINE Floats number_of_bits(Words words, int32_t zero) {
-  static_assert(kPlace + kBits < 23);
-  constexpr float kOne = 1 << (23 - kPlace);
-  constexpr uint32_t kMask = ((1u << kBits) - 1) << kPlace;
-  return (Floats)((words & kMask) | std::bit_cast<uint32_t>(kOne)) - (kOne + zero);
-}
 
 // The words of a step for a vector of outputs, and the even and the odd input of a pair as float32.
 // kInputs: of a step; kLaneBytes: of an output in it.
@@ -68,16 +57,15 @@ struct Int8Words {
   }
   template <int kPair>
   OUTDRAFT_INLINE static Floats even(const char* lanes) {
-    return number_of_bits<0, 8>(flipped<kPair>(lanes), 128);
+    return __builtin_convertvector(both<kPair>(lanes) << 24 >> 24, Floats);
   }
   template <int kPair>
   OUTDRAFT_INLINE static Floats odd(const char* lanes) {
-    return number_of_bits<8, 8>(flipped<kPair>(lanes), 128);
+    return __builtin_convertvector(both<kPair>(lanes) >> 8, Floats);
   }
-  // A byte with its sign bit flipped is the number and 128.
   template <int kPair>
-  OUTDRAFT_INLINE static Words flipped(const char* lanes) {
-    return widened(load<Halves>(lanes + kPair * kTile * kLaneBytes)) ^ 0x8080;
+  OUTDRAFT_INLINE static Ints both(const char* lanes) {
+    return widened(load<Shorts>(lanes + kPair * kTile * kLaneBytes));
   }
   OUTDRAFT_INLINE static Floats floats_of(const char* bytes) {
     return __builtin_convertvector(widened(load<Bytes>(bytes)), Floats);
@@ -105,11 +93,15 @@ struct Int4Words {
   }
   template <int kPair>
   OUTDRAFT_INLINE static Floats even(const char* lanes) {
-    return number_of_bits<4 * kPair, 4>(load<Words>(lanes), kInt4Zero);
+    return __builtin_convertvector(flipped(lanes) << (28 - 4 * kPair) >> 28, Floats);
   }
   template <int kPair>
   OUTDRAFT_INLINE static Floats odd(const char* lanes) {
-    return number_of_bits<4 * kPair, 4>(load<Words>(lanes) >> 16, kInt4Zero);
+    return __builtin_convertvector(flipped(lanes) << (12 - 4 * kPair) >> 28, Floats);
+  }
+  // With the highest bit of each flipped, codes are signed.
+  OUTDRAFT_INLINE static Ints flipped(const char* lanes) {
+    return (Ints)(load<Words>(lanes) ^ 0x8888'8888);
   }
 };
 
