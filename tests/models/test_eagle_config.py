@@ -9,6 +9,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.models.eagle_config import EagleConfig
 from tests.models.eagle_checkpoints import LAYOUTS
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
 
 def test_default_taps_need_a_target_of_three_layers():
     config = EagleConfig.from_mapping(LAYOUTS["eagle3"].config)
@@ -16,6 +18,22 @@ def test_default_taps_need_a_target_of_three_layers():
     assert config.taps_of(32) == (2, 16, 29)
     with pytest.raises(ConfigError, match=re.escape("behind layers [2, 1, -1]")):
         config.taps_of(2)
+
+
+@pytest.mark.parametrize(
+    ("written", "taps"),
+    [
+        ({"eagle_config": {TAPS: [1, 15, 28]}}, (2, 16, 29)),  # SpecForge: named from 0 on
+        ({"eagle_config": {TAPS: [2, 16, 29]}}, (2, 16, 29)),
+        ({"eagle_config": {TAPS: [1, 16, 32]}}, (1, 16, 32)),  # there is no layer 32
+        ({TAPS: [1, 15, 28]}, (1, 15, 28)),  # counted, as vLLM does
+        ({"eagle_config": {TAPS: [1, 15, 28]}, TAPS: [3, 4, 5]}, (3, 4, 5)),
+    ],
+)
+def test_taps_are_counted_or_named_from_zero(written: dict[str, Any], taps: tuple[int, ...]):
+    config = EagleConfig.from_mapping(LAYOUTS["eagle3"].config | written)
+
+    assert config.taps_of(32) == taps
 
 
 @pytest.mark.parametrize(
