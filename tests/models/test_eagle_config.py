@@ -47,6 +47,8 @@ def test_taps_are_counted_or_named_from_zero(written: dict[str, Any], taps: tupl
         ("eagle3", {"model_type": "deepseek_v3"}, "'deepseek_v3' are not supported"),
         ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size 62 does not fit a vocabulary of 61"),
         ("eagle-two-layers", {"draft_vocab_size": 17}, "draft_vocab_size 17 does not fit"),
+        ("eagle-vllm", {"truncated_vocab_size": 9}, "truncated_vocab_size=9 is not supported"),
+        ("eagle-vllm", {"model": None}, "EAGLE layers of model_type 'eagle' are not supported"),
         ("eagle3", {"draft_vocab_size": 0}, "must be a positive whole number, got 0"),
         ("eagle3", {"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
         ("eagle-two-layers", {"fc_norm": True}, "fc_norm is of eagle3, but this is eagle"),

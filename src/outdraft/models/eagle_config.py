@@ -1,7 +1,7 @@
 """What the config.json of an EAGLE drafter says, in one shape for the layouts that exist.
 
 EAGLE's own repository and SpecForge write the config of a Llama with a few keys more, the
-speculators library as drafter_config.py says.
+speculators library as drafter_config.py says, and vLLM puts the Llama's into `model`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -77,6 +77,9 @@ class EagleConfig(DrafterConfig):
         check_supported(options, _UNSUPPORTED)
         flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
+        if options.get("truncated_vocab_size") not in (None, layer.vocab_size):
+            told = f"truncated_vocab_size={options['truncated_vocab_size']!r} is not supported"
+            raise ConfigError(f"config.json: {told}, it must be {layer.vocab_size}")
         return cls(
             version=version,
             layer=layer,
@@ -167,7 +170,9 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: another family's layers, or windows that this family's config cannot tell.
     """
-    layer = layer_options(raw)
+    layer, nested = layer_options(raw), raw.get("model")
+    if raw.get("model_type") == "eagle" and isinstance(nested, dict):
+        layer = nested
     model_type = str(layer.get("model_type", "llama"))
     if model_type not in _ARCHITECTURES:
         raise ConfigError(
