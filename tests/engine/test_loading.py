@@ -73,7 +73,9 @@ def test_a_head_in_a_draft_models_place_is_named_before_weights_are_read(tmp_pat
         model=str(tmp_path / "target"), speculative_config={"model": str(head)}
     )
 
-    with pytest.raises(ConfigError, match=r'holds eagle, .* \{"method": "eagle", "model": \.\.\.\}'):
+    with pytest.raises(
+        ConfigError, match=r'holds eagle, .* \{"method": "eagle", "model": \.\.\.\}'
+    ):
         load_models(config)
 
 

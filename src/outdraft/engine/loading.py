@@ -143,7 +143,7 @@ def _check_is_model(path: Path) -> None:
     if method is not None:
         raise ConfigError(
             f"{path} holds {method}, which is no draft model: speculative_config must name it as "
-            f"the method, {{\"method\": \"{method}\", \"model\": ...}}"
+            f'the method, {{"method": "{method}", "model": ...}}'
         )
 
 
