@@ -191,9 +191,8 @@ def eagle3_config(target: LlamaForCausalLM, draft_vocab_size: int) -> dict[str, 
         "tie_word_embeddings": False,
         "bos_token_id": config.bos_token_id,
         "eos_token_id": config.eos_token_id,
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": list(TAPPED_LAYERS),
-            "use_aux_hidden_state": True,
-        },
+        # Counted, as vLLM reads them here; within eagle_config others name layers from 0 on.
+        "eagle_aux_hidden_state_layer_ids": list(TAPPED_LAYERS),
+        "eagle_config": {"use_aux_hidden_state": True},
         "torch_dtype": "bfloat16",
     }

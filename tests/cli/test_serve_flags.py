@@ -106,6 +106,7 @@ def test_a_wrong_file_is_refused(command, started, tmp_path, text: str, message:
         ("--allowed-origins", '["a", 5]'),
         ("--allowed-hosts", "[a"),
         ("--api-key", ""),
+        ("--served-model-name", ""),
         ("--data-parallel-size", "0"),
         ("--ssl-keyfile", __file__),
         ("--ssl-certfile", __file__),
@@ -209,3 +210,18 @@ def test_a_trace_that_exists_is_refused_before_anything_is_loaded(command, embed
     assert "exists already" in result.output
     assert "loading" not in result.output
     assert path.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(b"{{ messages }", "not valid Jinja"), (b"\xff", "codec can't decode")]
+)
+def test_a_wrong_chat_template_is_refused_before_anything_is_loaded(
+    command, embedded, tmp_path, text: bytes, message: str
+):
+    path = tmp_path / "chat.jinja"
+    path.write_bytes(text)
+    result = command.invoke(app, ["serve", "--port", "0", "--chat-template", str(path)])
+    assert result.exit_code == 2
+    assert f"--chat-template {path}: " in result.output
+    assert message in result.output
+    assert "loading" not in result.output

@@ -77,6 +77,7 @@ def test_parts_are_no_flat_options(part):
         ("max_num_batched_tokens", 0),
         ("max_waiting", 0),
         ("policy", "random"),
+        ("scheduling_policy", "random"),
         ("dtype", "int8"),
         ("max_model_len", 1),
         ("tensor_parallel_size", 0),

@@ -1,5 +1,6 @@
 """What a caller gives is checked before anything runs."""
 
+import re
 import sys
 import threading
 
@@ -163,9 +164,9 @@ def test_no_bad_word_is_listed_that_another_one_covers():
     assert zebra == tuple(tokenizer().encode("zebra").ids)
 
 
-@pytest.mark.parametrize("word", ["", " "])
-def test_an_empty_bad_word_is_refused(word):
-    with pytest.raises(RequestError, match="empty") as caught:
+@pytest.mark.parametrize("word", ["", " ", "\n"])
+def test_a_bad_word_of_blanks_is_refused(word):
+    with pytest.raises(RequestError, match=f"blanks alone, got {re.escape(repr(word))}") as caught:
         inputs().bad_words_ids(SamplingParams(bad_words=[word]))
     assert caught.value.field == "bad_words"
 

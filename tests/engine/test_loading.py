@@ -13,6 +13,7 @@ from outdraft.engine.loading import NO_LIBRARY, check_division, choose_dtype, lo
 from outdraft.kernels.choose import kernels_options
 from outdraft.kernels.native import library
 from tests.models.checkpoints import llama, randomised, save
+from tests.models.eagle_checkpoints import LAYOUTS
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -62,6 +63,20 @@ def test_without_a_library_the_reference_computes_and_one_line_says_so(
 def test_unknown_kernels_are_refused_before_a_model_is_looked_for():
     with pytest.raises(ConfigError, match="unknown kernels 'flash'"):
         load_models(EngineConfig(model="/there/is/no/such/model", kernels="flash"))
+
+
+def test_a_head_in_a_draft_models_place_is_named_before_weights_are_read(tmp_path: Path):
+    save(llama(), tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"")
+    head = LAYOUTS["eagle"].save(tmp_path / "head")
+    config = EngineConfig.from_options(
+        model=str(tmp_path / "target"), speculative_config={"model": str(head)}
+    )
+
+    with pytest.raises(
+        ConfigError, match=r'holds eagle, .* \{"method": "eagle", "model": \.\.\.\}'
+    ):
+        load_models(config)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from outdraft.engine.build import warm_up
+from outdraft.core.errors import ConfigError
+from outdraft.engine.build import check_longest_text, warm_up
 from outdraft.engine.llm import LLM
 from tests.oracle.engines import config, engine, greedy, ids, prompts_of, run, speculation
 from tests.ranks import Spread, spread_models
@@ -22,6 +23,15 @@ def test_nothing_is_left_and_nothing_changes(method: str):
 
 def test_a_very_short_context_is_enough():
     warm_up(engine("qwen2", "combined", max_model_len=2).engine)
+
+
+def test_a_server_needs_a_cache_for_its_longest_text():
+    fitting = engine("qwen2", "plain", max_model_len=32, block_size=8, num_blocks=4)
+    check_longest_text(fitting.engine, fitting.memory)
+    warm_up(fitting.engine)
+    small = engine("qwen2", "plain", max_model_len=33, block_size=8, num_blocks=4)
+    with pytest.raises(ConfigError, match=r"max_model_len=33 tokens .* holds 32: lower"):
+        check_longest_text(small.engine, small.memory)
 
 
 def test_every_draft_group_is_warmed_up():

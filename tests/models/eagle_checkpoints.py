@@ -216,6 +216,20 @@ LAYOUTS: dict[str, Layout] = {
     "eagle-two-layers": Layout(
         _first(num_hidden_layers=2), _inside_model, is_newer=False, num_layers=2, taps=()
     ),
+    "eagle-vllm": Layout(
+        {
+            "architectures": ["EAGLEModel"],
+            "model_type": "eagle",
+            "model": LAYER | {"architectures": ["LlamaForCausalLM"]},
+            "eagle_fc_bias": True,
+            "truncated_vocab_size": VOCABULARY,
+        },
+        _inside_model,
+        is_newer=False,
+        parts=_OWN,
+        biases=("fc",),
+        taps=(),
+    ),
     "eagle-qkv-bias": Layout(
         _first(mask_token_id=60),
         is_newer=False,

@@ -9,6 +9,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.models.eagle_config import EagleConfig
 from tests.models.eagle_checkpoints import LAYOUTS
 
+TAPS = "eagle_aux_hidden_state_layer_ids"
+
 
 def test_default_taps_need_a_target_of_three_layers():
     config = EagleConfig.from_mapping(LAYOUTS["eagle3"].config)
@@ -16,6 +18,22 @@ def test_default_taps_need_a_target_of_three_layers():
     assert config.taps_of(32) == (2, 16, 29)
     with pytest.raises(ConfigError, match=re.escape("behind layers [2, 1, -1]")):
         config.taps_of(2)
+
+
+@pytest.mark.parametrize(
+    ("written", "taps"),
+    [
+        ({"eagle_config": {TAPS: [1, 15, 28]}}, (2, 16, 29)),  # SpecForge: named from 0 on
+        ({"eagle_config": {TAPS: [2, 16, 29]}}, (2, 16, 29)),
+        ({"eagle_config": {TAPS: [1, 16, 32]}}, (1, 16, 32)),  # there is no layer 32
+        ({TAPS: [1, 15, 28]}, (1, 15, 28)),  # counted, as vLLM does
+        ({"eagle_config": {TAPS: [1, 15, 28]}, TAPS: [3, 4, 5]}, (3, 4, 5)),
+    ],
+)
+def test_taps_are_counted_or_named_from_zero(written: dict[str, Any], taps: tuple[int, ...]):
+    config = EagleConfig.from_mapping(LAYOUTS["eagle3"].config | written)
+
+    assert config.taps_of(32) == taps
 
 
 @pytest.mark.parametrize(
@@ -29,6 +47,8 @@ def test_default_taps_need_a_target_of_three_layers():
         ("eagle3", {"model_type": "deepseek_v3"}, "'deepseek_v3' are not supported"),
         ("eagle3", {"draft_vocab_size": 62}, "draft_vocab_size 62 does not fit a vocabulary of 61"),
         ("eagle-two-layers", {"draft_vocab_size": 17}, "draft_vocab_size 17 does not fit"),
+        ("eagle-vllm", {"truncated_vocab_size": 9}, "truncated_vocab_size=9 is not supported"),
+        ("eagle-vllm", {"model": None}, "EAGLE layers of model_type 'eagle' are not supported"),
         ("eagle3", {"draft_vocab_size": 0}, "must be a positive whole number, got 0"),
         ("eagle3", {"norm_output": "yes"}, "norm_output must be true or false, got 'yes'"),
         ("eagle-two-layers", {"fc_norm": True}, "fc_norm is of eagle3, but this is eagle"),

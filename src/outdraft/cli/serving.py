@@ -73,7 +73,7 @@ def run(
     )
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
-    as_content_format(options.chat_template_content_format)  # refused before anything is loaded
+    _template_source(options)  # refused before anything is loaded
     level = as_choice("--log-level", options.log_level, LogLevel)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -192,6 +192,8 @@ def settings_of(
     if path and (not path.startswith("/") or path.endswith("/")):
         raise ConfigError(f"--root-path must begin with / and not end with it, got {path!r}")
     names = options.served_model_name or [EMBEDDED_NAME if is_embedded else config.model]
+    if not all(names):
+        raise ConfigError("--served-model-name must not be empty")
     return ApiSettings(
         served_model_names=tuple(names),
         api_key=api_key(options, environ),
@@ -209,9 +211,27 @@ def _chat_template(
     info: EngineInfo, options: ServerOptions, *, is_embedded: bool
 ) -> ChatTemplate | None:
     content_format = as_content_format(options.chat_template_content_format)
-    if options.chat_template is not None:
-        source = options.chat_template.read_text("utf-8")
+    source = _template_source(options)
+    if source is not None:
         return ChatTemplate(source, special_tokens(Path(info.tokenizer_path)), content_format)
     if is_embedded:
         return ChatTemplate(JOINED_CONTENTS, {})
     return ChatTemplate.from_directory(Path(info.tokenizer_path), content_format)
+
+
+def _template_source(options: ServerOptions) -> str | None:
+    """The text of --chat-template, if it is given.
+
+    Raises:
+        ConfigError: it cannot be read or is no template, or the content format is unknown.
+    """
+    content_format = as_content_format(options.chat_template_content_format)
+    path = options.chat_template
+    if path is None:
+        return None
+    try:
+        source = path.read_text("utf-8")
+        ChatTemplate(source, {}, content_format)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        raise ConfigError(f"--chat-template {path}: {error}") from error
+    return source

@@ -72,7 +72,7 @@ class SchedulerConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
                 f"max_num_seqs ({self.max_num_seqs}): every running request needs one row a step"
             )
-        check_choice("policy", self.policy, POLICIES)
+        check_choice("scheduling_policy", self.policy, POLICIES)
 
 
 _VLLM_NAMES = {"scheduling_policy": "policy"}  # of options that a part here calls by less

@@ -106,6 +106,17 @@ def build_runner(config: EngineConfig, models: LoadedModels, memory: MemoryPlan)
     return ModelRunner(*parts)
 
 
+def check_longest_text(engine: Engine, memory: MemoryPlan) -> None:
+    """Raise ConfigError if no request as long as max_model_len could ever run: most have no limit
+    of their own, so a server would refuse them all."""
+    longest, held = engine.inputs.max_model_len, memory.num_blocks * memory.block_size
+    if longest > held:
+        raise ConfigError(
+            f"a text of max_model_len={longest} tokens does not fit into the KV cache, which holds "
+            f"{held}: lower max_model_len, or raise kv_cache_memory_bytes or gpu_memory_utilization"
+        )
+
+
 def warm_up(engine: Engine) -> None:
     """What the first requests would otherwise wait for: pages to touch, kernels to make ready.
 

@@ -226,7 +226,8 @@ class InputProcessor:
             bare = tuple(self.tokenizer.encode(word.lstrip(), add_special_tokens=False).ids)
             spaced = tuple(self.tokenizer.encode(" " + word.lstrip(), add_special_tokens=False).ids)
             if not bare:
-                raise RequestError("bad_words must not hold an empty string", "bad_words")
+                told = f"bad_words must not hold empty texts, or blanks alone, got {word!r:.80}"
+                raise RequestError(told, "bad_words")
             words.append(bare)
             if spaced[-len(bare) :] != bare:  # else the bare form bans it too
                 words.append(spaced)

@@ -26,6 +26,7 @@ from outdraft.models.base import LanguageModel
 from outdraft.models.choose import check_shards, checkpoint_dtype, load_language_model
 from outdraft.models.config import read_json
 from outdraft.models.dflash_config import DFlashConfig
+from outdraft.models.drafter_method import drafter_method
 from outdraft.models.eagle_config import EagleConfig
 from outdraft.models.loader import resolve_model_path
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
@@ -130,8 +131,20 @@ def _find_files(config: EngineConfig) -> Path:
     if is_dummy:
         raise ConfigError(f"load_format 'dummy' leaves {network.source} nothing to draft from")
     if network.source not in OWN_SOURCES:
-        resolve_model_path(network.model)
+        drafter_path = resolve_model_path(network.model)
+        if network.source is DraftSource.MODEL:
+            _check_is_model(drafter_path)
     return path
+
+
+def _check_is_model(path: Path) -> None:
+    """Raise ConfigError if a draft model's checkpoint holds a drafter of another method."""
+    method = drafter_method(path)
+    if method is not None:
+        raise ConfigError(
+            f"{path} holds {method}, which is no draft model: speculative_config must name it as "
+            f'the method, {{"method": "{method}", "model": ...}}'
+        )
 
 
 def _load_on_ranks(config: EngineConfig) -> LoadedModels:

@@ -1,10 +1,10 @@
 """What the config.json of an EAGLE drafter says, in one shape for the layouts that exist.
 
 EAGLE's own repository and SpecForge write the config of a Llama with a few keys more, the
-speculators library as drafter_config.py says.
+speculators library as drafter_config.py says, and vLLM puts the Llama's into `model`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -39,6 +39,7 @@ class EagleConfig(DrafterConfig):
     Attributes:
         taps: EAGLE-3: behind how many of the target's layers the states are taken; None: as in
             the paper's checkpoints.
+        may_count_from_0: `taps` may name layers, the first one 0, rather than count them.
         fc_bias: of the layer that takes in the target's states.
         layernorms: EAGLE, MTP: norms of the embedding, before layer 0 and before the head.
         input_norm: EAGLE, MTP: before layer 0.
@@ -53,6 +54,7 @@ class EagleConfig(DrafterConfig):
 
     version: EagleVersion
     taps: tuple[int, ...] | None = None
+    may_count_from_0: bool = False
     fc_bias: bool = False
     layernorms: bool = False
     input_norm: bool = False
@@ -75,12 +77,16 @@ class EagleConfig(DrafterConfig):
         check_supported(options, _UNSUPPORTED)
         flags: dict[str, Any] = {key: _flag(options, key) for key in _FLAGS[version]}
         _refuse_other_flags(options, version)
+        if options.get("truncated_vocab_size") not in (None, layer.vocab_size):
+            told = f"truncated_vocab_size={options['truncated_vocab_size']!r} is not supported"
+            raise ConfigError(f"config.json: {told}, it must be {layer.vocab_size}")
         return cls(
             version=version,
             layer=layer,
             draft_vocab_size=read_draft_vocab_size(options, layer.vocab_size, is_whole=is_first),
             target_hidden_size=read_count(options, "target_hidden_size", default=layer.hidden_size),
             taps=None if is_first else _taps(options),
+            may_count_from_0=raw.get(_TAPS) is None,
             fc_bias=is_first and (_flag(options, "bias") or _flag(options, "fusion_bias")),
             mask_token_id=read_mask_token(raw, layer.vocab_size),
             **flags,
@@ -95,9 +101,13 @@ class EagleConfig(DrafterConfig):
         if self.version is not EagleVersion.EAGLE3:
             return ()
         taps = self.taps or (2, num_target_layers // 2, num_target_layers - 3)
+        if self.may_count_from_0 and _names_layers(taps, num_target_layers):
+            taps = tuple(tap + 1 for tap in taps)
         check_taps(taps, num_target_layers)
         return taps
 
+
+_TAPS = "eagle_aux_hidden_state_layer_ids"
 
 # Keys that change what is computed, and the values at which they do not.
 _UNSUPPORTED: dict[str, Callable[[Any], bool]] = {
@@ -160,7 +170,9 @@ def _layer_config(raw: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ConfigError: another family's layers, or windows that this family's config cannot tell.
     """
-    layer = layer_options(raw)
+    layer, nested = layer_options(raw), raw.get("model")
+    if raw.get("model_type") == "eagle" and isinstance(nested, dict):
+        layer = nested
     model_type = str(layer.get("model_type", "llama"))
     if model_type not in _ARCHITECTURES:
         raise ConfigError(
@@ -191,16 +203,22 @@ def _flag(options: Mapping[str, Any], key: str) -> bool:
 
 
 def _taps(options: Mapping[str, Any]) -> tuple[int, ...] | None:
-    taps = options.get("eagle_aux_hidden_state_layer_ids")
+    taps = options.get(_TAPS)
     if not taps:
         if (count := options.get("num_aux_hidden_states")) not in (None, 3):
             raise ConfigError(
-                f"config.json: num_aux_hidden_states={count!r} needs "
-                "eagle_aux_hidden_state_layer_ids to say which"
+                f"config.json: num_aux_hidden_states={count!r} needs {_TAPS} to say which"
             )
         return None
     if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise ConfigError(
-            f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, got {taps!r}"
-        )
+        raise ConfigError(f"config.json: {_TAPS} must be a list of layers, got {taps!r}")
     return tuple(taps)
+
+
+def _names_layers(taps: Sequence[int], num_target_layers: int) -> bool:
+    """Whether ids from within eagle_config name layers from 0 on, as SpecForge and ModelOpt write.
+
+    Others count layers in the same place. SGLang tells them apart by the first id, as the paper's
+    first tap is behind two layers: 1 by name, 2 by count. No layer has the number of all layers.
+    """
+    return taps[0] == 1 and max(taps) < num_target_layers

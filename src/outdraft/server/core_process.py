@@ -57,7 +57,7 @@ def _start(
 ) -> tuple[EngineLoop, EngineInfo]:
     send_reports(reports, [Loading("libraries")])
     # Not before there is somebody to tell how far it is: they take seconds.
-    from outdraft.engine.build import build_engine, warm_up
+    from outdraft.engine.build import build_engine, check_longest_text, warm_up
     from outdraft.engine.loading import load_models, tokenizer_path
     from outdraft.models.layers.linear import dtype_name
 
@@ -65,6 +65,7 @@ def _start(
     models = load_models(config)
     send_reports(reports, [Loading("memory")])
     engine, memory = build_engine(config, models)
+    check_longest_text(engine, memory)
     send_reports(reports, [Loading("kernels")])
     warm_up(engine)
     speculation = config.speculation
