@@ -123,8 +123,9 @@ class RankLink:
         """
         native, traffic = self.native, self._group.traffic
         for operation, name in _SENT.items():
-            traffic.calls[operation] += getattr(native, f"{name}_calls")
-            traffic.sent_bytes[operation] += getattr(native, f"{name}_bytes")
+            if calls := getattr(native, f"{name}_calls"):
+                traffic.calls[operation] += calls
+                traffic.sent_bytes[operation] += getattr(native, f"{name}_bytes")
         failure = native.failure
         ctypes.memset(addressof(native) + RankLinkOf.sums_calls.offset, 0, _SETTLED_BYTES)
         _check(failure)
