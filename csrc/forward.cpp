@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "export.h"
 #include "layer_heads.h"
@@ -105,6 +106,18 @@ int64_t best_of(const float* x, int64_t size) {
   if (!has_nan) return argmax(x, size);
   return std::find_if(x, x + size, [](float number) { return number != number; }) - x;
 }
+
+// The best token of a part of the vocabulary.
+struct Best {
+  double logit;
+  int64_t id;
+
+  // Of parts behind: of equal ones the first wins, and a NaN is higher than all numbers.
+  bool is_above(const Best& before) const {
+    if (std::isnan(before.logit)) return false;
+    return std::isnan(logit) || logit > before.logit;
+  }
+};
 
 // `Number`: float, or uint16_t for bfloat16.
 template <class Number>
@@ -480,19 +493,38 @@ class DecoderOf final : public Decoder {
 
 }  // namespace
 
-void Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite) {
+bool Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite) {
   const int64_t row_bytes = spec_.hidden * size_of(spec_.dtype);
+  const int64_t num_ranks = is_spread() ? spec_.ranks->size : 1;
+  const int64_t first_own = is_spread() ? spec_.ranks->rank * columns() : 0;
+  std::vector<Best> own(static_cast<size_t>(num_rows)), of_all(own.size() * num_ranks);
   for (int64_t first = 0; first < num_rows; first += kHeadRows) {
     const int64_t count = std::min(kHeadRows, num_rows - first);
-    float* logits_RN = logits_.reserve<float>(count * vocabulary());
+    float* logits_RN = logits_.reserve<float>(count * columns());
     logits(static_cast<const char*>(states) + first * row_bytes, count, logits_RN);
     for (int64_t r = 0; r < count; ++r) {
-      const float* row = logits_RN + r * vocabulary();
-      const int64_t best = best_of(row, vocabulary());
-      ids[first + r] = spec_.draft_ids == nullptr ? best : spec_.draft_ids[best];
-      if (are_finite != nullptr) are_finite[first + r] = std::isfinite(row[best]);
+      const float* row = logits_RN + r * columns();
+      const int64_t best = best_of(row, columns());
+      own[first + r] = {row[best], first_own + best};
     }
   }
+  if (!is_spread()) {
+    of_all = own;
+  } else if (!spec_.ranks->gather(reinterpret_cast<const char*>(own.data()),
+                                  num_rows * int64_t{sizeof(Best)},
+                                  reinterpret_cast<char*>(of_all.data()))) {
+    return false;
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    Best best = of_all[r];
+    for (int64_t rank = 1; rank < num_ranks; ++rank) {
+      const Best& other = of_all[rank * num_rows + r];
+      if (other.is_above(best)) best = other;
+    }
+    ids[r] = spec_.draft_ids == nullptr ? best.id : spec_.draft_ids[best.id];
+    if (are_finite != nullptr) are_finite[r] = std::isfinite(best.logit);
+  }
+  return true;
 }
 
 }  // namespace outdraft
@@ -530,9 +562,10 @@ OUTDRAFT_EXPORT void decoder_logits(Decoder* decoder, const void* states, int64_
   decoder->logits(states, num_rows, out);
 }
 
-OUTDRAFT_EXPORT void decoder_best_tokens(Decoder* decoder, const void* states, int64_t num_rows,
-                                         int64_t* ids, bool* are_finite) {
-  decoder->best_tokens(states, num_rows, ids, are_finite);
+// 1; 0: as `best_tokens`.
+OUTDRAFT_EXPORT int64_t decoder_best_tokens(Decoder* decoder, const void* states, int64_t num_rows,
+                                            int64_t* ids, bool* are_finite) {
+  return decoder->best_tokens(states, num_rows, ids, are_finite);
 }
 
 OUTDRAFT_EXPORT int64_t decoder_num_columns(const Decoder* decoder) { return decoder->columns(); }

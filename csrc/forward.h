@@ -95,8 +95,8 @@ class Decoder {
   virtual void logits(const void* states, int64_t num_rows, float* out) = 0;
 
   // The tokens with the highest logits, as the target numbers them; whether that logit is finite.
-  // A NaN counts as the highest; of equal ones the first wins. Only of a network that is whole.
-  void best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
+  // A NaN counts as the highest; of equal ones the first wins. False: another rank does not answer.
+  bool best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
 
   const DecoderSpec& spec() const { return spec_; }
   bool is_spread() const { return spec_.ranks != nullptr; }

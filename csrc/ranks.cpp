@@ -213,7 +213,13 @@ bool RankLink::turn(const char* data, const int64_t* sent, const int64_t* receiv
 }
 
 bool RankLink::join(const char* data, int64_t bytes, char* out) {
-  return settle(*this, joins, (size - 1) * bytes, gather(group_of(*this), data, bytes, out));
+  return settle(*this, joins, (size - 1) * bytes,
+                outdraft::gather(group_of(*this), data, bytes, out));
+}
+
+bool RankLink::gather(const char* data, int64_t bytes, char* out) {
+  return settle(*this, gathers, (size - 1) * bytes,
+                outdraft::gather(group_of(*this), data, bytes, out));
 }
 
 }  // namespace outdraft

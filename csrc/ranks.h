@@ -16,7 +16,7 @@ struct Sent {
 struct RankLink {
   char* memory;
   int64_t rank, size, timeout_us;
-  Sent sums, turns, joins;
+  Sent sums, turns, joins, gathers;
   int64_t failure;
 
   // total [count] = the sum of the numbers of all ranks, in rank order, in float32; `Number`s and
@@ -27,8 +27,9 @@ struct RankLink {
   // out [received by rank] = what is for this rank of the data of all; sent, received [size]: bytes.
   bool turn(const char* data, const int64_t* sent, const int64_t* received, char* out);
 
-  // out [size, bytes] = the data of all ranks.
+  // out [size, bytes] = the data of all ranks: rows of each of them, or what all have alike.
   bool join(const char* data, int64_t bytes, char* out);
+  bool gather(const char* data, int64_t bytes, char* out);
 };
 
 }  // namespace outdraft

@@ -132,6 +132,30 @@ def test_what_is_tapped_on_each_rank_has_the_bits_of_one(
     assert all(torch.equal(got_TKD, want_TKD) for got_TKD in on_ranks(2, 1, tapped))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_best_tokens_of_all_ranks_are_those_of_one(
+    size: int, dtype: torch.dtype, checkpoint: Callable[[str], Path]
+):
+    """In blocks of rows, and where all logits are NaN or equal."""
+    path, num_rows = checkpoint("llama-tied"), 150
+    hidden_RD = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(3)).to(dtype)
+    hidden_RD[3], hidden_RD[140] = torch.nan, 0.0
+    want_R, is_finite_R = load(path, Ranks().target, dtype).checked_best_tokens(hidden_RD)
+    assert want_R[3] == want_R[140] == 0
+    assert is_finite_R.tolist() == [row != 3 for row in range(num_rows)]
+
+    def best(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        found = load(path, ranks.target, dtype).checked_best_tokens(hidden_RD)
+        assert ranks.target.traffic.calls == {"gather": 1}
+        assert ranks.target.traffic.sent_bytes == {"gather": (size - 1) * num_rows * (8 + 8)}
+        return found
+
+    for got_R, is_finite in on_ranks(size, 1, best):
+        assert torch.equal(got_R, want_R)
+        assert torch.equal(is_finite, is_finite_R)
+
+
 @pytest.mark.parametrize("num_rows", [13, 400])  # of the larger one each product is cut
 def test_sums_inside_of_a_pass_are_counted(num_rows: int, checkpoint: Callable[[str], Path]):
     path, size = checkpoint("long"), 2

@@ -380,8 +380,8 @@ class DecoderPass(Protocol):
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
-        finite. A NaN counts as the highest; of equal ones the first wins. Only of a network that
-        is whole."""
+        finite. A NaN counts as the highest; of equal ones the first wins. Of a network that is
+        spread over ranks: those of all ranks' outputs."""
         ...
 
     def draft(

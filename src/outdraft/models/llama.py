@@ -111,8 +111,6 @@ class CausalLM(nn.Module):
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """As `LanguageModel`."""
-        if self.group.size > 1:
-            return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
 
     def draft(

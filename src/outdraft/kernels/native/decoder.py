@@ -100,7 +100,7 @@ class NativeDecoder:
         self._forward = function("decoder_forward", of_pass, c_int64, releases_gil=True)
         self._logits = function("decoder_logits", [*of_states, c_void_p], releases_gil=True)
         self._best_tokens = function(
-            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
+            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], c_int64, releases_gil=True
         )
         self._growth = NativeGrowth(team.library)
         self._blocks = NativeBlocks(team.library, self._growth)
@@ -149,7 +149,6 @@ class NativeDecoder:
         return logits_RN
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        assert self._link is None, "each rank has a part of the logits"
         states_RD = states_RD.contiguous()
         num_rows = states_RD.shape[0]
         ids_R = torch.empty(num_rows, dtype=torch.int64)
@@ -161,6 +160,7 @@ class NativeDecoder:
             ids_R.data_ptr(),
             is_finite_R.data_ptr(),
         )
+        self._settle()
         return ids_R, is_finite_R
 
     def draft(

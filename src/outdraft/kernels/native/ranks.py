@@ -13,7 +13,8 @@ from outdraft.core.errors import RanksError
 from outdraft.distributed.group import RankGroup, gathered_sum
 from outdraft.kernels.native.library import Library
 
-_SENT = {"sum": "sums", "turn": "turns", "join_rows": "joins"}  # `Traffic`'s, and csrc/ranks.h's
+# The names of `Traffic`, and those of csrc/ranks.h.
+_SENT = {"sum": "sums", "turn": "turns", "join_rows": "joins", "gather": "gathers"}
 FAILURES = {  # by what csrc/ranks.cpp returns
     1: "another rank does not answer: the group has ended",
     2: "another rank does not answer in time",
