@@ -10,9 +10,9 @@ struct Sent {
   int64_t calls, bytes;
 };
 
-// One rank's end of a group, and what went through it since Python looked (kernels/native/ranks.py).
-// The operations are those of RankGroup in distributed/group.py; all ranks call the same ones. False:
-// another rank does not answer; `failure` says why.
+// One rank's end of a group, and what went through it since Python looked, which fills it
+// (kernels/native/ranks.py). The operations are those of RankGroup in distributed/group.py; all ranks
+// call the same ones. False: another rank does not answer; `failure` says why.
 struct RankLink {
   char* memory;
   int64_t rank, size, timeout_us;
@@ -24,7 +24,8 @@ struct RankLink {
   template <class Number, class Total>
   bool sum(const Number* part, int64_t count, Total* total);
 
-  // out [received by rank] = what is for this rank of the data of all; sent, received [size]: bytes.
+  // out [received] = what is for this rank of the data of all. sent, received [size]: bytes for and
+  // from each.
   bool turn(const char* data, const int64_t* sent, const int64_t* received, char* out);
 
   // out [size, bytes] = the data of all ranks: rows of each of them, or what all have alike.
