@@ -11,8 +11,8 @@ struct Sent {
 };
 
 // One rank's end of a group, and what went through it since Python looked, which fills it
-// (kernels/native/ranks.py). The operations are those of RankGroup in distributed/group.py; all ranks
-// call the same ones. False: another rank does not answer; `failure` says why.
+// (kernels/native/ranks.py). The operations are those of RankGroup in distributed/group.py; all
+// ranks call the same ones. False: another rank does not answer; `failure` says why.
 struct RankLink {
   char* memory;
   int64_t rank, size, timeout_us;
