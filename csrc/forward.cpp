@@ -112,7 +112,7 @@ struct Best {
   double logit;
   int64_t id;
 
-  // Of parts behind: of equal ones the first wins, and a NaN is higher than all numbers.
+  // Than that of a part before: of equal ones the first wins, and a NaN is the highest.
   bool is_above(const Best& before) const {
     if (std::isnan(before.logit)) return false;
     return std::isnan(logit) || logit > before.logit;
@@ -308,7 +308,7 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  // Of a network that is spread over ranks, the vectors of the rows' tokens.
+  // The vectors of the rows' tokens, in a network that is spread over ranks.
   bool embed(const DecoderRows& rows) {
     const int64_t size = spec_.hidden;
     for (int64_t t = 0; t < rows.num_rows; ++t) {
@@ -436,7 +436,7 @@ class DecoderOf final : public Decoder {
   // From row to row of y; sums over ranks lie one behind the other.
   int64_t y_stride() const { return is_spread() ? spec_.hidden : stride_of(spec_.hidden); }
 
-  // The product, in y. Of a network that is spread over ranks each has a part of the inputs, and
+  // The product, in y. Where a network is spread over ranks each has a part of the inputs, and
   // rounds its part of the sum to the network's dtype.
   bool multiply_all(const LinearWeights& weights, const float* bias, ConstRows x, int64_t count) {
     if (!is_spread()) {

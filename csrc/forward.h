@@ -40,7 +40,7 @@ struct DecoderSpec {
   const LinearWeights* head;
   const float* head_norm;
   const int64_t* draft_ids;  // [N], the target's ids of the outputs; null: the same ids
-  // Of a network that is spread over ranks. Heads, `intermediate` and products are this rank's: `o`
+  // For a network that is spread over ranks. Heads, `intermediate` and products are this rank's: `o`
   // and `down` give parts of sums, and `head` the outputs of this rank, of `num_columns` that each
   // rank has, but the last ones. Null: the network is whole.
   RankLink* ranks;

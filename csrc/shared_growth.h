@@ -57,7 +57,7 @@ class SharedGrowth {
   LiveRules rules_;
   int64_t depth_ = 0;
   std::vector<int64_t> drafting_;
-  // Of these: how many each rank has, the most of them, and the place of this rank's first one.
+  // How many of these each rank has, the most of them, and the place of this rank's first one.
   std::vector<int64_t> counts_;
   int64_t most_ = 0, place_ = 0;
   std::vector<uint8_t> goes_on_;  // by places

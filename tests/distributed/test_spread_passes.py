@@ -288,7 +288,7 @@ def cases(draw: st.DrawFn) -> Case:
 def networks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[OnRank]:
-    """Of two ranks, which share it."""
+    """Those of two ranks, which share it."""
     folder, kind = tmp_path_factory.mktemp("checkpoints"), request.param
     target_path = save_random_target(folder / "target")
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

@@ -374,14 +374,14 @@ class DecoderPass(Protocol):
         ...
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        """[R, N] of float32; of float64 for a float64 network. Of a network that is spread over
-        ranks [R, S]: this rank's outputs, padded with -inf."""
+        """[R, N] of float32; of float64 for a float64 network. A network that is spread over ranks
+        gives [R, S]: this rank's outputs, padded with -inf."""
         ...
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
-        finite. A NaN counts as the highest; of equal ones the first wins. Of a network that is
-        spread over ranks: those of all ranks' outputs."""
+        finite. A NaN counts as the highest; of equal ones the first wins. A network that is
+        spread over ranks looks at the outputs of all of them."""
         ...
 
     def draft(
