@@ -40,9 +40,9 @@ struct DecoderSpec {
   const LinearWeights* head;
   const float* head_norm;
   const int64_t* draft_ids;  // [N], the target's ids of the outputs; null: the same ids
-  // For a network that is spread over ranks. Heads, `intermediate` and products are this rank's: `o`
-  // and `down` give parts of sums, and `head` the outputs of this rank, of `num_columns` that each
-  // rank has, but the last ones. Null: the network is whole.
+  // For a network that is spread over ranks. Heads, `intermediate` and products are this rank's:
+  // `o` and `down` give parts of sums, and `head` the outputs of this rank, of `num_columns` that
+  // each rank has, but the last ones. Null: the network is whole.
   RankLink* ranks;
   int64_t first_token, num_own_tokens;  // in this rank's embedding
   int64_t num_columns, num_outputs;     // of a rank, and of all ranks: N
