@@ -4,8 +4,8 @@ A target and a drafter with random weights draft chains of fixed length. Engines
 each size are started in turn, several times. A drafted token's time is that of a step's drafting,
 divided by the length. Beside it stands what `outdraft plan` says. Its machine is measured here: how
 fast products of one row read weights, on a rank alone and while the others do the same; sums over
-ranks; and what a layer takes that has next to no weights, compiled on one rank and told layer by
-layer what to do on several. Everything else is the plan's own.
+ranks; and what a layer takes that has next to no weights, on one rank and on several. Everything
+else is the plan's own.
 
 The result is JSON: `python benchmarks/ranks.py --json FILE`.
 """

@@ -1,5 +1,6 @@
 // A whole draft of a decoder: it reads the rest of the texts, then come all passes and all choices,
-// for all requests, in one call. A request whose chain has ended has no rows in later passes.
+// for all requests, in one call. A request whose chain has ended has no rows in later passes. Ranks
+// over which the decoder is spread read the rows of all their requests.
 //
 // The readable twin is src/outdraft/drafting/device/grower.py over the passes of a network, behind
 // texts that src/outdraft/drafting/device/text_reader.py reads.
@@ -10,8 +11,8 @@
 
 #include "export.h"
 #include "forward.h"
-#include "growth.h"
 #include "parts.h"
+#include "shared_growth.h"
 #include "unread_texts.h"
 
 namespace outdraft {
@@ -20,22 +21,25 @@ namespace {
 
 class Drafting {
  public:
-  Drafting(Decoder& decoder, const DraftTask& task, const UnreadTexts& unread)
+  Drafting(Decoder& decoder, const DraftTask& task, const UnreadTexts& unread,
+           const DraftShares* shares)
       : decoder_(decoder),
         task_(task),
         unread_(unread),
-        growth_(task, decoder.spec().draft_ids, decoder.vocabulary()),
-        zeros_(static_cast<size_t>(task.num_requests)) {
+        growth_(decoder, task, shares),
+        num_requests_(growth_.num_requests()),
+        zeros_(static_cast<size_t>(num_requests_)) {
     const int64_t widest = *std::max_element(task.levels, task.levels + task.num_levels);
-    const int64_t most_nodes = task.num_requests * widest, num_outputs = decoder.vocabulary();
-    for (int64_t b = 0; b < task.num_requests; ++b) num_unread_ += unread.spans[b].num_rows;
+    const int64_t most_nodes = num_requests_ * widest, num_columns = decoder.columns();
+    for (int64_t b = 0; b < num_requests_; ++b) num_unread_ += unread.spans[b].num_rows;
     const int64_t most = std::max(most_nodes, num_unread_);
     state_bytes_ = decoder.spec().hidden * size_of(decoder.spec().dtype);
     const auto place = [&](char* memory) {
       Parts parts = {memory};
       states_ = parts.take<char>(most * state_bytes_);
       gathered_ = parts.take<char>(most * state_bytes_);
-      logits_ = parts.take<float>(most_nodes * num_outputs);
+      logits_ = parts.take<float>(most_nodes * num_columns);
+      growth_.take_memory(parts);
       return parts.num_bytes;
     };
     place(decoder.draft_memory.reserve<char>(place(nullptr)));
@@ -47,7 +51,7 @@ class Drafting {
       if (depth > 0 && !read(depth)) return false;
       decoder_.logits(states_, num_drafting() * growth_.num_nodes(), logits_);
       before_ = growth_.drafting();
-      growth_.extend(logits_, RowsOf::kDrafting);
+      if (!growth_.extend(logits_)) return false;
     }
     growth_.finish();
     return true;
@@ -64,7 +68,7 @@ class Drafting {
     std::vector<int32_t> num_causal;
     std::vector<int64_t> last_rows;  // each request has one at least
     int64_t row = 0;
-    for (int64_t b = 0; b < task_.num_requests; ++b) {
+    for (int64_t b = 0; b < num_requests_; ++b) {
       const UnreadText& span = unread_.spans[b];
       for (int64_t index = span.context_len; index < span.end(); ++index, ++row) {
         ids[row] = unread_.texts[span.text_start + index];
@@ -79,8 +83,8 @@ class Drafting {
     const DecoderRows rows{ids,          positions,          slots,
                            starts_.data(), lens_.data(),     num_causal.data(),
                            ancestors,    unread_.block_table, num_unread_,
-                           task_.num_requests, unread_.table_width, last_rows.data(),
-                           unread_.states == nullptr ? task_.num_requests : num_unread_};
+                           num_requests_, unread_.table_width, last_rows.data(),
+                           unread_.states == nullptr ? num_requests_ : num_unread_};
     const char* features = unread_.features;
     for (row = 0; features != nullptr && row < num_unread_; ++row) {
       copy_state(features, unread_.places[row], gathered_, row);
@@ -89,7 +93,7 @@ class Drafting {
     if (!decoder_.forward(rows, states, nullptr, 0, nullptr, states_)) return false;
     if (unread_.states == nullptr) return true;
     std::memcpy(unread_.states, states_, static_cast<size_t>(num_unread_ * state_bytes_));
-    for (int64_t b = 0; b < task_.num_requests; ++b) {
+    for (int64_t b = 0; b < num_requests_; ++b) {
       if (last_rows[b] != b) copy_state(states_, last_rows[b], states_, b);
     }
     return true;
@@ -106,7 +110,7 @@ class Drafting {
     rows_.resize(static_cast<size_t>(5 * num_rows));
     int64_t *ids = rows_.data(), *origins = ids + num_rows, *ancestors = origins + num_rows;
     int64_t *positions = ancestors + num_rows, *slots = positions + num_rows;
-    growth_.copy_newest(ids, RowsOf::kDrafting);
+    if (!growth_.copy_newest(ids)) return false;
     gather_columns();
     place_level(num_drafting(), num_nodes, growth_.first(), ancestors, contexts_.data(),
                 num_drafts_.data(), table_.data(), unread_.table_width, unread_.block_size,
@@ -130,7 +134,7 @@ class Drafting {
       starts_.push_back(starts_.back() + static_cast<int32_t>(num_nodes));
       contexts_.push_back(unread_.spans[b].end());
       lens_.push_back(static_cast<int32_t>(contexts_.back()));
-      num_drafts_.push_back(task_.num_drafts[b]);
+      num_drafts_.push_back(growth_.num_drafts()[b]);
       num_skipped_.push_back(unread_.spans[b].num_skipped);
       const int32_t* blocks = unread_.block_table + b * width;
       table_.insert(table_.end(), blocks, blocks + width);
@@ -154,11 +158,12 @@ class Drafting {
   Decoder& decoder_;
   const DraftTask& task_;
   const UnreadTexts& unread_;
-  Growth growth_;
+  SharedGrowth growth_;
+  const int64_t num_requests_;
   int64_t num_unread_ = 0;  // rows of all texts
   int64_t state_bytes_;
   char *states_, *gathered_;  // behind the newest level, and what that continues
-  float* logits_;             // [rows, N]
+  float* logits_;             // [rows, columns]
   std::vector<int64_t> rows_;    // of a pass: ids, origins, ancestors, positions, slots
   std::vector<int64_t> before_;  // the requests of the pass before
   std::vector<int64_t> contexts_, num_drafts_, num_skipped_;
@@ -168,9 +173,10 @@ class Drafting {
 }  // namespace
 }  // namespace outdraft
 
-// Reads the rest of texts, and grows drafts behind them. False: a token or a position is not in its
-// table.
+// Reads the rest of texts, and grows drafts behind them. `shares`: of a decoder that is spread over
+// ranks; else null. False: as `forward`.
 OUTDRAFT_EXPORT int64_t decoder_draft(outdraft::Decoder* decoder, const outdraft::DraftTask* task,
-                                      const outdraft::UnreadTexts* unread) {
-  return outdraft::Drafting(*decoder, *task, *unread).run();
+                                      const outdraft::UnreadTexts* unread,
+                                      const outdraft::DraftShares* shares) {
+  return outdraft::Drafting(*decoder, *task, *unread, shares).run();
 }

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "export.h"
 #include "layer_heads.h"
@@ -24,6 +26,7 @@ namespace {
 constexpr int64_t kHeadRows = 64;               // whose logits are kept at a time
 constexpr int64_t kMinSharedNumbers = 1 << 14;  // below, sharing costs what it saves
 constexpr int64_t kEvenUnits = 4;               // for each thread
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
 
 // From row to row of a product: rows whose distance is a power of two share few lines of a cache.
 constexpr int64_t stride_of(int64_t num_outputs) { return num_outputs + 16; }
@@ -68,6 +71,7 @@ template <class From, class To>
 struct AddAndNormalize {
   From* residual;
   const float* y;
+  int64_t y_stride;
   const float* weight;
   int64_t size;
   float eps;
@@ -80,7 +84,7 @@ struct AddAndNormalize {
     To* normed = reinterpret_cast<To*>(scratch + sizeof(From) * size);
     if (y != nullptr) {
       From* sum = reinterpret_cast<From*>(scratch);
-      const float* added = y + row * stride_of(size);
+      const float* added = y + row * y_stride;
       for_numbers(size, [&](int64_t i, auto kind) {
         using Kind = decltype(kind);
         put(sum + i, read<Kind>(from + i) + read<Kind>(added + i));
@@ -102,6 +106,18 @@ int64_t best_of(const float* x, int64_t size) {
   if (!has_nan) return argmax(x, size);
   return std::find_if(x, x + size, [](float number) { return number != number; }) - x;
 }
+
+// The best token of a part of the vocabulary.
+struct Best {
+  double logit;
+  int64_t id;
+
+  // Than that of a part before: of equal ones the first wins, and a NaN is the highest.
+  bool is_above(const Best& before) const {
+    if (std::isnan(before.logit)) return false;
+    return std::isnan(logit) || logit > before.logit;
+  }
+};
 
 // `Number`: float, or uint16_t for bfloat16.
 template <class Number>
@@ -142,6 +158,7 @@ class DecoderOf final : public Decoder {
     keep(rows);
     const int64_t num_rows = rows.num_rows;
     const auto* states_TD = static_cast<const Number*>(states);
+    if (is_spread() && !embed(rows)) return false;
     for_blocks(num_rows, [&](int64_t first, int64_t count) {
       enter(rows, states_TD, first, count);
     });
@@ -158,14 +175,17 @@ class DecoderOf final : public Decoder {
       // Behind the keys of the last layer nobody reads the other rows.
       if (is_last && rows.num_wanted < num_rows) leave_wanted(rows);
       attend(spec_.team, batch_, attention_);
+      bool is_summed = true;
       for_blocks(batch_.num_rows, [&](int64_t first, int64_t count) {
+        is_summed = is_summed && feed_forward(layers_[i], first, count);
+        if (!is_summed) return;
         const float* next_norm = is_last ? spec_.final_norm : layers_[i + 1].input_norm;
         Number* next = is_last ? static_cast<Number*>(out) + first * spec_.hidden : x_;
-        feed_forward(layers_[i], first, count);
         add_and_normalize(residual_ + first * spec_.hidden, y_, next_norm, count, next,
                           is_last ? spec_.hidden : kept_size(spec_.hidden));
         if (!is_last) read_keys(i + 1, first, count);
       });
+      if (!is_summed) return false;
       tap(i + 1, num_rows, taps, num_taps, tapped);
     }
     return true;
@@ -201,7 +221,11 @@ class DecoderOf final : public Decoder {
       normalize_rows(states_RD, spec_.head_norm, num_rows, normed, spec_.hidden);
       states_RD = normed;
     }
-    multiply(*spec_.head, rows_of(*spec_.head, states_RD), out, num_rows, vocabulary());
+    multiply(*spec_.head, rows_of(*spec_.head, states_RD), out, num_rows, columns());
+    const int64_t num_own = spec_.head->num_outputs, num_missing = columns() - num_own;
+    for (int64_t r = 0; num_missing > 0 && r < num_rows; ++r) {
+      std::fill_n(out + r * columns() + num_own, num_missing, kMasked);
+    }
   }
 
  private:
@@ -253,6 +277,9 @@ class DecoderOf final : public Decoder {
     x_ = parts.take<Number>(block * kept_size(2 * spec_.hidden));
     gated_ = parts.take<Number>(block * kept_size(spec_.intermediate));
     y_ = parts.take<float>(block * stride_of(spec_.hidden));
+    if (!is_spread()) return;
+    embedded_ = parts.take<Number>(num_rows * spec_.hidden);
+    part_ = parts.take<Number>(block * spec_.hidden);
   }
 
   // From now on the rows are the wanted ones: what they hold moves to the front. The causal rows
@@ -281,8 +308,24 @@ class DecoderOf final : public Decoder {
     }
   }
 
-  const Number* embedded(int64_t token) const {
-    return static_cast<const Number*>(spec_.embedding) + token * spec_.hidden;
+  // The vectors of the rows' tokens, in a network that is spread over ranks.
+  bool embed(const DecoderRows& rows) {
+    const int64_t size = spec_.hidden;
+    for (int64_t t = 0; t < rows.num_rows; ++t) {
+      const int64_t own = rows.token_ids[t] - spec_.first_token;
+      Number* to = embedded_ + t * size;
+      if (own >= 0 && own < spec_.num_own_tokens) {
+        std::copy_n(static_cast<const Number*>(spec_.embedding) + own * size, size, to);
+      } else {
+        std::fill_n(to, size, Number{});
+      }
+    }
+    return spec_.ranks->sum(embedded_, rows.num_rows * size, embedded_);
+  }
+
+  const Number* embedded(const DecoderRows& rows, int64_t row) const {
+    if (is_spread()) return embedded_ + row * spec_.hidden;
+    return static_cast<const Number*>(spec_.embedding) + rows.token_ids[row] * spec_.hidden;
   }
 
   static int64_t kept_size(int64_t num_inputs) { return kept_stride(num_inputs, kDtype); }
@@ -315,7 +358,8 @@ class DecoderOf final : public Decoder {
                          Number* to, int64_t to_stride) const {
     const int64_t size = spec_.hidden;
     run_rows(spec_.team,
-             AddAndNormalize<From, Number>{residual, y, weight, size, spec_.eps, to, to_stride},
+             AddAndNormalize<From, Number>{residual, y, y_stride(), weight, size, spec_.eps, to,
+                                           to_stride},
              count, size);
   }
 
@@ -327,7 +371,7 @@ class DecoderOf final : public Decoder {
       if (spec_.leaves_out_first && rows.positions[first + r] == 0) {
         std::fill_n(to, size, Number{});
       } else {
-        const Number* token = embedded(rows.token_ids[first + r]);
+        const Number* token = embedded(rows, first + r);
         normalize(token, spec_.token_norm, size, spec_.eps, to);
       }
       normalize(states + (first + r) * size, spec_.state_norm, size, spec_.eps, to + size);
@@ -344,7 +388,7 @@ class DecoderOf final : public Decoder {
     }
     for (int64_t r = 0; r < count; ++r) {
       if (!spec_.reads_states) {
-        convert(embedded(rows.token_ids[first + r]), size, residual + r * size);
+        convert(embedded(rows, first + r), size, residual + r * size);
       } else {
         const float* norm = spec_.adds_to_normed ? spec_.state_norm : nullptr;
         normalize(states + (first + r) * size, norm, size, spec_.eps, residual + r * size);
@@ -389,14 +433,34 @@ class DecoderOf final : public Decoder {
                           q_ + first * heads_size_));
   }
 
+  // From row to row of y; sums over ranks lie one behind the other.
+  int64_t y_stride() const { return is_spread() ? spec_.hidden : stride_of(spec_.hidden); }
+
+  // The product, in y. Where a network is spread over ranks each has a part of the inputs, and
+  // rounds its part of the sum to the network's dtype.
+  bool multiply_all(const LinearWeights& weights, const float* bias, ConstRows x, int64_t count) {
+    if (!is_spread()) {
+      multiply(weights, x, y_, count);
+      return true;
+    }
+    const int64_t size = spec_.hidden;
+    linear(spec_.team, weights, x, {part_, kDtype, size}, count);
+    if (!spec_.ranks->sum(part_, count * size, y_)) return false;
+    for (int64_t r = 0; bias != nullptr && r < count; ++r) {
+      for (int64_t i = 0; i < size; ++i) y_[r * size + i] += bias[i];
+    }
+    return true;
+  }
+
   // From attention to what the residual stream gets, in y.
-  void feed_forward(const DecoderLayer& layer, int64_t first, int64_t count) {
-    multiply(*layer.o, rows_of(*layer.o, attended_ + first * heads_size_), y_, count);
+  bool feed_forward(const DecoderLayer& layer, int64_t first, int64_t count) {
+    const ConstRows attended = rows_of(*layer.o, attended_ + first * heads_size_);
+    if (!multiply_all(*layer.o, layer.o_bias, attended, count)) return false;
     add_and_normalize(residual_ + first * spec_.hidden, y_, layer.post_norm, count, x_,
                       kept_size(spec_.hidden));
     linear_gated(spec_.team, *layer.gate_up, kept_rows(*layer.gate_up, x_),
                  {gated_, kDtype, kept_size(spec_.intermediate)}, count);
-    multiply(*layer.down, kept_rows(*layer.down, gated_), y_, count);
+    return multiply_all(*layer.down, layer.down_bias, kept_rows(*layer.down, gated_), count);
   }
 
   void tap(int64_t num_layers, int64_t num_rows, const int64_t* taps, int64_t num_taps,
@@ -423,23 +487,44 @@ class DecoderOf final : public Decoder {
   Number *q_, *attended_;           // [T, H, C]
   Number *x_, *gated_;              // of a block: [rows, D or 2 D], [rows, I]
   float* y_;                        // of a block: [rows, D]
+  Number* embedded_;                // of all rows, over ranks: [T, D]
+  Number* part_;                    // of a block, of a sum over ranks: [rows, D]
 };
 
 }  // namespace
 
-void Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite) {
+bool Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite) {
   const int64_t row_bytes = spec_.hidden * size_of(spec_.dtype);
+  const int64_t num_ranks = is_spread() ? spec_.ranks->size : 1;
+  const int64_t first_own = is_spread() ? spec_.ranks->rank * columns() : 0;
+  std::vector<Best> own(static_cast<size_t>(num_rows)), of_all(own.size() * num_ranks);
   for (int64_t first = 0; first < num_rows; first += kHeadRows) {
     const int64_t count = std::min(kHeadRows, num_rows - first);
-    float* logits_RN = logits_.reserve<float>(count * vocabulary());
+    float* logits_RN = logits_.reserve<float>(count * columns());
     logits(static_cast<const char*>(states) + first * row_bytes, count, logits_RN);
     for (int64_t r = 0; r < count; ++r) {
-      const float* row = logits_RN + r * vocabulary();
-      const int64_t best = best_of(row, vocabulary());
-      ids[first + r] = spec_.draft_ids == nullptr ? best : spec_.draft_ids[best];
-      if (are_finite != nullptr) are_finite[first + r] = std::isfinite(row[best]);
+      const float* row = logits_RN + r * columns();
+      const int64_t best = best_of(row, columns());
+      own[first + r] = {row[best], first_own + best};
     }
   }
+  if (!is_spread()) {
+    of_all = own;
+  } else if (!spec_.ranks->gather(reinterpret_cast<const char*>(own.data()),
+                                  num_rows * int64_t{sizeof(Best)},
+                                  reinterpret_cast<char*>(of_all.data()))) {
+    return false;
+  }
+  for (int64_t r = 0; r < num_rows; ++r) {
+    Best best = of_all[r];
+    for (int64_t rank = 1; rank < num_ranks; ++rank) {
+      const Best& other = of_all[rank * num_rows + r];
+      if (other.is_above(best)) best = other;
+    }
+    ids[r] = spec_.draft_ids == nullptr ? best.id : spec_.draft_ids[best.id];
+    if (are_finite != nullptr) are_finite[r] = std::isfinite(best.logit);
+  }
+  return true;
 }
 
 }  // namespace outdraft
@@ -477,11 +562,10 @@ OUTDRAFT_EXPORT void decoder_logits(Decoder* decoder, const void* states, int64_
   decoder->logits(states, num_rows, out);
 }
 
-OUTDRAFT_EXPORT void decoder_best_tokens(Decoder* decoder, const void* states, int64_t num_rows,
-                                         int64_t* ids, bool* are_finite) {
-  decoder->best_tokens(states, num_rows, ids, are_finite);
+// 1; 0: as `best_tokens`.
+OUTDRAFT_EXPORT int64_t decoder_best_tokens(Decoder* decoder, const void* states, int64_t num_rows,
+                                            int64_t* ids, bool* are_finite) {
+  return decoder->best_tokens(states, num_rows, ids, are_finite);
 }
 
-OUTDRAFT_EXPORT int64_t decoder_num_outputs(const Decoder* decoder) {
-  return decoder->vocabulary();
-}
+OUTDRAFT_EXPORT int64_t decoder_num_columns(const Decoder* decoder) { return decoder->columns(); }

@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "ranks.h"
 
 namespace outdraft {
 
@@ -17,16 +18,17 @@ namespace outdraft {
 struct DecoderLayer {
   const float *input_norm, *post_norm, *q_norm, *k_norm;
   const LinearWeights *qkv, *o, *gate_up, *down;
+  const float *o_bias, *down_bias;  // of sums over ranks, [D] float32; null: none
   int64_t window;
 };
 
 struct DecoderSpec {
   Team* team;
   int64_t hidden, intermediate, num_heads, num_kv_heads, head_size, num_layers;
-  int64_t num_positions, num_tokens;  // in the tables
+  int64_t num_positions, num_tokens;  // in the tables, of all ranks
   Dtype dtype;                        // of the embedding, states, caches, and inputs of products
   float eps, scale;
-  const void* embedding;   // [tokens, D]
+  const void* embedding;   // [tokens of this rank, D]
   const float* cos_sin;    // [M, C]: cos of all frequencies, then sin
   const float* final_norm;
   const DecoderLayer* layers;
@@ -38,6 +40,12 @@ struct DecoderSpec {
   const LinearWeights* head;
   const float* head_norm;
   const int64_t* draft_ids;  // [N], the target's ids of the outputs; null: the same ids
+  // For a network that is spread over ranks. Heads, `intermediate` and products are this rank's:
+  // `o` and `down` give parts of sums, and `head` the outputs of this rank, of `num_columns` that
+  // each rank has, but the last ones. Null: the network is whole.
+  RankLink* ranks;
+  int64_t first_token, num_own_tokens;  // in this rank's embedding
+  int64_t num_columns, num_outputs;     // of a rank, and of all ranks: N
 };
 
 // One layer's cache, [P, S, G, C] each.
@@ -72,8 +80,8 @@ class Decoder {
 
   // out [R, D] = the states of the wanted rows; keys and values of all go to the caches. `states`
   // [T, D], null for a network that does not read them, may be `out`. tapped [T, K, D]: its part k
-  // = the residual stream behind the first taps[k] layers; with taps R is T. False, and nothing is
-  // done: a token or a position is not in its table.
+  // = the residual stream behind the first taps[k] layers; with taps R is T. False: a token or a
+  // position is not in its table, and nothing is done; or another rank does not answer.
   virtual bool forward(const DecoderRows& rows, const void* states, const int64_t* taps,
                        int64_t num_taps, void* tapped, void* out) = 0;
 
@@ -83,15 +91,17 @@ class Decoder {
   virtual bool write_context(const LinearWeights& products, const void* features,
                              const int64_t* positions, const int64_t* slots, int64_t num_rows) = 0;
 
-  // float32 [R, N] behind states [R, D].
+  // float32 [R, columns] behind states [R, D]; -inf where this rank has no output.
   virtual void logits(const void* states, int64_t num_rows, float* out) = 0;
 
   // The tokens with the highest logits, as the target numbers them; whether that logit is finite.
-  // A NaN counts as the highest; of equal ones the first wins.
-  void best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
+  // A NaN counts as the highest; of equal ones the first wins. False: another rank does not answer.
+  bool best_tokens(const void* states, int64_t num_rows, int64_t* ids, bool* are_finite);
 
   const DecoderSpec& spec() const { return spec_; }
-  int64_t vocabulary() const { return spec_.head->num_outputs; }
+  bool is_spread() const { return spec_.ranks != nullptr; }
+  int64_t vocabulary() const { return is_spread() ? spec_.num_outputs : spec_.head->num_outputs; }
+  int64_t columns() const { return is_spread() ? spec_.num_columns : spec_.head->num_outputs; }
 
   KeptMemory draft_memory;  // of drafts, see decoder_draft.cpp
 

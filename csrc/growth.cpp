@@ -42,9 +42,8 @@ Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outp
       draft_ids_(draft_ids),
       num_outputs_(num_outputs),
       is_chain_(task.num_levels == task.num_rows),
-      num_rows_(task.stops.num_rows_before),
       drafting_(static_cast<size_t>(task.num_requests)),
-      survival_(task.stops.price == nullptr ? 0 : static_cast<size_t>(task.num_requests), 1.0),
+      rules_(task.stops, task.num_requests, task.num_levels),
       trees_(static_cast<size_t>(task.num_requests)) {
   std::iota(drafting_.begin(), drafting_.end(), 0);
   for (Tree& tree : trees_) tree.weights = {1.0f}, tree.nodes = {0};
@@ -55,7 +54,7 @@ Growth::Growth(const DraftTask& task, const int64_t* draft_ids, int64_t num_outp
   }
 }
 
-void Growth::extend(const float* logits, RowsOf rows, const float* odds) {
+void Growth::extend(const float* logits, RowsOf rows, const float* odds, const uint8_t* decided) {
   const int64_t first_above = depth_ == 0 ? 0 : first_ + 1;
   const int64_t first = depth_ == 0 ? 0 : first_ + num_nodes_;
   size_t num_left = 0;
@@ -63,7 +62,10 @@ void Growth::extend(const float* logits, RowsOf rows, const float* odds) {
     const int64_t b = drafting_[place];
     const int64_t request = rows == RowsOf::kAll ? b : static_cast<int64_t>(place);
     const float* own = processed(b, logits + request * num_nodes_ * num_outputs_);
-    if (!goes_on(b, own, odds == nullptr ? nullptr : odds + request)) continue;
+    const bool drafts_on = decided != nullptr
+                               ? decided[request] != 0
+                               : goes_on(b, own, odds == nullptr ? nullptr : odds + request);
+    if (!drafts_on) continue;
     choose(b, first, first_above, own);
     if (!is_chain_ || depth_ + 1 < task_.num_drafts[b]) drafting_[num_left++] = b;
   }
@@ -87,19 +89,44 @@ void Growth::copy_newest(int64_t* to, RowsOf rows) const {
   }
 }
 
-// Whether a request drafts the next level, whose processed logits these are: its live rule.
-bool Growth::goes_on(int64_t b, const float* logits, const float* odds) {
-  const Stops& stops = task_.stops;
-  if (stops.price == nullptr) return true;
-  if (stops.has_rule[b]) {
-    const int64_t at = b * task_.num_levels + depth_;
-    stops.margins[at] = odds == nullptr ? margin(logits, task_.size) : margin_of_odds(*odds);
-    const double score = stops.weights[at] * stops.margins[at] + stops.biases[at];
+LiveRules::LiveRules(const Stops& stops, int64_t num_requests, int64_t num_levels)
+    : stops_(stops),
+      num_levels_(num_levels),
+      num_rows_(stops.num_rows_before),
+      survival_(stops.price == nullptr ? 0 : static_cast<size_t>(num_requests), 1.0) {}
+
+bool LiveRules::go_on(int64_t b, int64_t depth, float margin) {
+  if (stops_.has_rule[b]) {
+    const int64_t at = b * num_levels_ + depth;
+    const double score = stops_.weights[at] * margin + stops_.biases[at];
     survival_[b] *= 1 / (1 + std::exp(-score));
-    if (!(survival_[b] >= stops.price[b]) || num_rows_ >= stops.row_cap) return false;
+    if (!(survival_[b] >= stops_.price[b]) || num_rows_ >= stops_.row_cap) return false;
   }
   ++num_rows_;
   return true;
+}
+
+void Growth::look(const float* logits, float* margins) {
+  for (size_t place = 0; place < drafting_.size(); ++place) {
+    const int64_t b = drafting_[place];
+    const float* own = logits + static_cast<int64_t>(place) * num_nodes_ * num_outputs_;
+    margins[place] = looked(b, processed(b, own), nullptr);
+  }
+}
+
+// Whether a request drafts the next level, whose processed logits these are.
+bool Growth::goes_on(int64_t b, const float* logits, const float* odds) {
+  return task_.stops.price == nullptr || rules_.go_on(b, depth_, looked(b, logits, odds));
+}
+
+// What the live rule of a request finds at the next level, whose processed logits these are; a
+// result. Without a rule nothing.
+float Growth::looked(int64_t b, const float* logits, const float* odds) {
+  const Stops& stops = task_.stops;
+  if (!stops.has_rule[b]) return 0;
+  float& found = stops.margins[b * task_.num_levels + depth_];
+  found = odds == nullptr ? margin(logits, task_.size) : margin_of_odds(*odds);
+  return found;
 }
 
 void Growth::finish() {

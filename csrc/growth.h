@@ -56,6 +56,22 @@ struct Tree {
   std::vector<float> candidate_weights;
 };
 
+// Where chains end: a row is counted for each request that goes on, in the order in which they are
+// asked for.
+class LiveRules {
+ public:
+  LiveRules(const Stops& stops, int64_t num_requests, int64_t num_levels);
+
+  // Whether a request drafts a level at which its rule finds this margin.
+  bool go_on(int64_t b, int64_t depth, float margin);
+
+ private:
+  const Stops stops_;
+  const int64_t num_levels_;
+  int64_t num_rows_;              // of the step's drafts so far
+  std::vector<double> survival_;  // of each request's chain, by its live rule
+};
+
 // All requests' trees.
 class Growth {
  public:
@@ -65,8 +81,13 @@ class Growth {
   // The next level, from float32 logits [requests, E, num_outputs] behind the newest one; the first
   // time behind the last token before the drafts. The logits are of all requests, or of `drafting`.
   // odds [requests]: what live rules look at in the place of margins, log-odds that a drafter tells
-  // of this level; null: it tells none.
-  void extend(const float* logits, RowsOf rows, const float* odds = nullptr);
+  // of this level; null: it tells none. decided [requests]: whether each drafts on; null: its live
+  // rule decides.
+  void extend(const float* logits, RowsOf rows, const float* odds = nullptr,
+              const uint8_t* decided = nullptr);
+
+  // margins [drafting]: what live rules will find at the next level, from the logits of `drafting`.
+  void look(const float* logits, float* margins);
 
   // The results of all requests, once all levels are there.
   void finish();
@@ -85,6 +106,7 @@ class Growth {
  private:
   const float* processed(int64_t b, const float* logits) const;
   bool goes_on(int64_t b, const float* logits, const float* odds);
+  float looked(int64_t b, const float* logits, const float* odds);
   void keep_allowed(const bool* allowed, float* logits) const;
   void choose(int64_t b, int64_t first, int64_t first_above, const float* logits);
   void draw(int64_t b, int64_t first, int64_t first_above, const float* logits);
@@ -104,9 +126,8 @@ class Growth {
   const int64_t num_outputs_;
   const bool is_chain_;
   int64_t depth_ = 0, num_nodes_ = 1, first_ = 0;
-  int64_t num_rows_ = 0;  // of the step's drafts so far
   std::vector<int64_t> drafting_;
-  std::vector<double> survival_;  // of each request's chain, by its live rule
+  LiveRules rules_;
   std::vector<Tree> trees_;
 };
 

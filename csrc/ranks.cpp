@@ -14,8 +14,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <numeric>
+#include <type_traits>
 
 #include "export.h"
+#include "ranks.h"
 #include "vector_math.h"
 
 namespace outdraft {
@@ -121,9 +124,18 @@ Result spread(const Group& group, Kind kind, const char* data, int64_t bytes, co
   return kOk;
 }
 
+// out [size, bytes] = the data of all ranks.
+Result gather(const Group& group, const char* data, int64_t bytes, char* out) {
+  return spread(group, kGather, data, bytes, [&](uint64_t round, int64_t offset, int64_t part) {
+    for (int64_t of = 0; of < group.size; ++of) {
+      copy(out + of * bytes + offset, group.buffer(of, round).bytes, part);
+    }
+  });
+}
+
 // total = ((part 0 + part 1) + part 2) + ..., in float32.
-template <class Number>
-void add(const Group& group, uint64_t round, int64_t size, Number* total) {
+template <class Number, class Total>
+void add(const Group& group, uint64_t round, int64_t size, Total* total) {
   for_numbers(size, [&](int64_t i, auto kind) {
     auto sum = kind;
     for (int64_t of = 0; of < group.size; ++of) {
@@ -135,48 +147,20 @@ void add(const Group& group, uint64_t round, int64_t size, Number* total) {
   });
 }
 
-}  // namespace
-}  // namespace outdraft
-
-using namespace outdraft;
-
-// Bytes of memory that a group needs.
-OUTDRAFT_EXPORT int64_t ranks_bytes(int64_t size) {
-  return (1 + size) * int64_t{sizeof(Line)} + 2 * size * int64_t{sizeof(Buffer)};
-}
-
-// End the group: whoever waits stops at once, and whoever comes is refused.
-OUTDRAFT_EXPORT void ranks_end(char* memory) {
-  Group{memory, 0, 0, 0}.ended().store(1, std::memory_order_release);
-}
-
-// out [size, bytes] = the data of all ranks.
-OUTDRAFT_EXPORT int32_t ranks_gather(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
-                                     const char* data, int64_t bytes, char* out) {
-  const Group group{memory, rank, size, timeout_us};
-  return spread(group, kGather, data, bytes, [&](uint64_t round, int64_t offset, int64_t part) {
-    for (int64_t of = 0; of < size; ++of) {
-      copy(out + of * bytes + offset, group.buffer(of, round).bytes, part);
-    }
-  });
-}
-
-// out [count] = the sum of the numbers of all ranks, in rank order, rounded once.
-OUTDRAFT_EXPORT int32_t ranks_sum(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
-                                  const char* data, int64_t count, char* out, int32_t is_bf16) {
-  const Group group{memory, rank, size, timeout_us};
-  const int64_t width = is_bf16 ? 2 : 4;
-  const Kind kind = is_bf16 ? kSumBf16 : kSumFloat;
-  return spread(group, kind, data, count * width, [&](uint64_t round, int64_t at, int64_t part) {
-    with_numbers(out + at, is_bf16, [&](auto* to) { add(group, round, part / width, to); });
+template <class Number, class Total>
+Result sum(const Group& group, const Number* data, int64_t count, Total* total) {
+  constexpr int64_t kBytes = sizeof(Number);
+  constexpr Kind kKind = kBytes == 2 ? kSumBf16 : kSumFloat;
+  const auto* from = reinterpret_cast<const char*>(data);
+  return spread(group, kKind, from, count * kBytes, [&](uint64_t round, int64_t at, int64_t part) {
+    add<Number>(group, round, part / kBytes, total + at / kBytes);
   });
 }
 
 // out = what is for this rank of the data of all. sent, received [size]: bytes for and from each.
-OUTDRAFT_EXPORT int32_t ranks_exchange(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
-                                       const char* data, const int64_t* sent,
-                                       const int64_t* received, char* out) {
-  const Group group{memory, rank, size, timeout_us};
+Result exchange(const Group& group, const char* data, const int64_t* sent,
+                const int64_t* received, char* out) {
+  const int64_t rank = group.rank, size = group.size;
   const int64_t room = kCapacity / size;  // of a buffer, for each rank
   const auto part = [&](int64_t bytes, int64_t i) {
     return std::clamp<int64_t>(bytes - i * room, 0, room);
@@ -198,4 +182,79 @@ OUTDRAFT_EXPORT int32_t ranks_exchange(char* memory, int64_t rank, int64_t size,
     }
   }
   return kOk;
+}
+
+Group group_of(const RankLink& link) {
+  return {link.memory, link.rank, link.size, link.timeout_us};
+}
+
+bool settle(RankLink& link, Sent& sent, int64_t bytes, Result result) {
+  sent.calls += 1;
+  sent.bytes += bytes;
+  link.failure = result;
+  return result == kOk;
+}
+
+}  // namespace
+
+template <class Number, class Total>
+bool RankLink::sum(const Number* part, int64_t count, Total* total) {
+  const int64_t bytes = (size - 1) * count * int64_t{sizeof(Number)};
+  return settle(*this, sums, bytes, outdraft::sum(group_of(*this), part, count, total));
+}
+
+template bool RankLink::sum(const float*, int64_t, float*);
+template bool RankLink::sum(const uint16_t*, int64_t, float*);
+template bool RankLink::sum(const uint16_t*, int64_t, uint16_t*);
+
+bool RankLink::turn(const char* data, const int64_t* sent, const int64_t* received, char* out) {
+  const int64_t bytes = std::accumulate(sent, sent + size, int64_t{0}) - sent[rank];
+  return settle(*this, turns, bytes, exchange(group_of(*this), data, sent, received, out));
+}
+
+bool RankLink::join(const char* data, int64_t bytes, char* out) {
+  return settle(*this, joins, (size - 1) * bytes,
+                outdraft::gather(group_of(*this), data, bytes, out));
+}
+
+bool RankLink::gather(const char* data, int64_t bytes, char* out) {
+  return settle(*this, gathers, (size - 1) * bytes,
+                outdraft::gather(group_of(*this), data, bytes, out));
+}
+
+}  // namespace outdraft
+
+using namespace outdraft;
+
+// Bytes of memory that a group needs.
+OUTDRAFT_EXPORT int64_t ranks_bytes(int64_t size) {
+  return (1 + size) * int64_t{sizeof(Line)} + 2 * size * int64_t{sizeof(Buffer)};
+}
+
+// End the group: whoever waits stops at once, and whoever comes is refused.
+OUTDRAFT_EXPORT void ranks_end(char* memory) {
+  Group{memory, 0, 0, 0}.ended().store(1, std::memory_order_release);
+}
+
+OUTDRAFT_EXPORT int32_t ranks_gather(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
+                                     const char* data, int64_t bytes, char* out) {
+  return gather({memory, rank, size, timeout_us}, data, bytes, out);
+}
+
+// out [count] = the sum of the numbers of all ranks, in rank order, rounded once.
+OUTDRAFT_EXPORT int32_t ranks_sum(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
+                                  const char* data, int64_t count, char* out, int32_t is_bf16) {
+  const Group group{memory, rank, size, timeout_us};
+  Result result = kOk;
+  with_numbers(out, is_bf16, [&](auto* total) {
+    using Number = std::remove_pointer_t<decltype(total)>;
+    result = sum(group, reinterpret_cast<const Number*>(data), count, total);
+  });
+  return result;
+}
+
+OUTDRAFT_EXPORT int32_t ranks_exchange(char* memory, int64_t rank, int64_t size, int64_t timeout_us,
+                                       const char* data, const int64_t* sent,
+                                       const int64_t* received, char* out) {
+  return exchange({memory, rank, size, timeout_us}, data, sent, received, out);
 }

@@ -35,7 +35,7 @@ from tests.models.checkpoints import (
     randomised,
     save,
 )
-from tests.models.eagle_checkpoints import LAYER, LAYOUTS, TARGET_LAYERS, random_target
+from tests.models.eagle_checkpoints import LAYOUTS, random_target, save_random_target
 from tests.models.head_checkpoints import (
     medusa_config,
     medusa_tensors,
@@ -70,14 +70,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
 def eagle_target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The target of EAGLE's tests, as a checkpoint."""
-    path = tmp_path_factory.mktemp("target")
-    changes = {"num_hidden_layers": TARGET_LAYERS, "tie_word_embeddings": request.param}
-    config = LAYER | {"architectures": ["LlamaForCausalLM"]} | changes
-    (path / "config.json").write_text(json.dumps(config))
-    target = random_target(choose_kernels("reference", CPU, torch.float64), **changes)
-    tensors = {name: slot.to.clone() for name, slot in target.checkpoint_slots().items()}
-    save_file(tensors, path / "model.safetensors")
-    return path
+    return save_random_target(tmp_path_factory.mktemp("target"), tie_word_embeddings=request.param)
 
 
 def sent(group: RankGroup) -> tuple[dict[str, int], dict[str, int]]:

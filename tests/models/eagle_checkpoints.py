@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import Kernels
 from outdraft.models.config import ModelConfig
 from outdraft.models.llama import CausalLM
@@ -46,6 +47,18 @@ def random_target(
         slot.to.copy_(torch.randn(slot.shape, generator=generator).bfloat16())
     target.pack()
     return target
+
+
+def save_random_target(path: Path, **changes: Any) -> Path:
+    """A checkpoint of `random_target`, in a new folder."""
+    path.mkdir(exist_ok=True)
+    raw = LAYER | {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": TARGET_LAYERS}
+    (path / "config.json").write_text(json.dumps(raw | changes))
+    kernels = choose_kernels("reference", torch.device("cpu"), torch.float64)
+    target = random_target(kernels, **changes)
+    tensors = {name: slot.to.clone() for name, slot in target.checkpoint_slots().items()}
+    save_file(tensors, path / "model.safetensors")
+    return path
 
 
 @dataclass(frozen=True)

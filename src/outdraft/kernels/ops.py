@@ -323,8 +323,9 @@ class DecoderSpec:
         head_norm_D: between states and the head.
         draft_ids_N: int64, the target's ids of the head's outputs; None: they are the same.
         shard: of a network that is spread over ranks, the tokens whose vectors embedding_VD holds.
-            Heads and intermediate_size are this rank's, and the products give what the network
-            goes on with. None: the network is whole.
+            Heads and intermediate_size are this rank's. The products give what the network goes on
+            with: `o` and `down` of all layers are `SummedProduct`s, the head is a `PaddedProduct`.
+            None: the network is whole.
     """
 
     num_heads: int
@@ -373,12 +374,14 @@ class DecoderPass(Protocol):
         ...
 
     def logits(self, states_RD: Tensor) -> Tensor:
-        """[R, N] of float32; of float64 for a float64 network."""
+        """[R, N] of float32; of float64 for a float64 network. A network that is spread over ranks
+        gives [R, S]: this rank's outputs, padded with -inf."""
         ...
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
         """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
-        finite. A NaN counts as the highest; of equal ones the first wins."""
+        finite. A NaN counts as the highest; of equal ones the first wins. A network that is
+        spread over ranks looks at the outputs of all of them."""
         ...
 
     def draft(

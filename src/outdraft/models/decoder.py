@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, Product, StateEntry
+from outdraft.kernels.rank_products import Spread, SummedProduct
 from outdraft.models.config import ModelConfig
 from outdraft.models.layers.linear import Linear
 from outdraft.models.layers.norm import RMSNorm, norm_weight
-from outdraft.models.layers.rank_products import Spread, SummedProduct
 from outdraft.models.layers.rotary import Rotary
 from outdraft.models.slots import Slot, Slots, slot_of
 

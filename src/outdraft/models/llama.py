@@ -16,12 +16,12 @@ from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear, memory_bytes, numbers_of, pack_linears
 from outdraft.models.layers.norm import RMSNorm
-from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.shape import DRAFT_RANKS, TARGET_RANKS
 from outdraft.models.slots import Slot, rows_of
 
@@ -111,8 +111,6 @@ class CausalLM(nn.Module):
 
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         """As `LanguageModel`."""
-        if self.group.size > 1:
-            return self.vocabulary.best_tokens(self.logits(hidden_RD))
         return self.passes.best_tokens(hidden_RD)
 
     def draft(

@@ -14,11 +14,11 @@ from outdraft.core.weight_format import QUANTIZATIONS
 from outdraft.distributed.group import ALONE, RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.ops import Product
+from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.models.base import LanguageModel
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Kind, product_of
 from outdraft.models.layers.linear import Linear, memory_bytes
-from outdraft.models.layers.rank_products import PaddedProduct
 from outdraft.models.llama import EMBEDDING_NAME, HEAD_NAME
 from outdraft.models.loader import fill_slots, open_checkpoint, tensor_places, weight_files
 from outdraft.models.quantized.placing import fill_stored

@@ -13,10 +13,10 @@ from transformers.pytorch_utils import Conv1D
 
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.rank_products import Spread
 from outdraft.models.experts import keeps_codes as experts_keep_codes
 from outdraft.models.experts import present_modules
 from outdraft.models.layers.linear import Linear
-from outdraft.models.layers.rank_products import Spread
 from outdraft.models.quantized.deferred import StoredParameter
 from outdraft.models.quantized.stand_ins import StandIns
 from outdraft.models.transformers_operations import catch_operations, is_router

@@ -19,7 +19,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.core.shards import can_spread
 from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
-from outdraft.models.layers.rank_products import PaddedProduct, Spread, SummedProduct
+from outdraft.kernels.rank_products import PaddedProduct, Spread, SummedProduct
 
 _OUTPUTS, _INPUTS = "colwise", "rowwise"
 

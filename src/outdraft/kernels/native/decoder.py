@@ -20,15 +20,17 @@ from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
+from outdraft.kernels.native.ranks import RankLink, shares_memory
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Product
+from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "o_bias", "down_bias")),
         ("window", c_int64),
     )
 
@@ -45,7 +47,9 @@ class _Spec(ctypes.Structure):
         ("layers", POINTER(_Layer)),
         *((name, c_int32) for name in ("reads_states", "adds_to_normed", "leaves_out_first")),
         *((name, c_void_p) for name in ("token_norm", "state_norm", "fc")),
-        *((name, c_void_p) for name in ("head", "head_norm", "draft_ids")),
+        *((name, c_void_p) for name in ("head", "head_norm", "draft_ids", "ranks")),
+        *((name, c_int64) for name in ("first_token", "num_own_tokens")),
+        *((name, c_int64) for name in ("num_columns", "num_outputs")),
     )
 
 
@@ -71,13 +75,15 @@ class NativeDecoder:
     def __init__(self, team: Team, spec: DecoderSpec) -> None:
         self._spec, self._team = spec, team
         self._dtype = spec.embedding_VD.dtype
-        self._norms: list[Tensor] = []  # float32; they live as long as this object
+        self._kept: list[Tensor] = []  # float32; they live as long as this object
+        self._link = None if spec.shard is None else RankLink(spec.shard.group)
         self._layers = (_Layer * len(spec.layers))(
             *(
                 _Layer(
-                    *map(self._norm, (each.input_norm_D, each.post_norm_D)),
-                    *map(self._norm, (each.q_norm_C, each.k_norm_C)),
+                    *map(self._vector, (each.input_norm_D, each.post_norm_D)),
+                    *map(self._vector, (each.q_norm_C, each.k_norm_C)),
                     *map(_weights, (each.qkv, each.o, each.gate_up, each.down)),
+                    *map(self._vector, map(_sum_bias, (each.o, each.down))),
                     limit(each.window),
                 )
                 for each in spec.layers
@@ -94,7 +100,7 @@ class NativeDecoder:
         self._forward = function("decoder_forward", of_pass, c_int64, releases_gil=True)
         self._logits = function("decoder_logits", [*of_states, c_void_p], releases_gil=True)
         self._best_tokens = function(
-            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], releases_gil=True
+            "decoder_best_tokens", [*of_states, c_void_p, c_void_p], c_int64, releases_gil=True
         )
         self._growth = NativeGrowth(team.library)
         self._blocks = NativeBlocks(team.library, self._growth)
@@ -102,7 +108,7 @@ class NativeDecoder:
         # For what needs no caches.
         self._unbound = self._create(ctypes.byref(self._native_spec), self._no_caches(), 1)
         weakref.finalize(self, self._destroy, self._unbound).atexit = False
-        self._num_outputs: int = function("decoder_num_outputs", [handle], c_int64)(self._unbound)
+        self._num_columns: int = function("decoder_num_columns", [handle], c_int64)(self._unbound)
 
     def __call__(
         self,
@@ -131,12 +137,13 @@ class NativeDecoder:
             tapped_TKD.data_ptr(),
             out_RD.data_ptr(),
         )
+        self._settle()
         assert is_valid, "a token or a position is out of its table"
         return out_RD, tapped_TKD
 
     def logits(self, states_RD: Tensor) -> Tensor:
         states_RD = states_RD.contiguous()
-        logits_RN = torch.empty((len(states_RD), self._num_outputs), dtype=torch.float32)
+        logits_RN = torch.empty((len(states_RD), self._num_columns), dtype=torch.float32)
         address = address_of(states_RD, self._dtype)
         self._logits(self._unbound, address, len(states_RD), logits_RN.data_ptr())
         return logits_RN
@@ -153,16 +160,22 @@ class NativeDecoder:
             ids_R.data_ptr(),
             is_finite_R.data_ptr(),
         )
+        self._settle()
         return ids_R, is_finite_R
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `ops.DecoderPass`, in one call."""
-        reads_as_many = self._spec.draft_ids_N is not None
-        assert reads_as_many or self._num_outputs == growth.sampling.vocab_size
-        size = self._spec.embedding_VD.shape[1]
-        return self._growth.draft(self.handle(unread.caches), unread, growth, size, self._dtype)
+        reads_as_many, num_outputs = self._spec.draft_ids_N is not None, self._num_columns
+        if self._spec.shard is not None:
+            assert growth.shares.group is self._spec.shard.group
+            assert isinstance(self._spec.head, PaddedProduct)
+            num_outputs = self._spec.head.shard.num_tokens
+        assert reads_as_many or num_outputs == growth.sampling.vocab_size
+        of_states = self._spec.embedding_VD.shape[1], self._dtype
+        handle = self.handle(unread.caches)
+        return self._growth.draft(handle, unread, growth, *of_states, self._link)
 
     def write_context(
         self,
@@ -182,7 +195,9 @@ class NativeDecoder:
         growth: Growth,
         by_levels: Callable[[], ModelDrafts],
     ) -> ModelDrafts:
-        """As `ops.DecoderPass`, in one call."""
+        """As `ops.DecoderPass`, in one call where a network is whole."""
+        if self._link is not None:
+            return by_levels()
         return self._blocks.draft(self.handle(unread.caches), spec, unread, growth, self._dtype)
 
     def handle(self, caches: Sequence[LayerCache]) -> int:
@@ -214,20 +229,25 @@ class NativeDecoder:
         """Forget caches."""
         self._destroy(self._bound.pop(key))
 
-    def _norm(self, weight: Tensor | None) -> int | None:
-        if weight is None:
+    def _settle(self) -> None:
+        """Raises RanksError if another rank did not answer in a call."""
+        if self._link is not None:
+            self._link.settle()
+
+    def _vector(self, numbers: Tensor | None) -> int | None:
+        if numbers is None:
             return None
-        self._norms.append(weight.detach().float().contiguous())
-        return self._norms[-1].data_ptr()
+        self._kept.append(numbers.detach().float().contiguous())
+        return self._kept[-1].data_ptr()
 
     def _no_caches(self) -> ctypes.Array[c_void_p]:
         return (c_void_p * (2 * len(self._layers)))()
 
     def _describe(self) -> _Spec:
         spec, entry = self._spec, self._spec.entry
-        num_tokens, hidden = spec.embedding_VD.shape
+        num_own_tokens, hidden = spec.embedding_VD.shape
         is_bf16 = self._dtype is torch.bfloat16
-        return _Spec(
+        native = _Spec(
             team=self._team.address,
             hidden=hidden,
             intermediate=spec.intermediate_size,
@@ -236,34 +256,44 @@ class NativeDecoder:
             head_size=spec.cos_sin_MC.shape[1],
             num_layers=len(spec.layers),
             num_positions=len(spec.cos_sin_MC),
-            num_tokens=num_tokens,
+            num_tokens=num_own_tokens,
             dtype=is_bf16,
             eps=spec.eps,
             scale=spec.scale,
             embedding=address_of(spec.embedding_VD, self._dtype),
             cos_sin=address_of(spec.cos_sin_MC, torch.float32),
-            final_norm=self._norm(spec.final_norm_D),
+            final_norm=self._vector(spec.final_norm_D),
             layers=self._layers,
             reads_states=entry is not None,
             adds_to_normed=entry is not None and entry.adds_to_normed,
             leaves_out_first=entry is not None and entry.leaves_out_first,
-            token_norm=self._norm(entry and entry.token_norm_D),
-            state_norm=self._norm(entry and entry.state_norm_D),
+            token_norm=self._vector(entry and entry.token_norm_D),
+            state_norm=self._vector(entry and entry.state_norm_D),
             fc=_weights(entry.fc) if entry is not None and entry.fc is not None else None,
             head=_weights(spec.head),
-            head_norm=self._norm(spec.head_norm_D),
+            head_norm=self._vector(spec.head_norm_D),
             draft_ids=None
             if spec.draft_ids_N is None
             else address_of(spec.draft_ids_N, torch.int64),
         )
+        if spec.shard is not None and self._link is not None:
+            assert isinstance(spec.head, PaddedProduct)
+            native.ranks = ctypes.addressof(self._link.native)
+            native.num_tokens, native.first_token = spec.shard.num_tokens, spec.shard.first
+            native.num_own_tokens, outputs = num_own_tokens, spec.head.shard
+            native.num_columns, native.num_outputs = outputs.width, outputs.num_tokens
+        return native
 
 
 def compile_decoder(team: Team, spec: DecoderSpec) -> DecoderPass:
-    """As `ops.CompileDecoder`. Ranks must meet between the parts of each layer: passes of a network
-    that is spread over them run layer by layer. So do those whose layers differ in their masks."""
+    """As `ops.CompileDecoder`.
+
+    Passes run layer by layer where layers differ in their masks, and where a network is spread over
+    ranks that share no memory: those must meet between the parts of each layer.
+    """
     are_alike = not any(layer.is_causal for layer in spec.layers)
-    is_whole = spec.shard is None and are_alike
-    return NativeDecoder(team, spec) if is_whole else ReferenceDecoder(spec)
+    can_meet = spec.shard is None or shares_memory(spec.shard.group)
+    return NativeDecoder(team, spec) if are_alike and can_meet else ReferenceDecoder(spec)
 
 
 def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None) -> Rows:
@@ -291,7 +321,15 @@ def _numbers(numbers: tuple[int, ...]) -> ctypes.Array[c_int64]:
     return (c_int64 * len(numbers))(*numbers)
 
 
+def _sum_bias(product: Product) -> Tensor | None:
+    """[D]: what is added to a sum over ranks."""
+    return product.bias_E if isinstance(product, SummedProduct) else None
+
+
 def _weights(product: Product) -> int:
+    """Those of this rank."""
+    if isinstance(product, SummedProduct | PaddedProduct):
+        product = product.own
     assert isinstance(product, NativeProduct)
     return product.handle
 

@@ -28,6 +28,8 @@ from outdraft.kernels.draft_ops import (
 )
 from outdraft.kernels.native.arrays import Addresses, address_of, array_address
 from outdraft.kernels.native.library import Library
+from outdraft.kernels.native.ranks import RankLink
+from outdraft.kernels.native.shares import SharesOf, shares_of
 from outdraft.kernels.native.unread_texts import UnreadArrays, UnreadOf
 
 
@@ -171,7 +173,8 @@ class NativeGrowth:
     def __init__(self, library: Library) -> None:
         task, handle, address = ctypes.POINTER(NativeTask), c_void_p, c_void_p
         function, unread = library.function, ctypes.POINTER(UnreadOf)
-        self._draft = function("decoder_draft", [handle, task, unread], c_int64, releases_gil=True)
+        of_draft = [handle, task, unread, ctypes.POINTER(SharesOf)]
+        self._draft = function("decoder_draft", of_draft, c_int64, releases_gil=True)
         self._create = function("growth_create", [task], handle)
         of_level = [handle, address, address]
         self._extend = function("growth_extend", of_level, c_int64, releases_gil=True)
@@ -180,13 +183,23 @@ class NativeGrowth:
         self._newest: _KeptColumns | None = None
 
     def draft(
-        self, decoder: int, unread: UnreadTexts, growth: Growth, size: int, dtype: torch.dtype
+        self,
+        decoder: int,
+        unread: UnreadTexts,
+        growth: Growth,
+        size: int,
+        dtype: torch.dtype,
+        link: RankLink | None = None,
     ) -> ModelDrafts:
         """As `ops.DecoderPass.draft`.
 
         Args:
             decoder: address of the `Decoder`.
             size, dtype: D of its states, and their type.
+            link: to the other ranks of a decoder that is spread.
+
+        Raises:
+            RanksError: another rank did not answer.
         """
         task, texts = self.task(growth), UnreadArrays(unread, dtype)
         states_TD = None
@@ -194,7 +207,12 @@ class NativeGrowth:
             num_rows = sum([span.num_causal for span in unread.spans])
             states_TD = torch.empty((num_rows, size), dtype=dtype)
             texts.native.states = states_TD.data_ptr()
-        is_valid = self._draft(decoder, ctypes.byref(task.native), ctypes.byref(texts.native))
+        shares = None if link is None else shares_of(growth)
+        is_valid = self._draft(
+            decoder, ctypes.byref(task.native), ctypes.byref(texts.native), shares
+        )
+        if link is not None:
+            link.settle()
         assert is_valid, "a token or a position is out of its table"
         drafts = task.drafts()
         return drafts if states_TD is None else replace(drafts, states_TD=states_TD)
@@ -258,7 +276,7 @@ class _Drafting:
         if growth.stops is not None:
             self._margins_BL = torch.empty(num_requests, shape.depth)
             self._num_drafts_B = torch.empty(num_requests, dtype=torch.int64)
-            assert growth.stops.weights_BL.shape == self._margins_BL.shape
+            assert growth.stops.weights_BL.shape == (len(growth.num_drafts_G), shape.depth)
             stops = kept.stops(growth.stops)
             stops.margins = self._margins_BL.data_ptr()
             stops.num_drafted = self._num_drafts_B.data_ptr()

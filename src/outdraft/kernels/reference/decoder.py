@@ -13,6 +13,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderSpec, LayerSpec, Product
+from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
 
 
@@ -60,9 +61,12 @@ class ReferenceDecoder:
         return logits_RN.to(torch.promote_types(logits_RN.dtype, torch.float32))
 
     def best_tokens(self, states_RD: Tensor) -> tuple[Tensor, Tensor]:
-        logits_RN = self.logits(states_RD)
-        best_R = logits_RN.argmax(dim=-1)
-        is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
+        logits_RN, head = self.logits(states_RD), self._spec.head
+        if isinstance(head, PaddedProduct):
+            best_R, is_finite_R = head.shard.best_tokens(logits_RN)
+        else:
+            best_R = logits_RN.argmax(dim=-1)
+            is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
         ids_N = self._spec.draft_ids_N
         return best_R if ids_N is None else ids_N[best_R], is_finite_R
 

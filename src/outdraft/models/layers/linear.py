@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.data.coded_weight import CodedWeight
 from outdraft.kernels.ops import Kernels, Product
+from outdraft.kernels.rank_products import Spread
 from outdraft.kernels.reference.linear import linear
-from outdraft.models.layers.rank_products import Spread
 
 
 class Linear(nn.Module):

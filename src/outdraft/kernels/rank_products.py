@@ -21,26 +21,35 @@ class SummedProduct:
 
     Each rank rounds its part to the dtype of the rows. The sum is rounded once, and so is the bias
     added to it.
+
+    Attributes:
+        own: to this rank's part of the sum.
     """
 
     def __init__(self, group: RankGroup, own: Product, bias_E: Tensor | None) -> None:
         self.format, self.nbytes = own.format, own.nbytes
-        self._group, self._own, self._bias_E = group, own, bias_E
+        self.own, self.bias_E = own, bias_E
+        self._group = group
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, E], of this rank's inputs."""
-        sum_TE = self._group.sum(self._own(x_TD))
-        return sum_TE if self._bias_E is None else sum_TE + self._bias_E
+        sum_TE = self._group.sum(self.own(x_TD))
+        return sum_TE if self.bias_E is None else sum_TE + self.bias_E
 
 
 class PaddedProduct:
-    """As `ops.Product`, without a bias: each rank gets its own outputs, padded with -inf."""
+    """As `ops.Product`, without a bias: each rank gets its own outputs, padded with -inf.
+
+    Attributes:
+        shard: the outputs.
+        own: to those of this rank.
+    """
 
     def __init__(self, shard: VocabularyShard, own: Product, bias_E: Tensor | None = None) -> None:
         assert bias_E is None
         self.format, self.nbytes = own.format, own.nbytes
-        self._shard, self._own = shard, own
+        self.shard, self.own = shard, own
 
     def __call__(self, x_TD: Tensor) -> Tensor:
         """[T, S]."""
-        return self._shard.padded(self._own(x_TD))
+        return self.shard.padded(self.own(x_TD))
