@@ -15,8 +15,7 @@ namespace {
 constexpr int kSums = kWidth == 8 ? 12 : 16;  // none waits for the one before; all in registers
 constexpr int kMatrixSums = 4;
 constexpr int64_t kStepsOfUnit = 20000;
-constexpr bool kReadsNear = kHasMatrixRegisters || kWidth == 8;
-constexpr int64_t kReadAhead = kReadsNear ? 1024 : 4096;  // bytes; what reads fastest
+constexpr int64_t kReadAhead = kHasMatrixRegisters ? 1024 : 4096;  // bytes; what reads fastest
 
 // Sums of words; the units are parts of the memory, one after the other.
 struct Reading {
