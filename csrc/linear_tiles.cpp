@@ -7,11 +7,12 @@
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
 // int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
 // scale, and int4 with a zero point a shift: w = scale * (q + shift).
-// Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. The
-// sum of an output runs over the inputs of a group, or over all, in order, in one register that
-// begins with zero; groups, each times its scale, are added in order; then comes the bias. That
-// order is the same for any number of rows, of threads, and any instruction set, but bfloat16 dot
-// products round as the machine does, and matrix registers have an order of their own
+// Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. With
+// AVX2 a few blocks meet it piece by piece. The sum of an output runs over the inputs of a group, or
+// over all, in order, in one register that begins with zero, or with what the pieces before left in
+// memory, where a sum keeps all bits; groups, each times its scale, are added in order; then comes
+// the bias. That order is the same for any number of rows, of threads, and any instruction set, but
+// bfloat16 dot products round as the machine does, and matrix registers have an order of their own
 // (linear_amx.cpp).
 //
 // Tiles of outputs by pairs of inputs are the layout of oneDNN's and llama.cpp's bfloat16 products.
@@ -20,6 +21,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -30,28 +32,46 @@
 namespace outdraft {
 namespace {
 
-constexpr int64_t kFetchingCalls = 8;  // that fetch a part of the next tile each
+constexpr int64_t kFetchingCalls = 8;  // that fetch a part of what comes each
 
-// Sums that fit the registers: kVectors of outputs by kMaxRows.
+// Sums that fit the registers: vectors of outputs by kMaxRows. With AVX2 one or two rows meet all
+// outputs of a tile at once, so that memory is read in order.
 #if defined(__AVX512F__)
-constexpr int kVectors = 2, kMaxRows = 12;
+constexpr int kMaxRows = 12;
+constexpr int vectors_of(int64_t) { return 2; }
 #elif defined(__AVX2__)
-constexpr int kVectors = 2, kMaxRows = 6;
+constexpr int kMaxRows = 6;
+constexpr int vectors_of(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
 #else
-constexpr int kVectors = 4, kMaxRows = 5;
+constexpr int kMaxRows = 5;
+constexpr int vectors_of(int64_t) { return 4; }
 #endif
-constexpr int kStrip = kVectors * kWidth;  // outputs that are computed together
+
+// A piece of a tile is what a few calls fetch while they meet the one before. A tile is often long:
+// nobody has fetched the first one of a thread, and nobody needs what is fetched behind its last.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+constexpr bool kHasPieces = true;
+constexpr int64_t kAheadAlone = 1024;  // bytes; hardware fetches what comes later
+#else
+constexpr bool kHasPieces = false;
+constexpr int64_t kAheadAlone = kAhead;
+#endif
+constexpr int64_t kPieceCalls = 8, kPieceSteps = 128;  // at most, and for each call
 
 template <int R>
-using Sums = Floats[R][kVectors];
+using Sums = Floats[R][vectors_of(R)];
 
-// Adds one input, which has the weights `w`.
-template <int R>
-OUTDRAFT_INLINE void add_input(const Floats (&w)[kVectors], const float* x, int64_t stride,
+// Adds one input, which has the weights `w`. Where they are decoded, that needs registers, too, and
+// the compiler chooses better.
+template <int R, bool kIsQuantised>
+OUTDRAFT_INLINE void add_input(const Floats (&w)[vectors_of(R)], const float* x, int64_t stride,
                                Sums<R>& sums) {
   for (int r = 0; r < R; ++r) {
     const Floats a = broadcast(x[r * stride]);
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = fused(w[v], a, sums[r][v]);
+    for (int v = 0; v < vectors_of(R); ++v) {
+      Floats& sum = sums[r][v];
+      sum = kIsQuantised ? fused(w[v], a, sum) : added(sum, w[v], a);
+    }
   }
 }
 
@@ -64,9 +84,9 @@ struct Float32Kernel {
   template <int R>
   OUTDRAFT_INLINE static void add(const char* step, const float* x, int64_t stride,
                                   Sums<R>& sums) {
-    Floats w[kVectors];
-    for (int v = 0; v < kVectors; ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
-    add_input<R>(w, x, stride, sums);
+    Floats w[vectors_of(R)];
+    for (int v = 0; v < vectors_of(R); ++v) w[v] = load<Floats>(step + v * sizeof(Floats));
+    add_input<R, false>(w, x, stride, sums);
   }
 };
 
@@ -92,27 +112,37 @@ struct PairKernel {
   OUTDRAFT_INLINE static void add_pair(const char* step, const Number* x, int64_t stride,
                                        Sums<R>& sums) {
     if constexpr (kDots) {
-      Words pairs[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
+      Words pairs[vectors_of(R)];
+      for (int v = 0; v < vectors_of(R); ++v) {
         pairs[v] = Decoder::template pair<kPair>(step + v * kWidth * kLaneBytes);
       }
       for (int r = 0; r < R; ++r) {
         const Words a = broadcast_word(x[r * stride]);
-        for (int v = 0; v < kVectors; ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
+        for (int v = 0; v < vectors_of(R); ++v) sums[r][v] = dot_pairs(sums[r][v], pairs[v], a);
       }
     } else {
-      Floats w[kVectors];
-      for (int v = 0; v < kVectors; ++v) {
+      Floats w[vectors_of(R)];
+      for (int v = 0; v < vectors_of(R); ++v) {
         w[v] = Decoder::template even<kPair>(step + v * kWidth * kLaneBytes);
       }
-      add_input<R>(w, x, stride, sums);
-      for (int v = 0; v < kVectors; ++v) {
+      add_input<R, kIsQuantised>(w, x, stride, sums);
+      for (int v = 0; v < vectors_of(R); ++v) {
         w[v] = Decoder::template odd<kPair>(step + v * kWidth * kLaneBytes);
       }
-      add_input<R>(w, x + 1, stride, sums);
+      add_input<R, kIsQuantised>(w, x + 1, stride, sums);
     }
   }
 };
+
+// Whether sums go on from what is in memory, where several calls meet a tile.
+template <class Kernel>
+constexpr bool kAddsToSums = kHasPieces && !Kernel::kIsQuantised;
+
+template <class Kernel>
+int64_t steps_of_piece(int64_t num_calls, int64_t num_steps) {
+  const bool is_whole = !kAddsToSums<Kernel> || num_calls == 1 || num_calls > kPieceCalls;
+  return is_whole ? num_steps : std::min(kPieceSteps * num_calls, num_steps);
+}
 
 // A strip of a tile and the rows that it meets. Null: the weights have none.
 template <class Kernel>
@@ -130,44 +160,54 @@ struct Strip {
   float* out;                   // [rows, kTile]
 };
 
-// out[R, kTile] = the products. Meanwhile the cache fetches kLines lines a step, or parts of one.
+// out[R, kTile] = the products; the next piece adds to them. Meanwhile the cache fetches kLines lines
+// a step, or parts of one.
 template <class Kernel, int R, int kLines>
-void multiply_strip(Strip<Kernel> all) {
-  for (int64_t first = 0; first < all.num_steps; first += all.group_steps) {
+void multiply_strip(const Strip<Kernel>& strip) {
+  constexpr int kVectors = vectors_of(R);
+  const char *weights = strip.weights, *ahead = strip.ahead;
+  const char *scales = strip.scales, *shifts = strip.shifts;
+  const auto* x = strip.x;
+  const float* x_sums = strip.x_sums;
+  const int64_t x_stride = strip.x_stride, next_ahead = strip.next_ahead;
+  for (int64_t first = 0; first < strip.num_steps; first += strip.group_steps) {
     Sums<R> sums;
-    for (auto& of_row : sums) {
-      for (Floats& sum : of_row) sum = Floats{};
+    for (int r = 0; r < R; ++r) {
+      for (int v = 0; v < kVectors; ++v) {
+        const float* at = strip.out + r * kTile + v * kWidth;
+        sums[r][v] = kAddsToSums<Kernel> && kLines < 2 ? load<Floats>(at) : Floats{};
+      }
     }
-    int64_t left = std::min(all.group_steps, all.num_steps - first);
+    int64_t left = std::min(strip.group_steps, strip.num_steps - first);
     do {  // at least once: else the compiler keeps the sums in memory, too
       for (int line = 0; line < kLines; ++line) {
-        // It comes soon, or a tile later.
-        kLines == 2 ? prefetch(all.ahead + line * kLine) : prefetch_far(all.ahead);
+        // It comes soon, or a piece later.
+        kLines == 2 ? prefetch(ahead + line * kLine) : prefetch_far(ahead);
       }
-      if constexpr (kLines > 0) all.ahead += all.next_ahead;
-      Kernel::template add<R>(all.weights, all.x, all.x_stride, sums);
-      all.weights += kStepBytes;
-      all.x += Kernel::kRowNumbers;
+      if constexpr (kLines > 0) ahead += next_ahead;
+      Kernel::template add<R>(weights, x, x_stride, sums);
+      weights += kStepBytes;
+      x += Kernel::kRowNumbers;
     } while (--left > 0);
     for (int r = 0; r < R; ++r) {
       for (int v = 0; v < kVectors; ++v) {
-        float* at = all.out + r * kTile + v * kWidth;
+        float* at = strip.out + r * kTile + v * kWidth;
         Floats sum = sums[r][v];
         if constexpr (Kernel::kIsQuantised) {
           const Floats total = first == 0 ? Floats{} : load<Floats>(at);
-          if (all.shifts != nullptr) {
-            const Floats shifts = scale_numbers(all.shifts, all.scale_bytes, v);
-            sum = fused(shifts, broadcast(all.x_sums[r]), sum);
+          if (shifts != nullptr) {
+            const Floats factors = scale_numbers(shifts, strip.scale_bytes, v);
+            sum = fused(factors, broadcast(x_sums[r]), sum);
           }
-          sum = fused(scale_numbers(all.scales, all.scale_bytes, v), sum, total);
+          sum = fused(scale_numbers(scales, strip.scale_bytes, v), sum, total);
         }
         store(at, sum);
       }
     }
     if constexpr (Kernel::kIsQuantised) {
-      all.scales += kTile * all.scale_bytes;
-      if (all.shifts != nullptr) all.shifts += kTile * all.scale_bytes;
-      all.x_sums += all.sums_stride;
+      scales += kTile * strip.scale_bytes;
+      if (shifts != nullptr) shifts += kTile * strip.scale_bytes;
+      x_sums += strip.sums_stride;
     }
   }
 }
@@ -186,39 +226,47 @@ template <class Kernel>
 void multiply_tile(const LinearWeights& weights, const Inputs& x, int64_t num_rows, int64_t tile,
                    float* sums) {
   const int64_t num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t num_calls = num_blocks * (kTile / kStrip);
+  const int64_t num_strips = kTile / (vectors_of(num_rows) * kWidth);
+  const int64_t num_calls = num_blocks * num_strips;
   const bool is_alone = num_calls == 1;
-  // Who is alone fetches all that comes soon, else several fetch a part of the next tile each. One
+  // Who is alone fetches all that comes soon, else several fetch a part of the next piece each. One
   // that fetched it all would wait for memory, which then had nothing to do while others compute.
   const int64_t num_fetching = std::min(num_calls, kFetchingCalls);
-  const char* tile_at = weights.tiles + tile * weights.tile_bytes;
-  const char* ahead = tile_at + (is_alone ? kAhead : weights.tile_bytes);
+  const int64_t num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
+  const int64_t piece_steps = steps_of_piece<Kernel>(num_calls, num_steps);
   const int64_t scale = tile * weights.num_groups * kTile, scale_bytes = weights.scale_bytes;
   Strip<Kernel> all;
-  all.num_steps = (weights.num_inputs + Kernel::kInputs - 1) / Kernel::kInputs;
-  all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
-                        ? weights.group_inputs / Kernel::kInputs
-                        : all.num_steps;
   all.next_ahead = (kStepBytes + num_fetching - 1) / num_fetching;
   all.x_stride = x.stride;
   all.sums_stride = x.sums_stride;
   all.scale_bytes = scale_bytes;
-  for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
-    const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
-    for (int64_t e = 0; e < kTile; e += kStrip, ++call) {
-      all.ahead = ahead + call * all.num_steps * all.next_ahead;
-      all.weights = tile_at + e * Kernel::kLaneBytes;
-      all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride;
-      all.scales = weights.scales == nullptr ? nullptr : weights.scales + (scale + e) * scale_bytes;
-      all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + (scale + e) * scale_bytes;
-      all.x_sums = x.sums + r;
-      all.out = sums + r * kTile + e;
-      const auto& calls = is_alone   ? kStripCalls<Kernel, 2>
-                          : call < num_fetching ? kStripCalls<Kernel, 1>
-                                     : kStripCalls<Kernel, 0>;
-      calls[end - r - 1](all);
+  if (kAddsToSums<Kernel> && !is_alone) std::memset(sums, 0, sizeof(float) * num_rows * kTile);
+  for (int64_t step = 0; step < num_steps; step += piece_steps) {
+    const char* piece = weights.tiles + tile * weights.tile_bytes + step * kStepBytes;
+    const char* ahead = piece + (is_alone ? kAheadAlone : piece_steps * kStepBytes);
+    all.num_steps = std::min(piece_steps, num_steps - step);
+    all.group_steps = Kernel::kIsQuantised && weights.num_groups > 1
+                          ? weights.group_inputs / Kernel::kInputs
+                          : all.num_steps;
+    for (int64_t block = 0, r = 0, call = 0; block < num_blocks; ++block) {
+      const int64_t end = num_rows * (block + 1) / num_blocks;  // blocks of about equal size
+      for (int64_t e = 0; e < kTile; e += kTile / num_strips, ++call) {
+        const int64_t at = (scale + e) * scale_bytes;
+        all.ahead = ahead + call * all.num_steps * all.next_ahead;
+        all.weights = piece + e * Kernel::kLaneBytes;
+        all.x = static_cast<const typename Kernel::Number*>(x.rows) + r * x.stride +
+                step * Kernel::kRowNumbers;
+        all.scales = weights.scales == nullptr ? nullptr : weights.scales + at;
+        all.shifts = weights.shifts == nullptr ? nullptr : weights.shifts + at;
+        all.x_sums = x.sums + r;
+        all.out = sums + r * kTile + e;
+        const auto& calls = is_alone              ? kStripCalls<Kernel, 2>
+                            : call < num_fetching ? kStripCalls<Kernel, 1>
+                                                  : kStripCalls<Kernel, 0>;
+        calls[end - r - 1](all);
+      }
+      r = end;
     }
-    r = end;
   }
 }
 

@@ -86,6 +86,17 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// The same for a sum in a loop of many: it keeps its register, which compilers choose anew for each
+// product, until sums are copied between registers and memory.
+inline Floats added(Floats sum, Floats a, Floats b) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  asm("vfmadd231ps %2, %1, %0" : "+x"(sum) : "x"(a), "x"(b));
+  return sum;
+#else
+  return fused(a, b, sum);
+#endif
+}
+
 // sums + a[2i] * b[2i] + a[2i + 1] * b[2i + 1], of bfloat16 pairs, rounded as the machine does.
 inline Floats dot_pairs(Floats sums, Words a, Words b) {
 #if defined(__AVX512BF16__)
