@@ -61,8 +61,8 @@ constexpr int64_t kPieceCalls = 8, kPieceSteps = 128;  // at most, and for each 
 template <int R>
 using Sums = Floats[R][vectors_of(R)];
 
-// Adds one input, which has the weights `w`. Where they are decoded, that needs registers, too, and
-// the compiler chooses better.
+// Adds one input, which has the weights `w`. Where they are decoded, that needs registers, too: the
+// compiler chooses better unless sums take all that there are.
 template <int R, bool kIsQuantised>
 OUTDRAFT_INLINE void add_input(const Floats (&w)[vectors_of(R)], const float* x, int64_t stride,
                                Sums<R>& sums) {
@@ -70,7 +70,7 @@ OUTDRAFT_INLINE void add_input(const Floats (&w)[vectors_of(R)], const float* x,
     const Floats a = broadcast(x[r * stride]);
     for (int v = 0; v < vectors_of(R); ++v) {
       Floats& sum = sums[r][v];
-      sum = kIsQuantised ? fused(w[v], a, sum) : added(sum, w[v], a);
+      sum = kIsQuantised && R < kMaxRows ? fused(w[v], a, sum) : added(sum, w[v], a);
     }
   }
 }
