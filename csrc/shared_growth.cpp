@@ -116,10 +116,10 @@ bool SharedGrowth::turn(const float* logits) {
   }
   for (int64_t row = 0; row < num_own; ++row) {
     for (int64_t rank = 0; rank < ranks_->size; ++rank) {
-      const int64_t first = rank * columns_;  // the last ranks may have no column
-      const int64_t count = std::clamp<int64_t>(vocabulary_ - first, 0, columns_);
+      const int64_t first = rank * columns_;  // the last rank may have fewer
+      const int64_t count = std::min(columns_, vocabulary_ - first);
       const float* from = received_ + rank * part + row * columns_;
-      std::copy_n(from, count, whole_ + row * vocabulary_ + (count > 0 ? first : 0));
+      std::copy_n(from, count, whole_ + row * vocabulary_ + first);
     }
   }
   return true;

@@ -156,6 +156,22 @@ def test_the_best_tokens_of_all_ranks_are_those_of_one(
         assert torch.equal(is_finite, is_finite_R)
 
 
+def test_a_nan_of_one_rank_is_the_best_of_all_and_the_first_one_wins(tmp_path: Path):
+    model = randomised(llama())
+    with torch.no_grad():
+        model.lm_head.weight[[VOCAB // 2 + 3, VOCAB - 1]] = torch.nan
+    path = save(model, tmp_path)
+    hidden_RD = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(3))
+
+    def best(ranks: Ranks) -> tuple[Tensor, Tensor]:
+        return load(path, ranks.target, torch.float32).checked_best_tokens(hidden_RD)
+
+    for size in (2, 4):
+        for got_R, is_finite_R in on_ranks(size, 1, best):
+            assert got_R.tolist() == [VOCAB // 2 + 3] * 5
+            assert not is_finite_R.any()
+
+
 @pytest.mark.parametrize("num_rows", [13, 400])  # of the larger one each product is cut
 def test_sums_inside_of_a_pass_are_counted(num_rows: int, checkpoint: Callable[[str], Path]):
     path, size = checkpoint("long"), 2

@@ -802,7 +802,7 @@ def test_another_batch_an_ended_request_or_a_prompt_ends_the_rest():
     assert quiet_run(ours, request(), 3, room=ROOM) == "aaa"
 
 
-def test_alarms_count_the_steps_of_a_rest(caplog):
+def test_alarms_count_the_steps_of_a_rest_and_are_logged(caplog):
     ours, control = resting(drafter_max_len=100)
     control.num_quiet = IDLE_STEPS
     one = request(max_tokens=900)
@@ -810,6 +810,8 @@ def test_alarms_count_the_steps_of_a_rest(caplog):
     assert ours.rests(1, 0)
     [alarm] = ours.observe([booking(one, None)], stats(1))
     assert alarm.kind == "never_drafts"
+    [line] = caplog.messages
+    assert line.startswith(f"alarm begins: never drafts of {alarm.source}: ")
 
 
 def test_hard_rules_and_wishes_are_told_as_reasons():

@@ -98,10 +98,10 @@ def test_texts_do_not_depend_on_when_a_network_pauses(
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3-tree", "p-eagle"])
-def test_pauses_reach_gaps_and_preemptions(method: str):
+def test_pauses_reach_gaps_rests_and_preemptions(method: str):
     """Else they would prove nothing."""
     llm = engine(FAMILY, method, **WAYS["preempted"])
-    llm.engine.drafting.control = Pausing(1)
+    control = llm.engine.drafting.control = Pausing(1)
     proposer = llm.engine.runner.proposer
     assert proposer is not None
     propose, missing = proposer.propose, list[int]()
@@ -115,3 +115,4 @@ def test_pauses_reach_gaps_and_preemptions(method: str):
     assert sum(number > 0 for number in missing) > 5
     assert any(number % 16 for number in missing)
     assert 0 in missing
+    assert control.num_rests > 2

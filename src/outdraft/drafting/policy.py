@@ -242,7 +242,7 @@ class DraftPolicy:
         Returns alarms that begin or end; they are logged already.
         """
         if self._rest.is_on:
-            return self._alarms.step()
+            return self._watch(None, ())
         step, self._step = self._step, None
         drafts = ()
         if step is not None or self._shadows.are_waiting:
