@@ -1,7 +1,9 @@
 """Batch-1 decoding of the embedded pair: plain, every method, and transformers, side by side.
 
-All variants take their turn prompt by prompt, so that a machine whose speed drifts treats them
-alike. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
+Each method runs twice: it drafts in every step as much as it may, and as much as the engine
+chooses, as engines do where nobody says how far. All variants take their turn prompt by prompt, so
+that a machine whose speed drifts treats them alike. The result is JSON with raw samples:
+`python benchmarks/decode.py --json FILE`.
 """
 
 import argparse
@@ -9,6 +11,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +22,14 @@ from outdraft import assets
 from outdraft.bench.environment import compute, environment
 from outdraft.bench.side_by_side import complete_alone, share_target
 from outdraft.cli.comparison import PLAIN, method_configs
+from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
 REPETITIONS_OF_BANDWIDTH = 5
+CHOSEN = "{}, lengths chosen"  # a variant's name
 REPEATED_LENGTH = 8  # tokens; a text that repeats so many goes round in circles
 
 
@@ -66,7 +71,12 @@ def make_variants(
 ) -> tuple[dict[str, Callable[[str], dict[str, Any]]], dict[str, Engine], int]:
     """Functions that complete one prompt and tell tokens and seconds behind the first one."""
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
-    configs = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
+    fixed = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
+    configs = fixed | {
+        CHOSEN.format(name): with_chosen_lengths(config)
+        for name, config in fixed.items()
+        if name != PLAIN
+    }
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
     # No seed: a request with one is verified by shared noise, which accepts less.
@@ -85,6 +95,12 @@ def make_variants(
     variants = {name: ours(engine) for name, engine in engines.items()}
     variants["transformers"] = transformers_variant(args)
     return variants, engines, models[PLAIN].target.weight_bytes
+
+
+def with_chosen_lengths(config: EngineConfig) -> EngineConfig:
+    """As an engine speculates where nobody says how far."""
+    speculation = replace(config.speculation, num_speculative_tokens="auto", control="adaptive")
+    return replace(config, speculation=speculation)
 
 
 def transformers_variant(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:

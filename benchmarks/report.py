@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from decode import CHOSEN
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 README_RESULT = "decode-bfloat16-t0.8.json"
@@ -42,12 +44,15 @@ def table(result: dict[str, Any]) -> str:
         f"{summary['plain']['repeated_share']:.0%} of the places in the texts begin eight tokens "
         "that stand earlier in the same text.",
         "",
-        "| | ms a token (median) | against plain | acceptance length | acceptance rate | "
-        "draft / verify / sample / host, us a step |",
-        "|---|---|---|---|---|---|",
+        "| | ms a token (median) | against plain | lengths chosen, against plain | "
+        "acceptance length | acceptance rate | draft / verify / sample / host, us a step |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for name, row in summary.items():
+    names = [name for name in summary if CHOSEN.format("") not in name]
+    for name, row in ((name, summary[name]) for name in names):
+        chosen = summary.get(CHOSEN.format(name))
         cells = [name, f"{row['tpot_ms_median']:.2f}", f"{row['speedup_over_plain']:.2f}"]
+        cells.append(f"{chosen['speedup_over_plain']:.2f}" if chosen else "")
         drafts = "acceptance_length" in row and name != "plain"
         cells.append(f"{row['acceptance_length']:.2f}" if drafts else "")
         cells.append(f"{row['acceptance_rate']:.2f}" if drafts else "")
