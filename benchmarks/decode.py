@@ -1,15 +1,16 @@
 """Batch-1 decoding of the embedded pair: plain, every method, and transformers, side by side.
 
 Each method runs twice: it drafts in every step as much as it may, and as much as the engine
-chooses, as engines do where nobody says how far. All variants take their turn prompt by prompt, so
-that a machine whose speed drifts treats them alike. The result is JSON with raw samples:
-`python benchmarks/decode.py --json FILE`.
+chooses, as engines do where nobody says how far. All engines complete the same prompt, a tenth of a
+second in turn, so that a machine whose speed drifts treats them alike; transformers has its turn
+when they are done. The result is JSON with raw samples: `python benchmarks/decode.py --json FILE`.
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +21,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import complete_alone, share_target
+from outdraft.bench.side_by_side import share_target
+from outdraft.bench.sweep import TURN_S
 from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.config.engine import EngineConfig
+from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
+from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
 REPETITIONS_OF_BANDWIDTH = 5
+TRANSFORMERS = "transformers"
 CHOSEN = "{}, lengths chosen"  # a variant's name
 REPEATED_LENGTH = 8  # tokens; a text that repeats so many goes round in circles
 
@@ -41,24 +46,29 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=0.0)
     args = parser.parse_args()
-    variants, engines, weight_bytes = make_variants(args)
+    engines, weight_bytes = make_engines(args)
+    # No seed: a request with one is verified by shared noise, which accepts less.
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    by_transformers = transformers_variant(args)
     texts = [entry.text for entry in assets.prompts()]
     if args.prompts >= len(texts):
         parser.error(f"--prompts must be below {len(texts)}: the last one is for warming up")
-    for variant in variants.values():
-        variant(texts[-1])  # threads and memory come with the first call
+    # Threads and memory come with the first call.
+    complete_in_turns(engines, texts[-1], params, 0)
+    by_transformers(texts[-1])
     for engine in engines.values():
         engine.stats = StatsTotal()
-    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in variants}
-    for text in texts[: args.prompts]:
-        for name, variant in variants.items():
-            samples[name].append(variant(text))
+    samples: dict[str, list[dict[str, Any]]] = {name: [] for name in (*engines, TRANSFORMERS)}
+    for number, text in enumerate(texts[: args.prompts]):
+        for name, sample in complete_in_turns(engines, text, params, number).items():
+            samples[name].append(sample)
+        samples[TRANSFORMERS].append(by_transformers(text))
     result = {
         "environment": environment() | compute(),
         "options": {key: str(value) for key, value in vars(args).items()},
         "weight_bytes": weight_bytes,
         "read_bandwidth_gb_per_s": read_bandwidth(weight_bytes),
-        "summary": {name: summary(samples, name, engines.get(name)) for name in variants},
+        "summary": {name: summary(samples, name, engines.get(name)) for name in samples},
         "samples": samples,
     }
     if args.json:
@@ -66,10 +76,8 @@ def main() -> None:
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
 
 
-def make_variants(
-    args: argparse.Namespace,
-) -> tuple[dict[str, Callable[[str], dict[str, Any]]], dict[str, Engine], int]:
-    """Functions that complete one prompt and tell tokens and seconds behind the first one."""
+def make_engines(args: argparse.Namespace) -> tuple[dict[str, Engine], int]:
+    """By name, and the bytes of the target's weights."""
     heads = {method: assets.head_path(method) for method in assets.available_heads()}
     fixed = method_configs(assets.target_path(), assets.drafter_path(), heads, args.dtype)
     configs = fixed | {
@@ -79,22 +87,57 @@ def make_variants(
     }
     models = share_target(configs)
     engines = {name: build_engine(config, models[name])[0] for name, config in configs.items()}
-    # No seed: a request with one is verified by shared noise, which accepts less.
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
+    return engines, models[PLAIN].target.weight_bytes
 
-    def ours(engine: Engine) -> Callable[[str], dict[str, Any]]:
-        def complete(text: str) -> dict[str, Any]:
-            output, num_decoded, decode_s = complete_alone(
-                engine, "prompt", text, params, lambda output: None
-            )
-            ids = output.outputs[0].token_ids
-            return {"num_decoded": num_decoded, "decode_s": decode_s, "token_ids": ids}
 
-        return complete
+class Run:
+    """A prompt that an engine completes, and the time inside of the steps behind the first one."""
 
-    variants = {name: ours(engine) for name, engine in engines.items()}
-    variants["transformers"] = transformers_variant(args)
-    return variants, engines, models[PLAIN].target.weight_bytes
+    def __init__(self, engine: Engine, text: str, params: SamplingParams) -> None:
+        self._steps = Assembler(engine).run([("prompt", text, params, 0)])
+        self._output: RequestOutput | None = None
+        self._num_first, self._decode_s = 0, 0.0
+
+    def advance(self, seconds: float) -> bool:
+        """Take steps for so long; false if there are none left."""
+        passed_s = 0.0
+        while passed_s < seconds:
+            started_s = time.perf_counter()
+            outputs = next(self._steps, None)
+            step_s = time.perf_counter() - started_s
+            if outputs is None:
+                return False
+            passed_s += step_s
+            for output in outputs:
+                if self._output is None:
+                    self._num_first = len(output.outputs[0].token_ids)
+                else:
+                    self._decode_s += step_s
+                self._output = output
+        return True
+
+    def sample(self) -> dict[str, Any]:
+        """Tokens, and seconds behind the first ones."""
+        ids = checked(self._output).outputs[0].token_ids
+        return {
+            "num_decoded": len(ids) - self._num_first,
+            "decode_s": self._decode_s,
+            "token_ids": ids,
+        }
+
+
+def complete_in_turns(
+    engines: dict[str, Engine], text: str, params: SamplingParams, number: int
+) -> dict[str, dict[str, Any]]:
+    """Every engine completes the prompt. `number`: of the prompt; everybody is first in turn."""
+    runs = {name: Run(engine, text, params) for name, engine in engines.items()}
+    turns = deque(runs)
+    turns.rotate(-number)
+    while turns:
+        name = turns.popleft()
+        if runs[name].advance(TURN_S):
+            turns.append(name)
+    return {name: run.sample() for name, run in runs.items()}
 
 
 def with_chosen_lengths(config: EngineConfig) -> EngineConfig:

@@ -11,7 +11,7 @@ from decode import CHOSEN
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-README_RESULT = "decode-bfloat16-t0.8.json"
+README_RESULT = "decode-float32-t0.8.json"
 # What the embedded target's weights of bfloat16 are computed in.
 DTYPES = {"float32": "float32 over bfloat16 weights", "bfloat16": "bfloat16"}
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
