@@ -37,6 +37,7 @@ from outdraft.models.loader import load_model
 from outdraft.models.target_tables import TargetTables
 from tests.attention.causal import causal_metadata
 from tests.drafting.device.test_network_drafter import SingleLevels
+from tests.drafting.same_drafts import check_same_drafts
 from tests.drafting.small_networks import random_window
 from tests.models.checkpoints import (
     TINY,
@@ -362,7 +363,7 @@ def propose(networks: Sequence[OnRank], case: Case, *, is_whole: bool) -> list[P
 def test_a_draft_in_one_call_is_that_of_single_levels(networks: list[OnRank], case: Case):
     found = propose(networks, case, is_whole=True), propose(networks, case, is_whole=False)
     for (mine, calls, sent), (theirs, their_calls, their_sent) in zip(*found, strict=True):
-        compare(mine, theirs)
+        check_same_drafts(mine, theirs)
         assert sent["sum"] <= their_sent["sum"]  # the last layer leaves out rows that nobody wants
         if case.are_alike:
             assert calls == their_calls
@@ -370,29 +371,3 @@ def test_a_draft_in_one_call_is_that_of_single_levels(networks: list[OnRank], ca
         else:  # what has ended is no longer read
             assert all(count <= their_calls[name] for name, count in calls.items())
             assert all(count <= their_sent[name] for name, count in sent.items())
-
-
-def compare(mine: ModelDrafts, theirs: ModelDrafts) -> None:
-    assert torch.equal(mine.num_drafts_B, theirs.num_drafts_B)
-    for b, count in enumerate(mine.num_drafts_B.tolist()):
-        assert mine.token_ids_BK[b, :count].tolist() == theirs.token_ids_BK[b, :count].tolist()
-        assert mine.parents_BK[b, :count].tolist() == theirs.parents_BK[b, :count].tolist()
-    assert (mine.is_chain, mine.all_sampled) == (theirs.is_chain, theirs.all_sampled)
-    if theirs.margins_BL is not None:
-        assert mine.margins_BL is not None
-        width = theirs.margins_BL.shape[1]
-        got_BL, want_BL = mine.margins_BL[:, :width], theirs.margins_BL
-        torch.testing.assert_close(got_BL, want_BL, rtol=1e-4, atol=1e-4, equal_nan=True)
-        assert mine.margins_BL[:, width:].isnan().all()
-    if theirs.is_sampled_BK is None or theirs.probs_BKV is None:
-        assert mine.is_sampled_BK is mine.probs_BKV is None
-        return
-    assert mine.probs_BKV is not None
-    width = theirs.is_sampled_BK.shape[1]
-    is_drawn_BK = theirs.is_sampled_BK & (torch.arange(width) < theirs.num_drafts_B[:, None])
-    torch.testing.assert_close(
-        mine.probs_BKV[:, :width][is_drawn_BK],
-        theirs.probs_BKV[is_drawn_BK],
-        rtol=1e-4,
-        atol=1e-6,
-    )

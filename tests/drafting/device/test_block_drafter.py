@@ -22,6 +22,7 @@ from outdraft.kv.cache import KVCache
 from outdraft.models.dflash import DFlashNetwork
 from outdraft.models.dflash_loader import load_dflash
 from outdraft.models.loader import load_model
+from tests.drafting.same_drafts import check_same_drafts
 from tests.kernels.tables import cpu_kernels
 from tests.models.checkpoints import TINY
 from tests.models.head_checkpoints import tiny_target
@@ -117,27 +118,4 @@ def test_a_block_in_one_call_is_that_of_single_levels(network: DFlashNetwork, ca
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(network, "draft", by_levels)
         theirs = propose(network, case)
-    assert torch.equal(mine.num_drafts_B, theirs.num_drafts_B)
-    for b, count in enumerate(mine.num_drafts_B.tolist()):
-        assert mine.token_ids_BK[b, :count].tolist() == theirs.token_ids_BK[b, :count].tolist()
-        assert mine.parents_BK[b, :count].tolist() == theirs.parents_BK[b, :count].tolist()
-    assert (mine.is_chain, mine.all_sampled) == (theirs.is_chain, theirs.all_sampled)
-    if theirs.margins_BL is not None:
-        assert mine.margins_BL is not None
-        width = theirs.margins_BL.shape[1]
-        got_BL, want_BL = mine.margins_BL[:, :width], theirs.margins_BL
-        torch.testing.assert_close(got_BL, want_BL, rtol=1e-4, atol=1e-4, equal_nan=True)
-        assert mine.margins_BL[:, width:].isnan().all()
-    if theirs.is_sampled_BK is None or theirs.probs_BKV is None:
-        assert mine.is_sampled_BK is mine.probs_BKV is None
-        return
-    assert mine.probs_BKV is not None
-    width = theirs.is_sampled_BK.shape[1]
-    places_K = torch.arange(width)
-    is_drawn_BK = theirs.is_sampled_BK & (places_K < theirs.num_drafts_B[:, None])
-    torch.testing.assert_close(
-        mine.probs_BKV[:, :width][is_drawn_BK],
-        theirs.probs_BKV[is_drawn_BK],
-        rtol=1e-4,
-        atol=1e-6,
-    )
+    check_same_drafts(mine, theirs)
