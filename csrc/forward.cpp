@@ -497,7 +497,7 @@ bool Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bo
   const int64_t row_bytes = spec_.hidden * size_of(spec_.dtype);
   const int64_t num_ranks = is_spread() ? spec_.ranks->size : 1;
   const int64_t first_own = is_spread() ? spec_.ranks->rank * columns() : 0;
-  std::vector<Best> own(static_cast<size_t>(num_rows)), of_all(own.size() * num_ranks);
+  std::vector<Best> own(static_cast<size_t>(num_rows)), of_all;
   for (int64_t first = 0; first < num_rows; first += kHeadRows) {
     const int64_t count = std::min(kHeadRows, num_rows - first);
     float* logits_RN = logits_.reserve<float>(count * columns());
@@ -508,12 +508,15 @@ bool Decoder::best_tokens(const void* states, int64_t num_rows, int64_t* ids, bo
       own[first + r] = {row[best], first_own + best};
     }
   }
-  if (!is_spread()) {
-    of_all = own;
-  } else if (!spec_.ranks->gather(reinterpret_cast<const char*>(own.data()),
-                                  num_rows * int64_t{sizeof(Best)},
-                                  reinterpret_cast<char*>(of_all.data()))) {
-    return false;
+  if (is_spread()) {
+    of_all.resize(own.size() * num_ranks);
+    if (!spec_.ranks->gather(reinterpret_cast<const char*>(own.data()),
+                             num_rows * int64_t{sizeof(Best)},
+                             reinterpret_cast<char*>(of_all.data()))) {
+      return false;
+    }
+  } else {
+    of_all.swap(own);
   }
   for (int64_t r = 0; r < num_rows; ++r) {
     Best best = of_all[r];

@@ -5,8 +5,9 @@
 //   bfloat16   a step is two neighbouring inputs: 32 words, the even input in the low half
 //   int8       a step is four inputs: twice 32 pairs of bytes
 //   int4       a step is eight inputs: 32 words, even inputs in the four nibbles of the low half
-// int8 and int4 become bfloat16 pairs, exactly, before they are multiplied. A group of inputs has a
-// scale, and int4 with a zero point a shift: w = scale * (q + shift).
+// int8 and int4 become bfloat16 pairs for dot products, else float32, exactly, before they are
+// multiplied. A group of inputs has a scale, and int4 with a zero point a shift:
+// w = scale * (q + shift).
 // Rows are copied one behind the other, and meet a tile in blocks whose sums fit the registers. With
 // AVX2 a few blocks meet it piece by piece. The sum of an output runs over the inputs of a group, or
 // over all, in order, in one register that begins with zero, or with what the pieces before left in

@@ -1,5 +1,5 @@
-// The steps of a tile of bfloat16 or quantised weights, as pairs of bfloat16 inputs: see
-// linear_tiles.cpp for the layout.
+// The steps of a tile of bfloat16 or quantised weights, as pairs of bfloat16 inputs or as float32:
+// see linear_tiles.cpp for the layout.
 #pragma once
 
 #include <cstdint>
@@ -83,8 +83,8 @@ struct Int4Words {
   static constexpr int kInputs = 8, kLaneBytes = 4;
   template <int kPair>
   OUTDRAFT_INLINE static Words pair(const char* lanes) {
-    const Words codes = load<Words>(lanes) >> (4 * kPair);
 #if defined(__AVX512BW__)
+    const Words codes = load<Words>(lanes) >> (4 * kPair);
     // By the low five bits of each half; the fifth is the next input's.
     return (Words)_mm512_permutexvar_epi16((__m512i)codes, _mm512_load_si512(kInt4Numbers));
 #else
@@ -100,6 +100,7 @@ struct Int4Words {
     return __builtin_convertvector(flipped(lanes) << (12 - 4 * kPair) >> 28, Floats);
   }
   // With the highest bit of each flipped, codes are signed.
+  static_assert(kInt4Zero == 8);
   OUTDRAFT_INLINE static Ints flipped(const char* lanes) {
     return (Ints)(load<Words>(lanes) ^ 0x8888'8888);
   }
