@@ -10,31 +10,28 @@ import argparse
 import json
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from report import CHOSEN
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import share_target
-from outdraft.bench.sweep import TURN_S
+from outdraft.bench.side_by_side import Completion, share_target
+from outdraft.bench.turns import take_turns
 from outdraft.cli.comparison import PLAIN, method_configs
 from outdraft.config.engine import EngineConfig
-from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
-from outdraft.engine.assembler import Assembler, checked
 from outdraft.engine.build import build_engine
 from outdraft.engine.engine import Engine
 from outdraft.engine.stats import StatsTotal
 
 REPETITIONS_OF_BANDWIDTH = 5
 TRANSFORMERS = "transformers"
-CHOSEN = "{}, lengths chosen"  # a variant's name
 REPEATED_LENGTH = 8  # tokens; a text that repeats so many goes round in circles
 
 
@@ -90,54 +87,20 @@ def make_engines(args: argparse.Namespace) -> tuple[dict[str, Engine], int]:
     return engines, models[PLAIN].target.weight_bytes
 
 
-class Run:
-    """A prompt that an engine completes, and the time inside of the steps behind the first one."""
-
-    def __init__(self, engine: Engine, text: str, params: SamplingParams) -> None:
-        self._steps = Assembler(engine).run([("prompt", text, params, 0)])
-        self._output: RequestOutput | None = None
-        self._num_first, self._decode_s = 0, 0.0
-
-    def advance(self, seconds: float) -> bool:
-        """Take steps for so long; false if there are none left."""
-        passed_s = 0.0
-        while passed_s < seconds:
-            started_s = time.perf_counter()
-            outputs = next(self._steps, None)
-            step_s = time.perf_counter() - started_s
-            if outputs is None:
-                return False
-            passed_s += step_s
-            for output in outputs:
-                if self._output is None:
-                    self._num_first = len(output.outputs[0].token_ids)
-                else:
-                    self._decode_s += step_s
-                self._output = output
-        return True
-
-    def sample(self) -> dict[str, Any]:
-        """Tokens, and seconds behind the first ones."""
-        ids = checked(self._output).outputs[0].token_ids
-        return {
-            "num_decoded": len(ids) - self._num_first,
-            "decode_s": self._decode_s,
-            "token_ids": ids,
-        }
-
-
 def complete_in_turns(
     engines: dict[str, Engine], text: str, params: SamplingParams, number: int
 ) -> dict[str, dict[str, Any]]:
-    """Every engine completes the prompt. `number`: of the prompt; everybody is first in turn."""
-    runs = {name: Run(engine, text, params) for name, engine in engines.items()}
-    turns = deque(runs)
-    turns.rotate(-number)
-    while turns:
-        name = turns.popleft()
-        if runs[name].advance(TURN_S):
-            turns.append(name)
-    return {name: run.sample() for name, run in runs.items()}
+    """Every engine completes the prompt. `number`: of the prompt."""
+    runs = {name: Completion(engine, "prompt", text, params) for name, engine in engines.items()}
+    take_turns(runs, number)
+    return {
+        name: {
+            "num_decoded": run.num_decoded,
+            "decode_s": run.decode_s,
+            "token_ids": run.output.outputs[0].token_ids,
+        }
+        for name, run in runs.items()
+    }
 
 
 def with_chosen_lengths(config: EngineConfig) -> EngineConfig:

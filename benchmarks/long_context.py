@@ -190,11 +190,11 @@ def _complete(
     params = SamplingParams(
         temperature=0, max_tokens=max_tokens, ignore_eos=True, speculation=speculation
     )
-    output, number, seconds = complete_alone(engine, "text", prompt, params, lambda output: None)
+    done = complete_alone(engine, "text", prompt, params)
     stats = engine.stats
     return {
-        "ids": output.outputs[0].token_ids,
-        "tokens_per_s": number / seconds,
+        "ids": done.output.outputs[0].token_ids,
+        "tokens_per_s": done.num_decoded / done.decode_s,
         "drafted": stats.num_draft_tokens - before[0],
         "accepted": stats.num_accepted_tokens - before[1],
         "steps": stats.num_steps - before[2],

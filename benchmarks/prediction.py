@@ -38,10 +38,8 @@ def main() -> None:
         params = SamplingParams(
             temperature=0, max_tokens=args.max_tokens, ignore_eos=True, prediction=prediction
         )
-        output, number, seconds = complete_alone(
-            engines[name], "prompt", text, params, lambda output: None
-        )
-        return output.outputs[0].token_ids, number / seconds
+        done = complete_alone(engines[name], "prompt", text, params)
+        return done.output.outputs[0].token_ids, done.num_decoded / done.decode_s
 
     texts = [entry.text for entry in assets.prompts()]
     complete(METHOD, texts[-1], complete(PLAIN, texts[-1], None)[0])  # kernels are compiled

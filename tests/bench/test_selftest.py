@@ -65,7 +65,7 @@ def test_a_text_that_parts_is_found_with_the_gap_between_the_two_tokens():
     config = EngineConfig.from_options(model=str(pair().target), device="cpu")
     engine, _ = build_engine(config)
     params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=3)
-    output = complete_alone(engine, "0", PROMPTS[0], params, lambda output: None)[0].outputs[0]
+    output = complete_alone(engine, "0", PROMPTS[0], params).output.outputs[0]
     second_id, second = max(
         ((i, one) for i, one in output.logprobs[4].items() if i != output.token_ids[4]),
         key=lambda pair: pair[1].logprob,

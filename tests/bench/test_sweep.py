@@ -7,7 +7,7 @@ from unittest.mock import create_autospec
 import pytest
 import torch
 
-from outdraft.bench import sweep as sweep_module
+from outdraft.bench import turns as turns_module
 from outdraft.bench.in_process import Generation
 from outdraft.bench.side_by_side import PLAIN, share_target
 from outdraft.bench.sweep import (
@@ -158,22 +158,22 @@ def test_all_variants_complete_the_same_prompts_and_each_level_others(configs, m
 def test_variants_take_turns_within_a_round_and_another_one_is_first_in_the_next(
     configs, monkeypatch
 ):
-    monkeypatch.setattr(sweep_module, "TURN_S", 1e-9)  # a turn is a step
+    monkeypatch.setattr(turns_module, "TURN_S", 1e-9)  # a turn is a step
     plan = SweepPlan(levels=(2,))
     engines = level_engines(configs, share_target(configs), plan, [2])[0]
     result, part = next(plan.parts(requests(plan), list(configs)))
-    turns: list[str] = []
+    order: list[str] = []
     for name, total in result.stats.items():
         log = create_autospec(total, instance=True)
-        log.add.side_effect = lambda step, name=name: turns.append(name)
+        log.add.side_effect = lambda step, name=name: order.append(name)
         result.stats[name] = log
     names, firsts = list(configs), []
     for number in range(4):
-        turns.clear()
+        order.clear()
         run_round(engines, part, result, Generation(ignore_eos=True), number)
-        firsts.append(turns[0])
+        firsts.append(order[0])
         for start in range(0, 9, 3):  # while all of them run
-            assert sorted(turns[start : start + 3]) == sorted(names)
+            assert sorted(order[start : start + 3]) == sorted(names)
     assert firsts == [*names, names[0]]
     assert all(len(rates) == 4 for rates in result.rates.values())
 

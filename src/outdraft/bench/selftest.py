@@ -125,7 +125,7 @@ def first_difference(
     params = SamplingParams(
         temperature=0.0, max_tokens=place + 1, ignore_eos=True, logprobs=MOST_LOGPROBS
     )
-    output = complete_alone(plain, "gap", prompt, params, lambda output: None)[0]
+    output = complete_alone(plain, "gap", prompt, params).output
     logprobs = output.outputs[0].logprobs
     assert logprobs is not None
     likely = logprobs[place] if place < len(logprobs) else {}
@@ -181,7 +181,7 @@ def _counts(
 ) -> Counts:
     params = SamplingParams(max_tokens=1, ignore_eos=True, logprobs=MOST_LOGPROBS)
     prompt = list(prompt_ids + prefix)
-    output = complete_alone(plain, "chances", prompt, params, lambda output: None)[0]
+    output = complete_alone(plain, "chances", prompt, params).output
     assert output.outputs[0].logprobs is not None
     chances = {
         token_id: float(np.exp(one.logprob))

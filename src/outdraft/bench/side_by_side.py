@@ -4,11 +4,12 @@ Prompt by prompt all engines take their turn, so that a machine whose speed drif
 alike; what is compared is compared prompt by prompt.
 """
 
+import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from time import perf_counter
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
@@ -81,33 +82,76 @@ def build_together(parts: Sequence[tuple[EngineConfig, LoadedModels]]) -> list[E
     return [build_engine(*part, plan)[0] for part, plan in zip(parts, plans, strict=True)]
 
 
+class Completion:
+    """A prompt that an engine completes alone, step by step.
+
+    Attributes:
+        decode_s: time inside of the steps behind the one that brought the first tokens.
+        shown: is told when the output grew; the time it takes is not counted.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        shown: Callable[[RequestOutput], object] = lambda output: None,
+    ) -> None:
+        self._steps = Assembler(engine).run([(request_id, prompt, params, 0)])
+        self._shown = shown
+        self._output: RequestOutput | None = None
+        self._num_first = 0
+        self.is_over, self.decode_s = False, 0.0
+
+    @property
+    def output(self) -> RequestOutput:
+        """As far as it came.
+
+        Raises:
+            GenerationError: it failed while it ran.
+        """
+        return checked(self._output)
+
+    @property
+    def num_decoded(self) -> int:
+        """Tokens behind the first ones."""
+        return len(self.output.outputs[0].token_ids) - self._num_first
+
+    def advance(self, seconds: float) -> None:
+        """As Run."""
+        passed_s = 0.0
+        while not self.is_over and passed_s < seconds:
+            started_s = perf_counter()
+            outputs = next(self._steps, None)
+            step_s = perf_counter() - started_s
+            passed_s += step_s
+            self.is_over = outputs is None
+            for changed in outputs or ():
+                if self._output is None:
+                    self._num_first = len(changed.outputs[0].token_ids)
+                else:
+                    self.decode_s += step_s
+                self._output = changed
+                self._shown(changed)
+
+
 def complete_alone(
     engine: Engine,
     request_id: str,
     prompt: Prompt,
     params: SamplingParams,
-    shown: Callable[[RequestOutput], None],
-) -> tuple[RequestOutput, int, float]:
-    """The finished output, its tokens behind the first ones, and the time they took in steps.
+    shown: Callable[[RequestOutput], object] = lambda output: None,
+) -> Completion:
+    """Complete a prompt to its end.
 
     Raises:
         GenerationError: it failed while it ran.
     """
-    output: RequestOutput | None = None
-    num_first, decode_s = 0, 0.0
-    started_s = time.perf_counter()
-    for outputs in Assembler(engine).run([(request_id, prompt, params, 0)]):
-        step_s = time.perf_counter() - started_s
-        for changed in outputs:
-            if output is None:
-                num_first = len(changed.outputs[0].token_ids)
-            else:
-                decode_s += step_s
-            output = changed
-            shown(changed)
-        started_s = time.perf_counter()
-    done = checked(output)
-    return done, len(done.outputs[0].token_ids) - num_first, decode_s
+    completion = Completion(engine, request_id, prompt, params, shown)
+    completion.advance(math.inf)
+    assert completion.output.finished
+    return completion
 
 
 def complete_in_turn(
@@ -129,7 +173,7 @@ def complete_in_turn(
     """
     assert warm_up not in prompts
     for engine in engines.values():
-        complete_alone(engine, "warm-up", warm_up, params[0], lambda output: None)
+        complete_alone(engine, "warm-up", warm_up, params[0])
         on_done()
     samples: dict[str, list[Sample]] = {name: [] for name in engines}
     for number, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
@@ -185,10 +229,8 @@ def _sample(
         shown(output)
 
     try:
-        done, num_decoded, decode_s = complete_alone(
-            engine, request_id, prompt, params, count_from_now
-        )
+        done = complete_alone(engine, request_id, prompt, params, count_from_now)
     finally:
         engine.on_step = None
-    one = done.outputs[0]
-    return Sample(one.token_ids, num_decoded, decode_s, stats, one.origins)
+    one = done.output.outputs[0]
+    return Sample(one.token_ids, done.num_decoded, done.decode_s, stats, one.origins)

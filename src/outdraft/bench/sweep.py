@@ -6,7 +6,6 @@ exactly so many requests run: a variant's part of a round ends when there is non
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ import numpy as np
 from outdraft.bench.in_process import Generation
 from outdraft.bench.side_by_side import PLAIN, build_together
 from outdraft.bench.synthetic import SyntheticVerifier
+from outdraft.bench.turns import take_turns
 from outdraft.bench.workloads import BenchRequest
 from outdraft.config.engine import EngineConfig
 from outdraft.engine.assembler import Assembler, Queued, checked
@@ -31,7 +31,6 @@ CHOSEN = "auto"  # the variant that chooses
 REQUESTS_PER_PLACE, LEAST_REQUESTS = 3, 4  # of a round
 RESAMPLES, INTERVAL = 2000, (2.5, 97.5)  # of the bootstrap, percentiles
 SPLITS = 200  # of the rounds into halves
-TURN_S = 0.1  # that a variant runs before the others do
 GOLDEN = (5**0.5 - 1) / 2  # its multiples, whole parts left out, are spread evenly at any count
 
 
@@ -219,10 +218,7 @@ def run_round(
     number: int,
     on_run: Callable[[str], object] = lambda variant: None,
 ) -> None:
-    """Each variant completes the second half of the requests, and all of them take turns.
-
-    number: of the round; everybody is first in turn, so nobody always runs behind the same one.
-    """
+    """Each variant completes the second half of the requests; they take turns, see `take_turns`."""
     requests, level = part[len(part) // 2 :], result.concurrency
     with ExitStack() as stack:
         runs: dict[str, _Run] = {}
@@ -231,15 +227,7 @@ def run_round(
             stack.callback(setattr, engine, "on_step", None)
             run = _Run(engine, requests, level, generation)
             runs[name] = stack.enter_context(closing(run))
-        turns = deque(runs)
-        turns.rotate(-number)
-        while turns:
-            name = turns.popleft()
-            runs[name].advance(TURN_S)
-            if runs[name].is_over:
-                on_run(name)
-            else:
-                turns.append(name)
+        take_turns(runs, number, on_run)
         for name, run in runs.items():
             result.rates[name].append(run.rate)
 
@@ -310,7 +298,7 @@ class _Run:
         return (self._engine.stats.num_emitted - self._before) / self._elapsed_s
 
     def advance(self, seconds: float) -> None:
-        """Take steps for so long, or until it is over."""
+        """As Run."""
         started_s = perf_counter()
         passed_s = 0.0
         while not self.is_over and passed_s < seconds:
