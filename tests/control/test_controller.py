@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from outdraft.control.answers import AGE
+from outdraft.control.answers import AGE, question
 from outdraft.control.controller import SETTLED, Controller
 from outdraft.control.costs import CostCurve, CostTable, DrafterCost
 from outdraft.control.facts import (
@@ -472,8 +472,10 @@ def test_shadows_of_held_steps_teach():
     assert controller.estimates.host("suffix").survivals(4, 3) < before
 
 
-def offered(length=3, match_length=4, name="a"):
-    return StepFacts((request(name, offers=(HostOffer("suffix", length, match_length),)),))
+def offered(length=3, match_length=4, name="a", **others):
+    return StepFacts(
+        (request(name, offers=(HostOffer("suffix", length, match_length),), **others),)
+    )
 
 
 def asked(controller, facts, deciding_s, num_steps):
@@ -500,7 +502,19 @@ def test_an_offer_like_an_earlier_one_is_answered_alike_where_deciding_is_dear()
     assert controller.decide(offered(match_length=5)) is decision  # of one bucket
     assert controller.decide(offered(match_length=9)) is not decision
     assert controller.decide(offered(length=2)) is not decision
-    assert controller.decide(offered(name="b")) is not decision
+    assert controller.decide(offered(context_tokens=500)) is not decision
+
+
+def test_an_answer_holds_for_other_requests_and_names_them_unless_a_network_knows_them():
+    controller = Controller(table(0.001), 5)
+    asked(controller, offered(), 0.2, 300)
+    decision, found = controller.decide(offered()), controller.decide(offered(name="b"))
+    (grant,) = decision.grants
+    assert found == replace(decision, grants=(replace(grant, request_id="b"),))
+    assert controller.decide(offered(name="b")) is found
+    known = offered(network="eagle3")
+    assert question(known) == question(offered(network="eagle3", max_tokens=99))
+    assert question(known) != question(offered(network="eagle3", name="b"))
 
 
 def test_an_answer_is_given_for_so_many_steps_and_then_thought_over():

@@ -231,7 +231,7 @@ class Controller:
         if self._held is not None:
             self._watch(self._held)
         key = question(facts)
-        answer = self._answers.find(key, self._num_steps, has_offers=facts.has_offers)
+        answer = self._answers.find(key, facts, self._num_steps)
         if answer is not None and answer.decision.reason is Reason.NO_GAIN and self._tries(facts):
             answer = None
         self._is_answered = answer is not None
@@ -249,7 +249,7 @@ class Controller:
             is_common = facts.has_offers and decision.reason in (Reason.GAIN, Reason.NO_GAIN)
             is_common |= decision.reason is Reason.NOTHING_OFFERED
             if is_common and self._is_dear(decision):
-                self._answers.put(key, self._held, self._num_steps)
+                self._answers.put(key, self._held, facts, self._num_steps)
         return self._settle(facts, decision)
 
     def _tries(self, facts: StepFacts) -> bool:
