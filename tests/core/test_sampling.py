@@ -20,7 +20,7 @@ RANGES = {
     "max_tokens": (1, None),
     "logprobs": (0, 100),
     "prompt_logprobs": (0, 100),
-    "seed": (0, MAX_INT64),
+    "seed": (-MAX_INT64 - 1, MAX_INT64),
 }
 WHOLE = ("n", "top_k", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs", "seed")
 OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
@@ -105,6 +105,11 @@ def test_flags_are_true_or_false(name):
 )
 def test_wrong_lists_and_mappings_are_refused(name, value):
     assert refused_field(**{name: value}) == name
+
+
+def test_a_seed_of_minus_one_is_none():
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
 
 
 def test_stop_may_be_one_text_or_several_but_nothing_else():

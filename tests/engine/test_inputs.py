@@ -179,6 +179,14 @@ def test_a_seed_means_the_same_in_any_company():
     assert len(set(keys)) == 3
 
 
+def test_keys_of_negative_seeds_are_not_negative_and_differ():
+    seeds = (-(2**63), -3, -2, 3)
+    keys = [inputs().seed(SamplingParams(seed=seed), 7, 0) for seed in seeds]
+    assert keys == [inputs(seed=2).seed(SamplingParams(seed=seed), 9, 0) for seed in seeds]
+    assert min(keys) >= 0
+    assert len(set(keys)) == len(seeds)
+
+
 def test_without_a_seed_every_sequence_has_its_own_key():
     params = SamplingParams()
     keys = {

@@ -73,7 +73,7 @@ def run(
     )
     chosen_hosts = listed(options.allowed_hosts, "--allowed-hosts")
     environ = {name: value for name, value in environ.items() if name != API_KEY_VARIABLE}
-    _template_source(options)  # refused before anything is loaded
+    given_template = _given_template(options)  # refused before anything is loaded
     level = as_choice("--log-level", options.log_level, LogLevel)
     set_up_logging(level, sys.stderr, as_json=options.log_json)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -109,7 +109,9 @@ def run(
                     allowed_hosts=allowed_hosts(chosen_hosts, options.host, host),
                     default_sampling=_default_sampling(config, client.info),
                 )
-                template = _chat_template(client.info, options, is_embedded=is_embedded)
+                template = _chat_template(
+                    client.info, options, given_template, is_embedded=is_embedded
+                )
                 console.print(
                     f"\nserving {name} at {http.scheme}://{shown}", style="bold", markup=False
                 )
@@ -208,18 +210,17 @@ def settings_of(
 
 
 def _chat_template(
-    info: EngineInfo, options: ServerOptions, *, is_embedded: bool
+    info: EngineInfo, options: ServerOptions, given: str | None, *, is_embedded: bool
 ) -> ChatTemplate | None:
     content_format = as_content_format(options.chat_template_content_format)
-    source = _template_source(options)
-    if source is not None:
-        return ChatTemplate(source, special_tokens(Path(info.tokenizer_path)), content_format)
+    if given is not None:
+        return ChatTemplate(given, special_tokens(Path(info.tokenizer_path)), content_format)
     if is_embedded:
         return ChatTemplate(JOINED_CONTENTS, {})
     return ChatTemplate.from_directory(Path(info.tokenizer_path), content_format)
 
 
-def _template_source(options: ServerOptions) -> str | None:
+def _given_template(options: ServerOptions) -> str | None:
     """The text of --chat-template, if it is given.
 
     Raises:

@@ -56,7 +56,7 @@ class SamplingParams:
 
     A request with a `seed` has the same text every time, with any drafts or none and beside any
     other requests: its drafts are compared with the target's own choices. One without is verified
-    by the engine's `rejection_sample_method`.
+    by the engine's `rejection_sample_method`. A seed of -1 is none, as in vLLM.
 
     Raises:
         RequestError: a value is out of its range; `field` names it.
@@ -94,6 +94,8 @@ class SamplingParams:
             if isinstance(values := getattr(self, name), Mapping):
                 object.__setattr__(self, name, from_mapping(kind, values, name))
         self._check_types()
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         if self.structured_outputs is not None:
             structured = self.structured_outputs.structured_output()
             if self.structured not in (None, structured):
@@ -172,7 +174,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("max_tokens", 1, math.inf),
     ("logprobs", 0, 100),
     ("prompt_logprobs", 0, 100),
-    ("seed", 0, MAX_INT64),
+    ("seed", -MAX_INT64 - 1, MAX_INT64),
 )
 _OPTIONAL = ("max_tokens", "logprobs", "prompt_logprobs", "seed")
 _WHOLE = ("n", "top_k", "min_tokens", *_OPTIONAL)

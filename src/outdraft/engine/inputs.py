@@ -267,9 +267,10 @@ class InputProcessor:
     def seed(self, params: SamplingParams, request_number: int, index: int) -> int:
         """The noise key of a request's index-th sequence.
 
-        A seeded request has the same key in any batch; the others differ from each other.
+        A seeded request has the same key in any batch; the others differ from each other. Keys are
+        not negative.
         """
-        if params.seed is not None and index == 0:
+        if params.seed is not None and params.seed >= 0 and index == 0:
             return params.seed
         parts = (
             (params.seed, index) if params.seed is not None else (self._seed, request_number, index)

@@ -207,7 +207,7 @@ def test_harmless_extras_are_ignored(served):
         ({"stop": [""]}, "stop"),
         ({"logit_bias": {"99999": 1}}, "logit_bias"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
-        ({"seed": -1}, "seed"),
+        ({"seed": 2**63}, "seed"),
         ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"regex": "a", "grammar": "b"}}, "grammar"),
         ({"extra_body": {"regex": ""}}, "regex"),
