@@ -1,5 +1,6 @@
 """outdraft, its steps called in this process."""
 
+import gc
 import os
 
 from protocol import Ask, Grown, Spec, run_steps, serve
@@ -26,6 +27,8 @@ def load(spec: Spec):
         **spec.options,
     }
     assembler = Assembler(LLM(spec.target, **settings).engine)
+    gc.collect()
+    gc.freeze()  # as the server's engine process does
 
     def run(ask: Ask):
         lengths: dict[str, int] = {}
