@@ -4,7 +4,6 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -13,6 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
 from outdraft import assets
+from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.heads import random_head
 
@@ -43,7 +43,7 @@ class Pair:
 @cache
 def pair() -> Pair:
     """Made once a session."""
-    folder = Path(mkdtemp())
+    folder = new_folder()
     tokenizer = _tokenizer()
     shape = {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 192}
     target = randomised(llama(**shape))

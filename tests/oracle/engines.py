@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from outdraft.core.sampling import SamplingParams
 from outdraft.drafting.policy import DraftPolicy
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
+from tests.folders import new_folder
 from tests.models.checkpoints import VARIANTS, llama, randomised, save
 from tests.models.families import randomised_family
 from tests.models.mtp_checkpoints import add_library_layer, add_mimo_layer
@@ -51,7 +51,7 @@ class Pair:
 @cache
 def pair(family: str) -> Pair:
     """Made once; the drafter is another random model."""
-    folder = Path(mkdtemp())
+    folder = new_folder()
     if family == MIMO:
         oracle = randomised(VARIANTS["qwen2"]())
     elif family in VARIANTS:
@@ -188,7 +188,7 @@ def checkpoint(family: str, name: str) -> Path:
     paths = pair(family)
     if name in ("target", "drafter"):
         return paths.target if name == "target" else paths.drafter
-    folder = Path(mkdtemp()) / name
+    folder = new_folder() / name
     if name == "masked":
         shutil.copytree(paths.drafter, folder)
         written = json.loads((folder / "config.json").read_text())

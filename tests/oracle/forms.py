@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from outdraft.core.sampling import SamplingParams, StructuredOutput
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
 from tests.engine.byte_level import tokenizer
+from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import BASIC, TREE
 from tests.oracle.heads import random_head
@@ -35,7 +35,7 @@ class Form:
 @cache
 def folders() -> tuple[Path, Path]:
     """A target and another model of the same vocabulary."""
-    folder = Path(mkdtemp())
+    folder = new_folder()
     size = {"vocab_size": tokenizer().get_vocab_size(), "max_position_embeddings": MAX_LEN}
     target = save(randomised(llama(**size)), folder / "target")
     drafter = save(randomised(llama(num_hidden_layers=1, **size), seed=5), folder / "drafter")
@@ -52,7 +52,7 @@ def models(method: str, drafter: Path, device: str, kernels: str, dtype: str) ->
 
 @cache
 def head(method: str) -> Path:
-    return random_head(method, folders()[0], Path(mkdtemp()) / method)
+    return random_head(method, folders()[0], new_folder() / method)
 
 
 def config(speculative: dict[str, Any] | None, **options: Any) -> EngineConfig:

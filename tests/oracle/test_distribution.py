@@ -7,6 +7,7 @@ Deliberately wrong samplers must be caught by the same test.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -50,11 +51,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, A
 
 
 def exact(checkpoints: tuple[Path, Path, Any], with_parameters: bool = False) -> np.ndarray:
-    """Probability of every text, in the order of `product`."""
+    """Probability of every text, in the order of `product`: in float64, they add up to 1."""
     texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=NUM_TOKENS)))
     whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
     with torch.no_grad():
-        logits = checkpoints[2](whole).logits.double()[:, len(PROMPT) - 1 : -1]
+        logits = deepcopy(checkpoints[2]).double()(whole).logits[:, len(PROMPT) - 1 : -1]
     if with_parameters:
         for place in range(1, NUM_TOKENS):
             was_there = torch.nn.functional.one_hot(texts[:, :place], VOCAB_SIZE).amax(1)

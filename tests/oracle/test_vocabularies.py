@@ -1,9 +1,9 @@
 """A drafter of another tokenizer changes no output and no distribution."""
 
+from copy import deepcopy
 from functools import cache
 from itertools import product
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from outdraft.drafting.device.translated_model import TranslatedModel
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import LoadedModels, load_models
 from tests.engine.trained_tokenizers import byte_level, sentencepiece_bpe, sentencepiece_unigram
+from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import greedy, ids, run
 from tests.oracle.test_distribution import ALPHA, p_value
@@ -47,7 +48,7 @@ def checkpoint(kind: str, num_layers: int) -> Path:
     own = tokenizer(kind)
     size = own.get_vocab_size() + num_layers
     oracle = randomised(llama(vocab_size=size, num_hidden_layers=num_layers), seed=num_layers)
-    path = save(oracle.bfloat16().float(), Path(mkdtemp()) / kind)
+    path = save(oracle.bfloat16().float(), new_folder() / kind)
     own.save(str(path / "tokenizer.json"))
     return path
 
@@ -153,11 +154,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
 
 
 def exact(oracle: Any) -> np.ndarray:
-    """Probability of every text, in the order of `product`."""
+    """Probability of every text, in the order of `product`: in float64, they add up to 1."""
     texts = torch.tensor(list(product(range(len(NAMES)), repeat=NUM_TOKENS)))
     whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
     with torch.no_grad():
-        logits = oracle(whole).logits.double()[:, len(PROMPT) - 1 : -1]
+        logits = deepcopy(oracle).double()(whole).logits[:, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
 
 

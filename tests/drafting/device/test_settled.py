@@ -7,8 +7,6 @@ it drafted, or something else.
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
 import torch
@@ -30,6 +28,7 @@ from outdraft.kernels.reference.table import reference_kernels
 from outdraft.models.medusa import load_medusa
 from outdraft.models.mlp_speculator import load_mlp_speculator
 from tests.drafting.small_networks import BLOCK_SIZE, random_window, small_network
+from tests.folders import new_folder
 from tests.kernels.tables import kernels_for
 from tests.models.eagle_checkpoints import VOCABULARY
 from tests.models.head_checkpoints import (
@@ -57,12 +56,12 @@ DRAFTED_AS = {
 
 @cache
 def network(kind: str):
-    return small_network(kind, NUM_TEXTS * BLOCKS_EACH, Path(mkdtemp()))
+    return small_network(kind, NUM_TEXTS * BLOCKS_EACH, new_folder())
 
 
 @cache
 def heads(kind: str):
-    folder = Path(mkdtemp())
+    folder = new_folder()
     target = tiny_target(folder, torch.float32)
     if kind == "medusa":
         path = write(folder, medusa_config(NUM_DRAFTS), medusa_tensors(NUM_DRAFTS))
