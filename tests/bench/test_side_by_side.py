@@ -5,8 +5,10 @@ import pytest
 from outdraft.bench import side_by_side
 from outdraft.bench.side_by_side import (
     PLAIN,
+    Completion,
     Sample,
     acceptance_length,
+    complete_alone,
     complete_in_turn,
     median_ratio,
     median_tokens_per_s,
@@ -74,6 +76,23 @@ def test_engines_take_turns_prompt_by_prompt(models, monkeypatch):
     complete_in_turn(engines, PROMPTS[3], PROMPTS[:2], [GREEDY] * 2)
     order = (PROMPTS[3], *PROMPTS[:2])
     assert turns == [(name, prompt) for prompt in order for name in (PLAIN, "suffix")]
+
+
+def test_a_completion_that_advances_step_by_step_ends_with_the_same_text(models):
+    engine = build_engine(configs()[PLAIN], models[PLAIN])[0]
+    whole = complete_alone(engine, "0", PROMPTS[0], GREEDY)
+    lengths = []
+    one = Completion(engine, "1", PROMPTS[0], GREEDY, lambda o: lengths.append(one.num_decoded))
+    turns = 0
+    while not one.is_over:
+        one.advance(1e-9)  # a turn is a step
+        turns += 1
+    assert lengths == list(range(MAX_TOKENS))
+    assert turns == MAX_TOKENS + 1  # the last one finds that nothing is left
+    assert one.output.outputs[0].token_ids == whole.output.outputs[0].token_ids
+    assert (one.num_decoded, whole.num_decoded) == (MAX_TOKENS - 1,) * 2
+    assert one.decode_s > 0
+    assert not engine.has_work
 
 
 def sample(num_decoded, decode_s, *, steps=1, drafts=0, accepted=0, draft_s=0.0):

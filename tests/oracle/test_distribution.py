@@ -51,19 +51,30 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, A
 
 
 def exact(checkpoints: tuple[Path, Path, Any], with_parameters: bool = False) -> np.ndarray:
-    """Probability of every text, in the order of `product`: in float64, they add up to 1."""
-    texts = torch.tensor(list(product(range(VOCAB_SIZE), repeat=NUM_TOKENS)))
-    whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
-    with torch.no_grad():
-        logits = deepcopy(checkpoints[2]).double()(whole).logits[:, len(PROMPT) - 1 : -1]
+    """Probability of every text, in the order of `product`."""
+    texts, logits = every_text(checkpoints[2], PROMPT, VOCAB_SIZE, NUM_TOKENS)
     if with_parameters:
         for place in range(1, NUM_TOKENS):
             was_there = torch.nn.functional.one_hot(texts[:, :place], VOCAB_SIZE).amax(1)
             logits[:, place] -= PENALTY * was_there
         least = logits.topk(TOP_K, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    logprobs = logits.log_softmax(-1)
-    return logprobs.gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
+    return chances(texts, logits)
+
+
+def every_text(
+    oracle: Any, prompt: list[int], vocab_size: int, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All texts in the order of `product`, and the logits of their tokens, in float64: in float32
+    their probabilities would not quite add up to 1."""
+    texts = torch.tensor(list(product(range(vocab_size), repeat=num_tokens)))
+    whole = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], dim=1)
+    with torch.no_grad():
+        return texts, deepcopy(oracle).double()(whole).logits[:, len(prompt) - 1 : -1]
+
+
+def chances(texts: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
+    return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
 
 
 def counts(

@@ -1,8 +1,6 @@
 """A drafter of another tokenizer changes no output and no distribution."""
 
-from copy import deepcopy
 from functools import cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from tests.engine.trained_tokenizers import byte_level, sentencepiece_bpe, sente
 from tests.folders import new_folder
 from tests.models.checkpoints import llama, randomised, save
 from tests.oracle.engines import greedy, ids, run
-from tests.oracle.test_distribution import ALPHA, p_value
+from tests.oracle.test_distribution import ALPHA, chances, every_text, p_value
 
 KINDS = {
     "byte-level": lambda: byte_level(420),
@@ -154,12 +152,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Any]:
 
 
 def exact(oracle: Any) -> np.ndarray:
-    """Probability of every text, in the order of `product`: in float64, they add up to 1."""
-    texts = torch.tensor(list(product(range(len(NAMES)), repeat=NUM_TOKENS)))
-    whole = torch.cat([torch.tensor([PROMPT]).expand(len(texts), -1), texts], dim=1)
-    with torch.no_grad():
-        logits = deepcopy(oracle).double()(whole).logits[:, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(2, texts[:, :, None]).sum((1, 2)).exp().numpy()
+    """Probability of every text, in the order of `product`."""
+    return chances(*every_text(oracle, PROMPT, len(NAMES), NUM_TOKENS))
 
 
 def counts(paths: tuple[Path, Path], **keys: Any) -> np.ndarray:
