@@ -57,7 +57,7 @@ class BlockDrafting {
       added_ = parts.take<char>(4 * most * num_outputs);
       return parts.num_bytes;
     };
-    place(decoder.draft_memory.reserve<char>(place(nullptr)));
+    place(decoder.call_memory.reserve<char>(place(nullptr)));
   }
 
   bool run() {

@@ -42,7 +42,7 @@ class Drafting {
       growth_.take_memory(parts);
       return parts.num_bytes;
     };
-    place(decoder.draft_memory.reserve<char>(place(nullptr)));
+    place(decoder.call_memory.reserve<char>(place(nullptr)));
   }
 
   bool run() {

@@ -73,7 +73,7 @@ struct DecoderRows {
 class Decoder {
  public:
   explicit Decoder(const DecoderSpec& spec)
-      : draft_memory(spec.team), spec_(spec), logits_(spec.team) {}
+      : call_memory(spec.team), spec_(spec), logits_(spec.team) {}
   virtual ~Decoder() = default;
   Decoder(const Decoder&) = delete;
   Decoder& operator=(const Decoder&) = delete;
@@ -103,7 +103,7 @@ class Decoder {
   int64_t vocabulary() const { return is_spread() ? spec_.num_outputs : spec_.head->num_outputs; }
   int64_t columns() const { return is_spread() ? spec_.num_columns : spec_.head->num_outputs; }
 
-  KeptMemory draft_memory;  // of drafts, see decoder_draft.cpp
+  KeptMemory call_memory;  // of a whole draft or a whole step, see decoder_draft.cpp and step.cpp
 
  protected:
   const DecoderSpec spec_;

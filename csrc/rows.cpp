@@ -3,33 +3,45 @@
 //
 // Integers only; the readable twin is src/outdraft/kernels/reference/rows.py.
 
+#include "rows.h"
+
 #include <algorithm>
 #include <cstring>
 
-#include "export.h"
+namespace outdraft {
 
-// One work as Python hands it over (kernels/native/rows.py).
-struct Work {
-  int64_t context_len, num_causal, num_drafts, text_start, samples;
-};
+PlacedRows::PlacedRows(const RowCounts& counts, int64_t* memory)
+    : ancestors(memory),
+      positions(ancestors + counts.num_rows),
+      slots(positions + counts.num_rows),
+      state_index(slots + counts.num_rows),
+      draft_index(state_index + counts.num_rows),
+      logit_rows(draft_index + counts.num_rows),
+      root_rows(logit_rows + counts.num_logits),
+      draft_slots(root_rows + counts.num_sampling),
+      extra(draft_slots + counts.num_sampling * counts.width),
+      query_start(reinterpret_cast<int32_t*>(extra + counts.num_extra)),
+      context_lens(query_start + counts.num_works + 1),
+      num_causal(context_lens + counts.num_works),
+      block_table(num_causal + counts.num_works) {}
 
-// As `PlaceRows` of ops.py: all its arrays one behind the other, those of int32 last. `numbers` is
-// the works, the parents of all drafted rows, and what is passed on.
-OUTDRAFT_EXPORT void place_rows(int64_t num_works, int64_t num_rows, int64_t num_logits,
-                                int64_t num_sampling, int64_t num_extra, int64_t table_width,
-                                int64_t block_size, int64_t width, const int64_t* numbers,
+}  // namespace outdraft
+
+using outdraft::PlacedRows;
+using outdraft::RowCounts;
+using outdraft::StepWork;
+
+OUTDRAFT_EXPORT void place_rows(const RowCounts* counts, const int64_t* numbers,
                                 const int32_t* block_table, int64_t* placed) {
-  const auto* works = reinterpret_cast<const Work*>(numbers);
+  const auto [num_works, num_rows, num_logits, num_sampling, num_extra, table_width, block_size,
+              width] = *counts;
+  const auto* works = reinterpret_cast<const StepWork*>(numbers);
   const auto* parents = reinterpret_cast<const int64_t*>(works + num_works);
-  int64_t *ancestors = placed, *positions = ancestors + num_rows, *slots = positions + num_rows;
-  int64_t *state_index = slots + num_rows, *draft_index = state_index + num_rows;
-  int64_t *logit_rows = draft_index + num_rows, *root_rows = logit_rows + num_logits;
-  int64_t *draft_slots = root_rows + num_sampling, *extra = draft_slots + num_sampling * width;
-  auto* query_start = reinterpret_cast<int32_t*>(extra + num_extra);
-  int32_t *context_lens = query_start + num_works + 1, *num_causal = context_lens + num_works;
+  auto [ancestors, positions, slots, state_index, draft_index, logit_rows, root_rows, draft_slots,
+        extra, query_start, context_lens, num_causal, table] = PlacedRows(*counts, placed);
   int64_t row = 0, num_placed = 0;  // of those that sample
   for (int64_t w = 0; w < num_works; ++w) {
-    const Work& work = works[w];
+    const StepWork& work = works[w];
     query_start[w] = static_cast<int32_t>(row);
     context_lens[w] = static_cast<int32_t>(work.context_len);
     num_causal[w] = static_cast<int32_t>(work.num_causal);
@@ -63,10 +75,9 @@ OUTDRAFT_EXPORT void place_rows(int64_t num_works, int64_t num_rows, int64_t num
   }
   query_start[num_works] = static_cast<int32_t>(row);
   std::copy_n(parents, num_extra, extra);  // behind the parents
-  std::copy_n(block_table, num_works * table_width, num_causal + num_works);
+  std::copy_n(block_table, num_works * table_width, table);
 }
 
-// As `ShapeRows` of ops.py; positions and ancestors change in place.
 OUTDRAFT_EXPORT void shape_rows(int64_t num_rows, int64_t width, const int64_t* parents,
                                 const int64_t* draft_index, int64_t* positions,
                                 int64_t* ancestors) {
@@ -110,7 +121,6 @@ OUTDRAFT_EXPORT void place_states(int64_t num_works, int64_t num_sampling, int64
   }
 }
 
-// As `CopyRows` of ops.py; rows of `row_bytes`.
 OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
                                const int64_t* places, const char* from, const int64_t* rows) {
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -120,7 +130,6 @@ OUTDRAFT_EXPORT void copy_rows(int64_t num_rows, int64_t row_bytes, char* to,
   }
 }
 
-// As `ReadTokenIds` of ops.py.
 OUTDRAFT_EXPORT void read_token_ids(int64_t num_rows, const int64_t* texts, const int64_t* drafts,
                                     const int64_t* state_index, const int64_t* draft_index,
                                     int64_t* ids) {
@@ -130,7 +139,6 @@ OUTDRAFT_EXPORT void read_token_ids(int64_t num_rows, const int64_t* texts, cons
   }
 }
 
-// As `AppendTokenIds` of ops.py.
 OUTDRAFT_EXPORT void append_token_ids(int64_t num_requests, int64_t width, int64_t row_len,
                                       int64_t* texts, const int64_t* state_rows,
                                       const int64_t* starts, const int64_t* token_ids) {

@@ -2,11 +2,12 @@
 // of the target only when it comes to it; sums run as sampling.cpp says. The readable twin is
 // src/outdraft/kernels/reference/verification.py.
 
+#include "verification.h"
+
 #include <algorithm>
 #include <limits>
 #include <vector>
 
-#include "export.h"
 #include "sampling.h"
 
 namespace outdraft {
@@ -216,7 +217,6 @@ OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, c
   }
 }
 
-// Walk along the choices of flat rows; arguments as for `verify`.
 OUTDRAFT_EXPORT void match_choices(int64_t num_requests, int64_t width, const int64_t* choices,
                                    const int64_t* tokens, const int64_t* parents,
                                    const int64_t* num_drafts, int64_t* emitted, int64_t* rows,

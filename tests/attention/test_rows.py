@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.kernels.reference.table import reference_kernels
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 
@@ -25,7 +25,8 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
         num_blocks = -(-(context_len + num_causal + num_drafts) // block_size)
         blocks = rng.permutation(100)[:num_blocks].tolist()
         spans.append(Span(context_len, num_causal, parents, blocks))
-    batch, _ = lay_out(spans, block_size, reference_kernels(), torch.device("cpu"))
+    placed = lay_out(spans, block_size, reference_kernels(), torch.device("cpu"))
+    batch = metadata_of(placed, spans)
     row = 0
     for b, span in enumerate(spans):
         assert batch.query_start_B1[b] == row

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Kernels, LayerSpec, StateEntry
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
@@ -118,13 +118,13 @@ def blocks_of(request: int) -> tuple[int, ...]:
 
 
 def batch_of(spans: Sequence[Span]) -> AttentionMetadata:
-    return lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)[0]
+    return metadata_of(lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU), spans)
 
 
 def batch_with_logits(spans: Sequence[Span]) -> tuple[AttentionMetadata, Tensor]:
     """The batch, and int64 [R], the rows whose logits are wanted."""
-    metadata, (_, _, logit_rows_R, *_) = lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)
-    return metadata, logit_rows_R
+    placed = lay_out(spans, BLOCK_SIZE, reference_kernels(), CPU)
+    return metadata_of(placed, spans), placed.logit_rows_R
 
 
 def filled_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:

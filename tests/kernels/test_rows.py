@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, metadata_of
 from outdraft.kernels.ops import PlacedRows
 from tests.kernels.comparisons import Case
 
@@ -68,7 +68,7 @@ def compare_place_states(case: Case) -> None:
     for rows_N, span in zip(kept_rows_BN, sampling, strict=True):
         rows = np.flatnonzero(rng.random(len(span.parents)) < 0.5)  # a path goes down
         rows_N[: len(rows)] = torch.from_numpy(rows)
-    metadata, _ = lay_out(step[0], BLOCK_SIZE, case.reference, torch.device("cpu"))
+    metadata = metadata_of(placed, step[0])
     window = case.data.draw(st.sampled_from([1, 8, 128]), "window")
     states = placed.state_index_T, placed.root_rows_B, kept_rows_BN, ROW_LEN, window
     got, want = (one.place_states(metadata, *states) for one in (case.kernels, case.reference))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.kv.cache import KVCache
 from outdraft.models.eagle import EagleNetwork
@@ -35,7 +35,7 @@ def new_cache(network: EagleNetwork) -> KVCache:
 
 
 def batch_of(spans: list[Span]) -> AttentionMetadata:
-    return lay_out(spans, 4, reference_kernels(), CPU)[0]
+    return metadata_of(lay_out(spans, 4, reference_kernels(), CPU), spans)
 
 
 def random_rows(network: EagleNetwork, num_rows: int, seed: int) -> tuple[Tensor, Tensor]:

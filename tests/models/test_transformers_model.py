@@ -24,7 +24,7 @@ from transformers import (
     XmodConfig,
 )
 
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.errors import ConfigError
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.choose import choose_kernels
@@ -82,7 +82,7 @@ class Texts:
     def _pass(
         self, spans: list[Span], ids_T: Tensor, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor]:
-        metadata, _ = lay_out(spans, BLOCK_SIZE, self.model.kernels, CPU)
+        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, self.model.kernels, CPU), spans)
         with torch.inference_mode():
             hidden_TD, tapped_TKD = self.model.forward_tapped(
                 ids_T, self.cache.layers, metadata, taps

@@ -2,17 +2,19 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outdraft.config.engine import EngineConfig
@@ -293,3 +295,28 @@ class NoisePolicy(DraftPolicy):
             for depth in depths[1:]
         ]
         return Draft(tuple(tokens), tuple(parents))
+
+
+class Pass(NamedTuple):
+    """A pass of the target: rows that it read, and those whose states behind it were made."""
+
+    num_rows: int
+    num_states: int
+
+
+@contextmanager
+def passes_of(llm: LLM) -> Generator[list[Pass]]:
+    """The target's passes, which are made one by one here, not in one call with the rest."""
+    model, passes = llm.engine.runner.model, list[Pass]()
+    forward = model.forward_tapped
+
+    def counted(ids_T: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        found = forward(ids_T, *rest)
+        passes.append(Pass(len(ids_T), len(found[0])))
+        return found
+
+    model.forward_tapped, model.step = counted, lambda task, by_parts: by_parts()
+    try:
+        yield passes
+    finally:
+        del model.forward_tapped, model.step

@@ -23,6 +23,7 @@ from outdraft.drafting.device.network_drafter import NetworkDrafter
 from outdraft.engine.llm import LLM
 from outdraft.kernels.data.drafts import DraftBatch, Verdict, row_start_B
 from outdraft.kernels.draft_ops import DraftStart, UnreadTexts
+from outdraft.kernels.step_ops import DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.config import ModelConfig
 from outdraft.models.eagle import EagleNetwork
@@ -80,6 +81,8 @@ class RandomAcceptance:
     def __init__(self, llm: LLM, seed: int) -> None:
         self.runner, self.scheduler = llm.engine.runner, llm.engine.scheduler
         self.runner._verified = self.verify
+        forward = self.runner._forward  # it must not choose before
+        self.runner._forward = lambda plan, drafts, **_: forward(plan, drafts, chooses=False)
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0
         self.num_drafter_checks = self.num_gaps = 0
@@ -102,7 +105,7 @@ class RandomAcceptance:
             fresh = model.logits(read_afresh(model, text, ())[0][-1:])[0]
             torch.testing.assert_close(logits_RV[root], fresh, rtol=0, atol=CLOSE)
         is_finite_R = torch.ones(len(logits_RV), dtype=torch.bool)
-        return VerifiedRows(self._verdict(drafts), drafts, is_finite_R), None
+        return VerifiedRows(DeviceChoice(self._verdict(drafts), is_finite_R), drafts), None
 
     def _verdict(self, drafts: DraftBatch) -> Verdict:
         """A random row of each draft is the last that is accepted; or none is."""

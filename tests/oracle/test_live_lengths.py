@@ -19,6 +19,7 @@ from tests.oracle.engines import (
     greedy,
     greedy_oracle,
     ids,
+    passes_of,
     prompts_of,
     run,
 )
@@ -69,23 +70,16 @@ def test_a_perfect_drafter_stays_perfect():
 @pytest.mark.parametrize("method", ["draft_model", "eagle3", "combined"])
 def test_rows_that_were_not_drafted_are_not_computed(method: str):
     llm = engine("qwen3-window", method, 4)
-    stops, runner = ComparedRules(llm, 4), llm.engine.runner
-    computed, planned = [], []
-    forward, schedule = runner.model.forward_tapped, llm.engine.scheduler.schedule
-    runner.model.forward_tapped = lambda ids_T, *rest: (
-        computed.append(len(ids_T)),
-        forward(ids_T, *rest),
-    )[1]
+    stops, planned, schedule = ComparedRules(llm, 4), [], llm.engine.scheduler.schedule
     llm.engine.scheduler.schedule = lambda *args, **named: (
         planned.append(schedule(*args, **named)),
         planned[-1],
     )[1]
-    try:
+    with passes_of(llm) as passes:
         run(llm, prompts_of(LENGTHS), greedy(NUM_TOKENS))
-    finally:
-        runner.model.forward_tapped = forward
+    num_computed = sum(one.num_rows for one in passes)
     stats, left_out = llm.engine.stats, stops.num_wanted - stops.num_drafted
-    assert sum(computed) == stats.num_rows == sum(plan.num_rows for plan in planned) - left_out
+    assert num_computed == stats.num_rows == sum(plan.num_rows for plan in planned) - left_out
     assert left_out > 0
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outdraft.runner import model_runner
-from tests.oracle.engines import NETWORKS, engine, greedy, prompts_of, run
+from tests.oracle.engines import NETWORKS, engine, greedy, passes_of, prompts_of, run
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5])
@@ -22,56 +22,25 @@ def test_a_perfect_drafter_takes_the_fewest_steps(num_drafts: int):
 @pytest.mark.parametrize("method", ["plain", "ngram", "combined", "eagle3-tree", "medusa"])
 def test_rows_computed_are_rows_planned(method: str):
     llm = engine("qwen3-window", method)
-    runner = llm.engine.runner
-    computed = []
-    forward = runner.model.forward_tapped
-    runner.model.forward_tapped = lambda ids_T, *rest: (
-        computed.append(len(ids_T)),
-        forward(ids_T, *rest),
-    )[1]
-    try:
+    with passes_of(llm) as passes:
         run(llm, prompts_of([12, 30]), greedy(20))
-    finally:
-        runner.model.forward_tapped = forward
-    assert sum(computed) == llm.engine.stats.num_rows
-    assert len(computed) == llm.engine.stats.num_steps
+    assert sum(one.num_rows for one in passes) == llm.engine.stats.num_rows
+    assert len(passes) == llm.engine.stats.num_steps
 
 
 def test_plain_decoding_makes_a_state_for_each_token_that_it_chooses():
     llm = engine("qwen3-window", "plain")
-    runner, num_states = llm.engine.runner, []
-    forward = runner.model.forward_tapped
-
-    def counted(*args):
-        found = forward(*args)
-        num_states.append(len(found[0]))
-        return found
-
-    runner.model.forward_tapped = counted
-    try:
+    with passes_of(llm) as passes:
         run(llm, prompts_of([12, 30]), greedy(20))
-    finally:
-        runner.model.forward_tapped = forward
-    assert sum(num_states) == 2 * 20
+    assert sum(one.num_states for one in passes) == 2 * 20
 
 
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "eagle3", "eagle", "mtp"])
 def test_a_prompt_makes_states_for_those_drafters_only_that_read_them(method: str):
     llm = engine("mimo" if method == "mtp" else "llama-llama3-rope", method)
-    runner, made = llm.engine.runner, []
-    forward = runner.model.forward_tapped
-
-    def counted(ids_T, *args):
-        found = forward(ids_T, *args)
-        made.append((len(ids_T), len(found[0])))
-        return found
-
-    runner.model.forward_tapped = counted
-    try:
+    with passes_of(llm) as passes:
         run(llm, prompts_of([30]), greedy(4))
-    finally:
-        runner.model.forward_tapped = forward
-    num_read, num_states = map(sum, zip(*made, strict=True))
+    num_read, num_states = map(sum, zip(*passes, strict=True))
     assert num_states == num_read if method in ("eagle", "mtp") else num_states <= num_read - 29
 
 

@@ -5,14 +5,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outdraft.attention.rows import lay_out
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource
 from outdraft.core.plan import DraftChoice, Work
 from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.ops import PlacedRows
 from outdraft.kernels.reference.table import reference_kernels
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.slots import RequestSlot
-from outdraft.runner.step_rows import StepRows, step_rows
+from outdraft.runner.step_rows import StepTexts, step_spans
 
 CPU = torch.device("cpu")
 BLOCK, ROW_LEN = 4, 65
@@ -71,15 +73,15 @@ def drafts_of(works: list[Work]) -> DraftBatch:
     return DraftBatch.from_drafts(chains, CPU)
 
 
-def rows_of(batch: Batch, drafts: DraftBatch) -> StepRows:
-    works, slots = batch.works, batch.slots
-    return step_rows(works, slots, drafts.width, BLOCK, ROW_LEN, CPU, reference_kernels())
+def placed_rows(batch: Batch, drafts: DraftBatch) -> PlacedRows:
+    spans, facts = step_spans(batch.works, batch.slots, ROW_LEN)
+    return lay_out(spans, BLOCK, reference_kernels(), CPU, drafts.width, facts)
 
 
 @given(batches())
 def test_every_row_stands_where_a_loop_over_the_works_says(batch):
     works, drafts = batch.works, drafts_of(batch.works)
-    rows = rows_of(batch, drafts)
+    rows = placed_rows(batch, drafts)
     row, logit_rows, place = 0, [], 0
     for work in works:
         slots = [block * BLOCK + i for block in work.new_block_ids for i in range(BLOCK)]
@@ -94,35 +96,12 @@ def test_every_row_stands_where_a_loop_over_the_works_says(batch):
             assert rows.draft_slots_BN[place].tolist() == padded
             for k in range(work.num_drafts):
                 assert rows.draft_index_T[row + k] == place * drafts.width + k
-            numbers = (rows.state_rows_B, rows.num_tokens_B, rows.prompt_lens_B)
             expected = [work.slot, work.num_tokens, batch.slots[work.slot].num_prompt]
-            assert [int(one[place]) for one in numbers] == expected
+            assert [int(one[place]) for one in StepTexts(*rows.extra)] == expected
             place += 1
         row += work.num_drafts
     assert rows.logit_rows_R.tolist() == logit_rows
     assert len(rows.state_index_T) == row
-
-
-def test_a_step_that_samples_nothing_reads_its_text():
-    batch = Batch()
-    batch.add(4, 4, start=1, num_new=2, blocks=[0])
-    rows = rows_of(batch, drafts_of([]))
-    state = DeviceState(1, ROW_LEN - 1, CPU, reference_kernels())
-    ids = np.array([5, 6, 7, 8], dtype=np.int32)
-    state.admit([Admission(0, ids, 4, TokenRules(seed=0))])
-    assert state.read(rows, None).tolist() == [6, 7]
-    assert state.read(rows, drafts_of([])).tolist() == [6, 7]
-
-
-def test_drafted_rows_stand_behind_their_parents():
-    works = Batch()
-    choice = DraftChoice(DraftSource.MODEL, num_model_drafts=3)  # the network will shape them
-    works.add(3, 1, start=2, num_new=1, blocks=[0, 1, 2, 3], drafts=choice)
-    works.add(5, 1, start=4, num_new=1, blocks=[4, 5, 6, 7])
-    drafts = DraftBatch.from_drafts([Draft((7, 8, 9), (0, 0, 1)), Draft()], CPU)
-    shaped = rows_of(works, drafts).shaped_by(drafts, reference_kernels()).metadata
-    assert shaped.positions_T.tolist() == [2, 3, 3, 4, 4]
-    assert shaped.ancestors_T.tolist() == [0, 0b001, 0b010, 0b101, 0]
 
 
 def test_emitted_tokens_follow_the_text_and_padding_goes_nowhere():

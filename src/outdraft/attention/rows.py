@@ -6,6 +6,7 @@ Dimension key: B requests, T rows, P blocks.
 """
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from outdraft.attention.base import AttentionMetadata
 
 if TYPE_CHECKING:
-    from outdraft.kernels.ops import Kernels
+    from outdraft.kernels.ops import Kernels, PlacedRows
 
 
 class Span(NamedTuple):
@@ -49,18 +50,25 @@ def lay_out(
     device: torch.device,
     width: int | None = None,
     extra: Sequence[Sequence[int]] = (),
-) -> tuple[AttentionMetadata, Sequence[Tensor]]:
+) -> "PlacedRows":
     """Rows in request order; within a request causal rows first, then the draft's.
 
     `width`: the places of a request's drafts; None: as many as the longest has.
-
-    Returns the batch of the pass, and then, in order, what else PlacedRows has, from state_index_T
-    on.
     """
     if width is None:
         width = max(len(span.parents) for span in spans)
     placed = kernels.place_rows(spans, extra, block_size, width)
-    sent = (
+    if device.type == "cpu":
+        return placed
+    names = [field.name for field in fields(placed)][:-1]  # the last one is `extra`
+    host = [*(getattr(placed, name) for name in names), *placed.extra]
+    sent = to_device([tensor.numpy() for tensor in host], device)
+    return replace(placed, **dict(zip(names, sent, strict=False)), extra=tuple(sent[len(names) :]))
+
+
+def metadata_of(placed: "PlacedRows", spans: Sequence[Span]) -> AttentionMetadata:
+    """The batch of these rows."""
+    return AttentionMetadata(
         placed.query_start_W1,
         placed.context_lens_W,
         placed.num_causal_W,
@@ -68,21 +76,9 @@ def lay_out(
         placed.positions_T,
         placed.slots_T,
         placed.block_table_WP,
-        placed.state_index_T,
-        placed.draft_index_T,
-        placed.logit_rows_R,
-        placed.root_rows_B,
-        placed.draft_slots_BN,
-        *placed.extra,
-    )
-    if device.type != "cpu":
-        sent = to_device([tensor.numpy() for tensor in sent], device)
-    metadata = AttentionMetadata(
-        *sent[:7],
         max_rows=max([span.num_rows for span in spans]),
         max_seq_len=max([span.context_len + span.num_rows for span in spans]),
     )
-    return metadata, sent[7:]
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:

@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 
+import torch
+
 from outdraft.core.errors import EngineDeadError, GenerationError, RanksError
 from outdraft.core.outputs import RequestOutput
 from outdraft.core.sampling import SamplingParams
@@ -119,7 +121,8 @@ class AsyncEngine:
         """The thread's life. However it ends, nobody is left waiting."""
         cause: Exception = EngineDeadError("the engine was stopped")
         try:
-            self._step_until_stopped()
+            with torch.inference_mode():
+                self._step_until_stopped()
         except Exception as error:
             cause = error
         with self._lock:

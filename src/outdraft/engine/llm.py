@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from outdraft.config.engine import EngineConfig
@@ -187,7 +188,8 @@ class LLM:
         finished: dict[str, RequestOutput] = {}
         hidden = None if use_tqdm else True  # None: where nobody sees it move
         bar = tqdm(total=len(requests), desc="requests", unit="req", disable=hidden, smoothing=0)
-        with bar, closing(Assembler(self.engine).run(requests)) as steps:
+        steps = Assembler(self.engine).run(requests)
+        with bar, torch.inference_mode(), closing(steps):
             for outputs in steps:
                 for output in outputs:
                     if output.finished:

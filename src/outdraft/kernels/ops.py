@@ -3,7 +3,8 @@
 `Kernels` is a table with one entry for each. `choose.py` fills it, once, when a model is loaded;
 whoever computes gets the table and calls `kernels.<operation>(...)`. The readable meaning of each
 operation is in `reference/`. Those on texts are described in text_ops.py,
-those on logits and drafts in sampling_ops.py, mixtures of experts in expert_ops.py.
+those on logits and drafts in sampling_ops.py, steps in step_ops.py, mixtures of experts in
+expert_ops.py.
 
 Dimension key: B requests, or those that sample of W works; T rows, R rows that need logits,
 P blocks, N most drafts of one request, F rows of a level of a growing tree,
@@ -43,6 +44,7 @@ from outdraft.kernels.sampling_ops import (
     ScaleAndCut,
     Verify,
 )
+from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.kernels.text_ops import NgramTextsMaker, SuffixTextsMaker
 
 if TYPE_CHECKING:
@@ -382,6 +384,15 @@ class DecoderPass(Protocol):
         """int64 [R]: the target's ids of the highest logits; bool [R]: whether that logit is
         finite. A NaN counts as the highest; of equal ones the first wins. A network that is
         spread over ranks looks at the outputs of all of them."""
+        ...
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """Read the rows of a step of a target, and maybe choose by them.
+
+        Args:
+            by_parts: does the same by this network's passes and the other operations; that is the
+                meaning of this one.
+        """
         ...
 
     def draft(

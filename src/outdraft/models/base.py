@@ -17,6 +17,7 @@ from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.layers.embedding import Embedding
 from outdraft.models.layers.linear import Linear
 from outdraft.models.shape import ModelShape
@@ -106,6 +107,10 @@ class LanguageModel(Protocol):
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
+        ...
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """As `DecoderPass.step`."""
         ...
 
 

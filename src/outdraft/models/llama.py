@@ -17,6 +17,7 @@ from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.kernels.rank_products import PaddedProduct
+from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.config import ModelConfig
 from outdraft.models.decoder import Decoder, Kind, product_of
 from outdraft.models.layers.embedding import Embedding
@@ -118,6 +119,10 @@ class CausalLM(nn.Module):
     ) -> ModelDrafts:
         """As `DecoderPass.draft`."""
         return self.passes.draft(unread, growth, by_levels)
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """As `DecoderPass.step`."""
+        return self.passes.step(task, by_parts)
 
     @property
     def routed(self) -> None:

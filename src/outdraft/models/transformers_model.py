@@ -21,6 +21,7 @@ from outdraft.distributed.group import RankGroup
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, UnreadTexts
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.step_ops import StepRead, StepTask
 from outdraft.models.experts import routed_weights
 from outdraft.models.layers.linear import memory_bytes, numbers_of
 from outdraft.models.shape import ModelShape
@@ -132,6 +133,10 @@ class TransformersModel(nn.Module):
     ) -> ModelDrafts:
         """Level by level."""
         return by_levels()
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """Part by part."""
+        return by_parts()
 
     @property
     def rotary(self) -> nn.Module | None:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import to_device
 from outdraft.core.admission import Admission
-from outdraft.kernels.data.drafts import DraftBatch
 from outdraft.kernels.ops import Kernels
-from outdraft.runner.step_rows import StepRows
 
 
 class DeviceState:
@@ -30,7 +28,6 @@ class DeviceState:
         self.token_ids_SL = torch.zeros(
             max_num_seqs, self.row_len, dtype=torch.int64, device=device
         )
-        self._no_drafts_BN = torch.empty((0, 0), dtype=torch.int64, device=device)
         self._kernels = kernels
 
     def admit(self, admissions: Sequence[Admission]) -> None:
@@ -39,13 +36,6 @@ class DeviceState:
             text = admission.token_ids.astype(np.int64)
             (sent,) = to_device([text], self.token_ids_SL.device)
             self.token_ids_SL[admission.slot, : len(text)] = sent
-
-    def read(self, rows: StepRows, drafts: DraftBatch | None) -> Tensor:
-        """int64 [T]: the tokens of a step's rows, from the texts and the drafts."""
-        drafts_BN = self._no_drafts_BN if drafts is None else drafts.token_ids_BN.contiguous()
-        return self._kernels.read_token_ids(
-            self.token_ids_SL, drafts_BN, rows.state_index_T, rows.draft_index_T
-        )
 
     def append(self, state_rows_B: Tensor, starts_B: Tensor, token_ids_BN: Tensor) -> None:
         """Write emitted tokens (padded with -1) behind the first starts_B of each text."""

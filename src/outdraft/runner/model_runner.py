@@ -11,16 +11,21 @@ R rows whose logits are needed, D hidden, V vocabulary, L tokens, W words of a m
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from outdraft.attention.base import AttentionMetadata
+from outdraft.attention.rows import Span, metadata_of
 from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.ops import PlacedRows
+from outdraft.kernels.step_ops import Choice, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
@@ -37,6 +42,7 @@ from outdraft.runner.grammar_masks import (
     copy_of_drafted,
     masks_of,
 )
+from outdraft.runner.inferring import inferring
 from outdraft.runner.logprobs import (
     LogprobRows,
     Scores,
@@ -48,7 +54,12 @@ from outdraft.runner.logprobs import (
 from outdraft.runner.results import StepCopies, VerifiedRows, to_host, work_results
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.states import spread_rows, target_states
-from outdraft.runner.step_rows import StepRows, step_rows
+from outdraft.runner.step_rows import (
+    StepTexts,
+    read_by_parts,
+    step_spans,
+    with_logits,
+)
 from outdraft.runner.timing import PhaseClock
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.sampling.logprobs import gather_in_slices
@@ -56,20 +67,48 @@ from outdraft.sampling.processors import Paths
 from outdraft.verification.verifier import Verifier
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TargetPass:
-    """The target's forward pass over all rows of a step.
+    """The target's forward pass over all rows of a step, laid out as `spans`.
 
     Attributes:
-        hidden_TD: hidden states of all rows; None: nobody reads those of rows without logits.
-        tapped_TKD: residual streams behind the layers that the drafter reads.
-        logit_hidden_RD: hidden states of the rows whose logits are needed.
+        states_of: whose hidden states are there.
+        choice: None: it is not made yet.
     """
 
-    rows: StepRows
-    hidden_TD: Tensor | None
-    tapped_TKD: Tensor
-    logit_hidden_RD: Tensor
+    read: StepRead
+    spans: Sequence[Span]
+    states_of: StatesOf
+
+    @property
+    def choice(self) -> Choice | None:
+        return self.read.choice
+
+    @cached_property
+    def rows(self) -> PlacedRows:
+        return self.read.place()
+
+    @property
+    def texts(self) -> StepTexts:
+        return StepTexts(*self.rows.extra)
+
+    @property
+    def metadata(self) -> AttentionMetadata:
+        return metadata_of(self.rows, self.spans)
+
+    @property
+    def hidden_TD(self) -> Tensor | None:
+        """Hidden states of all rows, if they are there."""
+        return self.read.states_RD if self.states_of is StatesOf.ALL_ROWS else None
+
+    @cached_property
+    def logit_hidden_RD(self) -> Tensor:
+        """Hidden states of the rows whose logits are needed."""
+        states_RD = self.read.states_RD
+        assert states_RD is not None
+        if self.states_of is StatesOf.ALL_ROWS:
+            return with_logits(states_RD, self.rows.logit_rows_R)
+        return states_RD
 
 
 class LaunchedStep(NamedTuple):
@@ -136,7 +175,7 @@ class ModelRunner:
         """Groups of ranks that draft at the same time, each for the requests that it owns."""
         return 1
 
-    @torch.inference_mode()
+    @inferring
     def launch(self, plan: StepPlan) -> PendingStep | LaunchedStep:
         """Issue a whole step and the copy of its results; it waits for nothing.
 
@@ -155,7 +194,8 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        target = self._forward(plan, drafts)
+        chooses = sampling is not None and sampling.is_plain_greedy and not wants_logprobs(slots)
+        target = self._forward(plan, drafts, chooses=chooses)
         prompt = None
         if target.hidden_TD is not None:
             prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
@@ -172,7 +212,7 @@ class ModelRunner:
         drafts_2BN = step.drafted.wait() if step.drafted is not None else None
         return Drafted(tuple(work.num_drafts for work in step.works), drafts_2BN)
 
-    @torch.inference_mode()
+    @inferring
     def verify(self, step: LaunchedStep, allowed: AllowedTokens) -> PendingStep:
         """Issue the rest of a step with grammars, and the copy of its results."""
         assert step.drafts is not None
@@ -189,9 +229,9 @@ class ModelRunner:
         emitted: LogprobRows | None = None
         if drafts is not None and sampling is not None:
             verified, emitted = self._verified(step, drafts, sampling, masks)
-            self._keep(verified.verdict, drafts, step.target.rows)
+            self._keep(verified.choice, drafts, step.target)
         if plan.keeps_states:
-            self._keep_states(plan.works, step.target, verified and verified.verdict)
+            self._keep_states(plan.works, step.target, verified and verified.choice.verdict)
         step.clock.mark()
         copies = to_host(verified, emitted, step.prompt, self.device)
         return PendingStep(plan, copies, step.clock)
@@ -238,37 +278,31 @@ class ModelRunner:
         drafts = joined_drafts(works, asked, made, self.device)
         return drafts, drafts
 
-    def _forward(self, plan: StepPlan, drafts: DraftBatch | None) -> TargetPass:
+    def _forward(self, plan: StepPlan, drafts: DraftBatch | None, *, chooses: bool) -> TargetPass:
+        """`chooses`: requests that sample take the likeliest tokens, and nothing else is asked."""
         works = plan.works
-        width = drafts.width if drafts is not None else 0
-        rows = step_rows(
-            works,
-            self._slots,
-            width,
-            self.cache.block_size,
-            self.state.row_len,
-            self.device,
-            self.model.kernels,
-        )
-        if drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works):
-            rows = rows.shaped_by(drafts, self.model.kernels)
-        ids_T = self.state.read(rows, drafts)
-        logit_rows_R = rows.logit_rows_R
-        are_wanted = plan.keeps_states and self._reads_all_hidden
-        are_wanted |= wants_prompt_logprobs(works, self._slots)
-        states_RD, tapped_TKD = self.model.forward_tapped(
-            ids_T,
+        spans, facts = step_spans(works, self._slots, self.state.row_len)
+        states_of = StatesOf.NO_ROW if chooses else StatesOf.ROWS_WITH_LOGITS
+        if plan.keeps_states:
+            states_of = StatesOf.ROWS_WITH_LOGITS
+        if wants_prompt_logprobs(works, self._slots) or (
+            plan.keeps_states and self._reads_all_hidden
+        ):
+            states_of = StatesOf.ALL_ROWS
+        task = StepTask(
+            spans,
+            facts,
+            self.state.token_ids_SL,
+            drafts,
+            drafts is not None and any(w.drafts and w.drafts.is_device_tree for w in works),
             self.cache.layers,
-            rows.metadata,
+            self.cache.block_size,
             self._taps if plan.keeps_states else (),
-            None if are_wanted else logit_rows_R,
+            chooses,
+            states_of,
         )
-        if not are_wanted:
-            return TargetPass(rows, None, tapped_TKD, states_RD)
-        are_all = logit_rows_R.shape[0] == states_RD.shape[0]
-        # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
-        logit_hidden_RD = states_RD if are_all else states_RD.index_select(0, logit_rows_R)
-        return TargetPass(rows, states_RD, tapped_TKD, logit_hidden_RD)
+        read = self.model.step(task, partial(read_by_parts, self.model, task))
+        return TargetPass(read, spans, states_of)
 
     def _verified(
         self,
@@ -278,40 +312,42 @@ class ModelRunner:
         masks: GrammarMasks | None,
     ) -> tuple[VerifiedRows, LogprobRows | None]:
         target = step.target
-        if sampling.is_plain_greedy and not wants_logprobs(step.slots):
-            best_R, is_finite_R = self.model.checked_best_tokens(target.logit_hidden_RD)
-            return VerifiedRows(self.model.kernels.match(best_R, drafts), drafts, is_finite_R), None
+        if target.choice is not None:
+            return VerifiedRows(target.choice, drafts), None
         logits_RV = self.model.logits(target.logit_hidden_RD)
         is_finite_R = self.model.kernels.finite_rows(logits_RV)
         grammar_RW = masks.masks_RW if masks is not None else None
-        paths = self._paths(step.works, target.rows, sampling, grammar_RW)
+        paths = self._paths(step.works, target.texts, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, drafts, sampling, paths)
         if masks is not None and masks.is_end_BN is not None:
             verdict = verdict.cut_behind(masks.is_end_BN)
-        verified = VerifiedRows(verdict, drafts, is_finite_R)
+        verified = VerifiedRows(DeviceChoice(verdict, is_finite_R), drafts)
         return verified, emitted_logprobs(step.slots, logits_RV, drafts, verdict)
 
     def _paths(
         self,
         works: Sequence[Work],
-        rows: StepRows,
+        texts: StepTexts,
         sampling: SamplingBatch,
         grammar_RW: Tensor | None,
     ) -> Paths:
         history_BL = None
         if sampling.needs_history:
             longest = max(work.num_tokens for work in works)
-            history_BL = self.state.token_ids_SL[rows.state_rows_B, :longest]
+            history_BL = self.state.token_ids_SL[texts.rows_B, :longest]
             places_L = torch.arange(longest, device=self.device)
-            past_BL = places_L >= rows.num_tokens_B[:, None]
+            past_BL = places_L >= texts.num_tokens_B[:, None]
             history_BL = history_BL.masked_fill(past_BL, -1)
-        return Paths(history_BL, rows.prompt_lens_B, rows.num_tokens_B, None, grammar_RW)
+        return Paths(history_BL, texts.prompt_lens_B, texts.num_tokens_B, None, grammar_RW)
 
-    def _keep(self, verdict: Verdict, drafts: DraftBatch, rows: StepRows) -> None:
+    def _keep(self, choice: Choice, drafts: DraftBatch, target: TargetPass) -> None:
         """Write the emitted tokens to the texts, and accepted branches to where texts are read."""
-        self.state.append(rows.state_rows_B, rows.num_tokens_B, verdict.token_ids_BN1)
+        if target.choice is None:
+            texts = target.texts
+            self.state.append(texts.rows_B, texts.num_tokens_B, choice.verdict.token_ids_BN1)
         if drafts.is_chain:
             return  # accepted rows stand where they belong
+        rows, verdict = target.rows, choice.verdict
         source_BN = rows.draft_slots_BN.gather(1, verdict.rows_BN.clamp_min(0))
         source_BN = source_BN.masked_fill(verdict.rows_BN < 0, -1)
         self.cache.compact(source_BN.flatten(), rows.draft_slots_BN.flatten())
@@ -327,17 +363,19 @@ class ModelRunner:
         self, works: Sequence[Work], target: TargetPass, verdict: Verdict | None
     ) -> TargetStates:
         assert self.proposer is not None
-        hidden_TD = target.hidden_TD
+        hidden_TD, tapped_TKD = target.hidden_TD, target.read.tapped_TKD
+        assert tapped_TKD is not None
         if hidden_TD is None:
             hidden_TD = spread_rows(
-                target.logit_hidden_RD, target.rows.logit_rows_R, len(target.tapped_TKD)
+                target.logit_hidden_RD, target.rows.logit_rows_R, len(tapped_TKD)
             )
         return target_states(
             works,
             self._slots,
             target.rows,
+            target.metadata,
             hidden_TD,
-            target.tapped_TKD,
+            tapped_TKD,
             verdict,
             self.state,
             self.proposer.drafter.state_window,

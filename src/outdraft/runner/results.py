@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from outdraft.core.plan import StepPlan, TokenLogprobs, WorkResult
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.step_ops import Choice, KnownChoice
 from outdraft.runner.logprobs import LogprobRows
 
 
@@ -21,12 +22,12 @@ class VerifiedRows:
     """What was decided about the drafts of a step.
 
     Attributes:
-        is_finite_R: bool; the target's raw logits of the row are numbers to choose by.
+        choice: of all requests, however they choose. A row is finite if the target's raw logits
+            there are numbers to choose by.
     """
 
-    verdict: Verdict
+    choice: Choice
     drafts: DraftBatch
-    is_finite_R: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class StepCopies:
     Attributes:
         packed: on a GPU, one int64 tensor on the host, floats as their bits; else the tensors.
         shapes: of the tensors in order.
+        known: what else was decided, where the host knows it: it is not among the tensors.
         has_margins: live rules' margins are among them.
         has_taught: counts of settled tokens are among them.
         arrived: set on a GPU when the copy is complete.
@@ -43,6 +45,7 @@ class StepCopies:
 
     packed: list[Tensor]
     shapes: tuple[torch.Size, ...]
+    known: KnownChoice | None
     has_margins: bool
     has_taught: bool
     emitted: LogprobRows | None
@@ -58,16 +61,15 @@ def to_host(
 ) -> StepCopies:
     """Start the one copy of a step; waits for nothing."""
     tensors: list[Tensor] = []
-    margins_BL = taught_B2 = None
+    known = margins_BL = taught_B2 = None
     if verified is not None:
-        tensors += [
-            verified.is_finite_R,
-            verified.verdict.token_ids_BN1,
-            verified.verdict.rows_BN,
-            verified.drafts.token_ids_BN,
-            verified.drafts.parents_BN,
-        ]
-        margins_BL, taught_B2 = verified.drafts.margins_BL, verified.drafts.taught_B2
+        choice, drafts = verified.choice, verified.drafts
+        known = choice.on_host
+        if known is None:
+            verdict = choice.verdict
+            tensors += [choice.is_finite_R, verdict.token_ids_BN1, verdict.rows_BN]
+        tensors += [drafts.token_ids_BN, drafts.parents_BN]
+        margins_BL, taught_B2 = drafts.margins_BL, drafts.taught_B2
         tensors += [one for one in (margins_BL, taught_B2) if one is not None]
     for rows in (emitted, prompt):
         if rows is not None:
@@ -75,14 +77,14 @@ def to_host(
     shapes = tuple(tensor.shape for tensor in tensors)
     rest = margins_BL is not None, taught_B2 is not None, emitted, prompt
     if device.type == "cpu":
-        return StepCopies(tensors, shapes, *rest, None)
+        return StepCopies(tensors, shapes, known, *rest, None)
     nothing = torch.zeros(0, dtype=torch.int64, device=device)
     packed = torch.cat([nothing, *(_as_int64(tensor).flatten() for tensor in tensors)])
     host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
     host.copy_(packed, non_blocking=True)
     arrived = torch.cuda.Event()  # also where nothing is copied: the clock is read behind it
     arrived.record()
-    return StepCopies([host], shapes, *rest, arrived)
+    return StepCopies([host], shapes, known, *rest, arrived)
 
 
 def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
@@ -97,8 +99,15 @@ def work_results(plan: StepPlan, copies: StepCopies) -> tuple[WorkResult, ...]:
     if not tensors:
         return tuple(WorkResult() for _ in plan.works)
     num_sampling = sum([work.samples for work in plan.works])
-    num_verified = 5 if num_sampling else 0
-    is_finite_R, *verdicts = [one.tolist() for one in tensors[:num_verified]] or [()]
+    is_finite_R: Sequence[bool] = ()
+    verdicts: list[list[list[int]]] = []
+    num_verified = 0
+    if copies.known is not None:
+        is_finite_R, *verdicts = copies.known
+        num_verified = 2
+    elif num_sampling:
+        is_finite_R, num_verified = tensors[0].tolist(), 5
+    verdicts += [one.tolist() for one in tensors[:num_verified][-4:]]
     logs = [one.numpy() for one in tensors[num_verified:]]
     margins: Sequence[np.ndarray | None] = [None] * num_sampling
     if copies.has_margins:

@@ -26,6 +26,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
+from outdraft.kernels.step_ops import DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
@@ -47,6 +48,7 @@ from outdraft.runner.shares import (
 )
 from outdraft.runner.slots import RequestSlot
 from outdraft.runner.spread_scores import joined_logprobs, joined_scores
+from outdraft.runner.step_rows import StepTexts
 from outdraft.sampling.batch import SamplingBatch
 from outdraft.verification.verifier import Verifier
 
@@ -134,7 +136,7 @@ class ShardedRunner(ModelRunner):
         masks: GrammarMasks | None,
     ) -> tuple[VerifiedRows, LogprobRows | None]:
         has_logprobs = wants_logprobs(step.slots)
-        if sampling.is_plain_greedy and not has_logprobs:
+        if step.target.choice is not None:
             return super()._verified(step, drafts, sampling, masks)  # of all, on every rank
         group, shares = self.ranks.target, Shares.of(step.works, self.ranks)
         own, order = shares.ranks[group.rank], shares.by_rank
@@ -159,7 +161,7 @@ class ShardedRunner(ModelRunner):
         packed_BC = group.join_rows(packed_verdict(verdict, is_finite_R, own_rows), shares.counts)
         packed_BC = packed_BC.index_select(0, back_in_order(order, self.device))
         everybodys, is_finite_R = unpacked_verdict(packed_BC, width, shares.num_rows)
-        verified = VerifiedRows(everybodys, drafts, is_finite_R)
+        verified = VerifiedRows(DeviceChoice(everybodys, is_finite_R), drafts)
         if not has_logprobs:
             return verified, None
         return verified, joined_logprobs(emitted, step.slots, shares, width, group, self.device)
@@ -174,18 +176,13 @@ class ShardedRunner(ModelRunner):
     ) -> Verdict:
         """On the requests that this rank verifies."""
         assert step.own_drafts is not None
-        rows, target_rows = np.array(own, dtype=np.int64), step.target.rows
-        own_B, own_R = to_device([rows, shares.rows_of(own)], self.device)
-        target_rows = replace(
-            target_rows,
-            state_rows_B=target_rows.state_rows_B.index_select(0, own_B),
-            num_tokens_B=target_rows.num_tokens_B.index_select(0, own_B),
-            prompt_lens_B=target_rows.prompt_lens_B.index_select(0, own_B),
-        )
+        requests = np.array(own, dtype=np.int64)
+        own_B, own_R = to_device([requests, shares.rows_of(own)], self.device)
+        texts = StepTexts(*(each.index_select(0, own_B) for each in step.target.texts))
         works = [step.works[place] for place in own]
         sampling = self._sampling_batch([step.slots[place] for place in own])
         grammar_RW = masks.masks_RW.index_select(0, own_R) if masks is not None else None
-        paths = self._paths(works, target_rows, sampling, grammar_RW)
+        paths = self._paths(works, texts, sampling, grammar_RW)
         verdict = self.verifier.verify(logits_RV, step.own_drafts, sampling, paths)
         if masks is not None and masks.is_end_BN is not None:
             is_end_BN = masks.is_end_BN.index_select(0, own_B)

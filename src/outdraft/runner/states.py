@@ -7,20 +7,21 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from outdraft.attention.base import AttentionMetadata
 from outdraft.core.plan import Work
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.target_states import ChunkRead, TargetStates
 from outdraft.kernels.data.drafts import Verdict
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, PlacedRows
 from outdraft.runner.device_state import DeviceState
 from outdraft.runner.slots import Slots
-from outdraft.runner.step_rows import StepRows
 
 
 def target_states(
     works: Sequence[Work],
     slots: Slots,
-    rows: StepRows,
+    rows: PlacedRows,
+    metadata: AttentionMetadata,
     hidden_TD: Tensor,
     tapped_TKD: Tensor,
     verdict: Verdict | None,
@@ -35,7 +36,7 @@ def target_states(
     """
     kept_rows_BN = rows.draft_slots_BN[:0] if verdict is None else verdict.rows_BN
     places_T, last_rows_W, last_places_W = kernels.place_states(
-        rows.metadata, rows.state_index_T, rows.root_rows_B, kept_rows_BN, state.row_len, window
+        metadata, rows.state_index_T, rows.root_rows_B, kept_rows_BN, state.row_len, window
     )
     return TargetStates(
         hidden_TD,

@@ -5,79 +5,105 @@ R rows whose logits are needed, S state rows, L tokens, W works.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from outdraft.attention.base import AttentionMetadata
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.plan import Work
-from outdraft.kernels.data.drafts import DraftBatch
-from outdraft.kernels.ops import Kernels
+from outdraft.kernels.ops import Kernels, PlacedRows
+from outdraft.kernels.step_ops import DeviceChoice, StatesOf, StepRead, StepTask
+from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
 
 
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """The rows of a step. All tensors are on the device.
+class StepTexts(NamedTuple):
+    """Of the requests that sample in a step, int64 on the device.
 
     Attributes:
-        state_index_T, draft_index_T, logit_rows_R, root_rows_B, draft_slots_BN: as in PlacedRows;
-            the texts are those of the device state.
-        state_rows_B, num_tokens_B, prompt_lens_B: of the sampling requests, int64.
+        rows_B: of the device state.
+        num_tokens_B, prompt_lens_B: of their texts.
     """
 
-    metadata: AttentionMetadata
-    state_index_T: Tensor
-    draft_index_T: Tensor
-    logit_rows_R: Tensor
-    root_rows_B: Tensor
-    draft_slots_BN: Tensor
-    state_rows_B: Tensor
+    rows_B: Tensor
     num_tokens_B: Tensor
     prompt_lens_B: Tensor
 
-    def shaped_by(self, drafts: DraftBatch, kernels: Kernels) -> "StepRows":
-        """The same rows, with positions and ancestors that follow from the drafts' parents."""
-        positions_T, ancestors_T = kernels.shape_rows(
-            drafts.parents_BN.contiguous(),
-            self.draft_index_T,
-            self.metadata.positions_T,
-            self.metadata.ancestors_T,
-        )
-        metadata = replace(self.metadata, positions_T=positions_T, ancestors_T=ancestors_T)
-        return replace(self, metadata=metadata)
 
-
-def step_rows(
-    works: Sequence[Work],
-    slots: Slots,
-    width: int,
-    block_size: int,
-    row_len: int,
-    device: torch.device,
-    kernels: Kernels,
-) -> StepRows:
-    """Lay the works out, and send all of it in one copy.
+def step_spans(
+    works: Sequence[Work], slots: Slots, row_len: int
+) -> tuple[list[Span], tuple[list[int], list[int], list[int]]]:
+    """The works' rows, and the numbers of `StepTexts`.
 
     Args:
-        width: N.
         row_len: of the device state.
     """
     spans: list[Span] = []
-    texts: tuple[list[int], list[int], list[int]] = ([], [], [])  # of the works that sample
+    facts: tuple[list[int], list[int], list[int]] = ([], [], [])
     for work in works:
         slot, row, parents = slots[work.slot], work.slot, _parents(work)
         spans.append(
             Span(work.start, work.num_new, parents, slot.block_ids, row * row_len, work.samples)
         )
         if work.samples:
-            facts = (row, work.num_tokens, slot.num_prompt)
-            for column, fact in zip(texts, facts, strict=True):
+            for column, fact in zip(facts, (row, work.num_tokens, slot.num_prompt), strict=True):
                 column.append(fact)
-    metadata, sent = lay_out(spans, block_size, kernels, device, width, texts)
-    return StepRows(metadata, *sent)
+    return spans, facts
+
+
+def read_by_parts(model: LanguageModel, task: StepTask) -> StepRead:
+    """Lay the rows out, and send all of it in one copy; read them; match them with their drafts."""
+    kernels, spans, texts_SL = model.kernels, task.spans, task.token_ids_SL
+    placed = lay_out(spans, task.block_size, kernels, texts_SL.device, task.width, task.facts)
+    drafts_BN = texts_SL.new_empty(0, 0)
+    if task.drafts is not None:
+        drafts_BN = task.drafts.token_ids_BN.contiguous()
+    if task.are_shaped:
+        placed = _shaped(placed, task, kernels)
+    index_T, draft_index_T = placed.state_index_T, placed.draft_index_T
+    ids_T = kernels.read_token_ids(texts_SL, drafts_BN, index_T, draft_index_T)
+    states_RD, tapped_TKD = model.forward_tapped(
+        ids_T,
+        task.caches,
+        metadata_of(placed, spans),
+        task.taps,
+        None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
+    )
+    choice = _choice(model, task, placed, states_RD) if task.chooses else None
+    return StepRead(lambda: placed, states_RD, tapped_TKD, choice)
+
+
+def with_logits(states_TD: Tensor, logit_rows_R: Tensor) -> Tensor:
+    """[R, D]: those of the states of all rows whose logits are needed."""
+    if len(logit_rows_R) == len(states_TD):
+        return states_TD
+    # Indexing by a tensor would wake OpenMP threads, which then keep the cores of ours.
+    return states_TD.index_select(0, logit_rows_R)
+
+
+def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
+    """The same rows, with positions and ancestors that follow from the drafts' parents."""
+    assert task.drafts is not None
+    parents_BN, draft_index_T = task.drafts.parents_BN.contiguous(), placed.draft_index_T
+    positions_T, ancestors_T = kernels.shape_rows(
+        parents_BN, draft_index_T, placed.positions_T, placed.ancestors_T
+    )
+    return replace(placed, positions_T=positions_T, ancestors_T=ancestors_T)
+
+
+def _choice(
+    model: LanguageModel, task: StepTask, placed: PlacedRows, states_RD: Tensor
+) -> DeviceChoice:
+    assert task.drafts is not None
+    if task.states_of is StatesOf.ALL_ROWS:
+        states_RD = with_logits(states_RD, placed.logit_rows_R)
+    best_R, is_finite_R = model.checked_best_tokens(states_RD)
+    verdict = model.kernels.match(best_R, task.drafts)
+    rows_B, num_tokens_B, *_ = placed.extra
+    emitted_BN1 = verdict.token_ids_BN1
+    model.kernels.append_token_ids(task.token_ids_SL, rows_B, num_tokens_B, emitted_BN1)
+    return DeviceChoice(verdict, is_finite_R)
 
 
 def _parents(work: Work) -> Sequence[int]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.attention.rows import Span, lay_out, to_device
+from outdraft.attention.rows import Span, lay_out, metadata_of, to_device
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import SettledRows, settled_rows
 from outdraft.drafting.device.state_window import StateWindow
@@ -216,7 +216,7 @@ class TextReader:
             drafted += tokens
             drafted += [-1] * (width - len(tokens))
         device = unread.token_ids_SL.device
-        metadata, sent = lay_out(
+        placed = lay_out(
             spans,
             unread.block_size,
             network.kernels,
@@ -224,11 +224,15 @@ class TextReader:
             width,
             [drafted, extra, unread.places],
         )
-        state_index_T, draft_index_T, _, _, _, drafts, sent_extra, places_T = sent
+        metadata = metadata_of(placed, spans)
+        drafts, sent_extra, places_T = placed.extra
         if unread.num_skipped:
             metadata = _in_the_text(metadata, unread, device)
         ids_T = network.kernels.read_token_ids(
-            unread.token_ids_SL, drafts.view(len(spans), width), state_index_T, draft_index_T
+            unread.token_ids_SL,
+            drafts.view(len(spans), width),
+            placed.state_index_T,
+            placed.draft_index_T,
         )
         features_NF = unread.features_NF
         states_TD = None

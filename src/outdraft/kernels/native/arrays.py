@@ -1,7 +1,9 @@
 """Addresses of tensors and arrays."""
 
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
+from ctypes import c_int64
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,12 @@ def address_of(tensor: Tensor, dtype: torch.dtype) -> int:
 def array_address(array: np.ndarray) -> int:
     """Where a contiguous array lies; others are refused. A third of the time of `ctypes.data`."""
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data)) if array.size else 0
+
+
+@functools.lru_cache(maxsize=256)
+def index_array(numbers: tuple[int, ...]) -> ctypes.Array[c_int64]:
+    """int64, kept for the next call with the same numbers; nobody writes to it."""
+    return (c_int64 * len(numbers))(*numbers)
 
 
 class Addresses:

@@ -5,7 +5,6 @@ vocabulary.
 """
 
 import ctypes
-import functools
 import weakref
 from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
@@ -15,16 +14,18 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTexts
-from outdraft.kernels.native.arrays import address_of
+from outdraft.kernels.native.arrays import address_of, index_array
 from outdraft.kernels.native.attention import limit
 from outdraft.kernels.native.block_drafting import NativeBlocks
 from outdraft.kernels.native.drafting import NativeGrowth
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.native.ranks import RankLink, shares_memory
+from outdraft.kernels.native.step import NativeStep
 from outdraft.kernels.native.team import Team
 from outdraft.kernels.ops import DecoderPass, DecoderSpec, Product
 from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder
+from outdraft.kernels.step_ops import StepRead, StepTask
 
 
 class _Layer(ctypes.Structure):
@@ -103,6 +104,7 @@ class NativeDecoder:
             "decoder_best_tokens", [*of_states, c_void_p, c_void_p], c_int64, releases_gil=True
         )
         self._growth = NativeGrowth(team.library)
+        self._step = NativeStep(team.library)
         self._blocks = NativeBlocks(team.library, self._growth)
         self._bound: dict[tuple[int, ...], int] = {}
         # For what needs no caches.
@@ -132,7 +134,7 @@ class NativeDecoder:
             self.handle(caches),
             ctypes.byref(rows),
             None if states_TD is None else address_of(states_TD, self._dtype),
-            _numbers(tuple(taps)),
+            index_array(tuple(taps)),
             len(taps),
             tapped_TKD.data_ptr(),
             out_RD.data_ptr(),
@@ -162,6 +164,13 @@ class NativeDecoder:
         )
         self._settle()
         return ids_R, is_finite_R
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """As `ops.DecoderPass`, in one call where the network is whole."""
+        if self._link is not None:
+            return by_parts()
+        size = self._spec.embedding_VD.shape[1]
+        return self._step.read(self.handle(task.caches), task, size, self._dtype)
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]
@@ -314,11 +323,6 @@ def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None
         None if wanted_R is None else address_of(wanted_R, torch.int64),
         num_rows if wanted_R is None else wanted_R.shape[0],
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _numbers(numbers: tuple[int, ...]) -> ctypes.Array[c_int64]:
-    return (c_int64 * len(numbers))(*numbers)
 
 
 def _sum_bias(product: Product) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Rows of a step by the compiled library."""
 
+import ctypes
 from array import array
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
@@ -13,25 +14,30 @@ from outdraft.kernels.native.library import Library
 from outdraft.kernels.ops import PlacedRows
 
 
-class NativeRows:
-    """The operations of csrc/rows.cpp. Tensors are on the CPU."""
+def int64_tensor(numbers: "array[int]") -> Tensor:
+    """A view."""
+    return torch.frombuffer(numbers, dtype=torch.int64)
 
-    def __init__(self, library: Library) -> None:
-        size, address = c_int64, c_void_p
-        self._place_rows = library.function("place_rows", [*[size] * 8, *[address] * 3])
-        self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
-        self._place_states = library.function("place_states", [*[size] * 5, *[address] * 9])
-        self._copy_rows = library.function("copy_rows", [*[size] * 2, *[address] * 4])
-        self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
-        self._append_token_ids = library.function("append_token_ids", [*[size] * 3, *[address] * 4])
 
-    def place_rows(
-        self,
-        spans: Sequence[Span],
-        extra: Sequence[Sequence[int]],
-        block_size: int,
-        width: int,
-    ) -> PlacedRows:
+class RowCounts(ctypes.Structure):
+    """As `RowCounts` of csrc/rows.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_works", "num_rows", "num_logits", "num_sampling")),
+        *((name, c_int64) for name in ("num_extra", "table_width", "block_size", "width")),
+    )
+
+
+class RowArrays:
+    """What `place_rows` is given, and memory for what it gives; to be kept until the call is over.
+
+    Attributes:
+        counts, numbers, blocks, placed: its arguments; the last three are addresses.
+    """
+
+    def __init__(
+        self, spans: Sequence[Span], extra: Sequence[Sequence[int]], block_size: int, width: int
+    ) -> None:
         table_width = max([len(span.block_ids) for span in spans])
         works, parents, blocks = array("q"), array("q"), array("i")
         num_causal = num_sampling = 0
@@ -47,37 +53,75 @@ class NativeRows:
             parents.extend(numbers)
         lengths = [*[num_rows] * 5, num_logits, num_sampling, num_sampling * width]
         lengths += [len(numbers) for numbers in extra]
+        num_works, num_extra = len(spans), sum(lengths[8:])
         # int32 numbers fill whole words: one more where they are odd.
-        starts = [len(spans) + 1, len(spans), len(spans), len(blocks)]
-        starts.append(sum(starts) % 2)
-        placed = torch.empty(sum(lengths) + sum(starts) // 2, dtype=torch.int64)
+        num_words = (3 * num_works + 2 + len(blocks)) // 2
         works += parents
-        self._place_rows(
-            len(spans),
+        self._works, self._blocks, self._lengths = works, blocks, lengths
+        self._placed = array("q", bytes(8 * (sum(lengths) + num_words)))
+        self._num_words = num_words
+        self.counts = RowCounts(
+            num_works,
             num_rows,
             num_logits,
             num_sampling,
-            sum(lengths[8:]),
+            num_extra,
             table_width,
             block_size,
             width,
-            works.buffer_info()[0],
-            blocks.buffer_info()[0],
-            placed.data_ptr(),
         )
+        self.numbers, self.blocks = works.buffer_info()[0], blocks.buffer_info()[0]
+        self.placed = self._placed.buffer_info()[0]
+
+    def rows(self) -> PlacedRows:
+        """Views of what was placed."""
+        counts, num_words = self.counts, self._num_words
+        num_works, width = counts.num_works, counts.width
         # Tensor.split does the same, behind checks that take longer than the cut.
-        *parts, words = torch.split_with_sizes(placed, [*lengths, sum(starts) // 2])
-        words = words.view(torch.int32)
-        query_start, contexts, causal, table, _ = torch.split_with_sizes(words, starts)
+        *parts, words = torch.split_with_sizes(
+            int64_tensor(self._placed), [*self._lengths, num_words]
+        )
+        starts = [num_works + 1, num_works, num_works, len(self._blocks)]
+        starts.append(2 * num_words - sum(starts))
+        query_start, contexts, causal, table, _ = torch.split_with_sizes(
+            words.view(torch.int32), starts
+        )
         return PlacedRows(
             query_start,
             contexts,
             causal,
-            table.view(len(spans), table_width),
+            table.view(num_works, counts.table_width),
             *parts[:7],
-            draft_slots_BN=parts[7].view(num_sampling, width),
+            draft_slots_BN=parts[7].view(counts.num_sampling, width),
             extra=tuple(parts[8:]),
         )
+
+
+class NativeRows:
+    """The operations of csrc/rows.cpp. Tensors are on the CPU."""
+
+    def __init__(self, library: Library) -> None:
+        size, address = c_int64, c_void_p
+        self._place_rows = library.function(
+            "place_rows", [ctypes.POINTER(RowCounts), *[address] * 3]
+        )
+        self._shape_rows = library.function("shape_rows", [*[size] * 2, *[address] * 4])
+        self._place_states = library.function("place_states", [*[size] * 5, *[address] * 9])
+        self._copy_rows = library.function("copy_rows", [*[size] * 2, *[address] * 4])
+        self._read_token_ids = library.function("read_token_ids", [size, *[address] * 5])
+        self._append_token_ids = library.function("append_token_ids", [*[size] * 3, *[address] * 4])
+
+    def place_rows(
+        self,
+        spans: Sequence[Span],
+        extra: Sequence[Sequence[int]],
+        block_size: int,
+        width: int,
+    ) -> PlacedRows:
+        arrays = RowArrays(spans, extra, block_size, width)
+        counts = ctypes.byref(arrays.counts)
+        self._place_rows(counts, arrays.numbers, arrays.blocks, arrays.placed)
+        return arrays.rows()
 
     def shape_rows(
         self,

@@ -15,6 +15,7 @@ from outdraft.kernels.draft_ops import BlockSpec, Growth, ModelDrafts, UnreadTex
 from outdraft.kernels.ops import DecoderSpec, LayerSpec, Product
 from outdraft.kernels.rank_products import PaddedProduct
 from outdraft.kernels.reference.pointwise import rms_norm, rotate, silu_mul
+from outdraft.kernels.step_ops import StepRead, StepTask
 
 
 class ReferenceDecoder:
@@ -69,6 +70,9 @@ class ReferenceDecoder:
             is_finite_R = logits_RN.gather(1, best_R[:, None])[:, 0].isfinite()
         ids_N = self._spec.draft_ids_N
         return best_R if ids_N is None else ids_N[best_R], is_finite_R
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        return by_parts()
 
     def draft(
         self, unread: UnreadTexts, growth: Growth, by_levels: Callable[[], ModelDrafts]

@@ -1,0 +1,118 @@
+// A step of a target in one call: its rows are laid out and read, and, where all requests take the
+// likeliest tokens, these are matched with the drafts and written to the texts.
+//
+// Its readable twin is `read_by_parts` of src/outdraft/runner/step_rows.py.
+
+#include <algorithm>
+#include <vector>
+
+#include "export.h"
+#include "forward.h"
+#include "rows.h"
+#include "verification.h"
+
+namespace outdraft {
+
+// As `StatesOf` of kernels/step_ops.py.
+enum class StatesOf : int64_t { kNoRow = 0, kRowsWithLogits = 1, kAllRows = 2 };
+
+// As `StepTask` of kernels/step_ops.py; Python fills it (kernels/native/step.py).
+struct StepTask {
+  RowCounts counts;
+  const int64_t* numbers;       // as `place_rows` takes them
+  const int32_t* block_table;
+  int64_t* texts;               // [S, L]
+  int64_t row_len;
+  const int64_t *draft_ids, *draft_parents, *num_drafts;  // [B, N], [B]; null: nobody samples
+  int64_t are_shaped, chooses;
+  StatesOf states_of;
+  const int64_t* taps;
+  int64_t num_taps;
+  // Results. The last three are written if the step chooses: the facts that the rows pass on are
+  // then rows of the texts [B] and lengths of these [B].
+  int64_t* placed;
+  void *tapped, *states;  // null: nobody wants them
+  int64_t *emitted, *accepted, *num_emitted;  // as in `Verdict`
+  bool* are_finite;                           // [R]
+};
+
+namespace {
+
+class Step {
+ public:
+  Step(Decoder& decoder, const StepTask& task)
+      : decoder_(decoder), task_(task), counts_(task.counts), rows_(task.counts, task.placed) {}
+
+  bool run() {
+    place_rows(&counts_, task_.numbers, task_.block_table, task_.placed);
+    if (task_.are_shaped != 0) {
+      shape_rows(counts_.num_rows, counts_.width, task_.draft_parents, rows_.draft_index,
+                 rows_.positions, rows_.ancestors);
+    }
+    ids_.resize(static_cast<size_t>(std::max(counts_.num_rows, counts_.num_logits)));
+    read_token_ids(counts_.num_rows, task_.texts, task_.draft_ids, rows_.state_index,
+                   rows_.draft_index, ids_.data());
+    return read() && (task_.chooses == 0 || choose());
+  }
+
+ private:
+  // The states of the rows with logits, in `with_logits_`, and those that are wanted.
+  bool read() {
+    const DecoderSpec& spec = decoder_.spec();
+    const int64_t state_bytes = spec.hidden * size_of(spec.dtype);
+    const int64_t num_rows = counts_.num_rows, num_logits = counts_.num_logits;
+    // What is tapped behind the last layer is of all rows.
+    const bool reads_all =
+        task_.states_of == StatesOf::kAllRows ||
+        std::find(task_.taps, task_.taps + task_.num_taps, spec.num_layers) !=
+            task_.taps + task_.num_taps;
+    auto* own = decoder_.call_memory.reserve<char>((num_rows + num_logits) * state_bytes);
+    auto* wanted = static_cast<char*>(task_.states);
+    char* of_all = task_.states_of == StatesOf::kAllRows ? wanted : own;
+    with_logits_ = task_.states_of == StatesOf::kRowsWithLogits ? wanted
+                                                               : own + num_rows * state_bytes;
+    const DecoderRows rows{ids_.data(),         rows_.positions,
+                           rows_.slots,         rows_.query_start,
+                           rows_.context_lens,  rows_.num_causal,
+                           rows_.ancestors,     rows_.block_table,
+                           num_rows,            counts_.num_works,
+                           counts_.table_width, reads_all ? nullptr : rows_.logit_rows,
+                           reads_all ? num_rows : num_logits};
+    if (!decoder_.forward(rows, nullptr, task_.taps, task_.num_taps, task_.tapped,
+                          reads_all ? of_all : with_logits_)) {
+      return false;
+    }
+    if (reads_all) {
+      copy_rows(num_logits, state_bytes, with_logits_, nullptr, of_all, rows_.logit_rows);
+    }
+    return true;
+  }
+
+  bool choose() {
+    if (!decoder_.best_tokens(with_logits_, counts_.num_logits, ids_.data(), task_.are_finite)) {
+      return false;
+    }
+    match_choices(counts_.num_sampling, counts_.width, ids_.data(), task_.draft_ids,
+                  task_.draft_parents, task_.num_drafts, task_.emitted, task_.accepted,
+                  task_.num_emitted);
+    const int64_t *texts = rows_.extra, *lengths = texts + counts_.num_sampling;
+    append_token_ids(counts_.num_sampling, counts_.width + 1, task_.row_len, task_.texts, texts,
+                     lengths, task_.emitted);
+    return true;
+  }
+
+  Decoder& decoder_;
+  const StepTask& task_;
+  const RowCounts& counts_;
+  const PlacedRows rows_;
+  std::vector<int64_t> ids_;  // of the tokens that are read, then of those that are chosen
+  char* with_logits_ = nullptr;
+};
+
+}  // namespace
+}  // namespace outdraft
+
+// 1; 0: as `Decoder::forward`.
+OUTDRAFT_EXPORT int64_t decoder_step(outdraft::Decoder* decoder, const outdraft::StepTask* task) {
+  return outdraft::Step(*decoder, *task).run();
+}

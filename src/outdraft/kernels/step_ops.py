@@ -1,0 +1,116 @@
+"""A step of a target: its rows are laid out and read, and maybe matched with their drafts.
+
+Dimension key: W works, B of them sample, T rows, R rows whose logits are needed, N most drafts of
+one request, S state rows, L tokens of a text, D hidden, K tapped layers.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from torch import Tensor
+
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+
+if TYPE_CHECKING:
+    from outdraft.attention.rows import Span
+    from outdraft.kernels.ops import PlacedRows
+    from outdraft.kv.cache import LayerCache
+
+
+class StatesOf(IntEnum):
+    """Whose states behind the last layer are wanted."""
+
+    NO_ROW = 0
+    ROWS_WITH_LOGITS = 1
+    ALL_ROWS = 2
+
+
+class StepTask(NamedTuple):
+    """What is to be read.
+
+    Attributes:
+        spans: of the works, one at least; those that do not sample have no parents.
+        facts: of the works that sample, lists to pass on with the rows: of each its row of the
+            texts, the length of its text, and what else is wanted.
+        token_ids_SL: int64, contiguous, on the model's device.
+        drafts: of the works that sample; None: none does.
+        are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.
+        caches: one for each layer.
+        taps: as in DecoderPass.
+        chooses: every work that samples takes the likeliest tokens: what it emits is written to
+            its text.
+        states_of: of rows with logits at least, if it does not choose; of no row if it chooses and
+            nothing is tapped.
+    """
+
+    spans: Sequence["Span"]
+    facts: Sequence[Sequence[int]]
+    token_ids_SL: Tensor
+    drafts: DraftBatch | None
+    are_shaped: bool
+    caches: Sequence["LayerCache"]
+    block_size: int
+    taps: Sequence[int]
+    chooses: bool
+    states_of: StatesOf
+
+    @property
+    def width(self) -> int:
+        """N."""
+        return 0 if self.drafts is None else self.drafts.width
+
+
+class Choice(Protocol):
+    """What requests emit that take the likeliest tokens."""
+
+    @property
+    def verdict(self) -> Verdict: ...
+
+    @property
+    def is_finite_R(self) -> Tensor:
+        """bool, as of DecoderPass.best_tokens."""
+        ...
+
+    @property
+    def on_host(self) -> "KnownChoice | None":
+        """The same where the host knows it already; None: it would have to wait for it."""
+        ...
+
+
+class KnownChoice(NamedTuple):
+    """Numbers of a choice, as lists.
+
+    Attributes:
+        is_finite: [R].
+        emitted, accepted: token_ids_BN1 and rows_BN of the verdict.
+    """
+
+    is_finite: list[bool]
+    emitted: list[list[int]]
+    accepted: list[list[int]]
+
+
+class DeviceChoice(NamedTuple):
+    """A choice in tensors, which may not be computed yet."""
+
+    verdict: Verdict
+    is_finite_R: Tensor
+    on_host: None = None
+
+
+class StepRead(NamedTuple):
+    """What came of a task.
+
+    Attributes:
+        place: where the rows stand, with the facts; on the model's device. It makes tensors that
+            few steps need.
+        states_RD: of the wanted rows, as DecoderPass gives them; None: none are wanted.
+        tapped_TKD: as DecoderPass gives them; None with the states.
+        choice: None: the step does not choose.
+    """
+
+    place: Callable[[], "PlacedRows"]
+    states_RD: Tensor | None
+    tapped_TKD: Tensor | None
+    choice: Choice | None
