@@ -129,7 +129,7 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
     const Floats top = broadcast(tops[lane]);
     Floats total = numbers(totals + lane * kWidth) * shrink[lane];
     if constexpr (kAreBf16) {
-      const Words ones = broadcast_word(0x3F803F80);
+      const Words ones = bf16_ones();
       for (int64_t key = 0; key < kPiece; key += 2 * kWidth) {
         const Floats first = rough_exp2_of(numbers(of_lane + key) - top);
         const Floats second = rough_exp2_of(numbers(of_lane + key + kWidth) - top);
