@@ -208,7 +208,7 @@ inline void pause_core() {
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
+  __asm__ __volatile__("isb");  // `yield` does nothing on most processors
 #endif
 }
 
