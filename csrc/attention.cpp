@@ -49,7 +49,7 @@ constexpr int64_t kMostLanes = std::max<int64_t>(kDotLanes, kGroupRows);
 // What zeros fill: the numbers of a row, and keys that dot products read as inputs.
 constexpr int64_t kFilled = kHasMatrixRegisters ? 2 * kMatrixRows : kWidth;
 constexpr int64_t kFilledKeys = kHasMatrixRegisters ? kFilled : 1;
-// Of the next piece; twice for a register of keys in place.
+// The next piece's; twice for a register of keys in place.
 [[maybe_unused]] constexpr int64_t kFetchedLines = 16;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
