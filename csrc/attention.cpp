@@ -49,7 +49,8 @@ constexpr int64_t kMostLanes = std::max<int64_t>(kDotLanes, kGroupRows);
 // What zeros fill: the numbers of a row, and keys that dot products read as inputs.
 constexpr int64_t kFilled = kHasMatrixRegisters ? 2 * kMatrixRows : kWidth;
 constexpr int64_t kFilledKeys = kHasMatrixRegisters ? kFilled : 1;
-constexpr int64_t kFetchedLines = 16;  // of the next piece; twice for a register of keys in place
+// The next piece's; twice for a register of keys in place.
+[[maybe_unused]] constexpr int64_t kFetchedLines = 16;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kHidden = -1e30f;  // a score that is not to be seen; finite, so that x - x is 0
 
@@ -129,7 +130,7 @@ void weigh(float* scores, int64_t num_lanes, float* tops, float* totals, float* 
     const Floats top = broadcast(tops[lane]);
     Floats total = numbers(totals + lane * kWidth) * shrink[lane];
     if constexpr (kAreBf16) {
-      const Words ones = broadcast_word(0x3F803F80);
+      const Words ones = bf16_ones();
       for (int64_t key = 0; key < kPiece; key += 2 * kWidth) {
         const Floats first = rough_exp2_of(numbers(of_lane + key) - top);
         const Floats second = rough_exp2_of(numbers(of_lane + key + kWidth) - top);

@@ -78,9 +78,7 @@ struct Multiplying {
   int64_t num_units() const { return units; }
   size_t scratch_bytes() const { return sizeof(Floats); }
   void compute(int64_t, void* scratch) const {
-    if constexpr (kHasMatrixRegisters) {
-      if (is_bf16) return multiply_matrices(static_cast<float*>(scratch));
-    }
+    if (is_bf16 && kHasMatrixRegisters) return multiply_matrices(static_cast<float*>(scratch));
     Floats sums[kSums] = {};
     Floats factor = broadcast(1.0f), number = broadcast(0.5f);
     __asm__ volatile("" : "+m"(factor), "+m"(number));

@@ -109,6 +109,16 @@ inline Floats dot_pairs(Floats sums, Words a, Words b) {
 #endif
 }
 
+// Pairs of the bfloat16 number 1, for `dot_pairs`.
+inline Words bf16_ones() {
+  Words ones = broadcast_word(0x3F803F80);
+#if defined(__aarch64__)
+  // gcc 12 writes a constant that is known to be bfloat16 with the bits of float16.
+  asm("" : "+w"(ones));
+#endif
+  return ones;
+}
+
 // The two bfloat16 numbers of every word, as float32.
 inline Floats low_halves(Words pairs) { return (Floats)(pairs << 16); }
 inline Floats high_halves(Words pairs) { return (Floats)(pairs & 0xFFFF0000u); }
@@ -198,7 +208,7 @@ inline void pause_core() {
 #if defined(__x86_64__)
   _mm_pause();
 #elif defined(__aarch64__)
-  __asm__ __volatile__("yield");
+  __asm__ __volatile__("isb");  // `yield` does nothing on most processors
 #endif
 }
 

@@ -27,6 +27,7 @@ from tests.pairwise import some
 
 ARCHITECTURE = build_kernels.architecture()
 NAMES = list(build_kernels.TARGETS.get(ARCHITECTURE or "", ()))
+EVERY = [(machine, name) for machine, targets in build_kernels.TARGETS.items() for name in targets]
 pytestmark = pytest.mark.skipif(ARCHITECTURE is None, reason="no library for this machine")
 
 
@@ -153,6 +154,21 @@ def test_a_machine_without_a_compiler_makes_libraries_with_the_one_of_ziglang(na
     made = path.read_bytes()
     versions = [int(one) for one in re.findall(rb"GLIBC_2\.(\d+)", made)]
     assert max(versions, default=0) <= build_kernels.OLDEST_GLIBC[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="names targets of Linux")
+@pytest.mark.parametrize(("architecture", "name"), some(EVERY, [("aarch64", "aarch64-bf16")]))
+def test_sources_compile_without_a_warning_for_processors_that_run_no_test(
+    architecture, name, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(build_kernels, "architecture", lambda: architecture)
+    cpu = f"-mcpu={build_kernels.TARGETS[architecture][name].zig_cpu}"
+    command = [*build_kernels.zig_compiler(), *build_kernels.COMMON, "-O0", "-Werror", cpu]
+    digests = ['-DOUTDRAFT_DIGEST=""', '-DOUTDRAFT_CALLER_DIGEST=""']
+    out = str(tmp_path / "source.o")
+    for source in sorted(build_kernels.SOURCES.glob("*.cpp")):
+        run(*command, *digests, "-c", str(source), "-o", out, HOME=str(tmp_path))
 
 
 @pytest.mark.slow
