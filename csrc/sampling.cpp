@@ -13,7 +13,6 @@
 #include <limits>
 #include <vector>
 
-#include "export.h"
 #include "simd.h"
 #include "vector_math.h"
 
@@ -261,7 +260,6 @@ int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key) 
 
 }  // namespace outdraft
 
-// As `FiniteRows` of sampling_ops.py: logits [R, V].
 OUTDRAFT_EXPORT void finite_rows(int64_t num_rows, int64_t size, const float* logits,
                                  bool* are_finite) {
   for (int64_t r = 0; r < num_rows; ++r) {
@@ -285,7 +283,6 @@ OUTDRAFT_EXPORT void mask_forbidden(int64_t num_rows, int64_t size, int64_t num_
   }
 }
 
-// `process_row` of rows [num_rows, size]; `requests`: whose each of them is.
 OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,
                                   const int64_t* requests, const float* temperature,
                                   const float* least, const int64_t* top_k, const float* top_p,

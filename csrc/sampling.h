@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "export.h"
 #include "noise.h"
 
 namespace outdraft {
@@ -63,3 +64,13 @@ int64_t sample_logits(const float* logits, int64_t size, const NoiseKey& key);
 int64_t sample_weights(const float* weights, int64_t size, const NoiseKey& key);
 
 }  // namespace outdraft
+
+// As `FiniteRows` of sampling_ops.py: logits [R, V].
+OUTDRAFT_EXPORT void finite_rows(int64_t num_rows, int64_t size, const float* logits,
+                                 bool* are_finite);
+
+// `process_row` of rows [num_rows, size]; `requests`: whose each of them is.
+OUTDRAFT_EXPORT void process_rows(int64_t num_rows, int64_t size, const float* logits,
+                                  const int64_t* requests, const float* temperature,
+                                  const float* least, const int64_t* top_k, const float* top_p,
+                                  float* processed);

@@ -1,5 +1,5 @@
-// A step of a target in one call: its rows are laid out and read, and, where all requests take the
-// likeliest tokens, these are matched with the drafts and written to the texts.
+// A step of a target in one call: its rows are laid out and read; then, where requests choose by
+// their own logits alone, the drafts are verified, and what is emitted is written to the texts.
 //
 // Its readable twin is `read_by_parts` of src/outdraft/runner/step_rows.py.
 
@@ -8,13 +8,28 @@
 
 #include "export.h"
 #include "forward.h"
+#include "parts.h"
 #include "rows.h"
+#include "sampling.h"
 #include "verification.h"
 
 namespace outdraft {
 
 // As `StatesOf` of kernels/step_ops.py.
 enum class StatesOf : int64_t { kNoRow = 0, kRowsWithLogits = 1, kAllRows = 2 };
+
+enum class Chooses : int64_t { kNothing = 0, kLikeliest = 1, kByRule = 2 };
+
+// How requests choose that do not all take the likeliest tokens: as in `SamplingBatch`, `DraftBatch`
+// and `Rule`.
+struct ChoiceRules {
+  CutColumns cuts;
+  const bool *is_greedy, *draws;
+  const int64_t* seeds;
+  const float* probs;
+  const bool* is_sampled;
+  int64_t rule, sampled_trees;
+};
 
 // As `StepTask` of kernels/step_ops.py; Python fills it (kernels/native/step.py).
 struct StepTask {
@@ -24,7 +39,9 @@ struct StepTask {
   int64_t* texts;               // [S, L]
   int64_t row_len;
   const int64_t *draft_ids, *draft_parents, *num_drafts;  // [B, N], [B]; null: nobody samples
-  int64_t are_shaped, chooses;
+  int64_t are_shaped;
+  Chooses chooses;
+  ChoiceRules rules;
   StatesOf states_of;
   const int64_t* taps;
   int64_t num_taps;
@@ -52,7 +69,7 @@ class Step {
     ids_.resize(static_cast<size_t>(std::max(counts_.num_rows, counts_.num_logits)));
     read_token_ids(counts_.num_rows, task_.texts, task_.draft_ids, rows_.state_index,
                    rows_.draft_index, ids_.data());
-    return read() && (task_.chooses == 0 || choose());
+    return read() && (task_.chooses == Chooses::kNothing || choose());
   }
 
  private:
@@ -66,7 +83,11 @@ class Step {
         task_.states_of == StatesOf::kAllRows ||
         std::find(task_.taps, task_.taps + task_.num_taps, spec.num_layers) !=
             task_.taps + task_.num_taps;
-    auto* own = decoder_.call_memory.reserve<char>((num_rows + num_logits) * state_bytes);
+    const bool by_rule = task_.chooses == Chooses::kByRule;
+    Parts parts;
+    take_memory(parts, by_rule, state_bytes);
+    parts = {decoder_.call_memory.reserve<char>(parts.num_bytes), 0};
+    char* own = take_memory(parts, by_rule, state_bytes);
     auto* wanted = static_cast<char*>(task_.states);
     char* of_all = task_.states_of == StatesOf::kAllRows ? wanted : own;
     with_logits_ = task_.states_of == StatesOf::kRowsWithLogits ? wanted
@@ -88,17 +109,49 @@ class Step {
     return true;
   }
 
+  // Of all rows' states, then of those with logits; logits, if they are looked at.
+  char* take_memory(Parts& parts, bool has_logits, int64_t state_bytes) {
+    char* own = parts.take<char>((counts_.num_rows + counts_.num_logits) * state_bytes);
+    logits_ = parts.take<float>(has_logits ? counts_.num_logits * decoder_.columns() : 0);
+    return own;
+  }
+
   bool choose() {
+    if (task_.chooses == Chooses::kByRule) {
+      judge();
+    } else if (!match()) {
+      return false;
+    }
+    const int64_t *texts = rows_.extra, *lengths = texts + counts_.num_sampling;
+    append_token_ids(counts_.num_sampling, counts_.width + 1, task_.row_len, task_.texts, texts,
+                     lengths, task_.emitted);
+    return true;
+  }
+
+  bool match() {
     if (!decoder_.best_tokens(with_logits_, counts_.num_logits, ids_.data(), task_.are_finite)) {
       return false;
     }
     match_choices(counts_.num_sampling, counts_.width, ids_.data(), task_.draft_ids,
                   task_.draft_parents, task_.num_drafts, task_.emitted, task_.accepted,
                   task_.num_emitted);
-    const int64_t *texts = rows_.extra, *lengths = texts + counts_.num_sampling;
-    append_token_ids(counts_.num_sampling, counts_.width + 1, task_.row_len, task_.texts, texts,
-                     lengths, task_.emitted);
     return true;
+  }
+
+  void judge() {
+    const ChoiceRules& rules = task_.rules;
+    const CutColumns& cuts = rules.cuts;
+    const int64_t num_rows = counts_.num_logits, size = decoder_.columns();
+    decoder_.logits(with_logits_, num_rows, logits_);
+    finite_rows(num_rows, size, logits_, task_.are_finite);
+    requests_of_rows(counts_.num_sampling, task_.num_drafts, num_rows, ids_.data());
+    process_rows(num_rows, size, logits_, ids_.data(), cuts.temperature, cuts.least, cuts.top_k,
+                 cuts.top_p, logits_);
+    const int64_t* lengths = rows_.extra + counts_.num_sampling;
+    verify(counts_.num_sampling, counts_.width, size, logits_, task_.draft_ids,
+           task_.draft_parents, task_.num_drafts, rules.probs, rules.is_sampled, rules.is_greedy,
+           rules.draws, rules.seeds, lengths, rules.rule, rules.sampled_trees != 0, task_.emitted,
+           task_.accepted, task_.num_emitted);
   }
 
   Decoder& decoder_;
@@ -107,6 +160,7 @@ class Step {
   const PlacedRows rows_;
   std::vector<int64_t> ids_;  // of the tokens that are read, then of those that are chosen
   char* with_logits_ = nullptr;
+  float* logits_ = nullptr;  // [R, V]
 };
 
 }  // namespace

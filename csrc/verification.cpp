@@ -186,8 +186,6 @@ int64_t reject_tokens(const Judge& judge, const Tree& chain, const Path& path) {
 
 using outdraft::Rule;
 
-// The verdict on a batch; arguments as in `DraftBatch` and `SamplingBatch`, results as in
-// `Verdict`.
 OUTDRAFT_EXPORT void verify(int64_t num_requests, int64_t width, int64_t size, const float* logits,
                             const int64_t* tokens, const int64_t* parents,
                             const int64_t* num_drafts, const float* probs, const bool* is_sampled,
@@ -231,7 +229,6 @@ OUTDRAFT_EXPORT void match_choices(int64_t num_requests, int64_t width, const in
   }
 }
 
-// The request of each flat row; rows past the last request count as its own.
 OUTDRAFT_EXPORT void requests_of_rows(int64_t num_requests, const int64_t* num_drafts,
                                       int64_t num_rows, int64_t* requests) {
   int64_t row = 0;

@@ -1,7 +1,7 @@
 """Steps in one call: bit for bit what the parts make, one after the other."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -11,12 +11,15 @@ from torch import Tensor
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import Span
+from outdraft.core.admission import TokenRules
 from outdraft.core.draft import Draft
-from outdraft.kernels.data.drafts import DraftBatch
+from outdraft.kernels.data.drafts import DraftBatch, Rule
 from outdraft.kernels.ops import DecoderPass, Kernels
-from outdraft.kernels.step_ops import StatesOf, StepRead, StepTask
+from outdraft.kernels.step_ops import Chooser, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache, LayerCache
 from outdraft.runner.step_rows import read_by_parts
+from outdraft.sampling.batch import SamplingBatch
+from outdraft.verification.verifier import Verifier
 from tests.kernels.decoders import (
     BLOCK_SIZE,
     CPU,
@@ -29,6 +32,7 @@ from tests.kernels.decoders import (
 from tests.kernels.tables import cpu_kernels, each_library
 
 ROW_LEN = 150
+METHODS = {Rule.MATCH: "drafter_invariant", Rule.TOKEN: "token", Rule.TRAVERSAL: "block"}
 LAST = len(Sizes().windows)  # what is tapped behind the last layer is of all rows
 
 
@@ -38,6 +42,10 @@ class Target:
 
     kernels: Kernels
     passes: DecoderPass
+
+    @classmethod
+    def of(cls, kernels: Kernels, dtype: torch.dtype = torch.float32) -> "Target":
+        return cls(kernels, kernels.compile_decoder(make_spec(Sizes(), kernels, dtype)))
 
     def forward_tapped(
         self,
@@ -52,17 +60,36 @@ class Target:
     def checked_best_tokens(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
         return self.passes.best_tokens(hidden_RD)
 
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        return self.passes.logits(hidden_RD)
+
+    def parts(self, task: StepTask) -> StepRead:
+        return read_by_parts(self, Verifier(self.kernels, METHODS[rule_of(task)]), task)
+
+
+def rule_of(task: StepTask) -> Rule:
+    return Rule.MATCH if task.chooser is None else task.chooser.rule
+
 
 @dataclass
 class Step:
-    """The works of a step: what of the texts in rows 2, 0, 1 is read, and their drafts."""
+    """The works of a step: what of the texts in rows 2, 0, 1 is read, and their drafts.
 
-    reads: list[tuple[int, int, bool]]  # tokens before the rows, rows of the text, samples
-    drafts: list[Draft]  # of those that sample
-    are_shaped: bool
-    chooses: bool
-    taps: tuple[int, ...]
-    states_of: StatesOf
+    Attributes:
+        reads: tokens before the rows, rows of the text, whether it samples.
+        drafts, rules: of those that sample.
+        rule: None: nothing is chosen.
+        draws: drafts were drawn.
+    """
+
+    reads: list[tuple[int, int, bool]]
+    drafts: list[Draft]
+    rules: list[TokenRules]
+    rule: Rule | None
+    are_shaped: bool = False
+    draws: bool = False
+    taps: tuple[int, ...] = ()
+    states_of: StatesOf = StatesOf.NO_ROW
 
     def task(self, texts_SL: Tensor, cache: KVCache) -> StepTask:
         left = list(self.drafts)
@@ -82,13 +109,34 @@ class Step:
             spans,
             (rows, lengths, lengths),
             texts_SL,
-            DraftBatch.from_drafts(self.drafts, CPU) if self.drafts else None,
+            self.batch() if self.drafts else None,
             self.are_shaped,
             cache.layers,
             BLOCK_SIZE,
             self.taps,
-            self.chooses,
+            self.chooser(),
             self.states_of,
+        )
+
+    def batch(self) -> DraftBatch:
+        batch = DraftBatch.from_drafts(self.drafts, CPU)
+        if not self.draws:
+            return batch
+        generator = torch.Generator().manual_seed(2)
+        logits_BNV = torch.randn(*batch.token_ids_BN.shape, NUM_TOKENS, generator=generator)
+        return replace(
+            batch,
+            probs_BNV=(2 * logits_BNV).softmax(2),
+            is_sampled_BN=batch.is_draft_BN.clone(),
+            any_sampled=True,
+            sampled_trees=not batch.is_chain,
+        )
+
+    def chooser(self) -> Chooser | None:
+        if self.rule is None:
+            return None
+        return Chooser(
+            SamplingBatch.from_rules(self.rules, vocab_size=NUM_TOKENS, device=CPU), self.rule
         )
 
 
@@ -96,18 +144,32 @@ class Step:
 def steps(draw: st.DrawFn) -> Step:
     sizes = st.tuples(st.integers(0, 60), st.integers(1, 20), st.booleans())
     reads = draw(st.lists(sizes, min_size=1, max_size=3))
-    drafts = []
+    drafts, rules = [], []
     for _, _, samples in reads:
         if samples:
             number = draw(st.integers(0, 7))
             ids = tuple(draw(st.integers(0, NUM_TOKENS - 1)) for _ in range(number))
             drafts.append(Draft(ids, tuple(draw(st.integers(0, row)) for row in range(number))))
-    chooses = bool(drafts) and draw(st.booleans())
+            rules.append(draw(ways_to_choose()))
+    rule = draw(st.sampled_from([None, *METHODS])) if drafts else None
     taps = draw(st.sampled_from([(), (0,), (1, 0), (LAST,)]))
-    least = StatesOf.NO_ROW if chooses and not taps else StatesOf.ROWS_WITH_LOGITS
+    least = StatesOf.NO_ROW if rule is not None and not taps else StatesOf.ROWS_WITH_LOGITS
     states_of = draw(st.sampled_from([one for one in StatesOf if one >= least]))
-    are_shaped = any(map(len, drafts)) and draw(st.booleans())
-    return Step(reads, drafts, are_shaped, chooses, taps, states_of)
+    has_drafts = any(map(len, drafts))
+    are_shaped, draws = (has_drafts and draw(st.booleans()) for _ in range(2))
+    return Step(reads, drafts, rules, rule, are_shaped, draws, taps, states_of)
+
+
+@st.composite
+def ways_to_choose(draw: st.DrawFn) -> TokenRules:
+    return TokenRules(
+        seed=draw(st.integers(0, 99)),
+        has_own_seed=draw(st.booleans()),
+        temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+        top_k=draw(st.sampled_from([0, 5])),
+        top_p=draw(st.sampled_from([1.0, 0.8])),
+        min_p=draw(st.sampled_from([0.0, 0.1])),
+    )
 
 
 def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> list[Tensor]:
@@ -117,11 +179,7 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
     cache = filled_cache(Sizes(), dtype)
     task = step.task(texts_SL, cache)
 
-    def by_parts() -> StepRead:
-        assert target.passes is not None
-        return read_by_parts(target, task)
-
-    came = by_parts() if in_parts else target.passes.step(task, by_parts)
+    came = target.parts(task) if in_parts else target.passes.step(task, in_one_call)
     rows = came.place()
     results = [texts_SL]
     results += [getattr(rows, name) for name in ("state_index_T", "draft_index_T", "root_rows_B")]
@@ -131,7 +189,7 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
         assert came.states_RD is not None
         assert came.tapped_TKD is not None
         results += [came.states_RD, came.tapped_TKD]
-    if step.chooses:
+    if step.rule is not None:
         assert came.choice is not None
         verdict, known = came.choice.verdict, came.choice.on_host
         results += [verdict.token_ids_BN1, verdict.num_emitted_B, verdict.rows_BN]
@@ -143,28 +201,27 @@ def read(step: Step, target: Target, dtype: torch.dtype, *, in_parts: bool) -> l
     return [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
 
 
+def in_one_call() -> StepRead:
+    raise AssertionError("it is computed in parts")
+
+
 @each_library
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @given(step=steps())
 def test_a_step_in_one_call_is_what_its_parts_make(name, dtype, step):
-    kernels = cpu_kernels(1, name)
-    target = Target(kernels, kernels.compile_decoder(make_spec(Sizes(), kernels, dtype)))
+    target = Target.of(cpu_kernels(1, name), dtype)
     got, want = (read(step, target, dtype, in_parts=parts) for parts in (False, True))
     assert len(got) == len(want)
     assert all(map(torch.equal, got, want))
 
 
-def test_a_plain_greedy_step_is_one_call():
-    kernels = cpu_kernels(1)
-    passes = kernels.compile_decoder(make_spec(Sizes(), kernels, torch.float32))
-    plain = Step([(9, 1, True)], [Draft()], False, True, (), StatesOf.NO_ROW)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
+    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3, temperature=temperature)
+    plain = Step([(9, 1, True)], [Draft()], [rules], Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = plain.task(texts_SL, filled_cache(Sizes(), torch.float32))
-
-    def by_parts() -> StepRead:
-        raise AssertionError("it was computed in parts")
-
-    came = passes.step(task, by_parts)
+    came = target.passes.step(task, in_one_call)
     assert came.choice is not None
     assert came.choice.on_host is not None
     [[token_id]] = came.choice.on_host.emitted
@@ -174,27 +231,26 @@ def test_a_plain_greedy_step_is_one_call():
 
 def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
     """The second draft continues the root, so it stands where the first one does."""
-    kernels = cpu_kernels(1)
-    target = Target(kernels, kernels.compile_decoder(make_spec(Sizes(), kernels, torch.float32)))
-    tree = Draft((7, 8, 9), (0, 0, 1))
-    step = Step([(2, 1, True)], [tree], True, True, (), StatesOf.NO_ROW)
+    target, tree = Target.of(cpu_kernels(1)), Draft((7, 8, 9), (0, 0, 1))
+    step = Step([(2, 1, True)], [tree], [TokenRules(seed=0)], Rule.MATCH, are_shaped=True)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
-    rows = target.passes.step(task, lambda: read_by_parts(target, task)).place()
+    rows = target.passes.step(task, in_one_call).place()
     assert rows.positions_T.tolist() == [2, 3, 3, 4]
     assert rows.ancestors_T.tolist() == [0, 0b001, 0b010, 0b101]
 
 
-def test_logits_without_a_best_one_are_told():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_without_a_best_one_are_told(temperature):
     kernels = cpu_kernels(1)
     spec = make_spec(Sizes(), kernels, torch.float32)
     spec.embedding_VD[5] = torch.nan
     passes = kernels.compile_decoder(spec)
-    step = Step([(0, 1, True), (0, 1, True)], [Draft(), Draft()], False, True, (), StatesOf.NO_ROW)
+    rules = [TokenRules(seed=0, temperature=temperature)] * 2
+    step = Step([(0, 1, True), (0, 1, True)], [Draft(), Draft()], rules, Rule.MATCH)
     texts_SL = torch.zeros(3, ROW_LEN, dtype=torch.int64)
     texts_SL[2] = 5
-    task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
-    came = passes.step(task, lambda: pytest.fail("it was computed in parts"))
+    came = passes.step(step.task(texts_SL, filled_cache(Sizes(), torch.float32)), in_one_call)
     assert came.choice is not None
     assert came.choice.on_host is not None
     assert came.choice.on_host.is_finite == [False, True]

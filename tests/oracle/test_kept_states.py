@@ -82,7 +82,7 @@ class RandomAcceptance:
         self.runner, self.scheduler = llm.engine.runner, llm.engine.scheduler
         self.runner._verified = self.verify
         forward = self.runner._forward  # it must not choose before
-        self.runner._forward = lambda plan, drafts, **_: forward(plan, drafts, chooses=False)
+        self.runner._forward = lambda plan, drafts, _: forward(plan, drafts, None)
         self.rng = np.random.default_rng(seed)
         self.num_branches = 0
         self.num_drafter_checks = self.num_gaps = 0

@@ -276,7 +276,12 @@ def drafted_levels(choice: DraftChoice, result: WorkResult) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Where the device's part of a step went, in seconds."""
+    """Where the device's part of a step went, in seconds.
+
+    Attributes:
+        verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
+        sample_s: choosing otherwise.
+    """
 
     draft_s: float = 0.0
     verify_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A step of a target: its rows are laid out and read, and maybe matched with their drafts.
+"""A step of a target: its rows are laid out and read, and their drafts maybe verified.
 
 Dimension key: W works, B of them sample, T rows, R rows whose logits are needed, N most drafts of
 one request, S state rows, L tokens of a text, D hidden, K tapped layers.
@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from torch import Tensor
 
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 
 if TYPE_CHECKING:
     from outdraft.attention.rows import Span
     from outdraft.kernels.ops import PlacedRows
     from outdraft.kv.cache import LayerCache
+    from outdraft.sampling.batch import SamplingBatch
 
 
 class StatesOf(IntEnum):
@@ -24,6 +25,18 @@ class StatesOf(IntEnum):
     NO_ROW = 0
     ROWS_WITH_LOGITS = 1
     ALL_ROWS = 2
+
+
+class Chooser(NamedTuple):
+    """How the works that sample choose: by the logits of their rows, and by nothing else.
+
+    Attributes:
+        sampling: of these works; `needs_logits_only`.
+        rule: of the drafts that were drawn.
+    """
+
+    sampling: "SamplingBatch"
+    rule: Rule
 
 
 class StepTask(NamedTuple):
@@ -38,10 +51,8 @@ class StepTask(NamedTuple):
         are_shaped: positions and ancestors follow from the drafts' parents, not from the spans'.
         caches: one for each layer.
         taps: as in DecoderPass.
-        chooses: every work that samples takes the likeliest tokens: what it emits is written to
-            its text.
-        states_of: of rows with logits at least, if it does not choose; of no row if it chooses and
-            nothing is tapped.
+        chooser: None: nothing is chosen. Else what works emit is written to their texts.
+        states_of: of rows with logits at least, if nothing is chosen or something is tapped.
     """
 
     spans: Sequence["Span"]
@@ -52,7 +63,7 @@ class StepTask(NamedTuple):
     caches: Sequence["LayerCache"]
     block_size: int
     taps: Sequence[int]
-    chooses: bool
+    chooser: Chooser | None
     states_of: StatesOf
 
     @property
@@ -62,14 +73,14 @@ class StepTask(NamedTuple):
 
 
 class Choice(Protocol):
-    """What requests emit that take the likeliest tokens."""
+    """What requests emit."""
 
     @property
     def verdict(self) -> Verdict: ...
 
     @property
     def is_finite_R(self) -> Tensor:
-        """bool, as of DecoderPass.best_tokens."""
+        """bool: the raw logits of the row have a largest one that is finite, and no NaN."""
         ...
 
     @property

@@ -23,9 +23,9 @@ from outdraft.core.allowed import AllowedTokens, Drafted
 from outdraft.core.plan import StepPlan, StepResult, Work
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
-from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.ops import PlacedRows
-from outdraft.kernels.step_ops import Choice, DeviceChoice, StatesOf, StepRead, StepTask
+from outdraft.kernels.step_ops import Choice, Chooser, DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
@@ -194,8 +194,10 @@ class ModelRunner:
             works = [work for work in plan.works if work.samples]
         drafted = copy_of_drafted(works, self._slots, drafts) if drafts else None
         clock.mark()
-        chooses = sampling is not None and sampling.is_plain_greedy and not wants_logprobs(slots)
-        target = self._forward(plan, drafts, chooses=chooses)
+        chooser = None
+        if sampling is not None and not wants_logprobs(slots):
+            chooser = self._chooser(sampling)
+        target = self._forward(plan, drafts, chooser)
         prompt = None
         if target.hidden_TD is not None:
             prompt = prompt_logprobs(plan.works, self._slots, target.hidden_TD, self._scored)
@@ -278,11 +280,19 @@ class ModelRunner:
         drafts = joined_drafts(works, asked, made, self.device)
         return drafts, drafts
 
-    def _forward(self, plan: StepPlan, drafts: DraftBatch | None, *, chooses: bool) -> TargetPass:
-        """`chooses`: requests that sample take the likeliest tokens, and nothing else is asked."""
+    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+        """How the target's pass chooses at once; None: that needs more than its logits."""
+        rule = Rule.MATCH if sampling.is_plain_greedy else self.verifier.rule
+        if rule is None or not sampling.needs_logits_only:
+            return None
+        return Chooser(sampling, rule)
+
+    def _forward(
+        self, plan: StepPlan, drafts: DraftBatch | None, chooser: Chooser | None
+    ) -> TargetPass:
         works = plan.works
         spans, facts = step_spans(works, self._slots, self.state.row_len)
-        states_of = StatesOf.NO_ROW if chooses else StatesOf.ROWS_WITH_LOGITS
+        states_of = StatesOf.NO_ROW if chooser else StatesOf.ROWS_WITH_LOGITS
         if plan.keeps_states:
             states_of = StatesOf.ROWS_WITH_LOGITS
         if wants_prompt_logprobs(works, self._slots) or (
@@ -298,10 +308,11 @@ class ModelRunner:
             self.cache.layers,
             self.cache.block_size,
             self._taps if plan.keeps_states else (),
-            chooses,
+            chooser,
             states_of,
         )
-        read = self.model.step(task, partial(read_by_parts, self.model, task))
+        by_parts = partial(read_by_parts, self.model, self.verifier, task)
+        read = self.model.step(task, by_parts)
         return TargetPass(read, spans, states_of)
 
     def _verified(

@@ -26,7 +26,7 @@ from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.device.target_states import TargetStates
 from outdraft.kernels.data.drafts import DraftBatch, Verdict
 from outdraft.kernels.draft_ops import ModelDrafts
-from outdraft.kernels.step_ops import DeviceChoice
+from outdraft.kernels.step_ops import Chooser, DeviceChoice
 from outdraft.kv.cache import KVCache
 from outdraft.models.base import LanguageModel
 from outdraft.runner.device_state import DeviceState
@@ -127,6 +127,10 @@ class ShardedRunner(ModelRunner):
         requests = RequestShares(self.ranks.draft, counts)
         texts_SL = self.state.token_ids_SL
         return self.proposer.propose(asks, texts_SL, sampling, host_rows, requests)
+
+    def _chooser(self, sampling: SamplingBatch) -> Chooser | None:
+        """Ranks share out what needs more than the likeliest tokens."""
+        return super()._chooser(sampling) if sampling.is_plain_greedy else None
 
     def _verified(
         self,

@@ -16,6 +16,8 @@ from outdraft.kernels.ops import Kernels, PlacedRows
 from outdraft.kernels.step_ops import DeviceChoice, StatesOf, StepRead, StepTask
 from outdraft.models.base import LanguageModel
 from outdraft.runner.slots import Slots
+from outdraft.sampling.processors import Paths
+from outdraft.verification.verifier import Verifier
 
 
 class StepTexts(NamedTuple):
@@ -52,8 +54,8 @@ def step_spans(
     return spans, facts
 
 
-def read_by_parts(model: LanguageModel, task: StepTask) -> StepRead:
-    """Lay the rows out, and send all of it in one copy; read them; match them with their drafts."""
+def read_by_parts(model: LanguageModel, verifier: Verifier, task: StepTask) -> StepRead:
+    """Lay the rows out, and send all of it in one copy; read them; verify their drafts."""
     kernels, spans, texts_SL = model.kernels, task.spans, task.token_ids_SL
     placed = lay_out(spans, task.block_size, kernels, texts_SL.device, task.width, task.facts)
     drafts_BN = texts_SL.new_empty(0, 0)
@@ -70,7 +72,15 @@ def read_by_parts(model: LanguageModel, task: StepTask) -> StepRead:
         task.taps,
         None if task.states_of is StatesOf.ALL_ROWS else placed.logit_rows_R,
     )
-    choice = _choice(model, task, placed, states_RD) if task.chooses else None
+    choice: DeviceChoice | None = None
+    if task.chooser is not None:
+        wanted_RD = states_RD
+        if task.states_of is StatesOf.ALL_ROWS:
+            wanted_RD = with_logits(states_RD, placed.logit_rows_R)
+        texts = StepTexts(*placed.extra)
+        choice = _choice(model, verifier, task, texts, wanted_RD)
+        emitted_BN1 = choice.verdict.token_ids_BN1
+        kernels.append_token_ids(texts_SL, texts.rows_B, texts.num_tokens_B, emitted_BN1)
     return StepRead(lambda: placed, states_RD, tapped_TKD, choice)
 
 
@@ -93,17 +103,19 @@ def _shaped(placed: PlacedRows, task: StepTask, kernels: Kernels) -> PlacedRows:
 
 
 def _choice(
-    model: LanguageModel, task: StepTask, placed: PlacedRows, states_RD: Tensor
+    model: LanguageModel, verifier: Verifier, task: StepTask, texts: StepTexts, states_RD: Tensor
 ) -> DeviceChoice:
+    """By the states of the rows with logits."""
+    assert task.chooser is not None
     assert task.drafts is not None
-    if task.states_of is StatesOf.ALL_ROWS:
-        states_RD = with_logits(states_RD, placed.logit_rows_R)
-    best_R, is_finite_R = model.checked_best_tokens(states_RD)
-    verdict = model.kernels.match(best_R, task.drafts)
-    rows_B, num_tokens_B, *_ = placed.extra
-    emitted_BN1 = verdict.token_ids_BN1
-    model.kernels.append_token_ids(task.token_ids_SL, rows_B, num_tokens_B, emitted_BN1)
-    return DeviceChoice(verdict, is_finite_R)
+    sampling = task.chooser.sampling
+    if sampling.is_plain_greedy:
+        best_R, is_finite_R = model.checked_best_tokens(states_RD)
+        return DeviceChoice(model.kernels.match(best_R, task.drafts), is_finite_R)
+    logits_RV = model.logits(states_RD)
+    is_finite_R = model.kernels.finite_rows(logits_RV)
+    paths = Paths(None, texts.prompt_lens_B, texts.num_tokens_B, None)
+    return DeviceChoice(verifier.verify(logits_RV, task.drafts, sampling, paths), is_finite_R)
 
 
 def _parents(work: Work) -> Sequence[int]:

@@ -195,10 +195,15 @@ class SamplingBatch:
         """Some request looks at a row's drafted path, or at its length."""
         return self.needs_history or self.stops is not None
 
-    @property
+    @cached_property
     def is_plain_greedy(self) -> bool:
         """Every request wants the argmax of the raw logits."""
-        return self.all_greedy and not (
+        return self.all_greedy and self.needs_logits_only
+
+    @cached_property
+    def needs_logits_only(self) -> bool:
+        """Before temperature and cuts nothing changes the logits."""
+        return not (
             self.needs_paths
             or self.has_grammar
             or self.allowed is not None

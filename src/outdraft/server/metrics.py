@@ -65,8 +65,8 @@ _LABELLED = {
     "step_seconds": (
         "phase",
         "Seconds of engine steps by phase: draft (a network's drafts), verify (the target's "
-        "forward), sample (choosing and accepting), host (all the rest, drafts without a "
-        "network included).",
+        "forward, and choosing where the logits are all that it needs), sample (choosing "
+        "otherwise), host (all the rest, drafts without a network included).",
     ),
     "request_success": (
         "finished_reason",

@@ -54,6 +54,11 @@ class Verifier:
         self._kernels = kernels
         self._typical = typical or TypicalAcceptance()
 
+    @property
+    def rule(self) -> Rule | None:
+        """What judges drawn drafts; None: a method of its own, which is no operation."""
+        return None if self.method == "lossy_typical" else _RULES[self.method]
+
     def verify(
         self, logits_RV: Tensor, drafts: DraftBatch, sampling: SamplingBatch, committed: Paths
     ) -> Verdict:

@@ -47,12 +47,13 @@ class Addresses:
         return address_of(tensor, dtype)
 
 
+Column = tuple[Tensor, torch.dtype]
+
+
 class BatchColumns:
     """Addresses of a batch's columns: the newest batch is the next one too, as a rule."""
 
-    def __init__(
-        self, columns: Callable[["SamplingBatch"], Sequence[tuple[Tensor, torch.dtype]]]
-    ) -> None:
+    def __init__(self, columns: Callable[["SamplingBatch"], Sequence[Column]]) -> None:
         self._columns = columns
         self._newest: tuple[SamplingBatch, Addresses, list[int]] | None = None
 

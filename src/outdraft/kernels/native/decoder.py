@@ -27,6 +27,8 @@ from outdraft.kernels.rank_products import PaddedProduct, SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder
 from outdraft.kernels.step_ops import StepRead, StepTask
 
+_MOST_LOGITS = 1 << 22  # that a step keeps memory for; 16 MiB
+
 
 class _Layer(ctypes.Structure):
     _fields_ = (
@@ -167,7 +169,7 @@ class NativeDecoder:
 
     def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
         """As `ops.DecoderPass`, in one call where the network is whole."""
-        if self._link is not None:
+        if self._link is not None or _num_kept_rows(task) * self._num_columns > _MOST_LOGITS:
             return by_parts()
         size = self._spec.embedding_VD.shape[1]
         return self._step.read(self.handle(task.caches), task, size, self._dtype)
@@ -323,6 +325,13 @@ def rows_of(metadata: AttentionMetadata, token_ids: int, wanted_R: Tensor | None
         None if wanted_R is None else address_of(wanted_R, torch.int64),
         num_rows if wanted_R is None else wanted_R.shape[0],
     )
+
+
+def _num_kept_rows(task: StepTask) -> int:
+    """Rows whose logits are kept until all of them are processed."""
+    if task.chooser is None or task.chooser.sampling.is_plain_greedy:
+        return 0
+    return sum([1 + len(span.parents) for span in task.spans if span.samples])
 
 
 def _sum_bias(product: Product) -> Tensor | None:

@@ -11,11 +11,21 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
-from outdraft.kernels.native.arrays import Addresses, BatchColumns
+from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
 from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
+
+
+def cut_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
+    """As `CutColumns` of csrc/sampling.h."""
+    return (
+        (sampling.temperature_B, torch.float32),
+        (sampling.log_min_p_B, torch.float32),
+        (sampling.top_k_B, torch.int64),
+        (sampling.top_p_B, torch.float32),
+    )
 
 
 class NativeSampling:
@@ -30,14 +40,7 @@ class NativeSampling:
         self._mask = function("mask_forbidden", 3, 3)
         self._process = function("process_rows", 2, 7)
         self._finite = function("finite_rows", 2, 2)
-        self._columns = BatchColumns(
-            lambda sampling: (
-                (sampling.temperature_B, torch.float32),
-                (sampling.log_min_p_B, torch.float32),
-                (sampling.top_k_B, torch.int64),
-                (sampling.top_p_B, torch.float32),
-            )
-        )
+        self._columns = BatchColumns(cut_columns)
 
     def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor:
         noise_RV = torch.empty(len(keys.seeds_R), vocab_size)

@@ -13,11 +13,28 @@ from ctypes import POINTER, c_bool, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from outdraft.kernels.data.drafts import Verdict
-from outdraft.kernels.native.arrays import Addresses, address_of, index_array
+from outdraft.kernels.data.drafts import DraftBatch, Verdict
+from outdraft.kernels.native.arrays import Addresses, BatchColumns, address_of, index_array
 from outdraft.kernels.native.library import Library
 from outdraft.kernels.native.rows import RowArrays, RowCounts, int64_tensor
-from outdraft.kernels.step_ops import KnownChoice, StatesOf, StepRead, StepTask
+from outdraft.kernels.native.sampling import cut_columns
+from outdraft.kernels.native.verification import choice_columns
+from outdraft.kernels.step_ops import Chooser, KnownChoice, StatesOf, StepRead, StepTask
+
+_NOTHING, _LIKELIEST, _BY_RULE = range(3)
+
+
+class _Rules(ctypes.Structure):
+    """As `ChoiceRules` of csrc/step.cpp."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("temperature", "least", "top_k", "top_p")),
+        *((name, c_void_p) for name in ("is_greedy", "draws", "seeds", "probs", "is_sampled")),
+        *((name, c_int64) for name in ("rule", "sampled_trees")),
+    )
+
+
+_NO_RULES = _Rules()
 
 
 class _StepTask(ctypes.Structure):
@@ -28,7 +45,9 @@ class _StepTask(ctypes.Structure):
         *((name, c_void_p) for name in ("numbers", "block_table", "texts")),
         ("row_len", c_int64),
         *((name, c_void_p) for name in ("draft_ids", "draft_parents", "num_drafts")),
-        *((name, c_int64) for name in ("are_shaped", "chooses", "states_of")),
+        *((name, c_int64) for name in ("are_shaped", "chooses")),
+        ("rules", _Rules),
+        ("states_of", c_int64),
         ("taps", c_void_p),
         ("num_taps", c_int64),
         *((name, c_void_p) for name in ("placed", "tapped", "states")),
@@ -42,6 +61,9 @@ class NativeStep:
     def __init__(self, library: Library) -> None:
         self._step = library.function(
             "decoder_step", [c_void_p, POINTER(_StepTask)], c_int64, releases_gil=True
+        )
+        self._columns = BatchColumns(
+            lambda sampling: (*cut_columns(sampling), *choice_columns(sampling))
         )
 
     def read(self, decoder: int, task: StepTask, size: int, dtype: torch.dtype) -> StepRead:
@@ -64,7 +86,12 @@ class NativeStep:
             assert drafts.num_laid_out_B is None, "on a CPU rows are laid out when drafts are known"
             parts = drafts.token_ids_BN, drafts.parents_BN, drafts.num_drafts_B
             columns = tuple([at(part, torch.int64) for part in parts])
-        choice = _NativeChoice(counts) if task.chooses else None
+        chooses, rules, choice = _NOTHING, _NO_RULES, None
+        if task.chooser is not None:
+            choice, chooses = _NativeChoice(counts), _LIKELIEST
+            if not task.chooser.sampling.is_plain_greedy:
+                assert drafts is not None
+                chooses, rules = _BY_RULE, self._rules(task.chooser, drafts, at)
         native = _StepTask(
             counts,
             arrays.numbers,
@@ -73,7 +100,8 @@ class NativeStep:
             task.token_ids_SL.shape[1],
             *columns,
             task.are_shaped,
-            task.chooses,
+            chooses,
+            rules,
             task.states_of,
             ctypes.addressof(index_array(tuple(taps))) if taps else None,
             len(taps),
@@ -85,6 +113,16 @@ class NativeStep:
         is_valid = self._step(decoder, ctypes.byref(native))
         assert is_valid, "a token or a position is out of its table"
         return StepRead(arrays.rows, states_RD, tapped_TKD, choice)
+
+    def _rules(self, chooser: Chooser, drafts: DraftBatch, at: Addresses) -> _Rules:
+        probs_BNV = drafts.probs_BNV
+        return _Rules(
+            *self._columns.of(chooser.sampling),
+            None if probs_BNV is None else at(probs_BNV, torch.float32),
+            at(drafts.is_sampled_BN, torch.bool),
+            chooser.rule,
+            drafts.sampled_trees,
+        )
 
 
 class _NativeChoice:

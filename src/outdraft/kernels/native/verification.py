@@ -10,11 +10,20 @@ import torch
 from torch import Tensor
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
-from outdraft.kernels.native.arrays import Addresses, BatchColumns
+from outdraft.kernels.native.arrays import Addresses, BatchColumns, Column
 from outdraft.kernels.native.library import Library
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
+
+
+def choice_columns(sampling: "SamplingBatch") -> tuple[Column, ...]:
+    """As `verify` of csrc/verification.h takes them."""
+    return (
+        (sampling.is_greedy_B, torch.bool),
+        (sampling.draws_B, torch.bool),
+        (sampling.seeds_B, torch.int64),
+    )
 
 
 class NativeVerification:
@@ -26,13 +35,7 @@ class NativeVerification:
         self._verify = library.function(
             "verify", [*[c_int64] * 3, *arrays * 10, *rule, *results], releases_gil=True
         )
-        self._columns = BatchColumns(
-            lambda sampling: (
-                (sampling.is_greedy_B, torch.bool),
-                (sampling.draws_B, torch.bool),
-                (sampling.seeds_B, torch.int64),
-            )
-        )
+        self._columns = BatchColumns(choice_columns)
         self._match = library.function("match_choices", [c_int64, c_int64, *arrays * 4, *results])
         self._requests = library.function(
             "requests_of_rows", [c_int64, c_void_p, c_int64, c_void_p]
