@@ -109,7 +109,8 @@ class Step {
     return true;
   }
 
-  // Of all rows' states, then of those with logits; logits, if they are looked at.
+  // Memory for the states of all rows, then for those with logits; for logits, if they are looked
+  // at.
   char* take_memory(Parts& parts, bool has_logits, int64_t state_bytes) {
     char* own = parts.take<char>((counts_.num_rows + counts_.num_logits) * state_bytes);
     logits_ = parts.take<float>(has_logits ? counts_.num_logits * decoder_.columns() : 0);

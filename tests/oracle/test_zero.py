@@ -20,6 +20,7 @@ from outdraft.engine.llm import LLM
 from outdraft.engine.loading import load_models
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.ops import DecoderPass, Kernels
+from outdraft.kernels.step_ops import StepRead, StepTask
 from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, speculation
 
 FAMILY = "llama-llama3-rope"
@@ -67,6 +68,10 @@ class CountedPass:
         self.logits = calls.wrapped("logits", passes.logits)
         self.best_tokens = calls.wrapped("best_tokens", passes.best_tokens)
         self.draft = calls.wrapped("draft", passes.draft)
+
+    def step(self, task: StepTask, by_parts: Callable[[], StepRead]) -> StepRead:
+        """Part by part, which are counted."""
+        return by_parts()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         return self._passes(*args, **options)
