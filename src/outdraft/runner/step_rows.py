@@ -21,11 +21,11 @@ from outdraft.verification.verifier import Verifier
 
 
 class StepTexts(NamedTuple):
-    """Of the requests that sample in a step, int64 on the device.
+    """The texts of the requests that sample in a step: int64, on the device.
 
     Attributes:
-        rows_B: of the device state.
-        num_tokens_B, prompt_lens_B: of their texts.
+        rows_B: their rows of the device state.
+        num_tokens_B, prompt_lens_B: of each.
     """
 
     rows_B: Tensor

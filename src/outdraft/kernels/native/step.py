@@ -139,7 +139,7 @@ class _NativeChoice:
         self._are_finite = (c_bool * counts.num_logits)()
 
     def addresses(self) -> tuple[int, ...]:
-        """Of emitted, accepted and num_emitted, and of are_finite."""
+        """Where emitted, accepted, num_emitted and are_finite lie."""
         emitted, num_bytes = self._numbers.buffer_info()[0], self._numbers.itemsize
         accepted = emitted + self._lengths[0] * num_bytes
         num_emitted = accepted + self._lengths[1] * num_bytes
