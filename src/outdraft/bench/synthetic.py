@@ -29,6 +29,10 @@ class SyntheticVerifier(Verifier):
         self._chances = torch.tensor(chances)
         self._coins = torch.Generator().manual_seed(0)
 
+    @property
+    def rule(self) -> None:
+        """No operation keeps what coins say."""
+
     def verify(
         self, logits_RV: Tensor, drafts: DraftBatch, sampling: SamplingBatch, committed: Paths
     ) -> Verdict:
