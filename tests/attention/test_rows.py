@@ -1,5 +1,7 @@
 """The batch that a forward pass reads, against one row at a time."""
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 from hypothesis import given
@@ -44,3 +46,19 @@ def test_rows_stand_where_a_loop_over_them_says(shapes, block_size, seed):
     assert batch.query_start_B1[-1] == row == len(batch.slots_T)
     assert batch.max_rows == max(span.num_rows for span in spans)
     assert batch.max_seq_len == max(span.context_len + span.num_rows for span in spans)
+
+
+def test_rows_for_another_device_are_those_of_the_host():
+    spans = [Span(3, 2, (0, 1), [1, 0]), Span(0, 5, (), [2, 3], 7, samples=False)]
+    extra = ([4, 5], [], [6])
+    host, sent = (
+        lay_out(spans, 4, reference_kernels(), torch.device(kind), 3, extra)
+        for kind in ("cpu", "meta")
+    )
+    for field in fields(host):
+        pairs = [(getattr(host, field.name), getattr(sent, field.name))]
+        if field.name == "extra":
+            pairs = list(zip(*pairs[0], strict=True))
+        for own, other in pairs:
+            assert other.is_meta
+            assert (other.shape, other.dtype) == (own.shape, own.dtype), field.name
