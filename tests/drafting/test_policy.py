@@ -290,6 +290,21 @@ def test_what_came_of_a_step_is_told_with_its_times():
     assert outcome.host_s + outcome.deciding_s == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize(
+    ("grants", "target_s"), [([Grant("a", "draft_model", 4, 4, 2)], 0.75), ([], 0.5)]
+)
+def test_states_are_kept_for_drafts_and_not_for_plain_decoding(grants, target_s):
+    """Else plain decoding would look slow wherever a network that reads states may draft soon."""
+    control = Scripted(lambda _: grants)
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    choices = ours.choose([one], 1, ROOM)
+    times = PhaseTimes(0.0, 0.25, 0.5, keep_s=0.25)
+    ours.observe([booking(one, choices.get("a"))], stats(5, times))
+    [outcome] = control.outcomes
+    assert outcome.target_s == target_s
+
+
 def test_sending_drafts_of_the_host_is_time_of_the_host():
     control = Scripted(lambda _: [Grant("a", "ngram", 3, 3, 1.5)])
     ours = policy(ngram(a=draft(3)), drafter_max_len=100, control=control)
@@ -475,8 +490,8 @@ def test_a_held_step_without_prompts_tells_its_time_if_it_is_asked_to():
     one = request("a")
     for room in (ROOM, replace(ROOM, prompt_rows=0)):
         assert ours.choose([one], 1, room) == {}
-        ours.observe([booking(one, None)], stats(1))
-    assert control.plain_times == [(1, one.num_tokens, 0.0, 2.0)]
+        ours.observe([booking(one, None)], stats(1, PhaseTimes(0.0, 1.0, 0.5, keep_s=0.25)))
+    assert control.plain_times == [(1, one.num_tokens, 1.25, 2.0)]
 
 
 def test_who_decides_forgets_requests_that_ended():

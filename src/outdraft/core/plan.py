@@ -280,12 +280,19 @@ class PhaseTimes:
 
     Attributes:
         verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
-        sample_s: choosing otherwise.
+        sample_s: choosing otherwise, and all that follows until ids are on their way.
+        keep_s: of sample_s, what keeping the target's states for a drafter takes.
     """
 
     draft_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
+    keep_s: float = 0.0
+
+    @property
+    def plain_target_s(self) -> float:
+        """What the target takes where no drafter has to be able to go on."""
+        return self.verify_s + self.sample_s - self.keep_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,8 +280,8 @@ class DraftPolicy:
         if stats.num_rows != len(booked):
             return  # a prompt began
         times, context = stats.times, sum(one.request.num_tokens for one in booked)
-        target_s, host_s = times.verify_s + times.sample_s, times.draft_s + stats.host_s
-        self.control.observe_plain(len(booked), context, target_s, host_s)
+        host_s = times.draft_s + stats.host_s
+        self.control.observe_plain(len(booked), context, times.plain_target_s, host_s)
 
     def _watch(self, step: _Step | None, drafts: tuple[DraftOutcome, ...]) -> tuple[Alarm, ...]:
         """Count a step in which sources could draft."""
@@ -367,6 +367,8 @@ class DraftPolicy:
         # Drafts of the host are sent to the device in the phase of drafting. To decide is no part
         # of the host's time: most steps are held.
         draft_s, sending_s = (times.draft_s, 0.0) if drafts_network else (0.0, times.draft_s)
+        # To keep states for a network is a cost of its drafts, which go on behind a plain step.
+        keep_s = times.keep_s if drafts_network else 0.0
         return StepOutcome(
             facts,
             step.decision,
@@ -374,7 +376,7 @@ class DraftPolicy:
             stats.num_rows,
             num_tokens,
             draft_s,
-            times.verify_s + times.sample_s,
+            times.plain_target_s + keep_s,
             stats.host_s - self._decided_s(stats) + sending_s,
             shadows,
             self._deciding_s + self._learning_s,

@@ -233,6 +233,7 @@ class ModelRunner:
             verified, emitted = self._verified(step, drafts, sampling, masks)
             self._keep(verified.choice, drafts, step.target)
         if plan.keeps_states:
+            step.clock.mark()
             self._keep_states(plan.works, step.target, verified and verified.choice.verdict)
         step.clock.mark()
         copies = to_host(verified, emitted, step.prompt, self.device)

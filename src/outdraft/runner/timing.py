@@ -19,12 +19,15 @@ class PhaseClock:
         self._marks: list[float | torch.cuda.Event] = []
 
     def mark(self) -> None:
-        """A phase begins: drafting, the target's pass, what follows it; or the last one is over."""
+        """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
+        states; or the last one is over."""
         self._marks.append(self._now())
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""
-        return PhaseTimes(*map(_between, self._marks, self._marks[1:]))
+        draft_s, verify_s, sample_s, *kept = map(_between, self._marks, self._marks[1:])
+        keep_s = sum(kept)
+        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s)
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

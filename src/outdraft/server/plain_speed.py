@@ -68,7 +68,7 @@ class PlainSpeed:
 
 
 def _undrafted_s(step: StepStats) -> float:
-    return step.times.verify_s + step.times.sample_s + step.host_s
+    return step.times.plain_target_s + step.host_s
 
 
 @dataclass(slots=True)
