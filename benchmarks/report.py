@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 CHOSEN = "{}, lengths chosen"  # the name of a method's second variant
-README_RESULT = "decode-float32-t0.8.json"
+README_RESULT = "decode-bfloat16-t0.8.json"
 # What the embedded target's weights of bfloat16 are computed in.
 DTYPES = {"float32": "float32 over bfloat16 weights", "bfloat16": "bfloat16"}
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
