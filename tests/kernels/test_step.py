@@ -14,6 +14,7 @@ from outdraft.attention.rows import Span
 from outdraft.core.admission import TokenRules
 from outdraft.core.draft import Draft
 from outdraft.kernels.data.drafts import DraftBatch, Rule
+from outdraft.kernels.native import decoder as native_decoder
 from outdraft.kernels.ops import DecoderPass, Kernels
 from outdraft.kernels.step_ops import Chooser, StatesOf, StepRead, StepTask
 from outdraft.kv.cache import KVCache, LayerCache
@@ -227,6 +228,23 @@ def test_a_token_is_written_to_its_text_and_known_to_the_host(temperature):
     [[token_id]] = came.choice.on_host.emitted
     assert texts_SL[2, 10] == token_id
     assert came.states_RD is None
+
+
+@pytest.mark.parametrize(("temperature", "in_parts"), [(0.0, False), (1.0, True)])
+def test_memory_for_very_many_logits_is_not_kept(temperature, in_parts, monkeypatch):
+    """The likeliest tokens are found a few rows at a time."""
+    monkeypatch.setattr(native_decoder, "_MOST_LOGITS", NUM_TOKENS - 1)
+    target, rules = Target.of(cpu_kernels(1)), TokenRules(seed=3, temperature=temperature)
+    step = Step([(9, 1, True)], [Draft()], [rules], Rule.MATCH)
+    texts_SL, asked = torch.zeros(3, ROW_LEN, dtype=torch.int64), list[StepTask]()
+    task = step.task(texts_SL, filled_cache(Sizes(), torch.float32))
+
+    def by_parts() -> StepRead:
+        asked.append(task)
+        return target.parts(task)
+
+    target.passes.step(task, by_parts)
+    assert asked == [task] * in_parts
 
 
 def test_a_step_reads_drafts_behind_the_parents_that_the_network_chose():
