@@ -83,15 +83,10 @@ class Step {
         task_.states_of == StatesOf::kAllRows ||
         std::find(task_.taps, task_.taps + task_.num_taps, spec.num_layers) !=
             task_.taps + task_.num_taps;
-    const bool by_rule = task_.chooses == Chooses::kByRule;
     Parts parts;
-    take_memory(parts, by_rule, state_bytes);
+    take_memory(parts, reads_all, state_bytes);
     parts = {decoder_.call_memory.reserve<char>(parts.num_bytes), 0};
-    char* own = take_memory(parts, by_rule, state_bytes);
-    auto* wanted = static_cast<char*>(task_.states);
-    char* of_all = task_.states_of == StatesOf::kAllRows ? wanted : own;
-    with_logits_ = task_.states_of == StatesOf::kRowsWithLogits ? wanted
-                                                               : own + num_rows * state_bytes;
+    take_memory(parts, reads_all, state_bytes);
     const DecoderRows rows{ids_.data(),         rows_.positions,
                            rows_.slots,         rows_.query_start,
                            rows_.context_lens,  rows_.num_causal,
@@ -100,21 +95,25 @@ class Step {
                            counts_.table_width, reads_all ? nullptr : rows_.logit_rows,
                            reads_all ? num_rows : num_logits};
     if (!decoder_.forward(rows, nullptr, task_.taps, task_.num_taps, task_.tapped,
-                          reads_all ? of_all : with_logits_)) {
+                          reads_all ? of_all_ : with_logits_)) {
       return false;
     }
     if (reads_all) {
-      copy_rows(num_logits, state_bytes, with_logits_, nullptr, of_all, rows_.logit_rows);
+      copy_rows(num_logits, state_bytes, with_logits_, nullptr, of_all_, rows_.logit_rows);
     }
     return true;
   }
 
-  // Memory for the states of all rows, then for those with logits; for logits, if they are looked
-  // at.
-  char* take_memory(Parts& parts, bool has_logits, int64_t state_bytes) {
-    char* own = parts.take<char>((counts_.num_rows + counts_.num_logits) * state_bytes);
-    logits_ = parts.take<float>(has_logits ? counts_.num_logits * decoder_.columns() : 0);
-    return own;
+  // States go where they are wanted, others and logits to memory that is taken here.
+  void take_memory(Parts& parts, bool reads_all, int64_t state_bytes) {
+    auto* wanted = static_cast<char*>(task_.states);
+    const bool wants_all = task_.states_of == StatesOf::kAllRows;
+    const bool wants_some = task_.states_of == StatesOf::kRowsWithLogits;
+    const int64_t num_rows = reads_all ? counts_.num_rows : 0, num_logits = counts_.num_logits;
+    const bool by_rule = task_.chooses == Chooses::kByRule;
+    of_all_ = wants_all ? wanted : parts.take<char>(num_rows * state_bytes);
+    with_logits_ = wants_some ? wanted : parts.take<char>(num_logits * state_bytes);
+    logits_ = parts.take<float>(by_rule ? num_logits * decoder_.columns() : 0);
   }
 
   bool choose() {
@@ -160,7 +159,8 @@ class Step {
   const RowCounts& counts_;
   const PlacedRows rows_;
   std::vector<int64_t> ids_;  // of the tokens that are read, then of those that are chosen
-  char* with_logits_ = nullptr;
+  char* of_all_ = nullptr;       // states of all rows, if they are read
+  char* with_logits_ = nullptr;  // and of those with logits
   float* logits_ = nullptr;  // [R, V]
 };
 
