@@ -39,6 +39,7 @@ lint: setup-cluster
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+	$(BIN)/pyright -p benchmarks
 	$(BIN)/lint-imports
 
 quick: lib

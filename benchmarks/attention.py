@@ -23,12 +23,13 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.base import AttentionForm, AttentionMetadata
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.bench.environment import compute, environment
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kv.cache import LayerCache
 
 NUM_KV_HEADS, HEADS_PER_KV, HEAD_SIZE, BLOCK_SIZE = 8, 4, 128, 16
 SCALE = HEAD_SIZE**-0.5
@@ -79,7 +80,7 @@ def make_inputs(setting: Setting, dtype: torch.dtype, device: torch.device) -> I
     blocks_BP = torch.randperm(setting.batch * blocks_each).view(setting.batch, blocks_each)
     parents = [int(torch.randint(0, row + 1, ())) for row in range(setting.rows - 1)]
     spans = [Span(setting.context, 1, parents, blocks) for blocks in blocks_BP.tolist()]
-    metadata, _ = lay_out(spans, BLOCK_SIZE, reference_kernels(), device)
+    metadata = metadata_of(lay_out(spans, BLOCK_SIZE, reference_kernels(), device), spans)
     shape = (blocks_BP.numel(), BLOCK_SIZE, NUM_KV_HEADS, HEAD_SIZE)
     cache = LayerCache(*(torch.randn(shape, dtype=dtype, device=device) for _ in range(2)))
     num_rows, num_heads = setting.batch * setting.rows, NUM_KV_HEADS * HEADS_PER_KV
@@ -93,7 +94,8 @@ def make_inputs(setting: Setting, dtype: torch.dtype, device: torch.device) -> I
     draft_K = key_K - setting.context - 1
     mask_BRK = (draft_K < 0) | ((bits_BR1 >> draft_K.clamp(0, 63)) & 1).bool()
     q_BHRC = q_THC.view(setting.batch, setting.rows, num_heads, HEAD_SIZE).transpose(1, 2)
-    return Inputs(q_THC, cache, metadata, q_BHRC.contiguous(), *gathered, mask_BRK)
+    k_BGKC, v_BGKC = gathered
+    return Inputs(q_THC, cache, metadata, q_BHRC.contiguous(), k_BGKC, v_BGKC, mask_BRK)
 
 
 def paged(attention, inputs: Inputs) -> Run:

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import Completion, share_target
+from outdraft.bench.side_by_side import PLAIN, Completion, share_target
 from outdraft.bench.turns import take_turns
-from outdraft.cli.comparison import PLAIN, method_configs
+from outdraft.cli.comparison import method_configs
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
@@ -112,7 +112,7 @@ def with_chosen_lengths(config: EngineConfig) -> EngineConfig:
 def transformers_variant(args: argparse.Namespace) -> Callable[[str], dict[str, Any]]:
     """Plain decoding by transformers' own generate, on the same weights and dtype."""
     tokenizer = AutoTokenizer.from_pretrained(assets.target_path())
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         assets.target_path(), dtype=getattr(torch, args.dtype)
     ).eval()
 

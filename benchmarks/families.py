@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from outdraft import LLM, SamplingParams
 from outdraft.bench.environment import environment
@@ -102,7 +101,7 @@ def speeds(name: str) -> dict[str, Any]:
     if hasattr(known, "qk_rope_head_dim"):  # DeepSeek's heads have several sizes
         sizes = {key: REAL[key] for key in ("hidden_size", "intermediate_size")}
     sizes = {key: value for key, value in sizes.items() if _can_set(known, key, value)}
-    model = family_model(name, **sizes).bfloat16().eval()
+    model: Any = family_model(name, **sizes).bfloat16().eval()
     dtype = automatic_dtype("auto", torch.device("cpu"), torch.bfloat16)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -144,7 +143,7 @@ def _decode(llm: LLM, prompt: list[int], count: int) -> None:
     llm.generate([prompt], params, use_tqdm=False)
 
 
-def _generate(model: PreTrainedModel, prompt: list[int], count: int) -> None:
+def _generate(model: Any, prompt: list[int], count: int) -> None:
     whole = torch.tensor([prompt])
     model.generate(
         whole,

@@ -158,11 +158,15 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
     model, block_size = runner.model, runner.cache.block_size
-    forward = model.forward_tapped
+    if window is None:
+        yield
+        return
+    forward: Any = model.forward_tapped
+    step: Any = model.step
 
     def narrowed(ids_T: Any, caches: Any, metadata: AttentionMetadata, *others: Any) -> Any:
         [context] = metadata.context_lens_B.tolist()
-        num_blocks = max(0, context - (window or context)) // block_size
+        num_blocks = max(0, context - window) // block_size
         less = num_blocks * block_size
         own = replace(
             metadata,
@@ -172,9 +176,11 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
         )
         return forward(ids_T, caches, own, *others)
 
-    model.forward_tapped = narrowed  # positions stay, so keys are turned as in the whole text
+    changed: Any = model
+    changed.forward_tapped = narrowed  # positions stay: keys are turned as in the whole text
+    changed.step = lambda task, by_parts: by_parts()  # which calls it
     yield
-    model.forward_tapped = forward
+    changed.forward_tapped, changed.step = forward, step
 
 
 def _complete(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outdraft.attention.rows import Span, lay_out
+from outdraft.attention.rows import Span, lay_out, metadata_of
 from outdraft.core.weight_format import WeightFormat
 from outdraft.kernels.native.linear import NativeProduct
 from outdraft.kernels.ops import DecoderSpec, Kernels, LayerSpec
@@ -137,7 +137,7 @@ class Network:
             Span(context, rows, (), range(i * REQUEST_BLOCKS, (i + 1) * REQUEST_BLOCKS))
             for i, (context, rows) in enumerate(case.requests)
         ]
-        metadata, _ = lay_out(spans, BLOCK_SIZE, self._kernels, CPU)
+        metadata = metadata_of(lay_out(spans, BLOCK_SIZE, self._kernels, CPU), spans)
         token_ids_T = torch.arange(len(metadata.slots_T)) % VOCABULARY
         wanted_R = torch.arange(case.num_logits)
         wanted_R[-1] = len(token_ids_T) - 1

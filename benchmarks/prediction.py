@@ -12,8 +12,8 @@ from random import Random
 
 from outdraft import assets
 from outdraft.bench.environment import compute, environment
-from outdraft.bench.side_by_side import complete_alone
-from outdraft.cli.comparison import PLAIN, method_configs
+from outdraft.bench.side_by_side import PLAIN, complete_alone
+from outdraft.cli.comparison import method_configs
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.build import build_engine
 from outdraft.engine.loading import load_models

@@ -57,7 +57,7 @@ def start(arguments: tuple[str, ...], home: str) -> Start:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the numbers here")
     args = parser.parse_args()

@@ -12,6 +12,7 @@ prepare_openmp(os.environ)
 import torch  # noqa: E402
 
 from outdraft import LLM, SamplingParams, assets  # noqa: E402
+from outdraft.core.sampling import SpeculationParams  # noqa: E402
 from outdraft.engine.assembler import Assembler  # noqa: E402
 
 
@@ -32,13 +33,13 @@ def load(spec: Spec):
 
     def run(ask: Ask):
         lengths: dict[str, int] = {}
-        depth = {"num_speculative_tokens": ask.depth} if spec.method != "suffix" else {}
+        depth = None if spec.method == "suffix" else ask.depth
         params = SamplingParams(
             temperature=0,
             max_tokens=ask.new_tokens,
             ignore_eos=True,
             detokenize=False,
-            speculation=depth,
+            speculation=SpeculationParams(num_speculative_tokens=depth),
         )
 
         def step() -> Grown:

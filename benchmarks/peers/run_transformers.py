@@ -1,6 +1,7 @@
 """transformers' own generate; a batch is static, all of its prompts having the same length."""
 
 import time
+from typing import Any
 
 import torch
 from protocol import Answer, Ask, Spec, serve
@@ -26,8 +27,9 @@ class Streamer:
 
 def load(spec: Spec):
     torch.set_num_threads(spec.threads)
-    target = AutoModelForCausalLM.from_pretrained(spec.target, dtype=torch.bfloat16).eval()
+    target: Any = AutoModelForCausalLM.from_pretrained(spec.target, dtype=torch.bfloat16).eval()
     options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 1, **spec.options}
+    drafter: Any = None
     if spec.method == "draft_model":
         drafter = AutoModelForCausalLM.from_pretrained(spec.drafter, dtype=torch.bfloat16).eval()
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
@@ -35,8 +37,8 @@ def load(spec: Spec):
         options["assistant_model"] = drafter
 
     @torch.inference_mode()
-    def run(ask: Ask):
-        if spec.method == "draft_model":
+    def run(ask: Ask) -> list[Answer]:
+        if drafter is not None:
             drafter.generation_config.num_assistant_tokens = ask.depth
         if spec.method == "ngram":
             options["prompt_lookup_num_tokens"] = ask.depth
@@ -44,6 +46,7 @@ def load(spec: Spec):
         streamer = Streamer() if len(ask.prompts) == 1 else None
         whole = target.generate(ids, max_new_tokens=ask.new_tokens, streamer=streamer, **options)
         if streamer is not None:
+            assert streamer.answer is not None
             return [streamer.answer]
         elapsed_s = time.perf_counter() - started_s
         rows = whole[:, ids.shape[1] :].tolist()
