@@ -1,7 +1,7 @@
 """Runs that take turns of a moment, so that a machine whose speed drifts treats them alike."""
 
-from collections import deque
 from collections.abc import Callable, Mapping
+from random import Random
 from typing import Protocol
 
 TURN_S = 0.1  # that one runs before the others do
@@ -23,14 +23,16 @@ def take_turns(
 ) -> None:
     """Advance all runs in turn until each is over; `on_over` is told which one is.
 
-    number: of the round; everybody is first in turn, so nobody always runs behind the same one.
+    A run finds the caches as the one before left them: who always followed the heaviest would look
+    slower than it is. So the order is drawn anew each time around.
+
+    number: of the round, from which all of its orders follow.
     """
-    turns = deque(runs)
-    turns.rotate(-number)
-    while turns:
-        name = turns.popleft()
-        runs[name].advance(TURN_S)
-        if runs[name].is_over:
-            on_over(name)
-        else:
-            turns.append(name)
+    order, left = Random(number), list(runs)
+    while left:
+        order.shuffle(left)
+        for name in left:
+            runs[name].advance(TURN_S)
+            if runs[name].is_over:
+                on_over(name)
+        left = [name for name in left if not runs[name].is_over]
