@@ -157,12 +157,11 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
     """Rows of prompts see at most so many tokens before their chunk; None: all."""
     runner = engine.runner
     assert isinstance(runner, ModelRunner)
-    model, block_size = runner.model, runner.cache.block_size
     if window is None:
         yield
         return
-    forward: Any = model.forward_tapped
-    step: Any = model.step
+    model: Any = runner.model
+    block_size, forward, step = runner.cache.block_size, model.forward_tapped, model.step
 
     def narrowed(ids_T: Any, caches: Any, metadata: AttentionMetadata, *others: Any) -> Any:
         [context] = metadata.context_lens_B.tolist()
@@ -176,11 +175,10 @@ def _narrow_prompts(engine: Engine, window: int | None) -> Iterator[None]:
         )
         return forward(ids_T, caches, own, *others)
 
-    changed: Any = model
-    changed.forward_tapped = narrowed  # positions stay: keys are turned as in the whole text
-    changed.step = lambda task, by_parts: by_parts()  # which calls it
+    model.forward_tapped = narrowed  # positions stay, so keys are turned as in the whole text
+    model.step = lambda task, by_parts: by_parts()  # which calls it
     yield
-    changed.forward_tapped, changed.step = forward, step
+    model.forward_tapped, model.step = forward, step
 
 
 def _complete(

@@ -167,13 +167,15 @@ def test_variants_take_turns_within_a_round_and_each_follows_every_other_one(con
         log = create_autospec(total, instance=True)
         log.add.side_effect = lambda step, name=name: order.append(name)
         result.stats[name] = log
-    names, follows = list(configs), Counter[tuple[str, str]]()
+    names, firsts, follows = list(configs), set[str](), Counter[tuple[str, str]]()
     for number in range(40):
         order.clear()
         run_round(engines, part, result, Generation(ignore_eos=True), number)
+        firsts.add(order[0])
         for start in range(0, 9, 3):  # while all of them run
             assert sorted(order[start : start + 3]) == sorted(names)
         follows.update(pairwise(order[:9]))
+    assert firsts == set(names)
     counts = [follows[pair] for pair in permutations(names, 2)]
     assert min(counts) > 0.7 * max(counts)
     assert all(len(rates) == 40 for rates in result.rates.values())
