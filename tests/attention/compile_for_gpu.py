@@ -9,14 +9,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import attention_kernels as kernels
+from outdraft.kernels.triton import noise_kernels, padding_kernels, pointwise_kernels
 from outdraft.kernels.triton.attention import _launches
 
 INT32 = ("query_start", "context_lens", "num_causal_B", "block_table")
-INT64 = ("ancestors", "positions", "slots")
-FLOAT32 = ("part_acc", "part_top", "part_sum")
+INT32 = (*INT32, "starts", "contexts", "num_causal", "table")
+INT64 = ("ancestors", "positions", "slots", "ids", "seeds", "anchors", "purposes")
+FLOAT32 = ("part_acc", "part_top", "part_sum", "cos_sin")
 NUMBERS = ("q_stride", "k_stride", "v_stride", "first_tile", "num_requests", "num_splits")
-NUMBERS = (*NUMBERS, "table_stride", "window", "chunk")
+NUMBERS = (*NUMBERS, "table_stride", "window", "chunk", "num_rows", "num_blocks", "to_rows")
+NUMBERS = (*NUMBERS, "to_requests", "to_blocks", "stride", "size")
 KINDS = ("HAS_WINDOW", "HAS_CHUNK", "HAS_SINKS", "HAS_CAP", "CUTS_DRAFTS")
 PLAIN = dict.fromkeys(KINDS, False) | {"sinks": None}
 SIZES = {"NUM_KV_HEADS": 8, "HEADS_PER_KV": 4}
@@ -27,7 +31,9 @@ def compile_kernel(kernel, dtype: str, constants: dict, capability: int, **optio
     """To a cubin."""
     types = dict.fromkeys(INT32, "*i32") | dict.fromkeys(INT64, "*i64")
     types |= dict.fromkeys(FLOAT32, "*fp32") | dict.fromkeys(NUMBERS, "i32")
-    types |= {"scale": "fp32", "soft_cap": "fp32", "sinks": "*fp32"}
+    types |= {f"to_{name}": kind for name, kind in types.items()}
+    types |= {"scale": "fp32", "soft_cap": "fp32", "eps": "fp32", "sinks": "*fp32"}
+    types |= dict.fromkeys(("to_rows", "to_requests", "to_blocks"), "i32")
     names = kernel.arg_names
     used = {name: value for name, value in constants.items() if name in names}
     signature = {
@@ -68,6 +74,22 @@ def main() -> None:
     compile_kernel(kernels.merge_splits, dtype, everything, capability)
     rows = dict.fromkeys(("KEY_ROW", "KEY_WIDTH", "VALUE_ROW", "VALUE_WIDTH"), 1024)
     compile_kernel(kernels.write_rows, dtype, rows, capability)
+    compile_pointwise(dtype, capability)
+
+
+def compile_pointwise(dtype: str, capability: int) -> None:
+    """What is computed number by number, and what numbers are copied and drawn."""
+    norm = {"SIZE": 4096, "WIDTH": 4096, "HAS_ADDED": True}
+    heads = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "SIZE": 128, "HALF_WIDTH": 64, "HAS_NORMS": True}
+    noise = {"TILE": 256, "ROUNDS": ROUNDS, "LN2": LN2, "SQRT2": SQRT2, "SERIES": LOG_SERIES}
+    for kernel, constants in (
+        (pointwise_kernels.add_and_norm, norm),
+        (pointwise_kernels.turn_heads, heads),
+        (pointwise_kernels.silu_and_multiply, {"SIZE": 4096, "TILE": 1024}),
+        (padding_kernels.pad_rows, {"WIDTH": 512, "TILE": 256}),
+    ):
+        compile_kernel(kernel, dtype, constants, capability, enable_fp_fusion=False)
+    compile_kernel(noise_kernels.gumbel_rows, "fp32", noise, capability, enable_fp_fusion=False)
 
 
 if __name__ == "__main__":

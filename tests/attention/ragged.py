@@ -193,3 +193,11 @@ def build_batch(
 def converted(cache: LayerCache, dtype: torch.dtype) -> LayerCache:
     """The same numbers in another dtype."""
     return LayerCache(cache.k_PSGC.to(dtype), cache.v_PSGE.to(dtype))
+
+
+def on(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
+    """The batch on a device."""
+    names = ("query_start_B1", "context_lens_B", "num_causal_B", "ancestors_T")
+    names = (*names, "positions_T", "slots_T", "block_table_BP")
+    moved = {name: getattr(metadata, name).to(device) for name in names}
+    return AttentionMetadata(**moved, max_rows=metadata.max_rows, max_seq_len=metadata.max_seq_len)

@@ -14,7 +14,7 @@ from outdraft.core.errors import ConfigError
 from outdraft.kernels.choose import choose_kernels
 from outdraft.kernels.reference.attention import ReferenceAttention
 from outdraft.kv.shapes import LayerCacheShape
-from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted
+from tests.attention.ragged import Model, Shape, build_batch, build_metadata, converted, on
 from tests.pairwise import some
 
 triton_attention = pytest.importorskip("outdraft.kernels.triton.attention", reason="needs triton")
@@ -67,13 +67,6 @@ CASES = {
     "queries of another dtype": ([Shape(70, 1, BUSH_7)], Model(4, 2, 32, 16), None, BF16, FP32),
     "more query heads than lanes": ([Shape(9, 1, (0,))], Model(40, 1, 20, 4), None, FP32, FP32),
 }
-
-
-def on(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
-    names = ("query_start_B1", "context_lens_B", "num_causal_B", "ancestors_T")
-    names = (*names, "positions_T", "slots_T", "block_table_BP")
-    moved = {name: getattr(metadata, name).to(device) for name in names}
-    return AttentionMetadata(**moved, max_rows=metadata.max_rows, max_seq_len=metadata.max_seq_len)
 
 
 def attend(attention, q_THC, cache, metadata, form, device="cpu") -> torch.Tensor:

@@ -38,13 +38,19 @@ class Sizes:
     has_draft_ids: bool = False
 
 
-def make_spec(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0) -> DecoderSpec:
+def make_spec(
+    sizes: Sizes,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    seed: int = 0,
+    device: torch.device = CPU,
+) -> DecoderSpec:
     """Weights are the same numbers in every dtype: those that bfloat16 holds."""
     generator = torch.Generator().manual_seed(seed)
 
     def numbers(*shape: int, scale: float = 1.0, middle: float = 0.0) -> Tensor:
         values = middle + scale * torch.randn(shape, generator=generator)
-        return values.bfloat16().to(dtype)
+        return values.bfloat16().to(device, dtype)
 
     def product(num_inputs: int, num_outputs: int) -> object:
         bias_E = numbers(num_outputs, scale=0.1) if sizes.has_biases else None
@@ -92,23 +98,23 @@ def make_spec(sizes: Sizes, kernels: Kernels, dtype: torch.dtype, seed: int = 0)
         eps=1e-6,
         scale=size**-0.5,
         embedding_VD=numbers(NUM_TOKENS, hidden),
-        cos_sin_MC=torch.cat((angles_MF.cos(), angles_MF.sin()), dim=1).to(table_dtype),
+        cos_sin_MC=torch.cat((angles_MF.cos(), angles_MF.sin()), dim=1).to(device, table_dtype),
         layers=layers,
         attention=kernels.attention,
         final_norm_D=final_norm_D if sizes.has_final_norm else None,
         entry=entry,
         head=product(hidden, num_outputs),
         head_norm_D=None if sizes.has_final_norm else head_norm_D,
-        draft_ids_N=torch.randperm(NUM_TOKENS, generator=generator)[:num_outputs]
+        draft_ids_N=torch.randperm(NUM_TOKENS, generator=generator)[:num_outputs].to(device)
         if sizes.has_draft_ids
         else None,
     )
 
 
-def make_cache(sizes: Sizes, dtype: torch.dtype) -> KVCache:
+def make_cache(sizes: Sizes, dtype: torch.dtype, device: torch.device = CPU) -> KVCache:
     """Enough for `blocks_of` three requests."""
     shape = LayerCacheShape(sizes.heads[1], sizes.head_size, sizes.head_size)
-    return KVCache([shape] * len(sizes.windows), NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
+    return KVCache([shape] * len(sizes.windows), NUM_BLOCKS, BLOCK_SIZE, dtype, device)
 
 
 def blocks_of(request: int) -> tuple[int, ...]:

@@ -79,7 +79,9 @@ def compare_compile_decoder(case: Case) -> None:
         [Span(first, 1, up, blocks_of(0)), Span(second, 3, (), blocks_of(1))],
     ]
     found: list[list[Tensor]] = []
-    for kernels, dtype in ((case.kernels, case.dtype), (reference_kernels(), EXACT)):
+    # Triton's interpreter multiplies bfloat16 numbers as if they were integers.
+    dtype_here = torch.float32 if case.kernels.name == "triton" else case.dtype
+    for kernels, dtype in ((case.kernels, dtype_here), (reference_kernels(), EXACT)):
         decoder = kernels.compile_decoder(make_spec(sizes, kernels, dtype, seed))
         cache, results = make_cache(sizes, dtype), list[Tensor]()
         for number, spans in enumerate(passes):
@@ -93,7 +95,7 @@ def compare_compile_decoder(case: Case) -> None:
             [*results, *(x for layer in cache.layers for x in (layer.k_PSGC, layer.v_PSGE))]
         )
     for got, want in zip(*found, strict=True):
-        assert_near(got, want, case.dtype)
+        assert_near(got, want, dtype_here)
 
 
 @each_library

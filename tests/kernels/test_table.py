@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from outdraft.kernels.choose import REFERENCE, choose_kernels, computed_by, kernels_options
 from outdraft.kernels.native.library import usable_instruction_sets
 from outdraft.kernels.ops import Kernels, operation_names
-from outdraft.kernels.triton.select import triton_attention
+from outdraft.kernels.triton.select import with_triton
 from tests.kernels.comparisons import Case, Comparison
 
 CPU = torch.device("cpu")
@@ -44,9 +44,8 @@ def table(option: str, dtype: torch.dtype) -> Kernels:
     """That of an option; "triton": what runs on a GPU, in Triton's interpreter where none is."""
     if option != "triton":
         return choose_kernels(option, CPU, dtype)
-    attention = triton_attention()
-    assert attention is not None
-    return replace(choose_kernels(REFERENCE, CPU, dtype), name="triton", attention=attention)
+    others = choose_kernels(REFERENCE, CPU, dtype)
+    return replace(with_triton(others, has_graphs=False), name="triton")
 
 
 def implementations() -> Iterator[object]:

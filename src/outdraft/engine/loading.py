@@ -83,7 +83,8 @@ def load_models(
     device = device or choose_device(config.device)
     path = _find_files(config)
     dtype = choose_dtype(config.dtype, checkpoint_dtype(path), device, config.kernels)
-    kernels = choose_kernels(config.kernels, device, dtype)
+    has_graphs = not config.enforce_eager
+    kernels = choose_kernels(config.kernels, device, dtype, has_graphs=has_graphs)
     kept = WeightFormat(config.quantization) if config.quantization else None
     with _naming(path):
         target = load_language_model(

@@ -1,7 +1,5 @@
 """The one place that chooses how operations are computed."""
 
-from dataclasses import replace
-
 import torch
 
 from outdraft.core.errors import ConfigError, did_you_mean
@@ -13,7 +11,7 @@ from outdraft.kernels.native.table import DTYPES, native_host_kernels, native_ke
 from outdraft.kernels.native.team import shared_team
 from outdraft.kernels.ops import Kernels, operation_names
 from outdraft.kernels.reference.table import reference_kernels
-from outdraft.kernels.triton.select import triton_attention
+from outdraft.kernels.triton.select import with_triton
 
 AUTO, REFERENCE = "auto", "reference"
 LIMIT_BYTES, LIMIT_TURNS = 1 << 28, 5
@@ -85,12 +83,15 @@ def memory_transports() -> MemoryTransports | None:
     return None if library is None else NativeMemoryTransports(library)
 
 
-def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Kernels:
+def choose_kernels(
+    option: str, device: torch.device, dtype: torch.dtype, *, has_graphs: bool = True
+) -> Kernels:
     """The table for models of a dtype on a device.
 
     Args:
         option: "auto": the fastest for the machine; "reference": the readable operations only; or
             an instruction set that the machine has, for its library.
+        has_graphs: on a GPU, passes of few rows become graphs.
 
     Raises:
         ConfigError: an unknown option.
@@ -106,6 +107,4 @@ def choose_kernels(option: str, device: torch.device, dtype: torch.dtype) -> Ker
     chosen = reference
     if library is not None:
         chosen = native_host_kernels(library, reference, is_cpu=is_cpu)
-    if device.type == "cuda" and (attention := triton_attention()) is not None:
-        return replace(chosen, name=f"triton, {chosen.name}", attention=attention)
-    return chosen
+    return with_triton(chosen, has_graphs=has_graphs) if device.type == "cuda" else chosen

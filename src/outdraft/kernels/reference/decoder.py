@@ -147,17 +147,21 @@ class ReferenceDecoder:
         k_TGC = rotate(self._norm(k_TGC, layer.k_norm_C), cos_sin_TC)
         attention = self._spec.attention
         if layer.is_causal:
-            metadata = replace(metadata, ancestors_T=_earlier_drafts(metadata))
+            metadata = with_earlier_drafts(metadata)
         attention.write(k_TGC, v_TGC, cache, metadata.slots_T)
         form = AttentionForm(self._spec.scale, layer.window)
         out_THC = attention.attend(q_THC, cache, metadata, form)
         return layer.o(out_THC.flatten(1))
 
 
-def _earlier_drafts(metadata: AttentionMetadata) -> Tensor:
-    """int64 [T]: the masks without the drafted tokens that stand behind their rows in the text."""
-    lens_B, num_rows = metadata.query_start_B1.diff().long(), len(metadata.positions_T)
+def with_earlier_drafts(metadata: AttentionMetadata) -> AttentionMetadata:
+    """The rows see no drafted token that stands behind them in the text."""
     firsts_B = (metadata.context_lens_B + metadata.num_causal_B).long()
-    firsts_T = firsts_B.repeat_interleave(lens_B, output_size=num_rows)
-    places_T = (metadata.positions_T - firsts_T).clamp(min=-1)
-    return metadata.ancestors_T & ((1 << (places_T + 1)) - 1)
+    ends_B, positions_T = metadata.query_start_B1[1:], metadata.positions_T
+    rows_T = torch.arange(len(positions_T), dtype=torch.int32, device=positions_T.device)
+    requests_T = torch.searchsorted(ends_B.contiguous(), rows_T, right=True)
+    # Rows behind the last request are padding: whatever they get will do.
+    firsts_T = firsts_B.index_select(0, requests_T.clamp_max(len(firsts_B) - 1))
+    places_T = (positions_T - firsts_T).clamp(min=-1)
+    ancestors_T = metadata.ancestors_T & ((1 << (places_T + 1)) - 1)
+    return replace(metadata, ancestors_T=ancestors_T)

@@ -16,21 +16,21 @@ from outdraft.kernels.data.noise import NoiseKeys
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+ROUNDS = 10
 
 _EXPONENT_SHIFT = 52
 _FRACTION_MASK = (1 << 52) - 1
 _ONE_BITS = 1023 << 52
-_LN2, _SQRT2 = 0.6931471805599453, 1.4142135623730951
+LN2, SQRT2 = 0.6931471805599453, 1.4142135623730951
 # 2 / (2 k + 1): log((1 + s) / (1 - s)) / s as a series in s * s, good to 1e-10 for |s| < 0.172.
-_LOG_SERIES = (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9, 2 / 11, 2 / 13)
+LOG_SERIES = (2.0, 2 / 3, 2 / 5, 2 / 7, 2 / 9, 2 / 11, 2 / 13)
 
 
 def philox4x32(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Four words of noise of a counter of four words and a key of two, all int64 in [0, 2**32)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(_ROUNDS):
+    for _ in range(ROUNDS):
         # The products wrap around in int64, which leaves their 64 bits right.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
@@ -93,13 +93,13 @@ def _log(x: Tensor) -> Tensor:
     """Natural logarithm of normal positive float64 numbers, to 1e-10, the same bits anywhere."""
     bits = x.view(torch.int64)
     fraction = ((bits & _FRACTION_MASK) | _ONE_BITS).view(torch.float64)
-    is_large = fraction > _SQRT2
+    is_large = fraction > SQRT2
     exponent = (bits >> _EXPONENT_SHIFT) - 1023 + is_large.long()
     fraction = torch.where(is_large, fraction * 0.5, fraction)
     s = (fraction - 1.0) / (fraction + 1.0)
     square = s * s
-    series = torch.full_like(s, _LOG_SERIES[-1])
-    for coefficient in _LOG_SERIES[-2::-1]:
+    series = torch.full_like(s, LOG_SERIES[-1])
+    for coefficient in LOG_SERIES[-2::-1]:
         series = series * square
         series = series + coefficient
-    return exponent.double() * _LN2 + s * series
+    return exponent.double() * LN2 + s * series

@@ -28,7 +28,7 @@ from outdraft.kernels.triton import attention_kernels as kernels
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32 for the parts of split contexts
-_TREE_ROWS = 256  # of a request; those with more are prompt chunks
+TREE_ROWS = 256  # of a request; those with more are prompt chunks
 _NO_SPLIT = 1 << 30
 _LOG2_E = 1.4426950408889634
 
@@ -270,14 +270,22 @@ def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]
     tile_size = _tile_size(head_size)
     keys = min(64, max(16, 2**14 // (itemsize * tile_size)))
     lanes = 2**16 // (itemsize**2 * tile_size)
-    least = max(16, triton.next_power_of_2(heads_per_kv))
-    few_rows = least // heads_per_kv
+    least, few_rows = _least_lanes(heads_per_kv), most_rows_of_few(heads_per_kv)
     most_lanes = max(min(128, lanes), least)
     return [
         _Launch(1, few_rows, least, keys, 512, 4, 3),
-        _Launch(few_rows + 1, _TREE_ROWS, max(min(64, lanes), least), keys, 2048, 4, 2),
-        _Launch(max(few_rows, _TREE_ROWS) + 1, 1 << 30, most_lanes, keys, _NO_SPLIT, 8, 2),
+        _Launch(few_rows + 1, TREE_ROWS, max(min(64, lanes), least), keys, 2048, 4, 2),
+        _Launch(max(few_rows, TREE_ROWS) + 1, 1 << 30, most_lanes, keys, _NO_SPLIT, 8, 2),
     ]
+
+
+def most_rows_of_few(heads_per_kv: int) -> int:
+    """Most rows of a request whose tile is the smallest."""
+    return _least_lanes(heads_per_kv) // heads_per_kv
+
+
+def _least_lanes(heads_per_kv: int) -> int:
+    return max(16, triton.next_power_of_2(heads_per_kv))
 
 
 def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int) -> bool:

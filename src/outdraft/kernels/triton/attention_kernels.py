@@ -31,7 +31,8 @@ def _copy_row(source, target, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(target + place, numbers.to(target.dtype.element_ty), mask=place < SIZE)
 
 
-@triton.jit
+# Where the numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_rows(
     k,
     v,
@@ -184,7 +185,10 @@ def _take_in_keys(
     return acc_ME, top_M, sum_M
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests", "table_stride", "window", "chunk"])
+@triton.jit(
+    do_not_specialize=["first_tile", "num_requests", "table_stride", "window", "chunk"],
+    do_not_specialize_on_alignment=["ancestors", "positions"],
+)
 def attend_tiles(
     out,
     part_acc,  # float32 [tile, G, S, M, VALUE_SIZE]; the sums of a split that is not all
@@ -331,7 +335,10 @@ def attend_tiles(
         tl.store(out + target_M[:, None] + size_E[None, :], out_ME, mask=is_number_ME)
 
 
-@triton.jit(do_not_specialize=["first_tile", "num_requests", "num_splits", "window", "chunk"])
+@triton.jit(
+    do_not_specialize=["first_tile", "num_requests", "num_splits", "window", "chunk"],
+    do_not_specialize_on_alignment=["ancestors", "positions"],
+)
 def merge_splits(
     out,
     part_acc,

@@ -1,0 +1,231 @@
+"""Passes of few rows as CUDA graphs: one launch instead of some hundreds.
+
+A graph repeats the launches of one pass: with the same sizes, on the same addresses. So the rows of
+a pass are copied into buffers of its own, and sizes are rounded up. Rows behind the last request
+are padding that is kept nowhere, and requests behind the last one have no rows. A pass of new sizes
+runs launch by launch, which compiles what it needs; if the same sizes come again they become a
+graph. So sizes that come once cost nothing more.
+
+Rows that are padded are no other rows: the same sizes are computed alike with a graph or without.
+
+Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D and K rounded up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+from triton import cdiv, next_power_of_2
+
+from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.triton.attention import TREE_ROWS
+from outdraft.kernels.triton.padding import pad_rows
+
+MOST_ROWS = TREE_ROWS  # of a pass that becomes a graph; more rows take longer than their launches
+MOST_GRAPHS = 256  # of one network on one cache
+LEAST_SEQ_LEN = 512
+
+# Token ids, caches, metadata, taps, states; gives states and tapped streams of all rows.
+RunPass = Callable[
+    [Tensor, Sequence[LayerCache], AttentionMetadata, Sequence[int], Tensor | None],
+    tuple[Tensor, Tensor],
+]
+Replay = Callable[[], object]
+# Makes a graph of launches: what repeats them, and what they returned.
+Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Replay, tuple[Tensor, Tensor]]]
+
+
+@dataclass(frozen=True, slots=True)
+class PassSizes:
+    """What all passes of a graph have in common."""
+
+    num_rows: int
+    num_requests: int
+    max_rows: int
+    max_seq_len: int
+    num_blocks: int  # of the longest request
+    taps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    replay: Replay
+    results: tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Graphs:
+    """Those on one cache. None: passes of these sizes came once."""
+
+    capture: Capture
+    by_sizes: dict[PassSizes, _Graph | None] = field(default_factory=dict)
+
+
+class GraphedPasses:
+    """Runs passes, and repeats those whose sizes it has seen."""
+
+    def __init__(
+        self, run: RunPass, few_rows: int, new_capture: Callable[[], Capture] | None = None
+    ) -> None:
+        """
+        Args:
+            run: the launches of a pass.
+            few_rows: attention is launched in one way if no request has more rows, else in two.
+            new_capture: makes the graphs on one cache; None: that of the device.
+        """
+        self._run, self._few_rows = run, few_rows
+        self._new_capture = new_capture or DeviceCapture
+        self._rows: _Rows | None = None
+        # By the keys of layer 0: with a cache its graphs go, and what they keep.
+        self._graphs = WeakIdKeyDictionary()
+
+    def can_run(self, num_rows: int, metadata: AttentionMetadata) -> bool:
+        """Whether the pass is one of few rows."""
+        return 0 < num_rows <= MOST_ROWS and metadata.max_rows <= MOST_ROWS
+
+    def __call__(
+        self,
+        token_ids_T: Tensor,
+        caches: Sequence[LayerCache],
+        metadata: AttentionMetadata,
+        taps: Sequence[int],
+        states_TD: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `run`, in tensors of their own."""
+        num_rows = len(token_ids_T)
+        sizes = self._sizes(num_rows, metadata, caches[0].k_PSGC.shape[1], tuple(taps))
+        rows = self._rows_for(sizes, caches[0].k_PSGC, states_TD)
+        rows.take(sizes, token_ids_T, metadata, states_TD)
+        graphs = self._graphs_on(caches[0].k_PSGC)
+
+        def launch() -> tuple[Tensor, Tensor]:
+            return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
+
+        if sizes not in graphs.by_sizes:
+            if len(graphs.by_sizes) < MOST_GRAPHS:
+                graphs.by_sizes[sizes] = None
+            out_TD, tapped_TKD = launch()
+            return out_TD[:num_rows], tapped_TKD[:num_rows]
+        graph = graphs.by_sizes[sizes]
+        if graph is None:
+            graph = graphs.by_sizes[sizes] = _Graph(*graphs.capture(launch))
+        graph.replay()
+        out_TD, tapped_TKD = graph.results
+        return out_TD[:num_rows].clone(), tapped_TKD[:num_rows].clone()
+
+    def _graphs_on(self, keys_PSGC: Tensor) -> _Graphs:
+        graphs = self._graphs.get(keys_PSGC)
+        if graphs is None:
+            graphs = self._graphs[keys_PSGC] = _Graphs(self._new_capture())
+        return graphs
+
+    def _sizes(
+        self, num_rows: int, metadata: AttentionMetadata, block_size: int, taps: tuple[int, ...]
+    ) -> PassSizes:
+        num_requests, num_blocks = metadata.block_table_BP.shape
+        seq_len = max(metadata.max_seq_len, num_blocks * block_size, LEAST_SEQ_LEN)
+        seq_len = next_power_of_2(seq_len)
+        return PassSizes(
+            num_rows=rounded_rows(num_rows),
+            num_requests=next_power_of_2(num_requests),
+            max_rows=self._few_rows if metadata.max_rows <= self._few_rows else MOST_ROWS,
+            max_seq_len=seq_len,
+            num_blocks=cdiv(seq_len, block_size),
+            taps=taps,
+        )
+
+    def _rows_for(self, sizes: PassSizes, keys_PSGC: Tensor, states_TD: Tensor | None) -> "_Rows":
+        """Buffers; larger ones if they are too small, without the graphs that read the old ones."""
+        if self._rows is None or self._rows.num_blocks < sizes.num_blocks:
+            self._graphs = WeakIdKeyDictionary()
+            state_size = 0 if states_TD is None else states_TD.shape[1]
+            dtype = keys_PSGC.dtype if states_TD is None else states_TD.dtype
+            self._rows = _Rows(keys_PSGC.device, sizes.num_blocks, state_size, dtype)
+        return self._rows
+
+
+class _Rows:
+    """What the graphs of a network read. `num_blocks`: most of one request."""
+
+    def __init__(
+        self, device: torch.device, num_blocks: int, state_size: int, state_dtype: torch.dtype
+    ) -> None:
+        self.num_blocks = num_blocks
+        # Token ids, positions, slots and ancestors.
+        self._by_row_4T = torch.zeros(4, MOST_ROWS, dtype=torch.int64, device=device)
+        # First rows (one more than requests), lengths of contexts, numbers of causal rows. Each
+        # begins at a multiple of 16 bytes.
+        self._by_request_3B = torch.zeros(3, MOST_ROWS + 4, dtype=torch.int32, device=device)
+        self._table = torch.zeros(MOST_ROWS * num_blocks, dtype=torch.int32, device=device)
+        self._states_TD = torch.zeros(MOST_ROWS, state_size, dtype=state_dtype, device=device)
+
+    def take(
+        self,
+        sizes: PassSizes,
+        token_ids_T: Tensor,
+        metadata: AttentionMetadata,
+        states_TD: Tensor | None,
+    ) -> None:
+        """Copy a pass, and pad it."""
+        padded = self._metadata(sizes)
+        pad_rows(token_ids_T, metadata, self._by_row_4T[0, : sizes.num_rows], padded)
+        if states_TD is not None:
+            self._states_TD[: len(states_TD)].copy_(states_TD)
+
+    def of(
+        self, sizes: PassSizes, caches: Sequence[LayerCache], *, has_states: bool
+    ) -> tuple[Tensor, Sequence[LayerCache], AttentionMetadata, Sequence[int], Tensor | None]:
+        """The arguments of a pass of these sizes."""
+        states_TD = self._states_TD[: sizes.num_rows] if has_states else None
+        ids_T = self._by_row_4T[0, : sizes.num_rows]
+        return ids_T, caches, self._metadata(sizes), sizes.taps, states_TD
+
+    def _metadata(self, sizes: PassSizes) -> AttentionMetadata:
+        num_requests, num_blocks = sizes.num_requests, sizes.num_blocks
+        _, positions_T, slots_T, ancestors_T = self._by_row_4T[:, : sizes.num_rows]
+        starts_B, contexts_B, num_causal_B = self._by_request_3B
+        return AttentionMetadata(
+            query_start_B1=starts_B[: num_requests + 1],
+            context_lens_B=contexts_B[:num_requests],
+            num_causal_B=num_causal_B[:num_requests],
+            ancestors_T=ancestors_T,
+            positions_T=positions_T,
+            slots_T=slots_T,
+            block_table_BP=self._table[: num_requests * num_blocks].view(num_requests, num_blocks),
+            max_rows=sizes.max_rows,
+            max_seq_len=sizes.max_seq_len,
+        )
+
+
+class DeviceCapture:
+    """Makes CUDA graphs whose passing results share memory: no two of them run at once."""
+
+    def __init__(self) -> None:
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+
+    def __call__(
+        self, launch: Callable[[], tuple[Tensor, Tensor]]
+    ) -> tuple[Replay, tuple[Tensor, Tensor]]:
+        """As `Capture`. Nothing that the launches compute is there before the first replay.
+
+        `torch.cuda.graph` would wait for the device and give all spare memory back each time.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            # Other threads may allocate and copy meanwhile.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                results = launch()
+            finally:
+                graph.capture_end()
+        return graph.replay, results
+
+
+def rounded_rows(num_rows: int) -> int:
+    """What a pass of so many rows is padded to: few sizes, and few rows too many."""
+    if num_rows <= 8:
+        return next_power_of_2(num_rows)
+    step = 8 if num_rows <= 64 else 32
+    return step * cdiv(num_rows, step)

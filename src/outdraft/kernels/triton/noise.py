@@ -1,0 +1,38 @@
+# pyright: reportCallIssue=false
+# A launch takes more than the parameters of the kernel.
+"""Noise on a GPU, by the kernel of noise_kernels.py.
+
+Dimension key: R rows, V vocabulary.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
+from outdraft.kernels.triton import noise_kernels as kernels
+
+_TILE = 256  # blocks of four tokens
+
+
+def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
+    """As `ops.Gumbel`; float32 [R, V]."""
+    num_rows = len(keys.seeds_R)
+    noise_RV = torch.empty(num_rows, vocab_size, device=keys.seeds_R.device)
+    if num_rows:
+        kernels.gumbel_rows[(num_rows, triton.cdiv(vocab_size, 4 * _TILE))](
+            keys.seeds_R.contiguous(),
+            keys.positions_R.contiguous(),
+            keys.anchors_R.contiguous(),
+            keys.purposes_R.contiguous(),
+            noise_RV,
+            vocab_size,
+            TILE=_TILE,
+            ROUNDS=ROUNDS,
+            LN2=LN2,
+            SQRT2=SQRT2,
+            SERIES=LOG_SERIES,
+            enable_fp_fusion=False,  # a fused sum would round less: other bits
+        )
+    return noise_RV

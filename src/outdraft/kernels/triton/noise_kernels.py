@@ -1,0 +1,81 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
+# ruff: noqa: ANN001, ANN201, ANN202
+# Triton infers the types of these functions and specialises on them.
+"""The noise of reference/noise.py, bit for bit: the same operations on each number, in one kernel.
+
+Dimension key: W blocks of a tile, each of which serves four neighbouring vocabulary ids.
+"""
+
+import triton
+import triton.language as tl
+
+MASK = tl.constexpr(0xFFFFFFFF)
+MULTIPLIER_0, MULTIPLIER_1 = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
+WEYL_0, WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+FRACTION_MASK = tl.constexpr((1 << 52) - 1)
+ONE_BITS = tl.constexpr(1023 << 52)
+
+
+@triton.jit
+def _log(x, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
+    """As there; float64. `SERIES`: its coefficients, the first one first."""
+    bits = x.to(tl.int64, bitcast=True)
+    fraction = ((bits & FRACTION_MASK) | ONE_BITS).to(tl.float64, bitcast=True)
+    is_large = fraction > SQRT2
+    exponent = (bits >> 52) - 1023 + is_large.to(tl.int64)
+    fraction = tl.where(is_large, fraction * 0.5, fraction)
+    s = (fraction - 1.0) / (fraction + 1.0)
+    square = s * s
+    series = tl.zeros_like(s) + SERIES[6]
+    for place in tl.static_range(5, -1, -1):
+        series = series * square
+        series = series + SERIES[place]
+    return exponent.to(tl.float64) * LN2 + s * series
+
+
+@triton.jit
+def _gumbel(word, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
+    u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2 ** -32
+    return (-_log(-_log(u, LN2, SQRT2, SERIES), LN2, SQRT2, SERIES)).to(tl.float32)
+
+
+@triton.jit(
+    do_not_specialize=["size"],
+    do_not_specialize_on_alignment=["seeds", "positions", "anchors", "purposes"],
+)
+def gumbel_rows(
+    seeds,
+    positions,
+    anchors,
+    purposes,
+    out,  # float32 [R, size]
+    size,
+    TILE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    LN2: tl.constexpr,
+    SQRT2: tl.constexpr,
+    SERIES: tl.constexpr,
+):
+    """Gumbel noise of a key for each row. Grid: [R, tiles of blocks]."""
+    row = tl.program_id(0)
+    block_W = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
+    seed = tl.load(seeds + row)
+    zeros_W = tl.zeros_like(block_W)
+    c0, c1 = block_W, zeros_W + (tl.load(positions + row) & MASK)
+    c2, c3 = zeros_W + (tl.load(anchors + row) & MASK), zeros_W + tl.load(purposes + row)
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in tl.static_range(ROUNDS):
+        # The products wrap around in 64 bits, which leaves them right.
+        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0 = ((product1 >> 32) & MASK) ^ c1 ^ k0
+        c1 = product1 & MASK
+        c2 = ((product0 >> 32) & MASK) ^ c3 ^ k1
+        c3 = product0 & MASK
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    target = out + row.to(tl.int64) * size + block_W * 4
+    id_W = block_W * 4
+    tl.store(target, _gumbel(c0, LN2, SQRT2, SERIES), mask=id_W < size)
+    tl.store(target + 1, _gumbel(c1, LN2, SQRT2, SERIES), mask=id_W + 1 < size)
+    tl.store(target + 2, _gumbel(c2, LN2, SQRT2, SERIES), mask=id_W + 2 < size)
+    tl.store(target + 3, _gumbel(c3, LN2, SQRT2, SERIES), mask=id_W + 3 < size)

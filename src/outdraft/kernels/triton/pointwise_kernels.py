@@ -1,0 +1,118 @@
+# pyright: basic, reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
+# ruff: noqa: ANN001, ANN201
+# Triton infers the types of these functions and specialises on them.
+"""What a decoder computes number by number, several steps of it in one kernel each.
+
+Numbers are rounded to the network's dtype where the functions of reference/pointwise.py round them;
+between these places they are float32.
+
+Dimension key: D size of a row, C head size, F = C / 2 frequencies, each of them rounded up.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_and_norm(
+    residual,
+    added,  # None unless HAS_ADDED
+    weight,
+    out,
+    eps,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HAS_ADDED: tl.constexpr,
+):
+    """residual += added; out = rms_norm(residual, weight). Rows are contiguous. Grid: [rows]."""
+    row = tl.program_id(0).to(tl.int64) * SIZE
+    place_D = tl.arange(0, WIDTH)
+    is_number_D = place_D < SIZE
+    x_D = tl.load(residual + row + place_D, mask=is_number_D, other=0.0)
+    dtype = x_D.dtype
+    if HAS_ADDED:
+        added_D = tl.load(added + row + place_D, mask=is_number_D, other=0.0)
+        x_D = (x_D.to(tl.float32) + added_D.to(tl.float32)).to(dtype)
+        tl.store(residual + row + place_D, x_D, mask=is_number_D)
+    wide_D = x_D.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide_D * wide_D, axis=0) / SIZE + eps)
+    weight_D = tl.load(weight + place_D, mask=is_number_D, other=0.0).to(tl.float32)
+    normed_D = (wide_D * scale).to(dtype).to(tl.float32)
+    tl.store(out + row + place_D, (weight_D * normed_D).to(dtype), mask=is_number_D)
+
+
+# Where the numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
+def turn_heads(
+    qkv,  # [T, H + 2 G, C]
+    q_norm,  # None unless HAS_NORMS
+    k_norm,
+    cos_sin,  # float32 [M, C]
+    positions,
+    slots,
+    q_out,  # [T, H, C]
+    k_cache,  # [slots, G, C]
+    v_cache,
+    eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    HALF_WIDTH: tl.constexpr,
+    HAS_NORMS: tl.constexpr,
+):
+    """Norm and turn queries and keys; keys and values go to their slots. Grid: [T, H + 2 G]."""
+    HALF: tl.constexpr = SIZE // 2
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    place_F = tl.arange(0, HALF_WIDTH)
+    is_number_F = place_F < HALF
+    source = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * SIZE
+    low_F = tl.load(source + place_F, mask=is_number_F, other=0.0)
+    high_F = tl.load(source + HALF + place_F, mask=is_number_F, other=0.0)
+    dtype = low_F.dtype
+    if head >= NUM_HEADS + NUM_KV_HEADS:
+        slot = tl.load(slots + row)
+        target = v_cache + (slot * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * SIZE
+        is_kept_F = place_F < tl.where(slot >= 0, HALF, 0)
+        tl.store(target + place_F, low_F.to(v_cache.dtype.element_ty), mask=is_kept_F)
+        tl.store(target + HALF + place_F, high_F.to(v_cache.dtype.element_ty), mask=is_kept_F)
+        return
+    if HAS_NORMS:
+        wide_low_F, wide_high_F = low_F.to(tl.float32), high_F.to(tl.float32)
+        squares_F = wide_low_F * wide_low_F + wide_high_F * wide_high_F
+        scale = tl.rsqrt(tl.sum(squares_F, axis=0) / SIZE + eps)
+        norm = q_norm if head < NUM_HEADS else k_norm
+        low_weight_F = tl.load(norm + place_F, mask=is_number_F, other=0.0).to(tl.float32)
+        high_weight_F = tl.load(norm + HALF + place_F, mask=is_number_F, other=0.0).to(tl.float32)
+        low_F = (low_weight_F * (wide_low_F * scale).to(dtype).to(tl.float32)).to(dtype)
+        high_F = (high_weight_F * (wide_high_F * scale).to(dtype).to(tl.float32)).to(dtype)
+    angles = cos_sin + tl.load(positions + row) * SIZE
+    cos_F = tl.load(angles + place_F, mask=is_number_F, other=0.0)
+    sin_F = tl.load(angles + HALF + place_F, mask=is_number_F, other=0.0)
+    wide_low_F, wide_high_F = low_F.to(tl.float32), high_F.to(tl.float32)
+    low_F = (wide_low_F * cos_F - wide_high_F * sin_F).to(dtype)
+    high_F = (wide_high_F * cos_F + wide_low_F * sin_F).to(dtype)
+    if head < NUM_HEADS:
+        target = q_out + (row * NUM_HEADS + head) * SIZE
+        tl.store(target + place_F, low_F, mask=is_number_F)
+        tl.store(target + HALF + place_F, high_F, mask=is_number_F)
+    else:
+        slot = tl.load(slots + row)
+        target = k_cache + (slot * NUM_KV_HEADS + head - NUM_HEADS) * SIZE
+        is_kept_F = place_F < tl.where(slot >= 0, HALF, 0)
+        tl.store(target + place_F, low_F.to(k_cache.dtype.element_ty), mask=is_kept_F)
+        tl.store(target + HALF + place_F, high_F.to(k_cache.dtype.element_ty), mask=is_kept_F)
+
+
+@triton.jit
+def silu_and_multiply(gate_up, out, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """silu(gate) * up of contiguous rows [T, 2 * SIZE]. Grid: [T, tiles of a row]."""
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    is_number = place < SIZE
+    gate = tl.load(gate_up + row * 2 * SIZE + place, mask=is_number, other=0.0)
+    up = tl.load(gate_up + row * 2 * SIZE + SIZE + place, mask=is_number, other=0.0)
+    wide = gate.to(tl.float32)
+    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype).to(tl.float32)
+    product = (silu * up.to(tl.float32)).to(gate.dtype)
+    tl.store(out + row * SIZE + place, product, mask=is_number)

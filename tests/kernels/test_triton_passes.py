@@ -1,0 +1,200 @@
+"""A decoder's passes on a GPU: as graphs, and launch by launch; noise with the reference's bits.
+
+Without a GPU the kernels are interpreted, and what stands for a graph repeats the launches.
+"""
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from outdraft.attention.rows import Span
+from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.reference import noise
+from outdraft.kernels.reference.table import reference_kernels
+from outdraft.kv.cache import KVCache
+from tests.attention.ragged import on
+from tests.kernels.decoders import (
+    Sizes,
+    batch_with_logits,
+    blocks_of,
+    make_cache,
+    make_spec,
+    rows_for,
+)
+from tests.kernels.test_decoder import BOUNDS, KINDS, assert_near
+
+pytest.importorskip("triton", reason="needs triton")
+from outdraft.kernels.triton import graphs
+from outdraft.kernels.triton.attention import TREE_ROWS
+from outdraft.kernels.triton.decoder import TritonDecoder
+from outdraft.kernels.triton.graphs import GraphedPasses, rounded_rows
+from outdraft.kernels.triton.select import with_triton
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Prompts of three requests, and what is read behind them in the steps that follow.
+TREE, CHAIN = (0, 0, 1, 1, 2, 4), (0, 1, 2)
+STEPS = (
+    [(0, 5, ()), (0, 30, ()), (0, 7, ())],
+    [(5, 1, ()), (30, 1, ()), (7, 1, ())],
+    [(6, 1, CHAIN), (31, 1, TREE), (8, 1, ())],
+    [(7, 1, TREE), (32, 1, ()), (9, 1, CHAIN)],
+    [(8, 1, ()), (33, 1, ())],
+    [(9, 1, ()), (34, 1, ())],
+    [(10, 2, (0,)), (35, 1, CHAIN), (10, 1, ())],
+)
+# Requests, rows, and whether a request has more than a tile of few rows: those of STEPS that are
+# alike once they are rounded up.
+SECOND_TIME = {3, 5}
+
+
+def spans_of(step: Sequence[tuple[int, int, tuple[int, ...]]]) -> list[Span]:
+    return [
+        Span(context, count, parents, blocks_of(request))
+        for request, (context, count, parents) in enumerate(step)
+    ]
+
+
+def read_steps(decoder: object, sizes: Sizes, dtype: torch.dtype, cache: KVCache) -> list[Tensor]:
+    """What the passes of all steps return, on the host, and the cache behind them."""
+    device, found = cache.layers[0].k_PSGC.device, list[Tensor]()
+    for number, step in enumerate(STEPS):
+        metadata, wanted_R = batch_with_logits(spans_of(step))
+        ids_T, states_TD = rows_for(len(metadata.slots_T), sizes.hidden, dtype, number)
+        entry = states_TD.to(device) if sizes.entry else None
+        taps = (0, len(sizes.windows)) if number != 4 else ()
+        if number in (1, 4, 5):
+            taps = ()
+        rows = (on(metadata, str(device)), taps, entry, wanted_R.to(device))
+        found += decoder(ids_T.to(device), cache.layers, *rows)
+        found += [decoder.logits(found[-2]), *decoder.best_tokens(found[-2])]
+    return [tensor.cpu() for tensor in found] + [
+        numbers.cpu() for layer in cache.layers for numbers in (layer.k_PSGC, layer.v_PSGE)
+    ]
+
+
+class Repeats:
+    """Instead of graphs: the launches again. It counts what it made and what was repeated."""
+
+    def __init__(self) -> None:
+        self.num_made = self.num_repeated = 0
+
+    def __call__(self, launch: Callable[[], tuple[Tensor, Tensor]]) -> tuple[object, object]:
+        self.num_made += 1
+        results = tuple(tensor.fill_(float("nan")) for tensor in launch())
+
+        def repeat() -> None:
+            self.num_repeated += 1
+            for kept, made in zip(results, launch(), strict=True):
+                kept.copy_(made)
+
+        return repeat, results
+
+
+def graphed(spec: object, capture: object = None) -> TritonDecoder:
+    """A decoder with graphs; `capture`: what stands for them."""
+    decoder = TritonDecoder(spec, has_graphs=True)
+    if capture is not None:
+        few_rows = graphs_of(decoder)._few_rows
+        decoder._graphs = GraphedPasses(decoder._all_rows, few_rows, lambda: capture)
+    return decoder
+
+
+def graphs_of(decoder: TritonDecoder) -> GraphedPasses:
+    assert decoder._graphs is not None
+    return decoder._graphs
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", BOUNDS, ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs):
+    if device == "cpu" and dtype is torch.bfloat16:
+        pytest.skip("the interpreter multiplies bfloat16 numbers as if they were integers")
+    sizes, place = KINDS[kind], torch.device(device)
+    kernels = with_triton(reference_kernels(), has_graphs=has_graphs)
+    spec = make_spec(sizes, kernels, dtype, device=place)
+    decoder: object = kernels.compile_decoder(spec)
+    if device == "cpu" and has_graphs:
+        decoder = graphed(spec, Repeats())
+    cache = make_cache(sizes, dtype, place)
+    found = read_steps(decoder, sizes, dtype, cache)
+    exact = reference_kernels()
+    want = read_steps(
+        exact.compile_decoder(make_spec(sizes, exact, torch.float64)),
+        sizes,
+        torch.float64,
+        make_cache(sizes, torch.float64),
+    )
+    for got, right in zip(found, want, strict=True):
+        if got.dtype.is_floating_point:
+            assert_near(got, right, dtype)
+    if has_graphs:
+        (kept,) = graphs_of(decoder)._graphs.values()
+        made = [graph for graph in kept.by_sizes.values() if graph is not None]
+        assert len(made) == len(SECOND_TIME)
+
+
+def test_a_pass_becomes_a_graph_when_its_sizes_come_again():
+    sizes, repeats = Sizes(), Repeats()
+    kernels = with_triton(reference_kernels(), has_graphs=False)
+    decoder = graphed(make_spec(sizes, kernels, torch.float32), repeats)
+    cache = make_cache(sizes, torch.float32)
+    read_steps(decoder, sizes, torch.float32, cache)
+    assert (repeats.num_made, repeats.num_repeated) == (len(SECOND_TIME), len(SECOND_TIME))
+    read_steps(decoder, sizes, torch.float32, cache)
+    others = len(STEPS) - len(SECOND_TIME)
+    assert repeats.num_made == others
+    assert repeats.num_repeated == len(SECOND_TIME) + len(STEPS)
+
+
+def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
+    num_made = 0
+
+    def capture(launch: Callable[[], tuple[Tensor, Tensor]]) -> tuple[object, object]:
+        nonlocal num_made
+        num_made += 1
+        return (lambda: None), launch()
+
+    sizes, kernels = Sizes(), with_triton(reference_kernels(), has_graphs=False)
+    decoder = graphed(make_spec(sizes, kernels, torch.float32), capture)
+    first, second = (make_cache(sizes, torch.float32) for _ in range(2))
+    for cache in (first, second, first, second):
+        read_steps(decoder, sizes, torch.float32, cache)
+    assert num_made == 2 * (len(STEPS) - len(SECOND_TIME))
+    assert len(graphs_of(decoder)._graphs) == 2
+    del cache, second
+    gc.collect()
+    assert len(graphs_of(decoder)._graphs) == 1
+
+
+def test_long_passes_and_prompts_are_launched_one_by_one():
+    passes = GraphedPasses(lambda *rows: rows, 4, Repeats())
+    metadata, _ = batch_with_logits([Span(0, 8, (), blocks_of(0))])
+    assert passes.can_run(TREE_ROWS, replace(metadata, max_rows=TREE_ROWS))
+    assert not passes.can_run(TREE_ROWS + 1, metadata)
+    assert not passes.can_run(TREE_ROWS, replace(metadata, max_rows=TREE_ROWS + 1))
+
+
+def test_sizes_are_few_and_hold_all_rows():
+    sizes = [rounded_rows(number) for number in range(1, graphs.MOST_ROWS + 1)]
+    assert all(size >= number for number, size in enumerate(sizes, start=1))
+    assert sizes[-1] == graphs.MOST_ROWS
+    assert len(set(sizes)) == 17
+    assert all(size < 2 * number for number, size in enumerate(sizes, start=1))
+
+
+@pytest.mark.gpu
+def test_noise_on_a_gpu_has_the_bits_of_the_reference():
+    gumbel = choose_kernels("auto", torch.device("cuda"), torch.bfloat16).gumbel
+    assert gumbel.__module__ == "outdraft.kernels.triton.noise"
+    columns = torch.randint(0, 2**62, (4, 16), generator=torch.Generator().manual_seed(1))
+    for purpose in range(4):
+        keys = [columns[0], columns[1], torch.full_like(columns[2], purpose), columns[3] % 2**31]
+        on_gpu = NoiseKeys(*(column.cuda() for column in keys))
+        assert torch.equal(gumbel(on_gpu, 100_001).cpu(), noise.gumbel(NoiseKeys(*keys), 100_001))
