@@ -121,7 +121,7 @@ def compare_grow(case: Case) -> None:
         fewest = int(num_drafts_B.min())
         counts = num_tokens_B, num_drafts_B
         growth = Growth(kernels, shape, *counts, fewest, sampling, samples=True, stops=rules)
-        return kernels.grow(levels, growth, lambda: grow(levels, growth))
+        return kernels.grow(levels, growth, grow)
 
     rules = None
     if shape.is_chain and case.data.draw(st.booleans(), "has rules"):

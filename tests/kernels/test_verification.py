@@ -193,7 +193,7 @@ def shifted(shift):
 def nearly_best(takes_second):
     """Sampling that may take the second best where float32 hardly tells it from the best."""
 
-    def sample(logits_RV, keys):
+    def sample(logits_RV, keys, *_):
         keys_RV = logits_RV + noise.gumbel(keys, logits_RV.shape[1])
         best_R2, ids_R2 = keys_RV.topk(2, dim=1)
         is_close_R = best_R2[:, 0] - best_R2[:, 1] < ROUNDING

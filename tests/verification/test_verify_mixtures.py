@@ -47,7 +47,7 @@ def scripted(coins_BN, draw, choices_R):
     """The verifier's noise, told beforehand."""
     with (
         patch.object(noise, "uniform_scalar", lambda _: coins_BN.flatten()),
-        patch.object(noise, "sample_gumbel", lambda log_BV, _: draw(log_BV)),
+        patch.object(noise, "sample_gumbel", lambda log_BV, *_: draw(log_BV)),
         patch.object(verification, "choose", lambda *_: choices_R),
     ):
         yield

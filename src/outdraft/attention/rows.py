@@ -7,7 +7,8 @@ Dimension key: B requests, T rows, P blocks.
 
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from outdraft.attention.base import AttentionMetadata
 
 if TYPE_CHECKING:
     from outdraft.kernels.ops import Kernels, PlacedRows
+
+
+_ALIGNMENT = 16  # bytes: kernels read whole words
 
 
 class Span(NamedTuple):
@@ -82,14 +86,23 @@ def metadata_of(placed: "PlacedRows", spans: Sequence[Span]) -> AttentionMetadat
 
 
 def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Tensors of the arrays' own shapes and integer types; one copy for all of them."""
+    """Tensors of the arrays' own shapes and types; one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    packed = torch.from_numpy(np.concatenate([array.ravel().astype(np.int64) for array in arrays]))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    parts = packed.to(device, non_blocking=True).split([array.size for array in arrays])
+    starts = [0]
+    for array in arrays:
+        starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    packed = np.zeros(starts[-1], dtype=np.uint8)
+    for start, array in zip(starts, arrays, strict=False):
+        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    host = torch.from_numpy(packed)
+    sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
     return [
-        part.view(array.shape).to(torch.from_numpy(array[:0]).dtype)
-        for part, array in zip(parts, arrays, strict=True)
+        sent[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=False)
     ]
+
+
+@cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype

@@ -125,6 +125,24 @@ class TreeLevels(Protocol):
 
 
 @runtime_checkable
+class Movable(Protocol):
+    """Levels that say of other tensors what they would say of their own."""
+
+    @property
+    def ground(self) -> Tensor:
+        """What they read besides: it must live where they are asked again."""
+        ...
+
+    def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+        """Their own tensors, and what other tensors must have in common with these."""
+        ...
+
+    def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> TreeLevels:
+        """The same levels of other tensors; both as of `parts`."""
+        ...
+
+
+@runtime_checkable
 class TellsOdds(Protocol):
     """Levels of chains that tell, before a level's tokens are drawn, how likely these are accepted.
 

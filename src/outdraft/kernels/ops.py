@@ -492,7 +492,10 @@ class Grow(Protocol):
     """Grow drafts from what a drafter says may follow, level by level."""
 
     def __call__(
-        self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self,
+        levels: TreeLevels,
+        growth: Growth,
+        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
         """New drafts.
 

@@ -64,7 +64,7 @@ def table_drafts(
     )
     levels = [TabledLevels(model, len(kinds)) for _ in range(2)]
     return [
-        growth.kernels.grow(levels[0], growth, lambda: grow(levels[0], growth)),
+        growth.kernels.grow(levels[0], growth, grow),
         grow(levels[1], growth),
     ]
 

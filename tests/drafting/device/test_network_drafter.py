@@ -16,7 +16,15 @@ from outdraft.drafting.device.draft_network import DraftNetwork
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.network_drafter import NetworkDrafter, NetworkLevels
 from outdraft.drafting.device.proposer import DeviceProposer
-from outdraft.kernels.draft_ops import Frontier, Growth, ModelDrafts, UnreadTexts
+from outdraft.kernels.draft_ops import (
+    Frontier,
+    Growth,
+    ModelDrafts,
+    Movable,
+    TreeLevels,
+    UnreadTexts,
+)
+from outdraft.kernels.ops import Grow
 from outdraft.kv.cache import KVCache
 from tests.drafting.small_networks import BLOCK_SIZE, KINDS, random_window, small_network
 from tests.kernels.tables import kernels_for
@@ -71,17 +79,23 @@ def drafter_of(network: Network) -> NetworkDrafter:
 
 
 def propose(
-    network: Network, case: Case, chosen: slice = slice(None), *, samples: bool = True
+    network: Network,
+    case: Case,
+    chosen: slice = slice(None),
+    *,
+    samples: bool = True,
+    grow: Grow | None = None,
 ) -> ModelDrafts:
+    """`grow`: instead of the table's."""
     sampling = batch_of_params(
         case.params[chosen],
         seeds=[case.seed + i for i in range(len(case.params))][chosen],
         vocab_size=VOCABULARY,
         device="cpu",
     )
-    proposer = DeviceProposer(
-        kernels_for(torch.float32), drafter_of(network), case.shape, samples=samples
-    )
+    kernels = kernels_for(torch.float32)
+    kernels = kernels if grow is None else replace(kernels, grow=grow)
+    proposer = DeviceProposer(kernels, drafter_of(network), case.shape, samples=samples)
     with torch.inference_mode():
         return proposer.propose(case.asks()[chosen], TEXTS_SL, sampling)
 
@@ -113,6 +127,29 @@ def probs_behind(network: Network, ask: DraftModelAsk, path: Sequence[int]) -> T
             frontier = Frontier(ids_11, torch.zeros_like(ids_11), bits_11, place + 1, place)
             logits_V = levels.next_logits(frontier)[0, 0]
     return logits_V.softmax(0)
+
+
+class MovedGrowth:
+    """As `Grow`: over copies of the levels' tensors, as a graph reads them."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def __call__(
+        self,
+        levels: TreeLevels,
+        growth: Growth,
+        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
+    ) -> ModelDrafts:
+        self.num_calls += 1
+        assert isinstance(levels, Movable)
+        assert levels.ground.dim() == 4
+        tensors, common = levels.parts()
+        copies = tuple(None if one is None else one.clone() for one in tensors)
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.fill_(1)  # whoever still reads it finds nonsense
+        return by_levels(levels.over(copies, common), growth)
 
 
 shapes = st.builds(
@@ -161,7 +198,9 @@ def test_a_whole_draft_is_that_of_single_levels(
     others = [one for one in others if one not in CUT or (samples and one.temperature > 0)]
     case = replace(case, params=[*others, *case.params][: len(case.params)])
     mine = propose(network, case, samples=samples)
-    theirs = propose((SingleLevels(network[0]), network[1]), case, samples=samples)
+    moved = MovedGrowth()
+    theirs = propose((SingleLevels(network[0]), network[1]), case, samples=samples, grow=moved)
+    assert moved.num_calls == 1
     assert torch.equal(mine.token_ids_BK, theirs.token_ids_BK)
     for b, rows in enumerate(case.num_rows):
         assert torch.equal(mine.parents_BK[b, :rows], theirs.parents_BK[b, :rows])

@@ -85,7 +85,7 @@ def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     looks_elsewhere = growth.shares.group.size > 1 or isinstance(levels, TellsOdds)
     if (growth.stops is not None and looks_elsewhere) or not growth.sampling.num_requests:
         return grow(levels, growth)
-    return growth.kernels.grow(levels, growth, lambda: grow(levels, growth))
+    return growth.kernels.grow(levels, growth, grow)
 
 
 def grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:

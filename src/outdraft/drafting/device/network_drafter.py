@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from outdraft.attention.base import AttentionMetadata
 from outdraft.attention.rows import to_device
@@ -18,13 +19,15 @@ from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import frontier_of_all, grow
+from outdraft.drafting.device.grower import compiled_grow, frontier_of_all
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
+
+_LEAST_LEN = 512  # to which the lengths of texts are rounded up at least
 
 
 class NetworkDrafter:
@@ -60,7 +63,7 @@ class NetworkDrafter:
         def by_levels() -> ModelDrafts:
             start, states_TD = self.start(asks, unread)
             levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
-            drafts = grow(levels, growth)
+            drafts = compiled_grow(levels, growth)
             return replace(drafts, states_TD=states_TD) if unread.wants_states else drafts
 
         drafts = self.network.draft(unread, growth, by_levels)
@@ -117,6 +120,38 @@ class NetworkLevels:
         self._starts_G1 = torch.arange(
             len(num_drafts_G) + 1, dtype=torch.int32, device=num_drafts_G.device
         )
+
+    @property
+    def ground(self) -> Tensor:
+        """As `Movable`."""
+        return self._start.caches[0].k_PSGC
+
+    def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
+        """As `Movable`. Lengths are rounded up, so that texts that grow have the same for long."""
+        start = self._start
+        num_blocks = start.block_table_BP.shape[1]
+        most_blocks = max(_LEAST_LEN // start.block_size, 1 << (num_blocks - 1).bit_length())
+        table_BP = pad(start.block_table_BP, (0, most_blocks - num_blocks))
+        max_seq_len = max(start.max_seq_len, most_blocks * start.block_size)
+        tensors = start.states_BD, start.contexts_B, table_BP, start.num_skipped_B
+        return (*tensors, self._num_drafts_G), (max_seq_len,)
+
+    def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> "NetworkLevels":
+        """As `Movable`."""
+        states_BD, contexts_B, table_BP, num_skipped_B, num_drafts_G = tensors
+        assert states_BD is not None
+        assert contexts_B is not None
+        assert table_BP is not None
+        assert num_drafts_G is not None
+        start = replace(
+            self._start,
+            states_BD=states_BD,
+            contexts_B=contexts_B,
+            block_table_BP=table_BP,
+            num_skipped_B=num_skipped_B,
+            max_seq_len=common[0],
+        )
+        return NetworkLevels(self._network, start, num_drafts_G, self._shares)
 
     def first_logits(self) -> Tensor:
         """[B, V]: behind the last token before the drafts."""

@@ -218,7 +218,10 @@ class NativeGrowth:
         return drafts if states_TD is None else replace(drafts, states_TD=states_TD)
 
     def grow(
-        self, levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]
+        self,
+        levels: TreeLevels,
+        growth: Growth,
+        by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
         """As `ops.Grow`, of float32 logits."""
         task, num_requests = self.task(growth), len(growth.num_tokens_B)

@@ -27,20 +27,28 @@ from outdraft.kernels.draft_ops import (
     side_shares,
 )
 from outdraft.kernels.reference.noise import gumbel
+from outdraft.kernels.sampling_ops import Gumbel
 
 _LOW = -(2.0**100)  # below all sums of logits and noise; times any id it is finite in float32
 
 
-def grow(levels: TreeLevels, growth: Growth, by_levels: Callable[[], ModelDrafts]) -> ModelDrafts:
-    return by_levels()
+def grow(
+    levels: TreeLevels,
+    growth: Growth,
+    by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
+) -> ModelDrafts:
+    return by_levels(levels, growth)
 
 
-def draw_level(logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask) -> DrawnLevel:
+def draw_level(
+    logits_BEV: Tensor, weight_BE: Tensor, task: LevelTask, gumbel: Gumbel = gumbel
+) -> DrawnLevel:
+    """As `ops.DrawLevel`; `gumbel`: a faster maker of the same bits."""
     num_ranks = min(task.num_rows, logits_BEV.shape[2])
     gain_BEC = _gains(logits_BEV, weight_BE, num_ranks)
     places_BF = best_places(gain_BEC.flatten(1), task.num_rows)
     origins_BF, ranks_BF = places_BF // num_ranks, places_BF % num_ranks
-    drawn_BEC = _draw(logits_BEV, num_ranks, task)
+    drawn_BEC = _draw(logits_BEV, num_ranks, task, gumbel)
     token_ids_BF = drawn_BEC.flatten(1).gather(1, places_BF)
     left_BFV = _without_lower_ranks(logits_BEV, drawn_BEC, origins_BF, ranks_BF)
     probs_BFV = torch.softmax(left_BFV, dim=2, dtype=torch.float32)
@@ -68,7 +76,7 @@ def _gains(logits_BEV: Tensor, weight_BE: Tensor, num_ranks: int) -> Tensor:
     return gain_BEC * (ranks_C < num_with_mass_BE[:, :, None])
 
 
-def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask) -> Tensor:
+def _draw(logits_BEV: Tensor, num_ranks: int, task: LevelTask, gumbel: Gumbel) -> Tensor:
     """int64 [B, E, C]: for every node the tokens of the largest logits + noise, the largest first.
     That draws without replacement. Tokens without mass come last, the lowest id first."""
     num_nodes, size = logits_BEV.shape[1:]

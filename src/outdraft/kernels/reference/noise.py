@@ -8,10 +8,13 @@ serves four neighbouring vocabulary ids. The same bits come out on every device,
 Dimension key: R rows, V vocabulary, W = ceil(V / 4) blocks.
 """
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
+from outdraft.kernels.sampling_ops import Gumbel
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -79,8 +82,19 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
     return (-_log(-_log(u_RV))).float()
 
 
-def sample_gumbel(logits_RV: Tensor, keys: NoiseKeys) -> Tensor:
-    """int64 [R]: argmax(logits + gumbel), a sample of softmax(logits); the lowest id of a tie."""
+class Noise(Protocol):
+    """What makes noise: this module, or another one that makes the same bits."""
+
+    def gumbel(self, keys: NoiseKeys, vocab_size: int) -> Tensor: ...
+
+    def uniform_scalar(self, keys: NoiseKeys) -> Tensor: ...
+
+
+def sample_gumbel(logits_RV: Tensor, keys: NoiseKeys, gumbel: Gumbel = gumbel) -> Tensor:
+    """int64 [R]: argmax(logits + gumbel), a sample of softmax(logits); the lowest id of a tie.
+
+    `gumbel`: a faster maker of the same bits.
+    """
     return (logits_RV + gumbel(keys, logits_RV.shape[1])).argmax(1)
 
 

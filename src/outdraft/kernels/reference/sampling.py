@@ -14,6 +14,7 @@ from torch import Tensor
 
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.reference import noise
+from outdraft.kernels.sampling_ops import Gumbel
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -38,9 +39,12 @@ def scale_and_cut(logits_RV: Tensor, request_R: Tensor, sampling: "SamplingBatch
     return apply_top_k_top_p(logits_RV, request_R, sampling)
 
 
-def choose(logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor) -> Tensor:
+def choose(
+    logits_RV: Tensor, keys: NoiseKeys, is_greedy_R: Tensor, gumbel: Gumbel = noise.gumbel
+) -> Tensor:
     """int64 [R]: the argmax of greedy rows, the lowest id of a tie; samples of others."""
-    return torch.where(is_greedy_R, logits_RV.argmax(1), noise.sample_gumbel(logits_RV, keys))
+    sampled_R = noise.sample_gumbel(logits_RV, keys, gumbel)
+    return torch.where(is_greedy_R, logits_RV.argmax(1), sampled_R)
 
 
 def apply_temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:

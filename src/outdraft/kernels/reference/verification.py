@@ -70,8 +70,10 @@ def verify(
     sampling: "SamplingBatch",
     num_tokens_B: Tensor,
     rule: Rule,
+    source: noise.Noise = noise,
 ) -> Verdict:
-    step = Step(processed_RV, drafts, sampling, num_tokens_B)
+    """As `ops.Verify`; `source`: a faster maker of the same noise."""
+    step = Step(processed_RV, drafts, sampling, num_tokens_B, source)
     if rule == Rule.MATCH or not (drafts.any_sampled and sampling.any_draws):
         return step.matched()
     is_tokens = rule == Rule.TOKEN and not drafts.sampled_trees
@@ -96,6 +98,7 @@ class Step:
     drafts: DraftBatch
     sampling: "SamplingBatch"
     num_tokens_B: Tensor
+    source: noise.Noise = noise
 
     def coins(self) -> Tensor:
         """float32 [B, N]: one per draft."""
@@ -107,14 +110,14 @@ class Step:
             Purpose.ACCEPT,
             self.num_tokens_B[:, None].expand_as(position_BN).flatten(),
         )
-        return noise.uniform_scalar(keys).view_as(position_BN)
+        return self.source.uniform_scalar(keys).view_as(position_BN)
 
     def draw(self, log_weights_BV: Tensor, depth_B: Tensor, is_refused_B: Tensor) -> Tensor:
         """A token of each request at a depth."""
         purpose_B = torch.where(is_refused_B, int(Purpose.RECOVER), int(Purpose.SAMPLE))
         seeds_B, positions_B = self.sampling.seeds_B, self.num_tokens_B + depth_B
         keys = NoiseKeys(seeds_B, positions_B, purpose_B, torch.zeros_like(positions_B))
-        return noise.sample_gumbel(log_weights_BV, keys)
+        return noise.sample_gumbel(log_weights_BV, keys, self.source.gumbel)
 
     def matched(self) -> Verdict:
         """The path of the target's own choices."""
@@ -126,7 +129,8 @@ class Step:
             self.sampling.seeds_B[request_R], self.num_tokens_B[request_R] + depth_R, Purpose.SAMPLE
         )
         is_greedy_R = self.sampling.is_greedy_B[request_R]
-        return match(choose(self.processed_RV, keys, is_greedy_R), self.drafts)
+        chosen_R = choose(self.processed_RV, keys, is_greedy_R, self.source.gumbel)
+        return match(chosen_R, self.drafts)
 
     def merged(self, takes_judged_B: Tensor, judged: Verdict) -> Verdict:
         """What was judged of some requests, what was matched of the others."""

@@ -31,7 +31,7 @@ def _copy_row(source, target, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     tl.store(target + place, numbers.to(target.dtype.element_ty), mask=place < SIZE)
 
 
-# Where the numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
+# Where numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def write_rows(
     k,

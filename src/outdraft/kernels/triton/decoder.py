@@ -44,8 +44,9 @@ class TritonDecoder(ReferenceDecoder):
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         run = self._all_rows
-        if self._graphs is not None and self._graphs.can_run(len(token_ids_T), metadata):
-            run = self._graphs
+        graphs = self._graphs
+        if graphs is not None and graphs.can_run(len(token_ids_T), metadata) and not _is_captured():
+            run = graphs
         states_TD, tapped_TKD = run(token_ids_T, caches, metadata, taps, states_TD)
         if wanted_R is not None and len(wanted_R) < len(states_TD):
             states_TD = states_TD.index_select(0, wanted_R)
@@ -106,3 +107,8 @@ class TritonDecoder(ReferenceDecoder):
             metadata = with_earlier_drafts(metadata)
         form = AttentionForm(spec.scale, layer.window)
         return layer.o(spec.attention.attend(q_THC, cache, metadata, form).flatten(1))
+
+
+def _is_captured() -> bool:
+    """Whether this pass is a part of a graph already."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

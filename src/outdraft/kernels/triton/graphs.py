@@ -13,6 +13,7 @@ Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +34,15 @@ RunPass = Callable[
     tuple[Tensor, Tensor],
 ]
 Replay = Callable[[], object]
-# Makes a graph of launches: what repeats them, and what they returned.
-Capture = Callable[[Callable[[], tuple[Tensor, Tensor]]], tuple[Replay, tuple[Tensor, Tensor]]]
+Result = TypeVar("Result")
+
+
+class Capture(Protocol):
+    """Makes a graph of launches."""
+
+    def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
+        """What repeats the launches, and what they return: computed anew each time."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,15 +211,16 @@ class DeviceCapture:
     """Makes CUDA graphs whose passing results share memory: no two of them run at once."""
 
     def __init__(self) -> None:
-        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._pool: object = None
+        self._stream: torch.cuda.Stream | None = None
 
-    def __call__(
-        self, launch: Callable[[], tuple[Tensor, Tensor]]
-    ) -> tuple[Replay, tuple[Tensor, Tensor]]:
+    def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
         """As `Capture`. Nothing that the launches compute is there before the first replay.
 
         `torch.cuda.graph` would wait for the device and give all spare memory back each time.
         """
+        if self._pool is None:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
             # Other threads may allocate and copy meanwhile.

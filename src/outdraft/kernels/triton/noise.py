@@ -13,7 +13,7 @@ from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.reference.noise import LN2, LOG_SERIES, ROUNDS, SQRT2
 from outdraft.kernels.triton import noise_kernels as kernels
 
-_TILE = 256  # blocks of four tokens
+_TILE = 256  # blocks of four tokens, or rows
 
 
 def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
@@ -22,10 +22,7 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
     noise_RV = torch.empty(num_rows, vocab_size, device=keys.seeds_R.device)
     if num_rows:
         kernels.gumbel_rows[(num_rows, triton.cdiv(vocab_size, 4 * _TILE))](
-            keys.seeds_R.contiguous(),
-            keys.positions_R.contiguous(),
-            keys.anchors_R.contiguous(),
-            keys.purposes_R.contiguous(),
+            *_columns(keys),
             noise_RV,
             vocab_size,
             TILE=_TILE,
@@ -36,3 +33,19 @@ def gumbel(keys: NoiseKeys, vocab_size: int) -> Tensor:
             enable_fp_fusion=False,  # a fused sum would round less: other bits
         )
     return noise_RV
+
+
+def uniform_scalar(keys: NoiseKeys) -> Tensor:
+    """As reference/noise.py; float32 [R]."""
+    num_rows = len(keys.seeds_R)
+    noise_R = torch.empty(num_rows, device=keys.seeds_R.device)
+    if num_rows:
+        kernels.uniform_of_rows[(triton.cdiv(num_rows, _TILE),)](
+            *_columns(keys), noise_R, num_rows, TILE=_TILE, ROUNDS=ROUNDS, enable_fp_fusion=False
+        )
+    return noise_R
+
+
+def _columns(keys: NoiseKeys) -> tuple[Tensor, ...]:
+    columns = keys.seeds_R, keys.positions_R, keys.anchors_R, keys.purposes_R
+    return tuple(column.contiguous() for column in columns)

@@ -40,6 +40,20 @@ def _gumbel(word, LN2: tl.constexpr, SQRT2: tl.constexpr, SERIES: tl.constexpr):
     return (-_log(-_log(u, LN2, SQRT2, SERIES), LN2, SQRT2, SERIES)).to(tl.float32)
 
 
+@triton.jit
+def _philox(c0, c1, c2, c3, seed, ROUNDS: tl.constexpr):
+    k0, k1 = seed & MASK, (seed >> 32) & MASK
+    for _ in tl.static_range(ROUNDS):
+        # The products wrap around in 64 bits, which leaves them right.
+        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0 = ((product1 >> 32) & MASK) ^ c1 ^ k0
+        c1 = product1 & MASK
+        c2 = ((product0 >> 32) & MASK) ^ c3 ^ k1
+        c3 = product0 & MASK
+        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
+    return c0, c1, c2, c3
+
+
 @triton.jit(
     do_not_specialize=["size"],
     do_not_specialize_on_alignment=["seeds", "positions", "anchors", "purposes"],
@@ -60,22 +74,48 @@ def gumbel_rows(
     """Gumbel noise of a key for each row. Grid: [R, tiles of blocks]."""
     row = tl.program_id(0)
     block_W = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)
-    seed = tl.load(seeds + row)
     zeros_W = tl.zeros_like(block_W)
-    c0, c1 = block_W, zeros_W + (tl.load(positions + row) & MASK)
-    c2, c3 = zeros_W + (tl.load(anchors + row) & MASK), zeros_W + tl.load(purposes + row)
-    k0, k1 = seed & MASK, (seed >> 32) & MASK
-    for _ in tl.static_range(ROUNDS):
-        # The products wrap around in 64 bits, which leaves them right.
-        product0, product1 = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
-        c0 = ((product1 >> 32) & MASK) ^ c1 ^ k0
-        c1 = product1 & MASK
-        c2 = ((product0 >> 32) & MASK) ^ c3 ^ k1
-        c3 = product0 & MASK
-        k0, k1 = (k0 + WEYL_0) & MASK, (k1 + WEYL_1) & MASK
-    target = out + row.to(tl.int64) * size + block_W * 4
+    c0, c1, c2, c3 = _philox(
+        block_W,
+        zeros_W + (tl.load(positions + row) & MASK),
+        zeros_W + (tl.load(anchors + row) & MASK),
+        zeros_W + tl.load(purposes + row),
+        tl.load(seeds + row),
+        ROUNDS,
+    )
     id_W = block_W * 4
+    target = out + row.to(tl.int64) * size + id_W
     tl.store(target, _gumbel(c0, LN2, SQRT2, SERIES), mask=id_W < size)
     tl.store(target + 1, _gumbel(c1, LN2, SQRT2, SERIES), mask=id_W + 1 < size)
     tl.store(target + 2, _gumbel(c2, LN2, SQRT2, SERIES), mask=id_W + 2 < size)
     tl.store(target + 3, _gumbel(c3, LN2, SQRT2, SERIES), mask=id_W + 3 < size)
+
+
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["seeds", "positions", "anchors", "purposes"],
+)
+def uniform_of_rows(
+    seeds,
+    positions,
+    anchors,
+    purposes,
+    out,  # float32 [R]
+    num_rows,
+    TILE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+):
+    """Uniform noise of vocabulary id 0 for each row. Grid: [tiles of rows]."""
+    row_R = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    is_row_R = row_R < num_rows
+    seed_R = tl.load(seeds + row_R, mask=is_row_R, other=0)
+    word_R, _, _, _ = _philox(
+        tl.zeros_like(seed_R),
+        tl.load(positions + row_R, mask=is_row_R, other=0) & MASK,
+        tl.load(anchors + row_R, mask=is_row_R, other=0) & MASK,
+        tl.load(purposes + row_R, mask=is_row_R, other=0),
+        seed_R,
+        ROUNDS,
+    )
+    unit_R = ((word_R >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+    tl.store(out + row_R, unit_R, mask=is_row_R)

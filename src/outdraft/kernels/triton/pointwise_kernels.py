@@ -42,7 +42,7 @@ def add_and_norm(
     tl.store(out + row + place_D, (weight_D * normed_D).to(dtype), mask=is_number_D)
 
 
-# Where the numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
+# Where numbers of rows begin in the tensor that brought them says nothing: one kernel serves all.
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def turn_heads(
     qkv,  # [T, H + 2 G, C]

@@ -5,24 +5,36 @@ from functools import partial
 from importlib.util import find_spec
 
 from outdraft.kernels.ops import Kernels
+from outdraft.kernels.reference.drawn_level import draw_level
+from outdraft.kernels.reference.verification import verify
 
 
 def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
     """The table of a GPU; as it is without triton, an extra.
 
     Args:
-        has_graphs: passes of few rows become CUDA graphs.
+        has_graphs: passes of few rows, drafts that grow and their verification become CUDA graphs.
     """
     if find_spec("triton") is None:
         return others
+    from outdraft.kernels.triton import noise
     from outdraft.kernels.triton.attention import TritonAttention
     from outdraft.kernels.triton.decoder import TritonDecoder
-    from outdraft.kernels.triton.noise import gumbel
+    from outdraft.kernels.triton.growth import GraphedGrowth
+    from outdraft.kernels.triton.verification import GraphedVerification
 
-    return replace(
+    kernels = replace(
         others,
         name=f"triton, {others.name}",
         attention=TritonAttention(),
-        gumbel=gumbel,
+        gumbel=noise.gumbel,
+        draw_level=partial(draw_level, gumbel=noise.gumbel),
+        verify=partial(verify, source=noise),
         compile_decoder=partial(TritonDecoder, has_graphs=has_graphs),
+    )
+    if not has_graphs:
+        return kernels
+    verification = GraphedVerification(kernels)
+    return replace(
+        kernels, grow=GraphedGrowth(), match=verification.match, verify=verification.verify
     )
