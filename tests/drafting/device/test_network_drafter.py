@@ -146,7 +146,7 @@ class MovedGrowth:
         assert levels.ground.dim() == 4
         tensors, common = levels.parts()
         copies = tuple(None if one is None else one.clone() for one in tensors)
-        for tensor in tensors:
+        for tensor in tensors[:-1]:  # the numbers of drafts are a part of the growth, too
             if tensor is not None:
                 tensor.fill_(1)  # whoever still reads it finds nonsense
         return by_levels(levels.over(copies, common), growth)
