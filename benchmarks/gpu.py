@@ -11,7 +11,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,16 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from outdraft import assets
+from outdraft.bench.environment import compute, environment
 from outdraft.bench.side_by_side import share_target
 from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 
 SCALE, LATER_GAIN, SEED = 0.04, 0.025, 20261126
+NUM_BLOCKS = 4096  # of each engine's cache
 VOCABULARY = 32768  # of a size that a head has on a GPU; the tokenizer knows the first ones
-WARM_TOKENS, PROFILED_TOKENS = 48, 24
+WARM_ROUNDS, PROFILED_TOKENS = 3, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +73,20 @@ SIZES = {"0.6b": Size(1024, 3072, 28, 16, 2), "8b": Size(4096, 12288, 36, 32, 3)
 
 def main() -> None:
     args = _arguments()
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    kept = {name: value for name, value in vars(args).items() if name not in ("json", "folder")}
+    results: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "environment": environment() | compute(),
+        "options": kept,
+    }
     for name in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
             paths = make_pair(SIZES[name], Path(folder))
-            results[name] = _measured(paths, args)
-    if args.json:
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            for found in _measured(paths, args):
+                results[name] = found
+                if args.json:
+                    written = json.dumps(results, indent=1) + "\n"
+                    args.json.write_text(written, encoding="utf-8")
 
 
 def _arguments() -> argparse.Namespace:
@@ -85,7 +94,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--folder", type=Path, help="for weights, until they are measured")
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=["0.6b", "8b"])
-    parser.add_argument("--drafts", nargs="+", default=["2", "4", "auto"])
+    parser.add_argument("--drafts", nargs="+", default=["4", "auto"])
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-tokens", type=int, default=128)
@@ -144,8 +153,9 @@ def _padded(tokenizer: str) -> str:
     return json.dumps(parsed)
 
 
-def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens a second of each engine, and of plain decoding what a step does."""
+def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Tokens a second of each engine, and for the fewest requests what its steps launch; as far as
+    it is measured."""
     llms = _engines(paths, args)
     prompts = [entry.text[-1500:] for entry in assets.prompts()[: max(args.requests)]]
     found: dict[str, Any] = {"steps": {}, "medians": {}, "rounds": {}}
@@ -154,10 +164,9 @@ def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> dict[str, A
             params = SamplingParams(
                 temperature=temperature, max_tokens=args.max_tokens, ignore_eos=True
             )
-            few = SamplingParams(temperature=temperature, max_tokens=WARM_TOKENS, ignore_eos=True)
             for llm in llms.values():
-                for _ in range(2):
-                    _run(llm, prompts[:number], few)
+                for _ in range(WARM_ROUNDS):  # what comes again becomes a graph
+                    _run(llm, prompts[:number], params)
             samples: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
             for _ in range(args.rounds):
                 for name, llm in llms.items():
@@ -171,7 +180,7 @@ def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> dict[str, A
                     steps = _profile(llm, prompts[:number], temperature)
                     found["steps"][f"{key}, {name}"] = steps
                     print("  ", name, steps, flush=True)
-    return found
+            yield found
 
 
 def _engines(paths: tuple[Path, Path], args: argparse.Namespace) -> dict[str, LLM]:
@@ -189,8 +198,7 @@ def _engines(paths: tuple[Path, Path], args: argparse.Namespace) -> dict[str, LL
             device="cuda",
             speculative_config=speculative,
             enforce_eager=args.enforce_eager,
-            num_blocks=16384 // 4,
-            enable_prefix_caching=True,
+            num_blocks=NUM_BLOCKS,
         )
     models = share_target(configs)
     return {name: LLM.from_config(configs[name], models[name]) for name in configs}

@@ -76,13 +76,18 @@ def compare_draw_level(case: Case) -> None:
 def stop_rules(case: Case, num_requests: int, depth: int) -> StopRules:
     """Rules of some requests, which end some of them early."""
     rng = case.rng()
+    row_cap, num_rows_before = (
+        int(rng.integers(1, num_requests * depth + 3)),
+        int(rng.integers(0, 3)),
+    )
     return StopRules(
         weights_BL=torch.tensor(rng.normal(0, 1, (num_requests, depth))),
         biases_BL=torch.tensor(rng.normal(1, 1, (num_requests, depth))),
         price_B=torch.tensor(rng.choice([0.0, 0.1, 0.3, 0.6], num_requests)),
         has_rule_B=torch.tensor(rng.random(num_requests) < 0.7),
-        row_cap=int(rng.integers(1, num_requests * depth + 3)),
-        num_rows_before=int(rng.integers(0, 3)),
+        room_1=torch.tensor([row_cap - num_rows_before]),
+        row_cap=row_cap,
+        num_rows_before=num_rows_before,
     )
 
 

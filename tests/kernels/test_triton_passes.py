@@ -29,8 +29,8 @@ from tests.kernels.decoders import (
 from tests.kernels.test_decoder import BOUNDS, KINDS, assert_near
 
 pytest.importorskip("triton", reason="needs triton")
+from outdraft.kernels.data.graph_sizes import TREE_ROWS
 from outdraft.kernels.triton import graphs
-from outdraft.kernels.triton.attention import TREE_ROWS
 from outdraft.kernels.triton.decoder import TritonDecoder
 from outdraft.kernels.triton.graphs import GraphedPasses, rounded_rows
 from outdraft.kernels.triton.select import with_triton

@@ -68,9 +68,7 @@ class EngineOptions:
         "What steps cost: auto (measured at the first start, and kept), roofline (from bytes and "
         "operations), or a file."
     )
-    enforce_eager: bool | None = flag(
-        "Accepted: steps are never captured as graphs.", "--enforce-eager"
-    )
+    enforce_eager: bool | None = flag("On a GPU, nothing becomes a CUDA graph.", "--enforce-eager")
     tensor_parallel_size: int | None = flag(
         "Processes (ranks) that compute the target together, each with a part of its weights.",
         "--tensor-parallel-size",

@@ -15,6 +15,7 @@ import torch
 from outdraft.config.engine import CacheConfig, SchedulerConfig
 from outdraft.core.errors import ConfigError
 from outdraft.core.tree_shape import TreeShape
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS, TREE_ROWS
 from outdraft.models.shape import ModelShape
 from outdraft.runner.logprobs import PROMPT_ROWS
 
@@ -89,6 +90,7 @@ class StepMemory:
         prompt_scores: logits of a prompt's tokens, for their log-probabilities.
         draft_probs: of the network's sampled drafts.
         states: of the target, on their way to a drafter that reads them.
+        graphs: of a GPU, in memory of their own.
     """
 
     texts: int
@@ -98,6 +100,7 @@ class StepMemory:
     prompt_scores: int
     draft_probs: int
     states: int = 0
+    graphs: int = 0
 
     @property
     def total(self) -> int:
@@ -106,7 +109,7 @@ class StepMemory:
     @property
     def kept(self) -> int:
         """Also between steps."""
-        return self.texts + self.states
+        return self.texts + self.states + self.graphs
 
 
 def activation_bytes(shape: StepShape, models: Sequence[ModelShape]) -> int:
@@ -160,6 +163,15 @@ def state_bytes(
     row = 2 * num_taps * hidden_size + 2 * feature_size
     kept = (shape.scheduler.max_num_seqs * window + 1) * (feature_size or hidden_size)
     return (shape.num_rows * row + kept) * shape.dtype.itemsize
+
+
+def graph_bytes(shape: StepShape, models: Sequence[ModelShape], vocab_size: int) -> int:
+    """What passes of few rows, drafting and verification take once more, where they are graphs, and
+    what they are given."""
+    rows = min(shape.num_rows, TREE_ROWS)
+    passes = rows * sum(_row_bytes(model, shape.dtype, shape.num_ranks) for model in models)
+    made = sampling_bytes(shape, vocab_size) + draft_prob_bytes(shape, vocab_size)
+    return passes + made + GRAPHED_FUNCTIONS * GRAPH_BYTES
 
 
 def text_bytes(shape: StepShape) -> int:

@@ -17,13 +17,14 @@ from outdraft.engine.memory import (
     activation_bytes,
     device_memory,
     draft_prob_bytes,
+    graph_bytes,
     num_blocks,
     prompt_score_bytes,
     sampling_bytes,
     state_bytes,
     text_bytes,
 )
-from outdraft.kernels.choose import computed_by
+from outdraft.kernels.choose import computed_by, has_graphs
 from outdraft.models.base import LanguageModel
 
 
@@ -127,7 +128,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         device=models.device,
         tree=network.tree if network is not None else None,
         drafter_rows=drafter.block_rows if drafter is not None else 0,
-        noise_is_compiled=computed_by(models.kernels)["gumbel"].startswith("native."),
+        noise_is_compiled=not computed_by(models.kernels)["gumbel"].startswith("reference."),
         num_ranks=ranks.target.size,
     )
     states = 0
@@ -154,6 +155,7 @@ def _step_memory(config: EngineConfig, models: LoadedModels) -> StepMemory:
         prompt_scores=prompt_score_bytes(shape, vocab_size),
         draft_probs=draft_prob_bytes(shape, vocab_size),
         states=states,
+        graphs=graph_bytes(shape, layers, vocab_size) if has_graphs(models.kernels) else 0,
     )
 
 

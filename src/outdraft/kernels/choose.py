@@ -44,6 +44,11 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
     return found
 
 
+def has_graphs(kernels: Kernels) -> bool:
+    """Whether passes, drafting and verification become graphs of a GPU."""
+    return computed_by(kernels)["verify"] == "triton.verification"
+
+
 def automatic_dtype(option: str, device: torch.device, own: torch.dtype) -> torch.dtype:
     """The fastest dtype that keeps what a checkpoint of dtype `own` holds.
 

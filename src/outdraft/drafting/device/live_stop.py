@@ -42,17 +42,10 @@ def stop_rules(
             for scores_L, numbers in zip(scores_2BL[:, row], rule, strict=True):
                 scores_L[: ask.num_drafts] = numbers[: ask.num_drafts]
             price_B[row], has_rule_B[row] = ask.stop.price, True
-    # Floats travel as their bits.
-    arrays = [*scores_2BL.view(np.int64), price_B.view(np.int64), has_rule_B]
-    weights_BL, biases_BL, prices_B, rules_B = to_device(arrays, device)
-    return StopRules(
-        weights_BL.view(torch.float64),
-        biases_BL.view(torch.float64),
-        prices_B.view(torch.float64),
-        rules_B,
-        row_cap=min(stop.row_cap for stop in stops if stop is not None),
-        num_rows_before=num_host_rows,
-    )
+    row_cap = min(stop.row_cap for stop in stops if stop is not None)
+    room_1 = np.array([row_cap - num_host_rows])
+    sent = to_device([*scores_2BL, price_B, has_rule_B, room_1], device)
+    return StopRules(*sent, row_cap=row_cap, num_rows_before=num_host_rows)
 
 
 class KeptRules:
@@ -133,8 +126,8 @@ class LiveStops:
         survives_G = self._is_drafting_G & ((self._survival_G >= rules.price_B) | ~rules.has_rule_B)
         # While there is room, all that survive have a row: those before a request are as many.
         num_before_G = survives_G.cumsum(0) - survives_G.long()
-        num_rows_G = num_before_G + self.num_drafts_G.sum() + rules.num_rows_before
-        self._is_drafting_G = survives_G & (~rules.has_rule_B | (num_rows_G < rules.row_cap))
+        num_rows_G = num_before_G + self.num_drafts_G.sum()
+        self._is_drafting_G = survives_G & (~rules.has_rule_B | (num_rows_G < rules.room_1))
         self.num_drafts_G = self.num_drafts_G + self._is_drafting_G
 
     @property

@@ -24,11 +24,11 @@ from outdraft.attention.base import (
 )
 from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
+from outdraft.kernels.data.graph_sizes import TREE_ROWS
 from outdraft.kernels.triton import attention_kernels as kernels
 
 GPU_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ELEMENTS = 1 << 26  # 256 MiB of float32 for the parts of split contexts
-TREE_ROWS = 256  # of a request; those with more are prompt chunks
 _NO_SPLIT = 1 << 30
 _LOG2_E = 1.4426950408889634
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from outdraft.distributed.request_shares import RequestShares
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
 
 MOST_GRAPHS = 256  # of one function on one cache
-MOST_BYTES = 1 << 28
 _FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
 
 Result = TypeVar("Result")
@@ -37,7 +37,7 @@ class _Graph(Generic[Result]):
 class CallGraphs(Generic[Result]):
     """The graphs of a function."""
 
-    def __init__(self, capture: Capture | None = None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, capture: Capture | None = None, most_bytes: int = GRAPH_BYTES) -> None:
         """
         Args:
             capture: what makes graphs; None: that of the device.

@@ -11,9 +11,11 @@ Rows that are padded are no other rows: the same sizes are computed alike with a
 Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D and K rounded up.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton import cdiv, next_power_of_2
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
-from outdraft.kernels.triton.attention import TREE_ROWS
+from outdraft.kernels.data.graph_sizes import TREE_ROWS
 from outdraft.kernels.triton.padding import pad_rows
 
 MOST_ROWS = TREE_ROWS  # of a pass that becomes a graph; more rows take longer than their launches
@@ -211,7 +213,7 @@ class DeviceCapture:
     """Makes CUDA graphs whose passing results share memory: no two of them run at once."""
 
     def __init__(self) -> None:
-        self._pool: object = None
+        self._pool: Any = None  # a handle
         self._stream: torch.cuda.Stream | None = None
 
     def __call__(self, launch: Callable[[], Result]) -> tuple[Replay, Result]:
@@ -222,7 +224,7 @@ class DeviceCapture:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
+        with _no_collection(), torch.cuda.stream(self._stream):
             # Other threads may allocate and copy meanwhile.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -230,6 +232,18 @@ class DeviceCapture:
             finally:
                 graph.capture_end()
         return graph.replay, results
+
+
+@contextmanager
+def _no_collection() -> Generator[None]:
+    """Nothing is collected meanwhile: to destroy an old graph would spoil the one that is made."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def rounded_rows(num_rows: int) -> int:

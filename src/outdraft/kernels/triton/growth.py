@@ -1,6 +1,7 @@
 """Drafts that grow on a GPU: as a graph, where levels can be asked again of other tensors."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from torch import Tensor
@@ -29,9 +30,18 @@ class GraphedGrowth:
         def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
             return by_levels(levels.over(tensors, common), its_growth)
 
-        return self._graphs_on(levels.ground).call(grow, *levels.parts(), growth)
+        return self._graphs_on(levels.ground).call(grow, *levels.parts(), _of_its_kind(growth))
 
     def _graphs_on(self, ground: Tensor) -> CallGraphs[ModelDrafts]:
         if ground not in self._graphs:
             self._graphs[ground] = CallGraphs[ModelDrafts]()
         return cast(CallGraphs[ModelDrafts], self._graphs[ground])
+
+
+def _of_its_kind(growth: Growth) -> Growth:
+    """The same without numbers that change nothing, or that are in its tensors, too."""
+    fewest = growth.fewest if growth.fewest == growth.shape.num_rows else 0
+    stops = growth.stops
+    if stops is not None:
+        stops = replace(stops, row_cap=0, num_rows_before=0)
+    return replace(growth, fewest=fewest, stops=stops)

@@ -6,10 +6,12 @@ Dimension key: B requests, R flat rows, V vocabulary.
 from typing import TYPE_CHECKING
 
 from torch import Tensor
+from torch.nn.functional import pad
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphed_calls import CallGraphs
+from outdraft.kernels.triton.graphs import rounded_rows
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
@@ -25,7 +27,7 @@ class GraphedVerification:
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         """As `ops.Match`."""
-        return self._matches.call(self._others.match, choices_R, drafts)
+        return self._matches.call(self._others.match, _rounded(choices_R), drafts)
 
     def verify(
         self,
@@ -37,5 +39,11 @@ class GraphedVerification:
     ) -> Verdict:
         """As `ops.Verify`."""
         return self._verdicts.call(
-            self._others.verify, processed_RV, drafts, sampling, num_tokens_B, rule
+            self._others.verify, _rounded(processed_RV), drafts, sampling, num_tokens_B, rule
         )
+
+
+def _rounded(rows: Tensor) -> Tensor:
+    """With some rows behind the last request's, which count for nothing: kinds of calls are few."""
+    num_more = rounded_rows(len(rows)) - len(rows)
+    return pad(rows, (0, 0) * (rows.dim() - 1) + (0, num_more)) if num_more else rows
