@@ -264,28 +264,34 @@ def _merge_splits(
 def _launches(heads_per_kv: int, head_size: int, itemsize: int) -> list[_Launch]:
     """For requests of a few rows, for trees, and for prompt chunks.
 
-    A tensor core takes 16 lanes at least; wide numbers and heads leave room for fewer lanes and
-    keys, and what is multiplied without tensor cores compiles for minutes if it is large.
+    Wide numbers and heads leave room for fewer lanes and keys, and what is multiplied without
+    tensor cores compiles for minutes if it is large.
     """
     tile_size = _tile_size(head_size)
     keys = min(64, max(16, 2**14 // (itemsize * tile_size)))
-    lanes = 2**16 // (itemsize**2 * tile_size)
-    least, few_rows = _least_lanes(heads_per_kv), most_rows_of_few(heads_per_kv)
-    most_lanes = max(min(128, lanes), least)
+    few_lanes = _few_lanes(heads_per_kv, head_size, itemsize)
+    few_rows, lanes = few_lanes // heads_per_kv, _most_lanes(head_size, itemsize)
+    tree_lanes, most_lanes = (max(min(size, lanes), few_lanes) for size in (64, 128))
     return [
-        _Launch(1, few_rows, least, keys, 512, 4, 3),
-        _Launch(few_rows + 1, TREE_ROWS, max(min(64, lanes), least), keys, 2048, 4, 2),
+        _Launch(1, few_rows, few_lanes, keys, 256, 4, 3),
+        _Launch(few_rows + 1, TREE_ROWS, tree_lanes, keys, 2048, 4, 2),
         _Launch(max(few_rows, TREE_ROWS) + 1, 1 << 30, most_lanes, keys, _NO_SPLIT, 8, 2),
     ]
 
 
-def most_rows_of_few(heads_per_kv: int) -> int:
-    """Most rows of a request whose tile is the smallest."""
-    return _least_lanes(heads_per_kv) // heads_per_kv
+def most_rows_of_few(heads_per_kv: int, head_size: int, itemsize: int) -> int:
+    """Most rows of a request that one tile of the smallest kind holds."""
+    return _few_lanes(heads_per_kv, head_size, itemsize) // heads_per_kv
 
 
-def _least_lanes(heads_per_kv: int) -> int:
-    return max(16, triton.next_power_of_2(heads_per_kv))
+def _few_lanes(heads_per_kv: int, head_size: int, itemsize: int) -> int:
+    """Room for a chain of seven drafts, if it is not too much; a tensor core takes 16 at least."""
+    room = min(8 * heads_per_kv, 64, _most_lanes(head_size, itemsize))
+    return triton.next_power_of_2(max(16, heads_per_kv, room))
+
+
+def _most_lanes(head_size: int, itemsize: int) -> int:
+    return 2**16 // (itemsize**2 * _tile_size(head_size))
 
 
 def _is_needed(launch: _Launch, num_requests: int, num_rows: int, max_rows: int) -> bool:
