@@ -332,6 +332,33 @@ def test_deciding_and_learning_is_told_apart_from_the_time_of_the_host():
     assert plain.host_s < 2.0
 
 
+def test_nothing_is_told_of_a_step_in_which_something_was_made_ready():
+    """It takes a hundred times as long where a graph is made, and no later step is like it."""
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    ours = policy(drafter_max_len=100, control=control)
+    one = request("a")
+    for is_first, is_told in ((True, 0), (False, 1), (True, 1)):
+        choices = ours.choose([one], 1, ROOM)
+        times = PhaseTimes(0.25, 0.5, 0.125, is_first=is_first)
+        assert ours.observe([booking(one, choices["a"])], stats(5, times)) == ()
+        assert len(control.outcomes) == is_told
+    control.standing = Decision((), 0, 0, Reason.NO_GAIN, 0, 1, 0, 1, 1, 0)
+    control.is_held = control.wants_plain_time = True
+    ours.choose([one], 1, replace(ROOM, prompt_rows=0))
+    ours.observe([booking(one, None)], stats(1, PhaseTimes(0.0, 1.0, is_first=True)))
+    assert control.plain_times == []
+
+
+@pytest.mark.parametrize("ends_live", [False, True])
+def test_a_chain_has_a_live_rule_only_where_the_engine_can_leave_its_rows_out(ends_live):
+    control = Scripted(lambda _: [Grant("a", "draft_model", 4, 4, 2)])
+    limits = DrafterLimits(100, ends_live=ends_live)
+    config = SpeculationConfig(sources=(DraftNetworkConfig(model="m"),), num_speculative_tokens=4)
+    DraftPolicy(config, [], limits, control, 8).choose([request("a")], 1, ROOM)
+    [facts] = control.facts
+    assert [one.can_stop for one in facts.requests] == [ends_live]
+
+
 def test_nothing_is_told_of_a_step_that_lost_a_request():
     control = Scripted()
     ours = policy(ngram(), control=control)

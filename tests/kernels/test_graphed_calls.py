@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs triton")
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 
 
@@ -71,12 +72,14 @@ def assert_same(got: Outer, want: Outer) -> None:
 
 
 def test_calls_that_are_alike_share_a_graph_and_keep_their_results():
-    graphs, repeats = CallGraphs[Outer](capture := Repeats()), capture
+    times = FirstTimes()
+    graphs, repeats = CallGraphs[Outer](times, capture := Repeats()), capture
     calls = [outer(seed) for seed in range(5)]
     found = [graphs.call(function, *call) for call in calls]
     for got, call in zip(found, calls, strict=True):
         assert_same(got, function(*call))
     assert repeats.num_made == 1
+    assert times.number == 2  # the first call, and the graph
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ def test_calls_that_are_alike_share_a_graph_and_keep_their_results():
 )
 def test_calls_that_differ_share_none(other):
     repeats = Repeats()
-    graphs = CallGraphs[Outer](repeats)
+    graphs = CallGraphs[Outer](FirstTimes(), repeats)
     for call in (outer(0), outer(1)):
         graphs.call(function, *call)
     for number in (1, 2, 2):
@@ -106,7 +109,7 @@ def test_what_takes_too_much_memory_stays_launch_by_launch():
         one.nbytes for one in (calls[0][0].x_BN, calls[0][0].inner.scale_B, calls[0][1])
     )
     for most_bytes, num_made in ((num_bytes - 1, 0), (num_bytes, 1)):
-        graphs = CallGraphs[Outer](repeats, most_bytes)
+        graphs = CallGraphs[Outer](FirstTimes(), repeats, most_bytes)
         for call in calls:
             assert_same(graphs.call(function, *call), function(*call))
         assert repeats.num_made == num_made

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from outdraft.attention.rows import Span
 from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.reference import noise
 from outdraft.kernels.reference.table import reference_kernels
@@ -97,10 +98,11 @@ class Repeats:
 
 def graphed(spec: object, capture: object = None) -> TritonDecoder:
     """A decoder with graphs; `capture`: what stands for them."""
-    decoder = TritonDecoder(spec, has_graphs=True)
+    times = FirstTimes()
+    decoder = TritonDecoder(spec, has_graphs=True, first_times=times)
     if capture is not None:
         few_rows = graphs_of(decoder)._few_rows
-        decoder._graphs = GraphedPasses(decoder._all_rows, few_rows, lambda: capture)
+        decoder._graphs = GraphedPasses(decoder._all_rows, few_rows, times, lambda: capture)
     return decoder
 
 
@@ -174,7 +176,7 @@ def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
 
 
 def test_long_passes_and_prompts_are_launched_one_by_one():
-    passes = GraphedPasses(lambda *rows: rows, 4, Repeats())
+    passes = GraphedPasses(lambda *rows: rows, 4, FirstTimes(), Repeats)
     metadata, _ = batch_with_logits([Span(0, 8, (), blocks_of(0))])
     assert passes.can_run(TREE_ROWS, replace(metadata, max_rows=TREE_ROWS))
     assert not passes.can_run(TREE_ROWS + 1, metadata)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from outdraft.core.plan import PhaseTimes
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.runner import timing
 from outdraft.runner.timing import PhaseClock
 from tests.oracle.engines import engine, greedy, prompts_of, run
@@ -12,7 +13,7 @@ from tests.oracle.engines import engine, greedy, prompts_of, run
 def times_of(monkeypatch: pytest.MonkeyPatch, *ticks: float) -> PhaseTimes:
     left = list(ticks)
     monkeypatch.setattr(timing.time, "perf_counter", lambda: left.pop(0))
-    clock = PhaseClock(torch.device("cpu"))
+    clock = PhaseClock(torch.device("cpu"), FirstTimes())
     for _ in ticks:
         clock.mark()
     return clock.times()
@@ -26,6 +27,17 @@ def test_keeping_states_is_a_part_of_what_follows_the_pass(monkeypatch):
     times = times_of(monkeypatch, 1.0, 1.5, 3.5, 4.5, 4.75)
     assert times == PhaseTimes(0.5, 2.0, 1.25, 0.25)
     assert times.plain_target_s == 3.0
+
+
+def test_what_is_done_once_is_told():
+    first_times, told = FirstTimes(), list[bool]()
+    for times in (0, 1, 0, 2):
+        clock = PhaseClock(torch.device("cpu"), first_times)
+        for place in range(4):
+            clock.mark()
+            first_times.number += times if place == 1 else 0
+        told.append(clock.times().is_first)
+    assert told == [False, True, False, True]
 
 
 @pytest.mark.parametrize(("method", "keeps"), [("eagle3", True), ("draft_model", False)])

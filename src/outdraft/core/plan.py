@@ -282,12 +282,14 @@ class PhaseTimes:
         verify_s: the target's pass, and choosing by it where that needs nothing but its logits.
         sample_s: choosing otherwise, and all that follows until ids are on their way.
         keep_s: of sample_s, what keeping the target's states for a drafter takes.
+        is_first: something was made ready that later steps find: a kernel, a graph of a GPU.
     """
 
     draft_s: float = 0.0
     verify_s: float = 0.0
     sample_s: float = 0.0
     keep_s: float = 0.0
+    is_first: bool = False
 
     @property
     def plain_target_s(self) -> float:

@@ -32,6 +32,8 @@ class DrafterLimits:
         max_drafts: most drafts in one step, and
         max_chain: of a chain.
         lag_tokens: tokens that it would have to read now beyond those of a usual step.
+        ends_live: a chain that a live rule ends takes fewer passes and rows. False: the host has to
+            plan all of them, and to end a chain would only lose what it may bring.
     """
 
     max_len: int
@@ -40,6 +42,7 @@ class DrafterLimits:
     lag_tokens: Callable[[Request], int] = lambda request: 0
     chain: ModelDrafting | None = None
     max_chain: int = MAX_DRAFTS
+    ends_live: bool = True
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -131,7 +134,7 @@ class KnownRequests:
             known.rule,
             drafter.shapes if drafter is not None else (CHAIN,),
             lag,
-            can_stop=drafter is not None and CHAIN in drafter.shapes,
+            can_stop=drafter is not None and drafter.ends_live and CHAIN in drafter.shapes,
             max_chain=drafter.max_chain if drafter is not None else 0,
         )
 

@@ -244,6 +244,11 @@ class DraftPolicy:
         if self._rest.is_on:
             return self._watch(None, ())
         step, self._step = self._step, None
+        if stats.times.is_first:
+            # It took longer for once: control would learn nothing that is true of other steps.
+            if self._shadows.are_waiting:
+                self._learn(None, booked, stats)
+            return self._watch(None, ())
         drafts = ()
         if step is not None or self._shadows.are_waiting:
             drafts = self._learn(step, booked, stats)

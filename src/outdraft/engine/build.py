@@ -11,6 +11,7 @@ from outdraft.core.draft import MAX_DRAFTS
 from outdraft.core.errors import ConfigError
 from outdraft.core.request import Request
 from outdraft.core.sampling import SamplingParams
+from outdraft.drafting.device.live_stop import host_sees
 from outdraft.drafting.device.proposer import DeviceProposer
 from outdraft.drafting.known_requests import DrafterLimits
 from outdraft.drafting.policy import DraftPolicy
@@ -166,6 +167,7 @@ def _drafter_limits(
         lag_tokens=lag_tokens,
         chain=proposer.chain,
         max_chain=proposer.max_chain,
+        ends_live=host_sees(target.device),
     )
 
 

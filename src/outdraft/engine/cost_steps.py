@@ -14,13 +14,14 @@ import numpy as np
 from outdraft.config.engine import SchedulerConfig
 from outdraft.core.admission import Admission, TokenRules
 from outdraft.core.draft import Draft, DraftSource, num_taught
-from outdraft.core.plan import DraftChoice, StepPlan, Work
+from outdraft.core.plan import DraftChoice, PhaseTimes, StepPlan, Work
 from outdraft.runner.model_runner import PendingStep
 from outdraft.runner.parallel_runner import StepRunner
 
 SHORT, LONG = 16, 1024  # tokens of a text
 LOOKED_AT = 8192  # tokens of one that is looked at before drafts read a part
 MOST_DRAFTS = 63  # behind a short text
+MOST_FIRST_TIMES = 4  # of a step, in which something is made ready
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +120,25 @@ class ScratchSteps:
         return has_room and step.num_rows <= self._max_rows and text.num_tokens >= 2 + step.lag
 
     def run(self, step: Step, samples: Samples) -> float:
-        """Run it once; the seconds that it took."""
-        plan = self._plan(step)
-        started_s = time.perf_counter()
-        pending = self._runner.launch(plan)
-        assert isinstance(pending, PendingStep), "no text has a grammar"
-        times = self._runner.collect(pending).times
-        step_s = time.perf_counter() - started_s
+        """Run it once, after everything is ready that is made ready once; the seconds it took."""
+        step_s, times = self._run(step)
+        for _ in range(MOST_FIRST_TIMES):
+            if not times.is_first:
+                break
+            step_s, times = self._run(step)
         target_s = times.verify_s + times.sample_s
         samples.draft_s.append(times.draft_s)
         samples.target_s.append(target_s)
         samples.host_s.append(max(0.0, step_s - times.draft_s - target_s))
         return step_s
+
+    def _run(self, step: Step) -> tuple[float, PhaseTimes]:
+        plan = self._plan(step)
+        started_s = time.perf_counter()
+        pending = self._runner.launch(plan)
+        assert isinstance(pending, PendingStep), "no text has a grammar"
+        times = self._runner.collect(pending).times
+        return time.perf_counter() - started_s, times
 
     def _plan(self, step: Step) -> StepPlan:
         texts = self._long if step.is_long else self._short[: step.num_requests]

@@ -12,7 +12,7 @@ S texts, L tokens, D inputs, E outputs.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from outdraft.core.weight_format import WeightFormat
 from outdraft.distributed.vocabulary import VocabularyShard
 from outdraft.kernels.data.coded_weight import CodedWeight
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.draft_ops import (
     AddSilu,
     BlockSpec,
@@ -517,6 +518,7 @@ class Kernels:
         name: for people.
         has_threads: products and attention have threads of their own, which wait for cores while
             torch's threads have them.
+        first_times: counts what the operations do once.
     """
 
     name: str
@@ -548,8 +550,10 @@ class Kernels:
     match: Match
     verify: Verify
     compile_decoder: CompileDecoder
+    first_times: FirstTimes = field(default_factory=FirstTimes)
 
 
 def operation_names() -> list[str]:
     """All that a table chooses an implementation for."""
-    return [field.name for field in fields(Kernels) if field.name not in ("name", "has_threads")]
+    others = ("name", "has_threads", "first_times")
+    return [one.name for one in fields(Kernels) if one.name not in others]

@@ -182,7 +182,7 @@ class ModelRunner:
         If a token that is chosen must keep to a grammar, it stops behind the target's pass, and
         `verify` issues the rest.
         """
-        clock = PhaseClock(self.device)
+        clock = PhaseClock(self.device, self.model.kernels.first_times)
         clock.mark()
         self._take_news(plan)
         works = [work for work in plan.works if work.samples]

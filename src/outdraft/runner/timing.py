@@ -9,25 +9,30 @@ import time
 import torch
 
 from outdraft.core.plan import PhaseTimes
+from outdraft.kernels.data.first_times import FirstTimes
 
 
 class PhaseClock:
     """Marks in the order they were set; `times` after the device has passed them all."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, first_times: FirstTimes) -> None:
+        """`first_times`: of the kernels, told to be a part of the step if some come to pass."""
         self._on_gpu = device.type == "cuda"
         self._marks: list[float | torch.cuda.Event] = []
+        self._first_times, self._number_before = first_times, first_times.number
+        self._is_first = False
 
     def mark(self) -> None:
         """A phase begins: drafting, the target's pass, what follows it, and of that, maybe, keeping
         states; or the last one is over."""
         self._marks.append(self._now())
+        self._is_first = self._first_times.number != self._number_before
 
     def times(self) -> PhaseTimes:
         """The phases between the marks."""
         draft_s, verify_s, sample_s, *kept = map(_between, self._marks, self._marks[1:])
         keep_s = sum(kept)
-        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s)
+        return PhaseTimes(draft_s, verify_s, sample_s + keep_s, keep_s, self._is_first)
 
     def _now(self) -> "float | torch.cuda.Event":
         if not self._on_gpu:

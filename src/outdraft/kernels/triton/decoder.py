@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.base import AttentionForm, AttentionMetadata, LayerCache
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.ops import DecoderSpec, LayerSpec
 from outdraft.kernels.rank_products import SummedProduct
 from outdraft.kernels.reference.decoder import ReferenceDecoder, with_earlier_drafts
@@ -22,11 +23,12 @@ from outdraft.kernels.triton.pointwise import HeadNorms, add_and_norm, silu_mul,
 class TritonDecoder(ReferenceDecoder):
     """As `ops.DecoderPass`, for the dtypes that Triton's attention reads."""
 
-    def __init__(self, spec: DecoderSpec, *, has_graphs: bool) -> None:
+    def __init__(self, spec: DecoderSpec, *, has_graphs: bool, first_times: FirstTimes) -> None:
         """
         Args:
             has_graphs: passes of few rows become graphs. Those of several ranks never do: their
                 sums wait for each other.
+            first_times: counts sizes of passes that are new, and graphs.
         """
         super().__init__(spec)
         self._graphs: GraphedPasses | None = None
@@ -34,7 +36,7 @@ class TritonDecoder(ReferenceDecoder):
             heads_per_kv = spec.num_heads // spec.num_kv_heads
             head_size, itemsize = spec.cos_sin_MC.shape[1], spec.embedding_VD.dtype.itemsize
             few_rows = most_rows_of_few(heads_per_kv, head_size, itemsize)
-            self._graphs = GraphedPasses(self._all_rows, few_rows)
+            self._graphs = GraphedPasses(self._all_rows, few_rows, first_times)
 
     def __call__(
         self,

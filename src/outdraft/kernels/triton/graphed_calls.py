@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from outdraft.distributed.request_shares import RequestShares
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
@@ -37,13 +38,20 @@ class _Graph(Generic[Result]):
 class CallGraphs(Generic[Result]):
     """The graphs of a function."""
 
-    def __init__(self, capture: Capture | None = None, most_bytes: int = GRAPH_BYTES) -> None:
+    def __init__(
+        self,
+        first_times: FirstTimes,
+        capture: Capture | None = None,
+        most_bytes: int = GRAPH_BYTES,
+    ) -> None:
         """
         Args:
+            first_times: counts kinds of calls that are new, and graphs.
             capture: what makes graphs; None: that of the device.
             most_bytes: that the arguments of all graphs take together.
         """
         self._capture, self._bytes_left = capture or DeviceCapture(), most_bytes
+        self._first_times = first_times
         # None: a call of this kind came once.
         self._by_kind: dict[object, _Graph[Result] | None] = {}
 
@@ -61,10 +69,12 @@ class CallGraphs(Generic[Result]):
             if len(self._by_kind) < MOST_GRAPHS and num_bytes <= self._bytes_left:
                 self._bytes_left -= num_bytes
                 self._by_kind[kind] = None
+                self._first_times.number += 1
             return function(*arguments)
         graph = self._by_kind[kind]
         if graph is None:
             graph = self._by_kind[kind] = self._captured(function, arguments, tensors)
+            self._first_times.number += 1
         _copy_all(tensors, graph.inputs)
         graph.replay()
         return _cloned(graph.result)

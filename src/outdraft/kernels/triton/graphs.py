@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from triton import cdiv, next_power_of_2
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import TREE_ROWS
 from outdraft.kernels.triton.padding import pad_rows
 
@@ -77,15 +78,20 @@ class GraphedPasses:
     """Runs passes, and repeats those whose sizes it has seen."""
 
     def __init__(
-        self, run: RunPass, few_rows: int, new_capture: Callable[[], Capture] | None = None
+        self,
+        run: RunPass,
+        few_rows: int,
+        first_times: FirstTimes,
+        new_capture: Callable[[], Capture] | None = None,
     ) -> None:
         """
         Args:
             run: the launches of a pass.
             few_rows: attention is launched in one way if no request has more rows, else in two.
+            first_times: counts sizes that are new, and graphs.
             new_capture: makes the graphs on one cache; None: that of the device.
         """
-        self._run, self._few_rows = run, few_rows
+        self._run, self._few_rows, self._first_times = run, few_rows, first_times
         self._new_capture = new_capture or DeviceCapture
         self._rows: _Rows | None = None
         # By the keys of layer 0: with a cache its graphs go, and what they keep.
@@ -116,11 +122,13 @@ class GraphedPasses:
         if sizes not in graphs.by_sizes:
             if len(graphs.by_sizes) < MOST_GRAPHS:
                 graphs.by_sizes[sizes] = None
+                self._first_times.number += 1
             out_TD, tapped_TKD = launch()
             return out_TD[:num_rows], tapped_TKD[:num_rows]
         graph = graphs.by_sizes[sizes]
         if graph is None:
             graph = graphs.by_sizes[sizes] = _Graph(*graphs.capture(launch))
+            self._first_times.number += 1
         graph.replay()
         out_TD, tapped_TKD = graph.results
         return out_TD[:num_rows].clone(), tapped_TKD[:num_rows].clone()

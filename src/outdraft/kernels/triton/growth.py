@@ -7,6 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, Movable, TreeLevels
 from outdraft.kernels.triton.graphed_calls import CallGraphs
 
@@ -14,7 +15,9 @@ from outdraft.kernels.triton.graphed_calls import CallGraphs
 class GraphedGrowth:
     """As `ops.Grow`. Several ranks grow theirs launch by launch: they wait for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_times: FirstTimes) -> None:
+        """`first_times`: counts kinds of growth that are new, and graphs."""
+        self._first_times = first_times
         # By what levels stand on: with a cache its graphs go.
         self._graphs = WeakIdKeyDictionary()
 
@@ -34,7 +37,7 @@ class GraphedGrowth:
 
     def _graphs_on(self, ground: Tensor) -> CallGraphs[ModelDrafts]:
         if ground not in self._graphs:
-            self._graphs[ground] = CallGraphs[ModelDrafts]()
+            self._graphs[ground] = CallGraphs[ModelDrafts](self._first_times)
         return cast(CallGraphs[ModelDrafts], self._graphs[ground])
 
 

@@ -30,11 +30,16 @@ def with_triton(others: Kernels, *, has_graphs: bool) -> Kernels:
         gumbel=noise.gumbel,
         draw_level=partial(draw_level, gumbel=noise.gumbel),
         verify=partial(verify, source=noise),
-        compile_decoder=partial(TritonDecoder, has_graphs=has_graphs),
+        compile_decoder=partial(
+            TritonDecoder, has_graphs=has_graphs, first_times=others.first_times
+        ),
     )
     if not has_graphs:
         return kernels
     verification = GraphedVerification(kernels)
     return replace(
-        kernels, grow=GraphedGrowth(), match=verification.match, verify=verification.verify
+        kernels,
+        grow=GraphedGrowth(kernels.first_times),
+        match=verification.match,
+        verify=verification.verify,
     )

@@ -23,7 +23,8 @@ class GraphedVerification:
     def __init__(self, others: Kernels) -> None:
         """`others`: the same, launch by launch."""
         self._others = others
-        self._matches, self._verdicts = CallGraphs[Verdict](), CallGraphs[Verdict]()
+        self._matches = CallGraphs[Verdict](others.first_times)
+        self._verdicts = CallGraphs[Verdict](others.first_times)
 
     def match(self, choices_R: Tensor, drafts: DraftBatch) -> Verdict:
         """As `ops.Match`."""
