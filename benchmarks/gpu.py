@@ -228,7 +228,7 @@ def _show(key: str, medians: Mapping[str, Mapping[str, float]]) -> None:
 
 
 def _profile(llm: LLM, prompts: Sequence[str], temperature: float) -> dict[str, float]:
-    """Of a step, on average: kernels, their time, and that of the whole step."""
+    """How many kernels a step has on average, what is launched for them, and the time they take."""
     params = SamplingParams(temperature=temperature, max_tokens=PROFILED_TOKENS, ignore_eos=True)
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         steps = _run(llm, prompts, params)["steps"]
