@@ -25,7 +25,8 @@ from tests.oracle.engines import HOST, NETWORKS, config, prompts_of, run, specul
 
 FAMILY = "llama-llama3-rope"
 LENGTHS = (5, 30, 17)
-OBJECTS = ("name", "attention", "ngram_texts", "suffix_texts")  # not called by steps of networks
+# Not called by steps of networks.
+OBJECTS = ("name", "first_times", "attention", "ngram_texts", "suffix_texts")
 
 
 class Calls:
@@ -53,9 +54,9 @@ class Calls:
                 setattr(counted, attribute, getattr(called, attribute))
         return counted
 
-    def kernels(self, *args: Any) -> Kernels:
+    def kernels(self, *args: Any, **options: Any) -> Kernels:
         """As `choose_kernels`."""
-        chosen = choose_kernels(*args)
+        chosen = choose_kernels(*args, **options)
         names = [field.name for field in fields(Kernels) if field.name not in OBJECTS]
         return replace(chosen, **{n: self.wrapped(n, getattr(chosen, n)) for n in names})
 
