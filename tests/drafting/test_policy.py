@@ -866,9 +866,11 @@ def test_hard_rules_and_wishes_are_told_as_reasons():
     assert ours.decided is None
 
 
-def fruitless_step(ours: DraftPolicy, one: Request) -> tuple[Alarm, ...]:
+def fruitless_step(
+    ours: DraftPolicy, one: Request, times: PhaseTimes = NO_TIMES
+) -> tuple[Alarm, ...]:
     choice = ours.choose([one], 1, ROOM).get(one.id)
-    return ours.observe([booking(one, choice)], stats(1))
+    return ours.observe([booking(one, choice)], stats(1, times))
 
 
 def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
@@ -881,10 +883,11 @@ def test_an_alarm_is_logged_and_told_once_when_it_begins(caplog):
     assert line.startswith("alarm begins: none accepted of draft_model: ")
 
 
-def test_steps_in_which_nobody_could_draft_count_for_no_alarm():
+@pytest.mark.parametrize("times", [NO_TIMES, PhaseTimes(is_first=True)])
+def test_steps_in_which_nobody_could_draft_count_for_no_alarm(times):
     ours = policy(drafter_max_len=1000)
     one = request(enabled=False)
-    assert not any(fruitless_step(ours, one) for _ in range(IDLE_STEPS + 5))
+    assert not any(fruitless_step(ours, one, times) for _ in range(IDLE_STEPS + 5))
 
 
 def test_a_source_that_is_never_granted_a_draft_is_told():

@@ -245,19 +245,12 @@ class DraftPolicy:
             return self._watch(None, ())
         step, self._step = self._step, None
         if stats.times.is_first:
-            # It took longer for once: control would learn nothing that is true of other steps.
-            if self._shadows.are_waiting:
-                self._learn(None, booked, stats)
-            return self._watch(None, ())
+            step = None  # it took longer for once, which says nothing of others
         drafts = ()
         if step is not None or self._shadows.are_waiting:
             drafts = self._learn(step, booked, stats)
-        if self._is_timed:
-            self._observe_plain(booked, stats)
-        elif self._decision is not None and self.control.is_passing:
-            host_s = stats.host_s - self._decided_s(stats)
-            told = () if step is not None else fates(booked)
-            self.control.pass_by(stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told)
+        if not stats.times.is_first:
+            self._pass_by(step, booked, stats)
         if self._decision is None:
             return ()
         return self._watch(step, drafts)
@@ -280,6 +273,15 @@ class DraftPolicy:
         if outcome.drafts:
             self._learning_s = perf_counter() - started_s
         return outcome.drafts
+
+    def _pass_by(self, step: _Step | None, booked: Booked, stats: StepStats) -> None:
+        """Tell control what a step took that it need not be asked about."""
+        if self._is_timed:
+            self._observe_plain(booked, stats)
+        elif self._decision is not None and self.control.is_passing:
+            host_s = stats.host_s - self._decided_s(stats)
+            told = () if step is not None else fates(booked)
+            self.control.pass_by(stats.num_emitted, stats.times.draft_s, host_s, stats.step_s, told)
 
     def _observe_plain(self, booked: Booked, stats: StepStats) -> None:
         if stats.num_rows != len(booked):

@@ -501,7 +501,7 @@ class Grow(Protocol):
         """New drafts.
 
         Args:
-            levels: their logits are float32 or float64.
+            levels: of one rank; their logits are float32 or float64.
             by_levels: gives the same drafts by the other operations.
 
         Raises:

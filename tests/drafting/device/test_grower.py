@@ -4,6 +4,7 @@ import heapq
 import itertools
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outdraft.core.tree_shape import TreeShape
-from outdraft.drafting.device.grower import grow
+from outdraft.distributed.request_shares import RequestShares
+from outdraft.drafting.device.grower import compiled_grow, grow
 from outdraft.kernels.data.noise import NoiseKeys, Purpose
 from outdraft.kernels.draft_ops import Growth, LevelTask, side_shares
 from outdraft.kernels.reference import noise
@@ -47,6 +49,24 @@ def build(
         samples=samples,
     )
     return grow(levels, growth), levels.seen
+
+
+def test_ranks_that_share_levels_ask_for_each_one():
+    """Though the requests of one rank have all that they want before: the other one waits."""
+    model, shape = TabledModel(0, 5, 3), TreeShape.chain(3)
+    levels = TabledLevels(model, 1)
+    growth = Growth(
+        kernels=kernels_for(torch.float32),
+        shape=shape,
+        num_tokens_B=torch.tensor([100]),
+        num_drafts_G=torch.tensor([1, 3]),
+        fewest=1,
+        sampling=sampling_of([0.0], [0], model.vocab_size),
+        samples=True,
+        shares=RequestShares(SimpleNamespace(size=2, rank=0), (1, 1)),
+    )
+    assert compiled_grow(levels, growth).num_drafts_B.tolist() == [1]
+    assert len(levels.seen) == shape.depth - 1  # those behind the first one
 
 
 shapes = st.lists(st.integers(1, 5), min_size=1, max_size=3).map(

@@ -81,9 +81,10 @@ class LevelDrafter(ABC):
 
 def compiled_grow(levels: TreeLevels, growth: Growth) -> ModelDrafts:
     """As `grow`, by the table's operation where that can make these drafts: its rules look at
-    margins only, and count the rows of this rank's requests only."""
-    looks_elsewhere = growth.shares.group.size > 1 or isinstance(levels, TellsOdds)
-    if (growth.stops is not None and looks_elsewhere) or not growth.sampling.num_requests:
+    margins only. It ends when this rank's requests have all that they want, but ranks that share
+    the levels must all ask for each, and count the rows of all."""
+    has_own_odds = growth.stops is not None and isinstance(levels, TellsOdds)
+    if growth.shares.group.size > 1 or has_own_odds or not growth.sampling.num_requests:
         return grow(levels, growth)
     return growth.kernels.grow(levels, growth, grow)
 

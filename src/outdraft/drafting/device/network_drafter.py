@@ -19,7 +19,7 @@ from outdraft.core.draft import MAX_DRAFTS, DraftSource
 from outdraft.core.plan import ModelDrafting
 from outdraft.distributed.request_shares import ALL_HERE, RequestShares
 from outdraft.drafting.device.draft_network import DraftNetwork
-from outdraft.drafting.device.grower import compiled_grow, frontier_of_all, grow
+from outdraft.drafting.device.grower import compiled_grow, frontier_of_all
 from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
@@ -63,9 +63,7 @@ class NetworkDrafter:
         def by_levels() -> ModelDrafts:
             start, states_TD = self.start(asks, unread)
             levels = NetworkLevels(self.network, start, growth.num_drafts_G, growth.shares)
-            # Ranks that read together must all read each level, even one that nobody of theirs has.
-            is_alone = growth.shares.group.size == 1
-            drafts = (compiled_grow if is_alone else grow)(levels, growth)
+            drafts = compiled_grow(levels, growth)
             return replace(drafts, states_TD=states_TD) if unread.wants_states else drafts
 
         drafts = self.network.draft(unread, growth, by_levels)

@@ -13,7 +13,7 @@ from outdraft.kernels.triton.graphed_calls import CallGraphs
 
 
 class GraphedGrowth:
-    """As `ops.Grow`. Several ranks grow theirs launch by launch: they wait for each other."""
+    """As `ops.Grow`."""
 
     def __init__(self, first_times: FirstTimes) -> None:
         """`first_times`: counts kinds of growth that are new, and graphs."""
@@ -27,7 +27,7 @@ class GraphedGrowth:
         growth: Growth,
         by_levels: Callable[[TreeLevels, Growth], ModelDrafts],
     ) -> ModelDrafts:
-        if not isinstance(levels, Movable) or growth.shares.group.size > 1:
+        if not isinstance(levels, Movable):
             return by_levels(levels, growth)
 
         def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
