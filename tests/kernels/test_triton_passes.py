@@ -30,10 +30,10 @@ from tests.kernels.decoders import (
 from tests.kernels.test_decoder import BOUNDS, KINDS, assert_near
 
 pytest.importorskip("triton", reason="needs triton")
-from outdraft.kernels.data.graph_sizes import TREE_ROWS
+from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_rows
 from outdraft.kernels.triton import graphs
 from outdraft.kernels.triton.decoder import TritonDecoder
-from outdraft.kernels.triton.graphs import GraphedPasses, rounded_rows
+from outdraft.kernels.triton.graphs import GraphedPasses
 from outdraft.kernels.triton.select import with_triton
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -67,9 +67,7 @@ def read_steps(decoder: object, sizes: Sizes, dtype: torch.dtype, cache: KVCache
         metadata, wanted_R = batch_with_logits(spans_of(step))
         ids_T, states_TD = rows_for(len(metadata.slots_T), sizes.hidden, dtype, number)
         entry = states_TD.to(device) if sizes.entry else None
-        taps = (0, len(sizes.windows)) if number != 4 else ()
-        if number in (1, 4, 5):
-            taps = ()
+        taps = () if number in (1, 4, 5) else (0, len(sizes.windows))
         rows = (on(metadata, str(device)), taps, entry, wanted_R.to(device))
         found += decoder(ids_T.to(device), cache.layers, *rows)
         found += [decoder.logits(found[-2]), *decoder.best_tokens(found[-2])]
@@ -137,9 +135,9 @@ def test_passes_of_all_steps_are_the_references(device, kind, dtype, has_graphs)
         if got.dtype.is_floating_point:
             assert_near(got, right, dtype)
     if has_graphs:
-        (kept,) = graphs_of(decoder)._graphs.values()
-        made = [graph for graph in kept.by_sizes.values() if graph is not None]
-        assert len(made) == len(SECOND_TIME)
+        assert len(graphs_of(decoder)._graphs) == 1
+        made = graphs_of(decoder)._graphs.of(cache.layers[0].k_PSGC).made
+        assert made.num_made == len(SECOND_TIME)
 
 
 def test_a_pass_becomes_a_graph_when_its_sizes_come_again():
@@ -189,6 +187,7 @@ def test_sizes_are_few_and_hold_all_rows():
     assert sizes[-1] == graphs.MOST_ROWS
     assert len(set(sizes)) == 17
     assert all(size < 2 * number for number, size in enumerate(sizes, start=1))
+    assert [rounded_len(length) for length in (1, 512, 513, 1025)] == [512, 512, 1024, 2048]
 
 
 @pytest.mark.gpu

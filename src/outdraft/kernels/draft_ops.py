@@ -132,7 +132,7 @@ class Movable(Protocol):
 
     @property
     def ground(self) -> Tensor:
-        """What they read besides: it must live where they are asked again."""
+        """Keys of the first layer of the cache that they read: there they may be asked again."""
         ...
 
     def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:

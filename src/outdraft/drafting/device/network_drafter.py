@@ -24,10 +24,9 @@ from outdraft.drafting.device.model_drafts import DraftModelAsk
 from outdraft.drafting.device.settled import settled_rows, with_settled
 from outdraft.drafting.device.state_window import StateWindow
 from outdraft.drafting.device.text_reader import TextReader
+from outdraft.kernels.data.graph_sizes import rounded_len
 from outdraft.kernels.draft_ops import DraftStart, Frontier, Growth, ModelDrafts, UnreadTexts
 from outdraft.kv.cache import KVCache
-
-_LEAST_LEN = 512  # to which the lengths of texts are rounded up at least
 
 
 class NetworkDrafter:
@@ -127,14 +126,13 @@ class NetworkLevels:
         return self._start.caches[0].k_PSGC
 
     def parts(self) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-        """As `Movable`. Lengths are rounded up, so that texts that grow have the same for long."""
+        """As `Movable`, of rounded lengths."""
         start = self._start
-        num_blocks = start.block_table_BP.shape[1]
-        most_blocks = max(_LEAST_LEN // start.block_size, 1 << (num_blocks - 1).bit_length())
-        table_BP = pad(start.block_table_BP, (0, most_blocks - num_blocks))
-        max_seq_len = max(start.max_seq_len, most_blocks * start.block_size)
+        num_blocks, block_size = start.block_table_BP.shape[1], start.block_size
+        seq_len = rounded_len(max(start.max_seq_len, num_blocks * block_size))
+        table_BP = pad(start.block_table_BP, (0, -(-seq_len // block_size) - num_blocks))
         tensors = start.states_BD, start.contexts_B, table_BP, start.num_skipped_B
-        return (*tensors, self._num_drafts_G), (max_seq_len,)
+        return (*tensors, self._num_drafts_G), (seq_len,)
 
     def over(self, tensors: tuple[Tensor | None, ...], common: tuple[int, ...]) -> "NetworkLevels":
         """As `Movable`."""

@@ -1,5 +1,24 @@
-"""How large the graphs of a GPU are at most."""
+"""How large the graphs of a GPU are, and how sizes are rounded up so that few graphs are made."""
 
 TREE_ROWS = 256  # of a request; those with more are prompt chunks, and are part of no graph
 GRAPH_BYTES = 1 << 28  # that the arguments of all graphs of a function take together
 GRAPHED_FUNCTIONS = 3  # growth, matching, verification
+MOST_GRAPHS = 256  # of one function on one cache
+_LEAST_LEN = 512
+
+
+def rounded_rows(num_rows: int) -> int:
+    """What so many rows are padded to: few sizes, and few rows too many."""
+    if num_rows <= 8:
+        return _power_of_2(num_rows)
+    step = 8 if num_rows <= 64 else 32
+    return step * -(-num_rows // step)
+
+
+def rounded_len(num_tokens: int) -> int:
+    """What a text counts as, so that one that grows stays the same for long."""
+    return _power_of_2(max(num_tokens, _LEAST_LEN))
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -47,9 +47,10 @@ class TritonDecoder(ReferenceDecoder):
         states_TD: Tensor | None = None,
         wanted_R: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        run = self._all_rows
-        graphs = self._graphs
-        if graphs is not None and graphs.can_run(len(token_ids_T), metadata) and not _is_captured():
+        run, graphs = self._all_rows, self._graphs
+        # A pass that is a part of a graph already becomes none of its own.
+        is_captured = token_ids_T.is_cuda and torch.cuda.is_current_stream_capturing()
+        if graphs is not None and not is_captured and graphs.can_run(len(token_ids_T), metadata):
             run = graphs
         states_TD, tapped_TKD = run(token_ids_T, caches, metadata, taps, states_TD)
         if wanted_R is not None and len(wanted_R) < len(states_TD):
@@ -111,8 +112,3 @@ class TritonDecoder(ReferenceDecoder):
             metadata = with_earlier_drafts(metadata)
         form = AttentionForm(spec.scale, layer.window)
         return layer.o(spec.attention.attend(q_THC, cache, metadata, form).flatten(1))
-
-
-def _is_captured() -> bool:
-    """Whether this pass is a part of a graph already."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

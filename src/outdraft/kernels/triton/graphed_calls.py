@@ -21,8 +21,8 @@ from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.graph_sizes import GRAPH_BYTES
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphs import Capture, DeviceCapture, Replay
+from outdraft.kernels.triton.kept_graphs import SecondTimes
 
-MOST_GRAPHS = 256  # of one function on one cache
 _FIXED = (Kernels, RequestShares)  # they are what they are, whatever they hold
 
 Result = TypeVar("Result")
@@ -50,10 +50,8 @@ class CallGraphs(Generic[Result]):
             capture: what makes graphs; None: that of the device.
             most_bytes: that the arguments of all graphs take together.
         """
-        self._capture, self._bytes_left = capture or DeviceCapture(), most_bytes
-        self._first_times = first_times
-        # None: a call of this kind came once.
-        self._by_kind: dict[object, _Graph[Result] | None] = {}
+        self._capture = capture or DeviceCapture()
+        self._graphs = SecondTimes[_Graph[Result]](first_times, most_bytes)
 
     def call(self, function: Callable[..., Result], *arguments: object) -> Result:
         """function(*arguments), in tensors of their own.
@@ -64,17 +62,13 @@ class CallGraphs(Generic[Result]):
         """
         tensors: list[Tensor] = []
         kind = _parts(arguments, tensors)
-        if kind not in self._by_kind:
-            num_bytes = sum([one.nbytes for one in tensors])
-            if len(self._by_kind) < MOST_GRAPHS and num_bytes <= self._bytes_left:
-                self._bytes_left -= num_bytes
-                self._by_kind[kind] = None
-                self._first_times.number += 1
-            return function(*arguments)
-        graph = self._by_kind[kind]
+
+        def make() -> _Graph[Result]:
+            return self._captured(function, arguments, tensors)
+
+        graph = self._graphs.find(kind, make, tensors)
         if graph is None:
-            graph = self._by_kind[kind] = self._captured(function, arguments, tensors)
-            self._first_times.number += 1
+            return function(*arguments)
         _copy_all(tensors, graph.inputs)
         graph.replay()
         return _cloned(graph.result)

@@ -4,7 +4,7 @@ A graph repeats the launches of one pass: with the same sizes, on the same addre
 a pass are copied into buffers of its own, and sizes are rounded up. Rows behind the last request
 are padding that is kept nowhere, and requests behind the last one have no rows. A pass of new sizes
 runs launch by launch, which compiles what it needs; if the same sizes come again they become a
-graph. So sizes that come once cost nothing more.
+graph.
 
 Rows that are padded are no other rows: the same sizes are computed alike with a graph or without.
 
@@ -14,22 +14,20 @@ Dimension key: T rows, B requests, P blocks, D state, K tapped layers; all but D
 import gc
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 from triton import cdiv, next_power_of_2
 
 from outdraft.attention.base import AttentionMetadata, LayerCache
 from outdraft.kernels.data.first_times import FirstTimes
-from outdraft.kernels.data.graph_sizes import TREE_ROWS
+from outdraft.kernels.data.graph_sizes import TREE_ROWS, rounded_len, rounded_rows
+from outdraft.kernels.triton.kept_graphs import OfCaches, SecondTimes
 from outdraft.kernels.triton.padding import pad_rows
 
 MOST_ROWS = TREE_ROWS  # of a pass that becomes a graph; more rows take longer than their launches
-MOST_GRAPHS = 256  # of one network on one cache
-LEAST_SEQ_LEN = 512
 
 # Token ids, caches, metadata, taps, states; gives states and tapped streams of all rows.
 RunPass = Callable[
@@ -68,10 +66,10 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """Those on one cache. None: passes of these sizes came once."""
+    """Those on one cache, by `PassSizes`."""
 
     capture: Capture
-    by_sizes: dict[PassSizes, _Graph | None] = field(default_factory=dict)
+    made: SecondTimes[_Graph]
 
 
 class GraphedPasses:
@@ -94,8 +92,7 @@ class GraphedPasses:
         self._run, self._few_rows, self._first_times = run, few_rows, first_times
         self._new_capture = new_capture or DeviceCapture
         self._rows: _Rows | None = None
-        # By the keys of layer 0: with a cache its graphs go, and what they keep.
-        self._graphs = WeakIdKeyDictionary()
+        self._graphs = OfCaches(self._new_graphs)
 
     def can_run(self, num_rows: int, metadata: AttentionMetadata) -> bool:
         """Whether the pass is one of few rows."""
@@ -114,37 +111,27 @@ class GraphedPasses:
         sizes = self._sizes(num_rows, metadata, caches[0].k_PSGC.shape[1], tuple(taps))
         rows = self._rows_for(sizes, caches[0].k_PSGC, states_TD)
         rows.take(sizes, token_ids_T, metadata, states_TD)
-        graphs = self._graphs_on(caches[0].k_PSGC)
+        graphs = self._graphs.of(caches[0].k_PSGC)
 
         def launch() -> tuple[Tensor, Tensor]:
             return self._run(*rows.of(sizes, caches, has_states=states_TD is not None))
 
-        if sizes not in graphs.by_sizes:
-            if len(graphs.by_sizes) < MOST_GRAPHS:
-                graphs.by_sizes[sizes] = None
-                self._first_times.number += 1
+        graph = graphs.made.find(sizes, lambda: _Graph(*graphs.capture(launch)))
+        if graph is None:
             out_TD, tapped_TKD = launch()
             return out_TD[:num_rows], tapped_TKD[:num_rows]
-        graph = graphs.by_sizes[sizes]
-        if graph is None:
-            graph = graphs.by_sizes[sizes] = _Graph(*graphs.capture(launch))
-            self._first_times.number += 1
         graph.replay()
         out_TD, tapped_TKD = graph.results
         return out_TD[:num_rows].clone(), tapped_TKD[:num_rows].clone()
 
-    def _graphs_on(self, keys_PSGC: Tensor) -> _Graphs:
-        graphs = self._graphs.get(keys_PSGC)
-        if graphs is None:
-            graphs = self._graphs[keys_PSGC] = _Graphs(self._new_capture())
-        return graphs
+    def _new_graphs(self) -> _Graphs:
+        return _Graphs(self._new_capture(), SecondTimes(self._first_times))
 
     def _sizes(
         self, num_rows: int, metadata: AttentionMetadata, block_size: int, taps: tuple[int, ...]
     ) -> PassSizes:
         num_requests, num_blocks = metadata.block_table_BP.shape
-        seq_len = max(metadata.max_seq_len, num_blocks * block_size, LEAST_SEQ_LEN)
-        seq_len = next_power_of_2(seq_len)
+        seq_len = rounded_len(max(metadata.max_seq_len, num_blocks * block_size))
         return PassSizes(
             num_rows=rounded_rows(num_rows),
             num_requests=next_power_of_2(num_requests),
@@ -157,7 +144,7 @@ class GraphedPasses:
     def _rows_for(self, sizes: PassSizes, keys_PSGC: Tensor, states_TD: Tensor | None) -> "_Rows":
         """Buffers; larger ones if they are too small, without the graphs that read the old ones."""
         if self._rows is None or self._rows.num_blocks < sizes.num_blocks:
-            self._graphs = WeakIdKeyDictionary()
+            self._graphs = OfCaches(self._new_graphs)
             state_size = 0 if states_TD is None else states_TD.shape[1]
             dtype = keys_PSGC.dtype if states_TD is None else states_TD.dtype
             self._rows = _Rows(keys_PSGC.device, sizes.num_blocks, state_size, dtype)
@@ -252,11 +239,3 @@ def _no_collection() -> Generator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def rounded_rows(num_rows: int) -> int:
-    """What a pass of so many rows is padded to: few sizes, and few rows too many."""
-    if num_rows <= 8:
-        return next_power_of_2(num_rows)
-    step = 8 if num_rows <= 64 else 32
-    return step * cdiv(num_rows, step)

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, cast
-
-from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from typing import Any
 
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.draft_ops import Growth, ModelDrafts, Movable, TreeLevels
 from outdraft.kernels.triton.graphed_calls import CallGraphs
+from outdraft.kernels.triton.kept_graphs import OfCaches
 
 
 class GraphedGrowth:
@@ -17,9 +15,7 @@ class GraphedGrowth:
 
     def __init__(self, first_times: FirstTimes) -> None:
         """`first_times`: counts kinds of growth that are new, and graphs."""
-        self._first_times = first_times
-        # By what levels stand on: with a cache its graphs go.
-        self._graphs = WeakIdKeyDictionary()
+        self._graphs = OfCaches(lambda: CallGraphs[ModelDrafts](first_times))
 
     def __call__(
         self,
@@ -33,12 +29,8 @@ class GraphedGrowth:
         def grow(tensors: Any, common: Any, its_growth: Growth) -> ModelDrafts:
             return by_levels(levels.over(tensors, common), its_growth)
 
-        return self._graphs_on(levels.ground).call(grow, *levels.parts(), _of_its_kind(growth))
-
-    def _graphs_on(self, ground: Tensor) -> CallGraphs[ModelDrafts]:
-        if ground not in self._graphs:
-            self._graphs[ground] = CallGraphs[ModelDrafts](self._first_times)
-        return cast(CallGraphs[ModelDrafts], self._graphs[ground])
+        graphs = self._graphs.of(levels.ground)
+        return graphs.call(grow, *levels.parts(), _of_its_kind(growth))
 
 
 def _of_its_kind(growth: Growth) -> Growth:

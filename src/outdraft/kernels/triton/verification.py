@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from outdraft.kernels.data.drafts import DraftBatch, Rule, Verdict
+from outdraft.kernels.data.graph_sizes import rounded_rows
 from outdraft.kernels.ops import Kernels
 from outdraft.kernels.triton.graphed_calls import CallGraphs
-from outdraft.kernels.triton.graphs import rounded_rows
 
 if TYPE_CHECKING:
     from outdraft.sampling.batch import SamplingBatch
