@@ -92,7 +92,7 @@ void Growth::copy_newest(int64_t* to, RowsOf rows) const {
 LiveRules::LiveRules(const Stops& stops, int64_t num_requests, int64_t num_levels)
     : stops_(stops),
       num_levels_(num_levels),
-      num_rows_(stops.num_rows_before),
+      num_rows_(0),
       survival_(stops.price == nullptr ? 0 : static_cast<size_t>(num_requests), 1.0) {}
 
 bool LiveRules::go_on(int64_t b, int64_t depth, float margin) {
@@ -100,7 +100,7 @@ bool LiveRules::go_on(int64_t b, int64_t depth, float margin) {
     const int64_t at = b * num_levels_ + depth;
     const double score = stops_.weights[at] * margin + stops_.biases[at];
     survival_[b] *= 1 / (1 + std::exp(-score));
-    if (!(survival_[b] >= stops_.price[b]) || num_rows_ >= stops_.row_cap) return false;
+    if (!(survival_[b] >= stops_.price[b]) || num_rows_ >= stops_.room) return false;
   }
   ++num_rows_;
   return true;

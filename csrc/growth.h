@@ -21,7 +21,7 @@ struct Stops {
   const double *weights, *biases;  // [B, L]
   const double* price;
   const bool* has_rule;
-  int64_t row_cap, num_rows_before;
+  int64_t room;
   // Results: of each level that a rule looked at, [B, L]; how many drafts each request has.
   float* margins;
   int64_t* num_drafted;

@@ -86,8 +86,6 @@ def stop_rules(case: Case, num_requests: int, depth: int) -> StopRules:
         price_B=torch.tensor(rng.choice([0.0, 0.1, 0.3, 0.6], num_requests)),
         has_rule_B=torch.tensor(rng.random(num_requests) < 0.7),
         room_1=torch.tensor([row_cap - num_rows_before]),
-        row_cap=row_cap,
-        num_rows_before=num_rows_before,
     )
 
 

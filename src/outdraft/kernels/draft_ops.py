@@ -47,9 +47,7 @@ class StopRules:
         weights_BL, biases_BL: float64; 0 past the levels that a request wants.
         price_B: float64.
         has_rule_B: bool; the other requests draft all that they want.
-        room_1: int64 [1], row_cap - num_rows_before.
-        row_cap: a request with a rule ends where the step has so many rows of drafts.
-        num_rows_before: rows of the host's drafts.
+        room_1: int64 [1]; a request with a rule ends where these requests have so many drafts.
     """
 
     weights_BL: Tensor
@@ -57,8 +55,6 @@ class StopRules:
     price_B: Tensor
     has_rule_B: Tensor
     room_1: Tensor
-    row_cap: int
-    num_rows_before: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,7 @@ def stop_rules(
             price_B[row], has_rule_B[row] = ask.stop.price, True
     row_cap = min(stop.row_cap for stop in stops if stop is not None)
     room_1 = np.array([row_cap - num_host_rows])
-    sent = to_device([*scores_2BL, price_B, has_rule_B, room_1], device)
-    return StopRules(*sent, row_cap=row_cap, num_rows_before=num_host_rows)
+    return StopRules(*to_device([*scores_2BL, price_B, has_rule_B, room_1], device))
 
 
 class KeptRules:

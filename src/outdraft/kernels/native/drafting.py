@@ -128,7 +128,7 @@ class _Stops(ctypes.Structure):
 
     _fields_ = (
         *((name, c_void_p) for name in ("weights", "biases", "price", "has_rule")),
-        *((name, c_int64) for name in ("row_cap", "num_rows_before")),
+        ("room", c_int64),
         *((name, c_void_p) for name in ("margins", "num_drafted")),
     )
 
@@ -346,8 +346,7 @@ def _stops(rules: StopRules) -> _Stops:
         *(address_of(one, torch.float64) for one in (rules.weights_BL, rules.biases_BL)),
         address_of(rules.price_B, torch.float64),
         address_of(rules.has_rule_B, torch.bool),
-        rules.row_cap,
-        rules.num_rows_before,
+        int(rules.room_1),
     )
 
 

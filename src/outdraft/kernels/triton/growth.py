@@ -34,9 +34,7 @@ class GraphedGrowth:
 
 
 def _of_its_kind(growth: Growth) -> Growth:
-    """The same without numbers that change nothing, or that are in its tensors, too."""
-    fewest = growth.fewest if growth.fewest == growth.shape.num_rows else 0
-    stops = growth.stops
-    if stops is not None:
-        stops = replace(stops, row_cap=0, num_rows_before=0)
-    return replace(growth, fewest=fewest, stops=stops)
+    """The same: of `fewest` it only matters whether all requests want all rows."""
+    if growth.fewest == growth.shape.num_rows:
+        return growth
+    return replace(growth, fewest=0)
