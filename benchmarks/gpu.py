@@ -1,9 +1,8 @@
 """What drafts bring on a GPU: `python benchmarks/gpu.py --json FILE`.
 
-The pairs have random weights, in the shapes of two Qwen3 models, made as those of
-`peers/make_big.py`: the drafter is the target's own first layers, and later layers write with a
-small gain, so that drafts are often right. That is made by construction: the pair shows what the
-same drafts cost here. Engines of a pair share the target and take turns in rounds.
+The pairs have random weights, in the shapes of two Qwen3 models, see `peers/make_big.py`: drafts
+are often right by construction, so the pair shows what the same drafts cost here. Engines of a pair
+share the target and take turns in rounds, each round in an order of its own.
 """
 
 import argparse
@@ -12,13 +11,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from peers.make_big import Shape, make_pair
 from torch.profiler import ProfilerActivity, profile
 
 from outdraft import assets
@@ -28,47 +26,15 @@ from outdraft.config.engine import EngineConfig
 from outdraft.core.sampling import SamplingParams
 from outdraft.engine.llm import LLM
 
-SCALE, LATER_GAIN, SEED = 0.04, 0.025, 20261126
 NUM_BLOCKS = 4096  # of each engine's cache
 VOCABULARY = 32768  # of a size that a head has on a GPU; the tokenizer knows the first ones
 WARM_ROUNDS, PROFILED_TOKENS = 3, 24
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
-    """The shape of a target, and how many of its layers draft."""
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    drafter_layers: int
-
-    def config(self, num_layers: int) -> dict[str, Any]:
-        """config.json."""
-        return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
-            "hidden_act": "silu",
-            "vocab_size": VOCABULARY,
-            "hidden_size": self.hidden,
-            "intermediate_size": self.intermediate,
-            "num_hidden_layers": num_layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 1e6,
-            "max_position_embeddings": 4096,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "torch_dtype": "bfloat16",
-        }
-
-
-SIZES = {"0.6b": Size(1024, 3072, 28, 16, 2), "8b": Size(4096, 12288, 36, 32, 3)}
+SIZES = {
+    "0.6b": Shape(1024, 3072, VOCABULARY, layers=28, heads=16, drafter_layers=2),
+    "8b": Shape(4096, 12288, VOCABULARY, layers=36, heads=32, drafter_layers=3),
+}
 
 
 def main() -> None:
@@ -81,7 +47,8 @@ def main() -> None:
     }
     for name in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            paths = make_pair(SIZES[name], Path(folder))
+            paths = Path(folder) / "target", Path(folder) / "drafter"
+            make_pair(SIZES[name], *paths, device="cuda")
             for found in _measured(paths, args):
                 results[name] = found
                 if args.json:
@@ -103,56 +70,6 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_pair(size: Size, folder: Path) -> tuple[Path, Path]:
-    """Target and drafter, written as checkpoints."""
-    torch.manual_seed(SEED)
-
-    def normal(rows: int, columns: int, gain: float = 1.0) -> Tensor:
-        drawn = torch.randn(rows, columns, device="cuda", dtype=torch.float32)
-        return (drawn * (SCALE * (1024 / size.hidden) ** 0.5 * gain)).bfloat16().cpu()
-
-    def ones(count: int) -> Tensor:
-        return torch.ones(count, dtype=torch.bfloat16)
-
-    weights = {"model.embed_tokens.weight": normal(VOCABULARY, size.hidden)}
-    for layer in range(size.layers):
-        gain = 1.0 if layer < size.drafter_layers else LATER_GAIN
-        parts = {
-            "input_layernorm": ones(size.hidden),
-            "self_attn.q_proj": normal(size.heads * 128, size.hidden),
-            "self_attn.k_proj": normal(8 * 128, size.hidden),
-            "self_attn.v_proj": normal(8 * 128, size.hidden),
-            "self_attn.o_proj": normal(size.hidden, size.heads * 128, gain),
-            "self_attn.q_norm": ones(128),
-            "self_attn.k_norm": ones(128),
-            "post_attention_layernorm": ones(size.hidden),
-            "mlp.gate_proj": normal(size.intermediate, size.hidden),
-            "mlp.up_proj": normal(size.intermediate, size.hidden),
-            "mlp.down_proj": normal(size.hidden, size.intermediate, gain),
-        }
-        weights |= {f"model.layers.{layer}.{name}.weight": part for name, part in parts.items()}
-    weights["model.norm.weight"] = ones(size.hidden)
-    paths = folder / "target", folder / "drafter"
-    for path, num_layers in zip(paths, (size.layers, size.drafter_layers), strict=True):
-        path.mkdir()
-        left_out = tuple(f"model.layers.{layer}." for layer in range(num_layers, size.layers))
-        kept = {name: one for name, one in weights.items() if not name.startswith(left_out)}
-        save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-        (path / "config.json").write_text(json.dumps(size.config(num_layers)), encoding="utf-8")
-        tokenizer = (assets.target_path() / "tokenizer.json").read_text(encoding="utf-8")
-        (path / "tokenizer.json").write_text(_padded(tokenizer), encoding="utf-8")
-    return paths
-
-
-def _padded(tokenizer: str) -> str:
-    """The tokenizer with a name for every token of the vocabulary."""
-    parsed = json.loads(tokenizer)
-    vocabulary = parsed["model"]["vocab"]
-    for token_id in range(len(vocabulary), VOCABULARY):
-        vocabulary[f"unused{token_id}"] = token_id
-    return json.dumps(parsed)
-
-
 def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Tokens a second of each engine, and for the fewest requests what its steps launch; as far as
     it is measured."""
@@ -168,9 +85,10 @@ def _measured(paths: tuple[Path, Path], args: argparse.Namespace) -> Iterator[di
                 for _ in range(WARM_ROUNDS):  # what comes again becomes a graph
                     _run(llm, prompts[:number], params)
             samples: dict[str, list[dict[str, float]]] = {name: [] for name in llms}
-            for _ in range(args.rounds):
-                for name, llm in llms.items():
-                    samples[name].append(_run(llm, prompts[:number], params))
+            for round_number in range(args.rounds):
+                order = Random(round_number).sample(list(llms), len(llms))
+                for name in order:
+                    samples[name].append(_run(llms[name], prompts[:number], params))
             key = f"temperature {temperature:g}, {number} requests"
             found["rounds"][key] = samples
             found["medians"][key] = {name: _medians(rounds) for name, rounds in samples.items()}

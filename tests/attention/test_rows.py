@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outdraft.attention.rows import Span, lay_out, metadata_of
+from outdraft.attention.rows import Span, lay_out, metadata_of, pack, unpack
 from outdraft.kernels.reference.table import reference_kernels
 from tests.reference.draft_trees import ancestor_masks, tree_depths
 
@@ -62,3 +62,20 @@ def test_rows_for_another_device_are_those_of_the_host():
         for own, other in pairs:
             assert other.is_meta
             assert (other.shape, other.dtype) == (own.shape, own.dtype), field.name
+
+
+def test_arrays_that_travel_together_arrive_as_they_were():
+    arrays = [
+        np.array([[1, -2, 3]], dtype=np.int32),
+        np.array([True, False, True]),
+        np.empty((0, 4), dtype=np.int64),
+        np.array([1 << 40, -1], dtype=np.int64),
+        np.arange(6, dtype=np.float64).reshape(2, 3).T,  # not contiguous
+        np.array([0.5], dtype=np.float32),
+    ]
+    packed = pack(arrays)
+    arrived = unpack(packed, arrays)
+    for array, tensor in zip(arrays, arrived, strict=True):
+        assert tensor.numpy().dtype == array.dtype
+        np.testing.assert_array_equal(tensor.numpy(), array)
+        assert (tensor.data_ptr() - packed.data_ptr()) % 16 == 0

@@ -8,9 +8,10 @@ import torch
 
 from outdraft.config.engine import EngineConfig
 from outdraft.core.errors import ConfigError
+from outdraft.engine import loading
 from outdraft.engine.llm import LLM
 from outdraft.engine.loading import NO_LIBRARY, check_division, choose_dtype, load_models
-from outdraft.kernels.choose import kernels_options
+from outdraft.kernels.choose import choose_kernels, kernels_options
 from outdraft.kernels.native import library
 from tests.models.checkpoints import llama, randomised, save
 from tests.models.eagle_checkpoints import LAYOUTS
@@ -48,6 +49,22 @@ def test_bfloat16_weights_stay_bfloat16_and_the_memory_plan_says_so(
     llm = LLM.from_config(EngineConfig.from_options(**options))
 
     assert f"target weights: {numbers}" in dict(llm.memory.table())
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_nothing_becomes_a_graph_where_the_configuration_says_so(
+    enforce_eager: bool, monkeypatch, tmp_path: Path
+):
+    asked = []
+
+    def choose(option, device, dtype, *, has_graphs):
+        asked.append(has_graphs)
+        return choose_kernels(option, device, dtype, has_graphs=has_graphs)
+
+    monkeypatch.setattr(loading, "choose_kernels", choose)
+    save(randomised(llama()), tmp_path)
+    load_models(EngineConfig(model=str(tmp_path), device="cpu", enforce_eager=enforce_eager))
+    assert asked == [not enforce_eager]
 
 
 def test_without_a_library_the_reference_computes_and_one_line_says_so(

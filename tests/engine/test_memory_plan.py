@@ -1,6 +1,7 @@
 """Engines that live at once take together what one may take alone."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,6 +10,8 @@ from outdraft.core.errors import ConfigError
 from outdraft.engine.loading import load_models
 from outdraft.engine.memory import DeviceMemory
 from outdraft.engine.memory_plan import plan_memory, plan_together
+from outdraft.kernels.data.graph_sizes import GRAPH_BYTES, GRAPHED_FUNCTIONS
+from outdraft.kernels.triton.select import with_triton
 from tests.cli.pair import pair
 from tests.ranks import spread_models
 
@@ -92,3 +95,18 @@ def test_ranks_of_a_machine_have_no_more_memory_together_than_one_has(size, monk
     assert held + sum(rank.idle for rank in agreed.ranks) <= SHARE * memory.total
     weights = sum(models.target.memory_bytes for models in spread)
     assert alone.target.memory_bytes <= weights < 1.5 * alone.target.memory_bytes
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_graphs_take_memory_where_they_are_made():
+    config, models = part("draft_model")
+    memory = DeviceMemory(4 << 30, 4 << 30, SHARE)
+    with_graphs, without = (
+        plan_together([(config, replace(models, kernels=kernels))], memory)[0]
+        for kernels in (
+            with_triton(models.kernels, has_graphs=has_graphs) for has_graphs in (True, False)
+        )
+    )
+    assert without.step.graphs == 0
+    assert with_graphs.step.graphs > GRAPHED_FUNCTIONS * GRAPH_BYTES
+    assert with_graphs.step.total == without.step.total + with_graphs.step.graphs

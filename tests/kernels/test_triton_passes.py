@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from outdraft.attention.rows import Span
-from outdraft.kernels.choose import choose_kernels
+from outdraft.kernels import choose
 from outdraft.kernels.data.first_times import FirstTimes
 from outdraft.kernels.data.noise import NoiseKeys
 from outdraft.kernels.reference import noise
@@ -153,6 +153,13 @@ def test_a_pass_becomes_a_graph_when_its_sizes_come_again():
     assert repeats.num_repeated == len(SECOND_TIME) + len(STEPS)
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_the_table_of_a_gpu_says_whether_it_has_graphs(asked):
+    kernels = choose.choose_kernels("auto", torch.device("cuda"), torch.bfloat16, has_graphs=asked)
+    assert choose.has_graphs(kernels) is asked
+    assert not choose.has_graphs(choose.choose_kernels("auto", torch.device("cpu"), torch.bfloat16))
+
+
 def test_each_cache_has_graphs_of_its_own_as_long_as_it_lives():
     num_made = 0
 
@@ -192,7 +199,7 @@ def test_sizes_are_few_and_hold_all_rows():
 
 @pytest.mark.gpu
 def test_noise_on_a_gpu_has_the_bits_of_the_reference():
-    gumbel = choose_kernels("auto", torch.device("cuda"), torch.bfloat16).gumbel
+    gumbel = choose.choose_kernels("auto", torch.device("cuda"), torch.bfloat16).gumbel
     assert gumbel.__module__ == "outdraft.kernels.triton.noise"
     columns = torch.randint(0, 2**62, (4, 16), generator=torch.Generator().manual_seed(1))
     for purpose in range(4):

@@ -8,6 +8,7 @@ Dimension key: B requests, T rows, P blocks.
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -89,18 +90,32 @@ def to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[Tensor
     """Tensors of the arrays' own shapes and types; one copy for all of them."""
     if device.type == "cpu":
         return [torch.from_numpy(array) for array in arrays]
-    starts = [0]
-    for array in arrays:
-        starts.append(starts[-1] + -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT)
+    host = pack(arrays)
+    sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return unpack(sent, arrays)
+
+
+def pack(arrays: Sequence[np.ndarray]) -> Tensor:
+    """The bytes of all arrays, each from a multiple of _ALIGNMENT on.  # [N] uint8"""
+    starts = _starts(arrays)
     packed = np.zeros(starts[-1], dtype=np.uint8)
     for start, array in zip(starts, arrays, strict=False):
         packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-    host = torch.from_numpy(packed)
-    sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
+    return torch.from_numpy(packed)
+
+
+def unpack(packed: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+    """Views of what `pack` made of arrays of these shapes and types."""
     return [
-        sent[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
-        for start, array in zip(starts, arrays, strict=False)
+        packed[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(_starts(arrays), arrays, strict=False)
     ]
+
+
+def _starts(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Where each array begins, and the end of all."""
+    sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    return [0, *accumulate(sizes)]
 
 
 @cache

@@ -94,7 +94,7 @@ class EngineConfig:
             "auto": this engine where it has the family, else the library.
         generation_config: whose sampling parameters a request has that leaves them open: "auto":
             the model's generation_config.json, "vllm": nobody's, else the directory of another one.
-        enforce_eager: on a GPU, no pass becomes a graph.
+        enforce_eager: on a GPU, neither passes nor drafts nor their verification become graphs.
         max_model_len: longest prompt + output in tokens; None: what the model allows.
         seed: of requests that bring no seed of their own.
         kernels: "auto": the fastest for the machine; "reference": the readable ones; or an

@@ -45,7 +45,7 @@ def computed_by(kernels: Kernels) -> dict[str, str]:
 
 
 def has_graphs(kernels: Kernels) -> bool:
-    """Whether passes, drafting and verification become graphs of a GPU."""
+    """Whether passes, drafts that grow and their verification become graphs of a GPU."""
     return computed_by(kernels)["verify"] == "triton.verification"
 
 
@@ -96,7 +96,8 @@ def choose_kernels(
     Args:
         option: "auto": the fastest for the machine; "reference": the readable operations only; or
             an instruction set that the machine has, for its library.
-        has_graphs: on a GPU, passes of few rows become graphs.
+        has_graphs: on a GPU, passes of few rows, drafts that grow and their verification become
+            graphs.
 
     Raises:
         ConfigError: an unknown option.
